@@ -1,0 +1,1 @@
+"""Hardware profiles as package data: one JSON per machine; see README.md for the schema."""

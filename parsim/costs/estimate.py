@@ -1,0 +1,27 @@
+"""One priced piece of work: its median, where the number comes from, and which uncertain parameters it rests on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Source = Literal["measured", "fitted", "published"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Attributes:
+    median_s: seconds.
+    parameters: (name, relative standard deviation) of the uncertain parameters the number is proportional to. Work
+        that names the same parameter shares its draw: independent draws per task would average out to nothing.
+    repeat_sigma: relative spread of one repetition around the median (noise of a single task on a single rank).
+    detail: for people: "measured: 30 repeats at 16 samples", "ring over 0,1,2,3".
+    extrapolated: the question lies outside the measured range.
+    """
+
+    median_s: float
+    source: Source
+    parameters: tuple[tuple[str, float], ...] = ()
+    repeat_sigma: float = 0.0
+    detail: str = ""
+    extrapolated: bool = False

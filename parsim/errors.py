@@ -1,0 +1,87 @@
+"""Every error a user can cause, as one tree; each message says the rule, the values and the fix.
+
+    ParsimError                 exit status 1: one clear message, no traceback
+    ├── ConfigError             a key or value of RUN.toml or of the command line
+    ├── ModelError              an unknown or malformed model
+    │   └── TraceError          a module that cannot be cut into runnable components
+    ├── ProfileError            an unknown, broken or incomplete hardware profile
+    ├── PlanError               a mesh, stage or batch that contradicts itself
+    ├── GraphError              a task graph that cannot be run
+    │   └── DeadlockError       issue orders that wait for one another
+    ├── CostError               a piece of work no cost is known for
+    ├── ScheduleError           nothing to choose from
+    ├── DataError               a dataset that is not there or is not what it says
+    ├── DoesNotFitError         `run` of a plan whose memory exceeds a device
+    ├── ExecutionError          a real run that failed (a rank died, a process would not start)
+    └── MissingDependencyError  an optional package that this command needs
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ParsimError(Exception):
+    """Base of all errors that are reported to the user as one message."""
+
+
+class ConfigError(ParsimError):
+    """A key or value of a run file or of the command line is wrong."""
+
+
+class ModelError(ParsimError):
+    """A model is unknown or malformed."""
+
+
+class TraceError(ModelError):
+    """A module cannot be cut into runnable components."""
+
+
+class ProfileError(ParsimError):
+    """A hardware profile is unknown, broken or incomplete."""
+
+
+class PlanError(ParsimError):
+    """A plan contradicts itself, its model or its cluster."""
+
+
+class GraphError(ParsimError):
+    """A task graph cannot be run."""
+
+
+class DeadlockError(GraphError):
+    """The issue orders of the resources wait for one another."""
+
+
+class CostError(ParsimError):
+    """No cost is known for a piece of work."""
+
+
+class ScheduleError(ParsimError):
+    """The scheduler has nothing to choose from."""
+
+
+class DataError(ParsimError):
+    """A dataset is not there or is not what it says."""
+
+
+class DoesNotFitError(ParsimError):
+    """A plan needs more memory than a device has."""
+
+
+class ExecutionError(ParsimError):
+    """A real run failed."""
+
+
+class MissingDependencyError(ParsimError):
+    """An optional package is needed and not installed."""
+
+
+def near_matches(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean a or b?" for the known words closest to `word`, or the list of all of them."""
+    options = sorted(known)
+    close = difflib.get_close_matches(word, options, n=3, cutoff=0.5)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return f"; known: {', '.join(options)}" if options else ""

@@ -1,0 +1,56 @@
+"""One task of a program: what, where, after what, and from which part of the plan it came."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parsim.work import Work
+
+
+class Resource(NamedTuple):
+    """An in-order queue of one rank: `compute`, `host`, `dp` (collectives of that mesh axis), `pp>3` (sends to rank 3),
+    `pp<1` (receives from rank 1). Prints as "r0.compute"."""
+
+    rank: int
+    stream: str
+
+    def __str__(self) -> str:
+        return f"r{self.rank}.{self.stream}"
+
+
+def parse_resource(text: str) -> Resource:
+    """Inverse of `str(resource)`."""
+    rank, _, stream = text.partition(".")
+    return Resource(int(rank[1:]), stream)
+
+
+COMPUTE = "compute"
+HOST = "host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The way back from a task to the plan: stage, component (or bucket, or value), microbatch."""
+
+    stage: int
+    replica: int | None = None
+    component: str | None = None
+    microbatch: int | None = None
+    value: str | None = None
+    bucket: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """`index` is the task's place in the graph; `dependencies` are indices of tasks that must have ended."""
+
+    index: int
+    work: Work
+    resources: tuple[Resource, ...]
+    dependencies: tuple[int, ...]
+    origin: Origin
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(resource.rank for resource in self.resources))

@@ -1,0 +1,181 @@
+"""The program of one training step: tasks, and the order in which every resource issues its own.
+
+Holds no durations. The executor interprets it as it is; the simulator asks Costs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import singledispatch
+
+from parsim.errors import GraphError
+from parsim.graph.task import Origin, Resource, Task, parse_resource
+from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskGraph:
+    """Tasks numbered 0..n-1, and per resource the indices of its tasks in issue order.
+
+    A task starts when its dependencies have ended and it is at the head of *every* resource it needs; it holds them all
+    until it ends. `issue_order` left out means the order of `tasks`.
+    """
+
+    tasks: tuple[Task, ...]
+    world_size: int
+    issue_order: Mapping[Resource, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        listed: dict[Resource, list[int]] = {}
+        for position, task in enumerate(self.tasks):
+            if task.index != position:
+                raise GraphError(f"task number {task.index} stands at place {position}; number tasks by their place")
+            if not task.resources:
+                raise GraphError(f"task {position} uses no resource; every task runs somewhere")
+            if len(set(task.resources)) != len(task.resources):
+                raise GraphError(f"task {position} lists a resource twice: {', '.join(map(str, task.resources))}")
+            for dependency in task.dependencies:
+                if not 0 <= dependency < len(self.tasks) or dependency == position:
+                    raise GraphError(
+                        f"task {position} depends on {dependency}; use the numbers 0..{len(self.tasks) - 1} of other tasks"
+                    )
+            for resource in task.resources:
+                if not 0 <= resource.rank < self.world_size:
+                    raise GraphError(f"task {position} uses {resource}, but ranks go from 0 to {self.world_size - 1}")
+                listed.setdefault(resource, []).append(position)
+        if not self.issue_order:
+            object.__setattr__(self, "issue_order", {key: tuple(value) for key, value in listed.items()})
+            return
+        for resource in listed.keys() | self.issue_order.keys():
+            given, needed = self.issue_order.get(resource, ()), listed.get(resource, [])
+            if sorted(given) != sorted(needed):
+                raise GraphError(f"{resource} issues tasks {sorted(given)}, but the tasks that use it are {needed}")
+
+    @property
+    def resources(self) -> tuple[Resource, ...]:
+        return tuple(self.issue_order)
+
+    def predecessors(self) -> list[list[int]]:
+        """Dependencies and, for every resource, the task issued just before; deduplicated, sorted."""
+        before: list[set[int]] = [set(task.dependencies) for task in self.tasks]
+        for order in self.issue_order.values():
+            for earlier, later in zip(order, order[1:], strict=False):
+                before[later].add(earlier)
+        return [sorted(entry) for entry in before]
+
+
+@singledispatch
+def work_text(work: Work) -> str:
+    """The short text of a piece of work, as it stands in printed graphs; `parse_work` reads it back."""
+    raise GraphError(f"no text form for {type(work).__name__}; register one with work_text.register")
+
+
+@work_text.register
+def _(work: Compute) -> str:
+    return f"{work.phase.value} {work.component} x{work.samples}"
+
+
+@work_text.register
+def _(work: OptimizerStep) -> str:
+    return f"optimizer {work.elements} elements in {work.tensors}"
+
+
+@work_text.register
+def _(work: Collective) -> str:
+    return f"{work.operation} {work.size_bytes} B over {','.join(map(str, work.group))}"
+
+
+@work_text.register
+def _(work: SendRecv) -> str:
+    return f"send_recv {work.size_bytes} B {work.source}>{work.destination}"
+
+
+@work_text.register
+def _(work: LoadBatch) -> str:
+    return f"load x{work.samples} {work.size_bytes} B"
+
+
+def parse_work(text: str) -> Work:
+    """Inverse of `work_text`."""
+    if match := re.fullmatch(r"optimizer (\d+) elements in (\d+)", text):
+        return OptimizerStep(elements=int(match[1]), tensors=int(match[2]))
+    if match := re.fullmatch(r"(forward|backward) (\S+) x(\d+)", text):
+        return Compute(phase=Phase(match[1]), component=match[2], samples=int(match[3]))
+    if match := re.fullmatch(r"send_recv (\d+) B (\d+)>(\d+)", text):
+        return SendRecv(size_bytes=int(match[1]), source=int(match[2]), destination=int(match[3]))
+    if match := re.fullmatch(r"load x(\d+) (\d+) B", text):
+        return LoadBatch(samples=int(match[1]), size_bytes=int(match[2]))
+    if match := re.fullmatch(r"(\w+) (\d+) B over ([\d,]+)", text):
+        group = tuple(int(rank) for rank in match[3].split(","))
+        return Collective(operation=match[1], size_bytes=int(match[2]), group=group)
+    raise GraphError(f"cannot read work {text!r}; write it as work_text prints it")
+
+
+_ORIGIN_FIELDS = ("stage", "replica", "component", "microbatch", "value", "bucket")
+
+
+def to_text(graph: TaskGraph) -> str:
+    """One line per task: `3 r0.compute | forward layer1.0 x16 | 1,2 | stage=0 microbatch=1`.
+
+    Issue orders that differ from the list order follow as lines `order r0.compute 2,1`.
+    """
+    lines = [f"world_size {graph.world_size}"]
+    listed: dict[Resource, list[int]] = {}
+    for task in graph.tasks:
+        origin = " ".join(
+            f"{name}={getattr(task.origin, name)}" for name in _ORIGIN_FIELDS if getattr(task.origin, name) is not None
+        )
+        where = " ".join(map(str, task.resources))
+        after = ",".join(map(str, task.dependencies)) or "-"
+        lines.append(f"{task.index} {where} | {work_text(task.work)} | {after} | {origin}")
+        for resource in task.resources:
+            listed.setdefault(resource, []).append(task.index)
+    for resource, order in graph.issue_order.items():
+        if list(order) != listed[resource]:
+            lines.append(f"order {resource} {','.join(map(str, order))}")
+    return "\n".join(lines) + "\n"
+
+
+def from_text(text: str) -> TaskGraph:
+    """Inverse of `to_text`."""
+    tasks: list[Task] = []
+    order: dict[Resource, tuple[int, ...]] = {}
+    world_size = 0
+    for line in text.strip().splitlines():
+        if line.startswith("world_size "):
+            world_size = int(line.split()[1])
+        elif line.startswith("order "):
+            _, resource, listing = line.split()
+            order[parse_resource(resource)] = tuple(int(index) for index in listing.split(","))
+        else:
+            tasks.append(_parse_task(line))
+    default = TaskGraph(tasks=tuple(tasks), world_size=world_size)
+    return (
+        TaskGraph(tasks=tuple(tasks), world_size=world_size, issue_order={**default.issue_order, **order}) if order else default
+    )
+
+
+def _parse_task(line: str) -> Task:
+    parts = [part.strip() for part in line.split("|")]
+    if len(parts) != 4:
+        raise GraphError(f"cannot read task {line!r}; four parts separated by | are needed")
+    head, work, after, origin = parts
+    index, *resources = head.split()
+    fields: dict[str, str | int] = {}
+    for item in origin.split():
+        name, _, value = item.partition("=")
+        fields[name] = value if name in ("component", "value") else int(value)
+    return Task(
+        index=int(index),
+        work=parse_work(work),
+        resources=tuple(parse_resource(resource) for resource in resources),
+        dependencies=() if after == "-" else tuple(int(number) for number in after.split(",")),
+        origin=Origin(**fields),  # type: ignore[arg-type]
+    )
+
+
+def ranks_of(tasks: Iterable[Task]) -> tuple[int, ...]:
+    """All ranks that take part in `tasks`, sorted."""
+    return tuple(sorted({rank for task in tasks for rank in task.ranks}))

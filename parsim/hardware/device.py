@@ -1,0 +1,31 @@
+"""What one device can do; every number comes from a profile, which keeps its source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceType:
+    """Attributes:
+    kind: "cuda" or "cpu".
+    peak_flop_per_s: by precision ("fp32", "fp64", "amp_fp16", "amp_bf16"); a precision left out cannot be used.
+    context_bytes: memory the framework takes before the first tensor.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    peak_flop_per_s: Mapping[str, float]
+    memory_bandwidth_bytes_per_s: float
+    context_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """`index` is the device's number in the profile; `node` the host it sits in."""
+
+    index: int
+    type: DeviceType
+    node: int = 0

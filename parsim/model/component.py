@@ -1,0 +1,127 @@
+"""What a piece of a network costs per sample, independent of any device."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from parsim.errors import ModelError
+
+OPERATOR_KINDS = ("matmul", "convolution", "attention", "embedding", "memory_bound")
+LOSS = "loss"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One kernel-sized operation of a component's forward pass, for one sample.
+
+    Attributes:
+        kind: one of OPERATOR_KINDS.
+        shape: named sizes *for one sample*, e.g. matmul (m, n, k) with m the rows one sample contributes;
+            convolution (c, h, w, k, r, s, stride_h, stride_w, groups, out_h, out_w); attention (heads, q, kv, d);
+            embedding (rows, width); memory_bound: (elements,) of its output.
+        batch: how the kernel grows with the samples: "rows" (m is multiplied), "batch" (one more independent problem per
+            sample, as in convolution, attention and batched matmul), "none" (work on parameters alone).
+        forward_flop: per sample, multiply and add counted as two.
+        activation_bytes: activations read and written, per sample.
+        parameter_bytes: parameters read, whatever the samples.
+        count: how often it occurs.
+    """
+
+    kind: str
+    shape: tuple[tuple[str, int], ...]
+    batch: str
+    forward_flop: float
+    activation_bytes: int
+    parameter_bytes: int
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in OPERATOR_KINDS:
+            raise ModelError(f"unknown operator kind {self.kind!r}; known: {', '.join(OPERATOR_KINDS)}")
+        if self.batch not in ("rows", "batch", "none"):
+            raise ModelError(f"operator batch must be rows, batch or none, got {self.batch!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter array by its qualified name in the module; a tied one carries one name in all its components."""
+
+    name: str
+    elements: int
+    element_bytes: int = 4
+
+    @property
+    def size_bytes(self) -> int:
+        return self.elements * self.element_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A tensor that crosses a component boundary, or enters or leaves the model.
+
+    Attributes:
+        name: unique in the model, e.g. "input:0", "layer1.0:0".
+        producer: the component that makes it; None for an input of the model.
+        bytes_per_sample, fixed_bytes: size = samples * bytes_per_sample + fixed_bytes.
+        differentiable: False for token ids, masks, positions.
+        saved: its storage is counted in some component's saved activations.
+    """
+
+    name: str
+    producer: str | None
+    bytes_per_sample: int
+    fixed_bytes: int = 0
+    differentiable: bool = True
+    saved: bool = True
+
+    def size_bytes(self, samples: int) -> int:
+        return self.bytes_per_sample * samples + self.fixed_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """The paper's c_i: a layer or a block that can be run on its own.
+
+    Attributes:
+        inputs, outputs: names of Values. parameters: those used, tied ones included.
+        buffer_bytes: running statistics and the like.
+        saved_activation_bytes, saved_fixed_bytes: what its forward keeps for its backward, per sample and whatever the
+            samples; a storage saved by two components belongs to the first.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[Parameter, ...] = ()
+    buffer_bytes: int = 0
+    saved_activation_bytes: int = 0
+    saved_fixed_bytes: int = 0
+    operators: tuple[Operator, ...] = ()
+
+    @property
+    def forward_flop(self) -> float:
+        """Per sample."""
+        return sum(operator.forward_flop * operator.count for operator in self.operators)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(parameter.size_bytes for parameter in self.parameters)
+
+    @property
+    def parameter_elements(self) -> int:
+        return sum(parameter.elements for parameter in self.parameters)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for components that do the same work per sample, whatever their names: a measured cost is kept under it."""
+        text = repr(
+            (
+                self.operators,
+                sorted((parameter.elements, parameter.element_bytes) for parameter in self.parameters),
+                self.saved_activation_bytes,
+                len(self.inputs),
+                len(self.outputs),
+            )
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,133 @@
+"""A Model: a DAG of components in an order in which they can run. Plain data; needs no torch; saved as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from parsim.errors import ModelError
+from parsim.model.component import Component, Operator, Parameter, Value
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Components in execution order (every producer before its consumers), and the values between them.
+
+    Attributes:
+        granularity: "block" or "layer". inputs, outputs: names of Values.
+        source: how it was made, e.g. "trace of parsim.model.zoo.resnet.resnet50(num_classes=100)".
+    """
+
+    name: str
+    granularity: str
+    components: tuple[Component, ...]
+    values: tuple[Value, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        names = [component.name for component in self.components]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ModelError(f"component names must be unique; given twice: {', '.join(twice)}")
+        values = {value.name: value for value in self.values}
+        place = {name: number for number, name in enumerate(names)}
+        for component in self.components:
+            for name in component.inputs + component.outputs:
+                if name not in values:
+                    raise ModelError(f"component {component.name} names value {name!r}, which the model does not list")
+            for name in component.inputs:
+                producer = values[name].producer
+                if producer is not None and place.get(producer, len(names)) >= place[component.name]:
+                    raise ModelError(f"component {component.name} reads {name!r} before {producer} has made it; reorder them")
+
+    @cached_property
+    def component_index(self) -> Mapping[str, int]:
+        return {component.name: number for number, component in enumerate(self.components)}
+
+    @cached_property
+    def value(self) -> Mapping[str, Value]:
+        return {value.name: value for value in self.values}
+
+    def component(self, name: str) -> Component:
+        if name not in self.component_index:
+            raise ModelError(f"{self.name} has no component {name!r}")
+        return self.components[self.component_index[name]]
+
+    @cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Every parameter once, tied or not."""
+        return tuple({p.name: p for component in self.components for p in component.parameters}.values())
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(parameter.elements for parameter in self.parameters)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(parameter.size_bytes for parameter in self.parameters)
+
+    @property
+    def forward_flop(self) -> float:
+        """Per sample; half of it is the count of multiply-accumulates."""
+        return sum(component.forward_flop for component in self.components)
+
+    @property
+    def saved_activation_bytes(self) -> int:
+        """Per sample."""
+        return sum(component.saved_activation_bytes for component in self.components)
+
+    def consumers(self, value: str) -> tuple[str, ...]:
+        return tuple(component.name for component in self.components if value in component.inputs)
+
+    def to_json(self) -> str:
+        """Numbers are per sample; every key that holds bytes says so."""
+        return json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, indent=1)
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.to_json())
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "model JSON") -> Model:
+        """Raises ModelError with the place that is wrong."""
+        try:
+            document = json.loads(text)
+            version = document.pop("schema_version", None)
+            if version != SCHEMA_VERSION:
+                raise ModelError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}; trace the model again")
+            document["components"] = tuple(_component(entry) for entry in document["components"])
+            document["values"] = tuple(Value(**entry) for entry in document["values"])
+            document["inputs"] = tuple(document["inputs"])
+            document["outputs"] = tuple(document["outputs"])
+            return cls(**document)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ModelError(f"{where} is not a model: {error}; write it with Model.save") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Model:
+        if not path.is_file():
+            raise ModelError(f"no model file {path}")
+        return cls.from_json(path.read_text(), str(path))
+
+
+def _component(entry: dict[str, Any]) -> Component:
+    operators = tuple(
+        Operator(**{**operator, "shape": tuple((str(name), int(size)) for name, size in operator["shape"])})
+        for operator in entry["operators"]
+    )
+    return Component(
+        **{
+            **entry,
+            "inputs": tuple(entry["inputs"]),
+            "outputs": tuple(entry["outputs"]),
+            "parameters": tuple(Parameter(**parameter) for parameter in entry["parameters"]),
+            "operators": operators,
+        }
+    )

@@ -1,0 +1,62 @@
+"""SI units inside, human units only here and in `report/`.
+
+Every quantity in the library is in seconds, bytes or flop and says so in its name (`duration_s`, `size_bytes`).
+"""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits with the fitting unit: 1.23 ms, 45.6 us, 2 h 05 min."""
+    if seconds != seconds:
+        return "n/a"
+    magnitude = abs(seconds)
+    if magnitude >= 3600:
+        hours = int(magnitude // 3600)
+        text = f"{hours} h {int((magnitude - 3600 * hours) // 60):02d} min"
+        return text if seconds >= 0 else f"-{text}"
+    if magnitude >= 60:
+        return f"{seconds / 60:.3g} min"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if magnitude >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return "0 s" if magnitude == 0 else f"{seconds * 1e9:.3g} ns"
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Three significant digits in binary units: 1.5 GiB, 25 MiB, 512 B."""
+    for scale, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(size_bytes) >= scale:
+            value = size_bytes / scale
+            return f"{value:.0f} {unit}" if abs(value) >= 100 else f"{value:.3g} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def format_bandwidth(bytes_per_s: float) -> str:
+    """Decimal gigabytes per second, as nccl-tests prints them."""
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
+
+
+def format_flop(flop: float) -> str:
+    """Decimal: 8.18 Gflop."""
+    for scale, unit in ((1e12, "Tflop"), (1e9, "Gflop"), (1e6, "Mflop"), (1e3, "kflop")):
+        if abs(flop) >= scale:
+            return f"{flop / scale:.3g} {unit}"
+    return f"{flop:.0f} flop"
+
+
+def format_count(count: float) -> str:
+    """Decimal: 25.6 M."""
+    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f}"
+
+
+def format_percent(fraction: float) -> str:
+    """0.1234 -> 12.3%."""
+    return f"{100 * fraction:.1f}%"

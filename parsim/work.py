@@ -1,0 +1,108 @@
+"""WHAT is done: a small closed set of frozen records.
+
+Calibration measures work, Costs prices it, graphs carry it, the executor runs it. An operation on Work plugs in by
+`functools.singledispatch`, so a new consumer needs no change here. No record holds a duration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from parsim.errors import GraphError
+
+
+class Phase(StrEnum):
+    """The part of a training step a computation belongs to; the short form stands in orders and graphs."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+    @property
+    def short(self) -> str:
+        return {"forward": "F", "backward": "B", "optimizer": "O"}[self.value]
+
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """One component, forward or backward, over `samples` local samples."""
+
+    component: str
+    phase: Phase
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStep:
+    """The update of all parameters a rank holds (and the zeroing of their gradients).
+
+    `elements` counts scalars, `tensors` the arrays they come in.
+    """
+
+    elements: int
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """A collective over the ranks of `group`; `size_bytes` is S, the whole array, as in nccl-tests."""
+
+    operation: str
+    group: tuple[int, ...]
+    size_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.operation not in COLLECTIVES:
+            raise GraphError(f"unknown collective {self.operation!r}; known: {', '.join(COLLECTIVES)}")
+        if len(set(self.group)) != len(self.group):
+            raise GraphError(f"a group lists a rank twice: {self.group}; list every rank once")
+        if not self.group or self.size_bytes < 0:
+            raise GraphError(f"{self.operation} needs >= 1 rank and size_bytes >= 0, got {self.group}, {self.size_bytes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendRecv:
+    """`size_bytes` from rank `source` to rank `destination`."""
+
+    source: int
+    destination: int
+    size_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.source == self.destination:
+            raise GraphError(f"rank {self.source} sends to itself; a transfer needs two ranks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadBatch:
+    """The host makes `samples` samples (inputs, targets or both) ready on the device."""
+
+    samples: int
+    size_bytes: int
+
+
+Work = Compute | OptimizerStep | Collective | SendRecv | LoadBatch
+
+
+def is_communication(work: Work) -> bool:
+    """True for work that occupies links rather than a device's compute units."""
+    return isinstance(work, Collective | SendRecv)
+
+
+def kind_of(work: Work) -> str:
+    """The task kind used in comparisons and reports: forward, backward, optimizer, all_reduce, send_recv, load."""
+    match work:
+        case Compute():
+            return work.phase.value
+        case OptimizerStep():
+            return Phase.OPTIMIZER.value
+        case Collective():
+            return work.operation
+        case SendRecv():
+            return "send_recv"
+        case LoadBatch():
+            return "load"
