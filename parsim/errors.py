@@ -1,19 +1,19 @@
 """Every error a user can cause, as one tree; each message says the rule, the values and the fix.
 
-    ParsimError                 exit status 1: one clear message, no traceback
-    ├── ConfigError             a key or value of RUN.toml or of the command line
-    ├── ModelError              an unknown or malformed model
-    │   └── TraceError          a module that cannot be cut into runnable components
-    ├── ProfileError            an unknown, broken or incomplete hardware profile
-    ├── PlanError               a mesh, stage or batch that contradicts itself
-    ├── GraphError              a task graph that cannot be run
-    │   └── DeadlockError       issue orders that wait for one another
-    ├── CostError               a piece of work no cost is known for
-    ├── ScheduleError           nothing to choose from
-    ├── DataError               a dataset that is not there or is not what it says
-    ├── DoesNotFitError         `run` of a plan whose memory exceeds a device
-    ├── ExecutionError          a real run that failed (a rank died, a process would not start)
-    └── MissingDependencyError  an optional package that this command needs
+ParsimError                 exit status 1: one clear message, no traceback
+├── ConfigError             a key or value of RUN.toml or of the command line
+├── ModelError              an unknown or malformed model
+│   └── TraceError          a module that cannot be cut into runnable components
+├── ProfileError            an unknown, broken or incomplete hardware profile
+├── PlanError               a mesh, stage or batch that contradicts itself
+├── GraphError              a task graph that cannot be run
+│   └── DeadlockError       issue orders that wait for one another
+├── CostError               a piece of work no cost is known for
+├── ScheduleError           nothing to choose from
+├── DataError               a dataset that is not there or is not what it says
+├── DoesNotFitError         `run` of a plan whose memory exceeds a device
+├── ExecutionError          a real run that failed (a rank died, a process would not start)
+└── MissingDependencyError  an optional package that this command needs
 """
 
 from __future__ import annotations

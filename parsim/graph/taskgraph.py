@@ -5,6 +5,7 @@ Holds no durations. The executor interprets it as it is; the simulator asks Cost
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class TaskGraph:
         """Dependencies and, for every resource, the task issued just before; deduplicated, sorted."""
         before: list[set[int]] = [set(task.dependencies) for task in self.tasks]
         for order in self.issue_order.values():
-            for earlier, later in zip(order, order[1:], strict=False):
+            for earlier, later in itertools.pairwise(order):
                 before[later].add(earlier)
         return [sorted(entry) for entry in before]
 

@@ -127,7 +127,9 @@ def check_plan(plan: Plan, model: Model) -> None:
         return
     unknown = [name for name in planned if name not in model.component_index]
     if unknown:
-        raise PlanError(f"the plan names component {unknown[0]!r}, which {model.name} has not{near_matches(unknown[0], expected)}")
+        raise PlanError(
+            f"the plan names component {unknown[0]!r}, which {model.name} has not{near_matches(unknown[0], expected)}"
+        )
     missing = [name for name in expected if name not in planned]
     if missing:
         raise PlanError(f"the plan leaves out component {missing[0]!r} of {model.name}; every component needs a stage")

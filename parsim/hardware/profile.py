@@ -1,0 +1,328 @@
+"""The hardware profile: one JSON per machine, every number with its unit in the key and its source beside it.
+
+A profile has four parts: what the machine is (device types, devices, links), what was measured or published about it
+(points), what was fitted to those points (fits), and where everything came from (sources, provenance). Refitting needs
+the profile alone. Pydantic checks it at the boundary; inside the library `parsim.hardware.cluster.Cluster` is used.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from parsim.errors import ProfileError, near_matches
+
+SCHEMA_VERSION = 1
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Record(BaseModel):
+    """Base of all parts: unknown keys are errors, values are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Sourced(Record):
+    """A number and the key of its source in `Profile.sources`."""
+
+    value: NonNegative
+    source: str
+
+
+class SourceEntry(Record):
+    kind: Literal["measurement", "datasheet", "paper", "derived", "assumption"]
+    text: str
+
+
+class Provenance(Record):
+    """Who made this profile, when, with what."""
+
+    created: str
+    command: str
+    machine: str
+    versions: dict[str, str] = {}
+
+
+class DeviceTypeEntry(Record):
+    kind: Literal["cuda", "cpu"]
+    memory_bytes: Sourced
+    memory_bandwidth_bytes_per_s: Sourced
+    context_bytes: Sourced
+    peak_flop_per_s: dict[str, Sourced]
+
+
+class DeviceEntry(Record):
+    index: Annotated[int, Field(ge=0)]
+    type: str
+    node: int = 0
+
+
+class LinkKindEntry(Record):
+    """Shared by all links of the kind; bandwidth of one lane in one direction."""
+
+    bandwidth_bytes_per_s: Sourced
+    latency_s: Sourced
+
+
+class LinkEntry(Record):
+    a: str
+    b: str
+    kind: str
+    lanes: Annotated[int, Field(ge=1)] = 1
+
+
+class CollectivePoint(Record):
+    """One measured collective; `spread` is the relative standard deviation over repeats (None: unknown)."""
+
+    operation: str
+    group: list[int]
+    size_bytes: Annotated[int, Field(ge=0)]
+    seconds: Positive
+    spread: NonNegative | None = None
+    repeats: int = 1
+    source: str
+
+
+class Regime(Record):
+    """seconds = latency_s + seconds_per_byte * size_bytes for sizes up to max_size_bytes (None: no end)."""
+
+    max_size_bytes: int | None
+    latency_s: NonNegative
+    seconds_per_byte: NonNegative
+
+
+class CollectiveFit(Record):
+    """Piecewise alpha-beta of one operation over groups of `group_size` ranks of this machine, whatever the placement.
+
+    Used where the links are not the model (gloo over shared memory or loopback). Regimes are sorted by size.
+    """
+
+    operation: str
+    group_size: Annotated[int, Field(ge=2)]
+    algorithm: str
+    regimes: list[Regime]
+    relative_sigma: NonNegative
+    min_size_bytes: int
+    max_size_bytes: int
+    source: str
+
+
+class LinkModelRegime(Record):
+    """In this size range a ring all_reduce over n ranks takes base_s + 2 (n - 1) hop_s + 2 (n - 1) / n * S / (efficiency * rings * lane rate)."""
+
+    max_size_bytes: int | None
+    base_s: NonNegative
+    hop_s: NonNegative
+    efficiency: Positive
+
+
+class LinkModel(Record):
+    """Collectives derived from the links themselves (NCCL on NVLink): rings packed on the link graph, or trees."""
+
+    link_kind: str
+    fallback_link_kind: str
+    ring_regimes: list[LinkModelRegime]
+    tree_regimes: list[LinkModelRegime]
+    point_to_point_base_s: NonNegative
+    relative_sigma: NonNegative
+    min_size_bytes: int
+    max_size_bytes: int
+    source: str
+
+
+class Communication(Record):
+    backend: Literal["nccl", "gloo"]
+    uses_cores: bool = False
+    points: list[CollectivePoint] = []
+    fits: list[CollectiveFit] = []
+    link_model: LinkModel | None = None
+
+
+class ComponentPoint(Record):
+    """One measured component: `seconds` is the median over repeats with `ranks_active` ranks computing at once."""
+
+    fingerprint: str
+    model: str
+    component: str
+    phase: Literal["forward", "backward"]
+    samples: Annotated[int, Field(ge=1)]
+    device_type: str
+    precision: str
+    ranks_active: int = 1
+    seconds: Positive
+    spread: NonNegative
+    repeats: int
+    source: str
+
+
+class OptimizerPoint(Record):
+    """One measured optimizer step (zeroing included) over `elements` scalars in `tensors` arrays."""
+
+    optimizer: str
+    elements: int
+    tensors: int
+    device_type: str
+    ranks_active: int = 1
+    seconds: Positive
+    spread: NonNegative
+    repeats: int
+    source: str
+
+
+class OperatorPoint(Record):
+    """One published or measured kernel: kind and shape as in `parsim.model.component.Operator`, with the batch in `samples`."""
+
+    kind: str
+    phase: Literal["forward", "backward_input", "backward_weight"]
+    shape: dict[str, int]
+    samples: int
+    device_type: str
+    precision: str
+    seconds: Positive
+    source: str
+
+
+class OperatorFit(Record):
+    """Fitted time of one kernel of `kind` in `phase`: see `parsim.costs.compute` for the formula its coefficients enter."""
+
+    kind: str
+    phase: Literal["forward", "backward", "optimizer"]
+    precision: str
+    device_type: str
+    coefficients: dict[str, float]
+    relative_sigma: NonNegative
+    min_flop: NonNegative
+    max_flop: NonNegative
+    points: int
+    source: str
+
+
+class Compute(Record):
+    components: list[ComponentPoint] = []
+    optimizers: list[OptimizerPoint] = []
+    operator_points: list[OperatorPoint] = []
+    operator_fits: list[OperatorFit] = []
+
+
+class Overlap(Record):
+    """While computation and communication of one rank run together, each takes `factor` times as long as alone."""
+
+    compute_factor: Annotated[float, Field(ge=1)]
+    communication_factor: Annotated[float, Field(ge=1)]
+    source: str
+
+
+class Noise(Record):
+    """drift_sigma: relative spread of the machine from run to run, shared by all computation."""
+
+    drift_sigma: NonNegative
+    source: str
+
+
+class HostOverhead(Record):
+    """Seconds that the interpreter adds to each task and to each step of a rank."""
+
+    task_s: NonNegative
+    step_s: NonNegative
+    source: str
+
+
+class Profile(Record):
+    """The whole file."""
+
+    schema_version: Literal[1]
+    name: str
+    description: str
+    provenance: Provenance
+    sources: dict[str, SourceEntry]
+    device_types: dict[str, DeviceTypeEntry]
+    devices: list[DeviceEntry]
+    link_kinds: dict[str, LinkKindEntry] = {}
+    links: list[LinkEntry] = []
+    communication: Communication
+    compute: Compute = Compute()
+    overlap: Overlap | None = None
+    noise: Noise | None = None
+    host: HostOverhead | None = None
+
+    @model_validator(mode="after")
+    def _references_exist(self) -> Profile:
+        for device in self.devices:
+            if device.type not in self.device_types:
+                raise ValueError(
+                    f"device {device.index} has type {device.type!r}{near_matches(device.type, self.device_types)}"
+                )
+        if not self.devices:
+            raise ValueError("devices is empty; a machine has at least one")
+        indices = [device.index for device in self.devices]
+        if len(set(indices)) != len(indices):
+            raise ValueError(f"device numbers must be unique, got {indices}")
+        for link in self.links:
+            if link.kind not in self.link_kinds:
+                raise ValueError(f"link {link.a}-{link.b} has kind {link.kind!r}{near_matches(link.kind, self.link_kinds)}")
+        for source in _source_keys(self.model_dump()):
+            if source not in self.sources:
+                raise ValueError(f"source {source!r} is not listed under sources{near_matches(source, self.sources)}")
+        return self
+
+
+def _source_keys(node: object) -> set[str]:
+    """All values under a key `source`, anywhere below `node`."""
+    if isinstance(node, dict):
+        own = {value for key, value in node.items() if key == "source" and isinstance(value, str)}
+        return own.union(*(_source_keys(value) for value in node.values()))
+    if isinstance(node, list):
+        return set[str]().union(*(_source_keys(value) for value in node))
+    return set()
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the profiles that come with the package."""
+    folder = importlib.resources.files("hardware_profiles")
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """A profile by shipped name or by path. Raises ProfileError with near matches, or the path of the wrong key."""
+    path = Path(name_or_path)
+    if path.suffix == ".json" or os.sep in name_or_path:
+        if not path.is_file():
+            raise ProfileError(f"no profile file {path}; write one with `parsim calibrate --out {path}`")
+        return parse_profile(path.read_text(), str(path))
+    if name_or_path not in shipped_profiles():
+        raise ProfileError(f"unknown profile {name_or_path!r}{near_matches(name_or_path, shipped_profiles())}")
+    text = importlib.resources.files("hardware_profiles").joinpath(f"{name_or_path}.json").read_text()
+    return parse_profile(text, name_or_path)
+
+
+def parse_profile(text: str, where: str) -> Profile:
+    """Check a profile's JSON text. Raises ProfileError naming the first wrong keys and their values."""
+    try:
+        return Profile.model_validate_json(text)
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(str(part) for part in problem['loc']) or 'profile'}: {problem['msg']} (got {_short(problem['input'])})"
+            for problem in error.errors()[:3]
+        ]
+        more = f" (+{error.error_count() - 3} more)" if error.error_count() > 3 else ""
+        raise ProfileError(f"profile {where} is broken: {'; '.join(problems)}{more}; mend these or calibrate again") from error
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write atomically: a stopped process leaves the old file or the new one."""
+    text = json.dumps(profile.model_dump(mode="json"), indent=1)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
