@@ -115,7 +115,10 @@ class CollectiveFit(Record):
 
 
 class LinkModelRegime(Record):
-    """In this size range a ring all_reduce over n ranks takes base_s + 2 (n - 1) hop_s + 2 (n - 1) / n * S / (efficiency * rings * lane rate)."""
+    """One size range of an all_reduce over n ranks.
+
+    Ring: base_s + 2 (n - 1) hop_s + 2 (n - 1) / n * S / (efficiency * rings * lane rate).
+    """
 
     max_size_bytes: int | None
     base_s: NonNegative
