@@ -25,3 +25,11 @@ class Estimate:
     repeat_sigma: float = 0.0
     detail: str = ""
     extrapolated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapFactors:
+    """While computation and communication of one rank run at once, each takes its factor times as long as alone."""
+
+    compute: float = 1.0
+    communication: float = 1.0
