@@ -1,0 +1,42 @@
+"""What lowering passes write into: tasks under speaking keys, resolved to numbers at the end.
+
+A pass may name a task that a later pass adds, so passes need no order among themselves beyond the order of issue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+from parsim.errors import GraphError
+from parsim.graph.task import Origin, Resource, Task
+from parsim.graph.taskgraph import TaskGraph
+from parsim.work import Work
+
+Key = tuple[Hashable, ...]
+
+
+@dataclass(slots=True)
+class Draft:
+    """Tasks in the order they were added, which is the issue order of every resource."""
+
+    world_size: int
+    _number: dict[Key, int] = field(default_factory=dict)
+    _entries: list[tuple[Work, tuple[Resource, ...], tuple[Key, ...], Origin]] = field(default_factory=list)
+
+    def add(self, key: Key, work: Work, resources: Iterable[Resource], after: Iterable[Key], origin: Origin) -> None:
+        if key in self._number:
+            raise GraphError(f"task {key} was added twice")
+        self._number[key] = len(self._entries)
+        self._entries.append((work, tuple(resources), tuple(dict.fromkeys(after)), origin))
+
+    def finish(self) -> TaskGraph:
+        """Numbers for keys. Raises GraphError if a key was never added."""
+        tasks = []
+        for index, (work, resources, after, origin) in enumerate(self._entries):
+            missing = [key for key in after if key not in self._number]
+            if missing:
+                raise GraphError(f"task {index} depends on {missing[0]}, which no pass added")
+            numbers = tuple(sorted(self._number[key] for key in after))
+            tasks.append(Task(index=index, work=work, resources=resources, dependencies=numbers, origin=origin))
+        return TaskGraph(tasks=tuple(tasks), world_size=self.world_size)
