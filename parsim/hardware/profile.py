@@ -79,7 +79,11 @@ class LinkEntry(Record):
 
 
 class CollectivePoint(Record):
-    """One measured collective; `spread` is the relative standard deviation over repeats (None: unknown)."""
+    """One measured collective (or "send_recv" with group [source, destination]).
+
+    `spread` is the relative standard deviation over repeats (None: unknown). `measured_on` names another machine that
+    stands in for this one (empty: this machine); such a point shapes a fit and is never taken for a measurement of `group`.
+    """
 
     operation: str
     group: list[int]
@@ -87,6 +91,7 @@ class CollectivePoint(Record):
     seconds: Positive
     spread: NonNegative | None = None
     repeats: int = 1
+    measured_on: str = ""
     source: str
 
 
@@ -101,40 +106,62 @@ class Regime(Record):
 class CollectiveFit(Record):
     """Piecewise alpha-beta of one operation over groups of `group_size` ranks of this machine, whatever the placement.
 
-    Used where the links are not the model (gloo over shared memory or loopback). Regimes are sorted by size.
+    Used where the links are not the model (gloo over shared memory or loopback). Regimes are sorted by size; a size
+    costs at least what the end of every earlier regime costs, so the time never falls with the size.
+    `relative_sigma` is the spread of the points around the fit, `repeat_sigma` that of one repetition around its median;
+    sizes outside min_size_bytes..max_size_bytes were not measured.
     """
 
     operation: str
     group_size: Annotated[int, Field(ge=2)]
     algorithm: str
-    regimes: list[Regime]
+    regimes: Annotated[list[Regime], Field(min_length=1)]
     relative_sigma: NonNegative
+    repeat_sigma: NonNegative = 0.0
     min_size_bytes: int
     max_size_bytes: int
     source: str
 
 
-class LinkModelRegime(Record):
-    """One size range of an all_reduce over n ranks.
+class LinkProtocol(Record):
+    """One algorithm under one protocol of the library: how long it takes, and how the library's own tuner rates it.
 
-    Ring: base_s + 2 (n - 1) hop_s + 2 (n - 1) / n * S / (efficiency * rings * lane rate).
+    seconds = base_s + steps * hop_s + traffic / (efficiency * rings * bandwidth of a lane); for the steps and the traffic
+    of each operation see `parsim.costs.collectives`. The tuner_ numbers enter the same formula and only decide which
+    protocol is used: the one with the least tuner time.
     """
 
-    max_size_bytes: int | None
+    algorithm: Literal["ring", "tree"]
+    protocol: str
     base_s: NonNegative
     hop_s: NonNegative
     efficiency: Positive
+    tuner_base_s: NonNegative
+    tuner_hop_s: NonNegative
+    tuner_efficiency: Positive
+    source: str
 
 
 class LinkModel(Record):
-    """Collectives derived from the links themselves (NCCL on NVLink): rings packed on the link graph, or trees."""
+    """Collectives derived from the links themselves (NCCL on NVLink): rings packed on the link graph, or trees.
+
+    Attributes:
+        link_kind: the links rings are packed on. protocols: over these rings.
+        relay_protocols: one ring that crosses other links (PCIe, the sockets) where the group has no ring of its own.
+        tuner_bandwidth_bytes_per_s: of one lane, as the tuner counts it.
+        point_to_point_base_s: latency of one send_recv. measured_groups: the groups of devices that the points cover.
+        relative_sigma: spread of the measured points around the fit, from min_size_bytes to max_size_bytes.
+        unmeasured_group_sigma: further spread for a group unlike any measured one (from leaving one group out).
+    """
 
     link_kind: str
-    fallback_link_kind: str
-    ring_regimes: list[LinkModelRegime]
-    tree_regimes: list[LinkModelRegime]
+    protocols: Annotated[list[LinkProtocol], Field(min_length=1)]
+    relay_protocols: list[LinkProtocol] = []
+    tuner_bandwidth_bytes_per_s: Sourced
     point_to_point_base_s: NonNegative
     relative_sigma: NonNegative
+    unmeasured_group_sigma: NonNegative
+    measured_groups: list[list[int]]
     min_size_bytes: int
     max_size_bytes: int
     source: str
@@ -193,10 +220,10 @@ class OperatorPoint(Record):
 
 
 class OperatorFit(Record):
-    """Fitted time of one kernel of `kind` in `phase`: see `parsim.costs.compute` for the formula its coefficients enter."""
+    """Fitted time of one kernel of `kind` in `phase`: see `parsim.costs.operators` for the formula its coefficients enter."""
 
     kind: str
-    phase: Literal["forward", "backward", "optimizer"]
+    phase: Literal["forward", "backward_input", "backward_weight"]
     precision: str
     device_type: str
     coefficients: dict[str, float]
@@ -270,6 +297,9 @@ class Profile(Record):
         for link in self.links:
             if link.kind not in self.link_kinds:
                 raise ValueError(f"link {link.a}-{link.b} has kind {link.kind!r}{near_matches(link.kind, self.link_kinds)}")
+        model = self.communication.link_model
+        if model is not None and model.link_kind not in self.link_kinds:
+            raise ValueError(f"link_model has link_kind {model.link_kind!r}{near_matches(model.link_kind, self.link_kinds)}")
         for source in _source_keys(self.model_dump()):
             if source not in self.sources:
                 raise ValueError(f"source {source!r} is not listed under sources{near_matches(source, self.sources)}")

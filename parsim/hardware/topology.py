@@ -9,7 +9,7 @@ from parsim.errors import ProfileError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """`lanes` parallel lanes between endpoints `a` and `b` ("gpu0", "pcie0", "cpu1", "host0", ...).
+    """`lanes` parallel lanes between endpoints `a` and `b` ("gpu0", "pcie0", "socket1", "cpu3", ...).
 
     Attributes:
         kind: "nvlink", "pcie", "shm", "smp", ... links of one kind share fitted parameters.
@@ -36,6 +36,42 @@ class Topology:
 
     def between(self, a: str, b: str) -> tuple[Link, ...]:
         return tuple(link for link in self.links if {link.a, link.b} == {a, b})
+
+    def lanes(self, a: str, b: str, kind: str) -> int:
+        """Lanes of `kind` that join `a` and `b` directly."""
+        return sum(link.lanes for link in self.between(a, b) if link.kind == kind)
+
+    def path(self, a: str, b: str, *, without_kind: str | None = None) -> tuple[Link, ...]:
+        """The links of a path with the fewest links from `a` to `b`, avoiding `without_kind`; empty if there is none.
+
+        Traffic passes through switches and sockets, never through another device ("gpu...").
+        """
+        came: dict[str, tuple[str, Link]] = {}
+        frontier = [a]
+        while frontier and b not in came:
+            reached: list[str] = []
+            for here in frontier:
+                for link in self.links:
+                    if link.kind == without_kind or here not in (link.a, link.b):
+                        continue
+                    there = link.b if link.a == here else link.a
+                    if there == a or there in came or (there.startswith("gpu") and there != b):
+                        continue
+                    came[there] = (here, link)
+                    reached.append(there)
+            frontier = reached
+        walk: list[Link] = []
+        here = b
+        while here in came:
+            here, link = came[here]
+            walk.append(link)
+        return tuple(reversed(walk))
+
+    def socket_of(self, device: str) -> str | None:
+        """The nearest host memory ("socket0", "host0") of a device, or None where the links name none."""
+        ends = {end for link in self.links for end in (link.a, link.b) if end.startswith(("socket", "host"))}
+        found = [(len(path), end) for end in sorted(ends) if (path := self.path(device, end))]
+        return min(found)[1] if found else None
 
 
 def device_name(index: int, kind: str) -> str:

@@ -1,0 +1,55 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Everything is installed into .venv, nothing else is touched.
+#
+#   make demo      install, then the main job end to end on whatever this machine has
+#   make test      install, then the tests
+#   make test-all  the slow tests too
+#   make check     what CI runs: ruff, mypy --strict, make test
+#   make bench     speeds: engines, lowering, search
+#   make format    let ruff rewrite what it can of what `make check` complains about
+#   make clean     remove .venv and all caches
+#
+# PYTHON=/path/to/python chooses the interpreter the environment is made of, WORKERS=4 the number of test processes.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.parsim-installed
+WORKERS ?= 2
+# One thread per process: the tests use the cores by running in several processes.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
+SPREAD := -n $(WORKERS) --dist loadgroup
+
+.PHONY: help setup demo test test-all check bench format clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml requirements.lock
+	@.ci/install $(VENV) $(STAMP)
+
+demo: $(STAMP)
+	@$(BIN)/parsim demo
+
+test: $(STAMP)
+	$(PYTEST) $(SPREAD) tests
+
+test-all: $(STAMP)
+	$(PYTEST) $(SPREAD) -m "" tests
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(MAKE) test
+
+bench: $(STAMP)
+	$(PYTEST) -m "" -o python_files='bench_*.py' --benchmark-only --benchmark-disable-gc benchmarks
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,86 @@
+"""What to measure: plain data that the parent process and the measuring ranks share as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from parsim.errors import ConfigError, near_matches
+from parsim.model.spec import ModelSpec
+from parsim.units import KIB, MIB
+
+DEVICES = ("cpu", "cuda")
+PRECISIONS = ("fp32", "fp64")
+SIZES_BYTES = tuple(KIB * 4**power for power in range(8)) + (2 * MIB, 8 * MIB, 32 * MIB)
+QUICK_SIZES_BYTES = (KIB, 64 * KIB, MIB, 4 * MIB)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationRequest:
+    """Attributes:
+    models: each with the local batches (samples of one microbatch on one rank) that plans will use.
+    nproc: ranks that measure at once. optimizers: names as in `parsim.execute.optimizer`.
+    quick: fewer rounds and sizes, for tests and first looks.
+    sizes_bytes: of the collectives; empty: 1 KiB to 32 MiB.
+    compute_budget_s: rounds over all models and batches stop once this much time is spent, but not before `min_rounds`.
+    granularity: of the components, as plans will run them.
+    """
+
+    models: tuple[tuple[ModelSpec, tuple[int, ...]], ...]
+    device: str = "cpu"
+    nproc: int = 2
+    optimizers: tuple[str, ...] = ("sgd_momentum",)
+    precision: str = "fp32"
+    quick: bool = False
+    sizes_bytes: tuple[int, ...] = ()
+    compute_budget_s: float = 30.0
+    min_rounds: int = 3
+    max_rounds: int = 40
+    granularity: str = "block"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise ConfigError(f"unknown device {self.device!r}{near_matches(self.device, DEVICES)}")
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"components are measured in fp32 or fp64, got precision {self.precision!r}")
+        if self.nproc < 1:
+            raise ConfigError(f"nproc must be >= 1, got {self.nproc}")
+        if not self.models:
+            raise ConfigError("no model to measure; name at least one, with its local batches")
+        if not self.optimizers:
+            raise ConfigError("no optimizer to measure; name at least one, such as sgd_momentum")
+        for spec, batches in self.models:
+            if not batches or min(batches) < 1:
+                raise ConfigError(f"model {spec.name} needs local batches >= 1, got {batches}; give e.g. (16, 8)")
+        if any(size < 8 for size in self.sizes_bytes):
+            raise ConfigError(f"collective sizes must be >= 8 bytes, got {min(self.sizes_bytes)}")
+        if not 1 <= self.min_rounds <= self.max_rounds:
+            raise ConfigError(f"rounds need 1 <= min_rounds <= max_rounds, got {self.min_rounds} and {self.max_rounds}")
+
+    @property
+    def collective_sizes_bytes(self) -> tuple[int, ...]:
+        return self.sizes_bytes or (QUICK_SIZES_BYTES if self.quick else SIZES_BYTES)
+
+    @property
+    def budget_s(self) -> float:
+        return min(self.compute_budget_s, 4.0) if self.quick else self.compute_budget_s
+
+    def to_json(self) -> str:
+        document = asdict(self)
+        document["models"] = [[spec.to_dict(), list(batches)] for spec, batches in self.models]
+        return json.dumps(document, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> CalibrationRequest:
+        document: dict[str, Any] = json.loads(text)
+        document["models"] = tuple((ModelSpec.from_dict(spec), tuple(batches)) for spec, batches in document["models"])
+        for key in ("optimizers", "sizes_bytes"):
+            document[key] = tuple(document[key])
+        return cls(**document)
+
+
+def active_levels(nproc: int, cores: int) -> tuple[int, ...]:
+    """How many ranks compute at once in a measurement: one, one per core, all; ascending, each once."""
+    return tuple(sorted({1, min(cores, nproc), nproc}))

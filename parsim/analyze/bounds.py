@@ -1,0 +1,30 @@
+"""What no order of the same tasks can go below."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from parsim.graph.taskgraph import TaskGraph
+from parsim.simulate.boundary import checked_durations_s
+from parsim.simulate.compile import CompiledGraph, compile_graph
+
+
+def lower_bound_s(graph: TaskGraph | CompiledGraph, durations_s: ArrayLike) -> float:
+    """Seconds: the larger of the busiest resource's total work and the longest path of dependencies.
+
+    Holds for every issue order and every slowdown >= 1, since a resource does one thing at a time and a task waits for
+    its dependencies. Leaves out that a resource also waits (pipeline fill), so it can be far below the best order.
+
+    Args: durations_s: float64 [n], seconds each task takes alone. Raises GraphError as the engines do.
+    """
+    compiled = compile_graph(graph)
+    durations = checked_durations_s(compiled.graph, durations_s, dimensions=1)
+    if not compiled.size:
+        return 0.0
+    from parsim.simulate.kernels import longest_path
+
+    resources = compiled.arrays.resources
+    busy = np.bincount(resources.values, weights=durations[resources.row_numbers])
+    path = longest_path(compiled.arrays.order, compiled.dependencies, durations, np.zeros(compiled.size))
+    return float(max(busy.max(), path))

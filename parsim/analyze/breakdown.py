@@ -1,0 +1,185 @@
+"""Where the step of each rank went, seen from its compute stream; the categories sum to the step.
+
+At every moment of the step a rank is in the first of these that holds:
+
+    compute                a task on its compute stream runs (communication put on that stream does not count)
+    exposed communication  own communication runs: a collective or transfer the rank takes part in
+    load                   the next compute task waits for a LoadBatch
+    bubble                 the next compute task waits for a pipeline peer: for a transfer that has not begun, since its
+                           producer is not done, or directly for a task of another rank. Also: the rank of a pipeline has
+                           no compute task left while other ranks still work
+    idle                   it waits for anything else (a collective whose other ranks are not ready), or a rank without
+                           pipeline peers has nothing left to compute
+    host                   everything the next compute task needs has ended, and it has not started; and the time after
+                           the last span of all ranks, when the step is longer than the timeline
+
+"Next" is by time: the span of the compute stream that ends the gap. What it needs are its dependencies and the tasks issued
+just before it on its resources. A simulated timeline has no host time within its makespan. A measured one may overlap
+spans on one stream or show an end slightly after the start that waited for it: such overlaps are cut, nothing counts twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.analyze.spans import Floats, Ints, Rows, covered_until, rows_of, union
+from parsim.errors import GraphError
+from parsim.graph.taskgraph import TaskGraph
+from parsim.simulate.compile import CompiledGraph, compile_graph
+from parsim.timeline import Timeline
+from parsim.work import LoadBatch, SendRecv, is_communication
+
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBreakdown:
+    """Seconds of one rank's step by category; `communication_busy_s` counts hidden communication too and is no category."""
+
+    rank: int
+    compute_s: float
+    load_s: float
+    host_s: float
+    exposed_communication_s: float
+    bubble_s: float
+    idle_s: float
+    communication_busy_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The sum of the categories."""
+        return self.compute_s + self.load_s + self.host_s + self.exposed_communication_s + self.bubble_s + self.idle_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFractions:
+    """Means over ranks: shares of the step, and the seconds of exposed communication."""
+
+    communication_fraction: float
+    communication_busy_fraction: float
+    exposed_communication_s: float
+    bubble_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Kinds:
+    """Per task: is it communication, a load, a transfer; and is its rank one of a pipeline (per rank)."""
+
+    communicates: Bools
+    loads: Bools
+    transfers: Bools
+    pipelined: Bools
+
+
+def breakdown(graph: TaskGraph | CompiledGraph, timeline: Timeline, step_s: float | None = None) -> tuple[RankBreakdown, ...]:
+    """One RankBreakdown per rank of the graph, over the seconds 0 to `step_s`.
+
+    Args:
+        timeline: simulated or measured, of this graph.
+        step_s: length of the step; None for the timeline's makespan. Spans are cut to it.
+
+    Raises GraphError for a timeline of another graph, or a step that is negative or not finite.
+    """
+    compiled = compile_graph(graph)
+    if step_s is None:
+        step_s = timeline.makespan_s
+    if not 0 <= step_s < np.inf:
+        raise GraphError(f"step_s must be finite and >= 0, got {step_s}")
+    rows, kinds = rows_of(compiled.graph, timeline), _kinds(compiled.graph)
+    last_end_s = min(timeline.makespan_s, step_s)
+    by_rank = np.argsort(rows.rank, kind="stable")
+    bounds = np.searchsorted(rows.rank[by_rank], np.arange(compiled.graph.world_size + 1))
+    return tuple(
+        _rank_breakdown(rank, compiled, rows, kinds, by_rank[bounds[rank] : bounds[rank + 1]], last_end_s, step_s)
+        for rank in range(compiled.graph.world_size)
+    )
+
+
+def step_fractions(breakdowns: Sequence[RankBreakdown]) -> StepFractions:
+    """Averages over ranks; zero for an empty step."""
+
+    def mean_share(seconds: list[float]) -> float:
+        shares = [value / entry.step_s if entry.step_s > 0 else 0.0 for value, entry in zip(seconds, breakdowns, strict=True)]
+        return float(np.mean(shares)) if shares else 0.0
+
+    exposed = [entry.exposed_communication_s for entry in breakdowns]
+    return StepFractions(
+        communication_fraction=mean_share(exposed),
+        communication_busy_fraction=mean_share([entry.communication_busy_s for entry in breakdowns]),
+        exposed_communication_s=float(np.mean(exposed)) if exposed else 0.0,
+        bubble_fraction=mean_share([entry.bubble_s for entry in breakdowns]),
+    )
+
+
+def _kinds(graph: TaskGraph) -> _Kinds:
+    def flags(kind: type) -> Bools:
+        return np.array([isinstance(task.work, kind) for task in graph.tasks], dtype=np.bool_)
+
+    pipelined = np.zeros(graph.world_size, dtype=np.bool_)
+    for task in graph.tasks:
+        if isinstance(task.work, SendRecv):
+            pipelined[list(task.ranks)] = True
+    return _Kinds(
+        communicates=np.array([is_communication(task.work) for task in graph.tasks], dtype=np.bool_),
+        loads=flags(LoadBatch),
+        transfers=flags(SendRecv),
+        pipelined=pipelined,
+    )
+
+
+def _rank_breakdown(
+    rank: int, compiled: CompiledGraph, rows: Rows, kinds: _Kinds, own: Ints, last_end_s: float, step_s: float
+) -> RankBreakdown:
+    """`own`: the rows of this rank. Each gap between compute spans is cut where load, bubble and idle waits end."""
+    start, end = np.clip(rows.start_s[own], 0, step_s), np.clip(rows.end_s[own], 0, step_s)
+    communicates = kinds.communicates[rows.task[own]]
+    computes = rows.compute_stream[own] & ~communicates
+    compute_start, compute_end, first = union(start[computes], end[computes])
+    comm_start, comm_end, _ = union(start[communicates], end[communicates])
+    next_task = rows.task[own][computes][first]
+
+    gap_start = np.concatenate([[0.0], compute_end])
+    gap_end = np.concatenate([compute_start, [max(last_end_s, gap_start[-1])]])
+    until = np.zeros((3, len(gap_start)))  # when the waits for load, for peers and for anything else end
+    until[:, :-1] = _waits(rank, compiled, rows, kinds, own, next_task)
+    until[1 if kinds.pipelined[rank] else 2, -1] = gap_end[-1]
+    cuts = np.maximum.accumulate(np.vstack([gap_start, np.clip(until, gap_start, gap_end), gap_end]), axis=0)
+
+    exposed = np.diff(covered_until(comm_start, comm_end, cuts), axis=0)
+    load, bubble, idle, host = np.maximum(np.diff(cuts, axis=0) - exposed, 0.0).sum(axis=1)
+    return RankBreakdown(
+        rank=rank,
+        compute_s=float((compute_end - compute_start).sum()),
+        load_s=float(load),
+        host_s=float(host) + step_s - float(gap_end[-1]),
+        exposed_communication_s=float(exposed.sum()),
+        bubble_s=float(bubble),
+        idle_s=float(idle),
+        communication_busy_s=float((comm_end - comm_start).sum()),
+    )
+
+
+def _waits(rank: int, compiled: CompiledGraph, rows: Rows, kinds: _Kinds, own: Ints, next_task: Ints) -> Floats:
+    """float64 [3, len(next_task)]: when the last load, the last peer and the last other need of each task had ended.
+
+    A need that ran on this rank ended when its own rows did; any other when its last row anywhere did.
+    """
+    before = compiled.arrays.before
+    counts = before.offsets[next_task + 1] - before.offsets[next_task]
+    waiting = np.repeat(np.arange(len(next_task)), counts)
+    places = np.arange(len(waiting)) - np.repeat(np.cumsum(counts) - counts, counts) + before.offsets[next_task][waiting]
+    needs = before.values[places]
+    own_end = np.full(len(rows.task_end_s), -np.inf)
+    np.maximum.at(own_end, rows.task[own], rows.end_s[own])
+    remote = own_end[needs] == -np.inf
+    ended = np.where(remote, rows.task_end_s[needs], own_end[needs])
+    loads = kinds.loads[needs]
+    peers = ~loads & (kinds.transfers[needs] | remote)
+    until = np.zeros((3, len(next_task)))
+    for row, chosen in enumerate((loads, peers, ~loads & ~peers)):
+        np.maximum.at(until[row], waiting[chosen], ended[chosen])
+    return until

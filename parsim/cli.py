@@ -1,0 +1,69 @@
+"""The command line. Exit status 0; 1 for a user's error, told in one message; 2 for wrong usage; 130 for Ctrl-C.
+
+Every command takes --json: one document on stdout, nothing else; progress goes to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Annotated
+
+import typer
+
+from parsim import __version__
+from parsim.commands.cost import cost
+from parsim.commands.doctor import doctor
+from parsim.errors import ParsimError
+
+COMMANDS: Mapping[str, Callable[..., None]] = {
+    "doctor": doctor,
+    "cost": cost,
+}
+
+
+def build() -> typer.Typer:
+    """The application with every command of COMMANDS."""
+    app = typer.Typer(
+        name="parsim",
+        help="Which way of training this model on this cluster is fastest, how long it takes, and whether it fits.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_options)
+    for name, function in COMMANDS.items():
+        app.command(name)(function)
+    return app
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"parsim {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Options that come before the command."""
+
+
+def main() -> None:
+    """Entry point of the `parsim` script."""
+    try:
+        build()()
+    except ParsimError as error:
+        print(f"parsim: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        # A file that cannot be read or written is the user's to mend; anything else is a fault of parsim: traceback.
+        if error.filename is None:
+            raise
+        print(f"parsim: {error.strerror}: {error.filename}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,137 @@
+"""`parsim cost`: seconds of a collective, or of every component of a model, on a profile."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from parsim.commands.output import JsonFlag, print_json, print_tables
+from parsim.config import Optimizer, Precision, scalar_pairs
+from parsim.errors import ConfigError
+
+if TYPE_CHECKING:
+    from parsim.costs.estimate import Estimate
+    from parsim.hardware.cluster import Cluster
+
+QUANTILE_95 = 1.6448536269514722
+"""Of the standard normal distribution: medians times exp(+-q sigma) are the 5% and 95% quantiles."""
+
+
+def cost(
+    profile: Annotated[str, typer.Argument(help="A shipped profile by name, or the path of one.")],
+    collective: Annotated[str | None, typer.Option(help="all_reduce, all_gather, reduce_scatter, ..., or send_recv.")] = None,
+    size_bytes: Annotated[int | None, typer.Option(help="S, the whole array, as nccl-tests counts it.")] = None,
+    ranks: Annotated[str | None, typer.Option(help="Devices of the group, e.g. 0,1,2; left out: all.")] = None,
+    model: Annotated[str | None, typer.Option(help="Price every component of this model instead.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Local samples that every component sees.")] = None,
+    args: Annotated[list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="Argument of the model.")] = None,
+    input_shape: Annotated[str | None, typer.Option(help="One sample, e.g. 3,224,224.")] = None,
+    precision: Annotated[Precision, typer.Option(help="Of the computation.")] = "fp32",
+    optimizer: Annotated[Optimizer, typer.Option(help="Of the optimizer row.")] = "sgd_momentum",
+    as_json: JsonFlag = False,
+) -> None:
+    """What a collective costs, or every component of a model."""
+    from parsim.hardware.cluster import cluster_from_profile
+    from parsim.hardware.profile import load_profile
+
+    if (collective is None) == (model is None):
+        raise typer.BadParameter("give either --collective with --size-bytes, or --model with --batch")
+    if collective is not None and size_bytes is None:
+        raise typer.BadParameter("--collective needs --size-bytes")
+    if model is not None and batch is None:
+        raise typer.BadParameter("--model needs --batch")
+    cluster = cluster_from_profile(load_profile(profile))
+    if collective is not None and size_bytes is not None:
+        group = tuple(range(cluster.size)) if ranks is None else _numbers("--ranks", ranks)
+        document: dict[str, Any] = _collective_row(cluster, collective, size_bytes, group)
+        rows = [document]
+    else:
+        shape = None if input_shape is None else _numbers("--input-shape", input_shape)
+        rows = _component_rows(
+            cluster, str(model), args or [], shape, samples=batch or 0, precision=precision, optimizer=optimizer
+        )
+        document = {"model": model, "samples": batch, "precision": precision, "rows": rows}
+    if as_json:
+        print_json(document)
+        return
+    from parsim.report.tables import cost_table
+
+    print_tables([cost_table(rows, title=f"Costs on {cluster.name}")])
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: write whole numbers with commas between, e.g. 0,1,2") from error
+
+
+def _collective_row(cluster: Cluster, operation: str, size_bytes: int, group: tuple[int, ...]) -> dict[str, Any]:
+    from parsim.costs.collectives import busbw_bytes_per_s, estimate_collective, estimate_send_recv
+    from parsim.work import Collective, SendRecv
+
+    if size_bytes < 0:
+        raise ConfigError(f"--size-bytes {size_bytes}: must be >= 0")
+    if operation == "send_recv":
+        if len(group) != 2:
+            raise ConfigError(f"--ranks {','.join(map(str, group))}: send_recv takes two ranks, e.g. --ranks 0,1")
+        estimate = estimate_send_recv(SendRecv(source=group[0], destination=group[1], size_bytes=size_bytes), cluster)
+    else:
+        estimate = estimate_collective(Collective(operation=operation, group=group, size_bytes=size_bytes), cluster)
+    return {
+        "operation": operation,
+        "size_bytes": size_bytes,
+        "ranks": list(group),
+        **_priced(estimate),
+        "busbw_bytes_per_s": busbw_bytes_per_s(operation, size_bytes, len(group), estimate.median_s),
+        "algorithm": estimate.detail.split(" ")[0].rstrip(","),
+    }
+
+
+def _component_rows(
+    cluster: Cluster,
+    name: str,
+    args: list[str],
+    input_shape: tuple[int, ...] | None,
+    *,
+    samples: int,
+    precision: Precision,
+    optimizer: Optimizer,
+) -> list[dict[str, Any]]:
+    """Forward and backward of every component on the first device, then the optimizer step of the whole model."""
+    from parsim.costs.costs import Costs
+    from parsim.model.spec import ModelSpec, load_model
+    from parsim.work import Compute, OptimizerStep, Phase
+
+    if samples < 1:
+        raise ConfigError(f"--batch {samples}: must be >= 1")
+    traced = load_model(ModelSpec(name=name, args=scalar_pairs(args), input_shape=input_shape))
+    costs = Costs(model=traced, cluster=cluster, precision=precision, optimizer=optimizer)
+    rows: list[dict[str, Any]] = []
+    for component in traced.components:
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            estimate = costs.estimate(Compute(component=component.name, phase=phase, samples=samples), 0)
+            rows.append({"component": component.name, "phase": phase.value, "samples": samples, **_priced(estimate)})
+    step = OptimizerStep(elements=traced.parameter_count, tensors=len(traced.parameters))
+    rows.append({"component": "all parameters", "phase": "optimizer", "samples": samples, **_priced(costs.estimate(step, 0))})
+    return rows
+
+
+def _priced(estimate: Estimate) -> dict[str, Any]:
+    """`seconds` with the 90% interval of one repetition, and where the number comes from."""
+    sigmas: dict[str, float] = {}
+    for name, sigma in estimate.parameters:
+        sigmas[name] = sigmas.get(name, 0.0) + sigma
+    spread = math.sqrt(sum(sigma**2 for sigma in sigmas.values()) + estimate.repeat_sigma**2)
+    return {
+        "seconds": {
+            "median": estimate.median_s,
+            "p05": estimate.median_s * math.exp(-QUANTILE_95 * spread),
+            "p95": estimate.median_s * math.exp(QUANTILE_95 * spread),
+        },
+        "source": estimate.source,
+        "detail": estimate.detail,
+        "extrapolated": estimate.extrapolated,
+    }

@@ -1,0 +1,17 @@
+"""`parsim doctor`: what this machine has, what will work, what is missing and how to get it."""
+
+from __future__ import annotations
+
+from parsim.commands.output import JsonFlag, print_json, print_tables, progress
+
+
+def doctor(as_json: JsonFlag = False) -> None:
+    """What this machine has, what will work here, what is missing and how to get it."""
+    from parsim.doctor import examine, tables
+
+    with progress("Looking at this machine"):
+        findings = examine()
+    if as_json:
+        print_json(findings)
+    else:
+        print_tables(tables(findings))

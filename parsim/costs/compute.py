@@ -1,0 +1,346 @@
+"""Seconds of a computation on one device: measured where it was measured, else from fitted operators, else a roofline.
+
+Three sources, never mixed silently:
+    measured   the profile holds this component (by fingerprint), phase, device type and precision; between two measured
+               sample counts the time is interpolated linearly.
+    fitted     the sum over the component's operators of the fitted kernel times (`parsim.costs.operators`).
+    published  an operator kind without a fit, on a device whose peaks come from a datasheet or paper: a roofline at a stated
+               efficiency and a large uncertainty.
+
+Leaves out: launch gaps between the kernels of one component, cache reuse across operators, clock changes under load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+
+import numpy as np
+
+from parsim.costs.estimate import Estimate, Source
+from parsim.costs.operators import Kernel, backward_kernels, forward_kernels, kernel_seconds
+from parsim.errors import CostError, near_matches
+from parsim.hardware.device import Device
+from parsim.hardware.profile import ComponentPoint, OperatorFit, OptimizerPoint, Profile
+from parsim.model.component import Component
+from parsim.work import Compute, OptimizerStep, Phase
+
+DEFAULT_DRIFT_SIGMA = 0.05
+"""Assumed relative spread of a machine from run to run where the profile states none."""
+
+MIN_MEASURED_SIGMA = 0.02
+INTERPOLATION_SIGMA = 0.03
+EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.10
+
+FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.02
+EXTRAPOLATED_SHARE = 0.1
+"""An estimate from operators counts as extrapolated when more than this share of it lies outside the fitted sizes."""
+
+ROOFLINE_COMPUTE_EFFICIENCY = 0.5
+ROOFLINE_BANDWIDTH_EFFICIENCY = 0.75
+ROOFLINE_SIGMA = 0.4
+"""Assumed for operator kinds without a fit."""
+
+FOREACH_ACCESSES_PER_ELEMENT: Mapping[str, int] = {"sgd": 4, "sgd_momentum": 9, "adam": 19, "adamw": 21}
+"""4-byte reads and writes of torch's foreach optimizers, operation by operation, the zeroing of the gradient (1) included.
+SGD p += g: 3. Momentum m *= mu: 2, m += g: 3, p += m: 3. Adam lerp of m: 3, v *= b: 2, v += g g: 3, sqrt, / and + eps: 6,
+p += m / sqrt(v): 4. AdamW p *= 1 - wd: 2 more."""
+
+
+def estimate_compute(
+    work: Compute,
+    component: Component,
+    device: Device,
+    profile: Profile,
+    precision: str,
+    ranks_active: int | None = None,
+    *,
+    input_gradient: bool = True,
+) -> Estimate:
+    """Seconds of `component` forward or backward over `work.samples` samples.
+
+    Args:
+        ranks_active: how many ranks of the machine compute at once; measurements taken under that load are preferred, else
+            those under the heaviest load.
+        input_gradient: False for a component whose inputs want no gradient (the model's first one), so that the backward of
+            its first operator computes the gradient of the weight alone. A measurement contains that already.
+
+    Raises:
+        CostError: nothing measured, fitted or published covers it.
+    """
+    if work.samples < 1 or work.phase is Phase.OPTIMIZER:
+        raise CostError(
+            f"a component computes forward or backward over >= 1 sample, got {work.component!r} {work.phase} over "
+            f"{work.samples}; an optimizer step is priced by estimate_optimizer"
+        )
+    points = [
+        point
+        for point in profile.compute.components
+        if point.fingerprint == component.fingerprint
+        and point.phase == work.phase.value
+        and point.device_type == device.type.name
+        and point.precision == precision
+    ]
+    if points:
+        return _measured(work, component, points, profile, ranks_active)
+    return _from_operators(work, component, device, profile, precision, input_gradient)
+
+
+def estimate_optimizer(
+    work: OptimizerStep,
+    optimizer: str,
+    device: Device,
+    profile: Profile,
+    precision: str,
+    ranks_active: int | None = None,
+) -> Estimate:
+    """Seconds of one optimizer step and of zeroing the gradients.
+
+    Measured: affine in elements and tensors through the points of this optimizer and device type. Else, on a device with
+    published or fitted numbers: the bytes of the foreach operations over the memory bandwidth. Under autocast one more read and
+    write of the gradients unscales them.
+
+    Raises:
+        CostError: unknown optimizer, or nothing known for this device.
+    """
+    if optimizer not in FOREACH_ACCESSES_PER_ELEMENT:
+        raise CostError(f"unknown optimizer {optimizer!r}{near_matches(optimizer, FOREACH_ACCESSES_PER_ELEMENT)}")
+    drift = ("drift", _drift_sigma(profile))
+    if work.elements == 0:
+        return Estimate(median_s=0.0, source="measured", detail="no parameters")
+    points = [
+        point for point in profile.compute.optimizers if point.optimizer == optimizer and point.device_type == device.type.name
+    ]
+    if points:
+        return _measured_optimizer(work, optimizer, _under_load(points, ranks_active), drift)
+    if not _has_published_peaks(device, profile):
+        raise CostError(
+            f"no cost is known for a step of {optimizer} over {work.elements} elements on {device.type.name}: "
+            f"calibrate with that optimizer (`parsim calibrate`)"
+        )
+    accesses = FOREACH_ACCESSES_PER_ELEMENT[optimizer] + (2 if precision.startswith("amp") else 0)
+    fit = _fit(profile.compute.operator_fits, "memory_bound", "forward", "fp32", device.type.name)
+    size_bytes = 4 * accesses * work.elements
+    kernel = Kernel(kind="memory_bound", phase="forward", count=1, flop=0.0, size_bytes=size_bytes)
+    seconds, sigma, source, outside = _price(kernel, fit, device, "fp32")
+    return Estimate(
+        median_s=seconds,
+        source=source,
+        parameters=(drift, ("operator:memory_bound", sigma)),
+        detail=f"{accesses} accesses of 4 bytes per element, foreach",
+        extrapolated=outside,
+    )
+
+
+# --- measured ---------------------------------------------------------------------------------------------------------
+
+
+def _measured(
+    work: Compute, component: Component, points: Sequence[ComponentPoint], profile: Profile, ranks_active: int | None
+) -> Estimate:
+    chosen = _in_range_under_load(points, work.samples, ranks_active)
+    curve: dict[int, list[ComponentPoint]] = {}
+    for point in chosen:
+        curve.setdefault(point.samples, []).append(point)
+    samples = sorted(curve)
+    seconds = [median(point.seconds for point in curve[count]) for count in samples]
+    spread = median(point.spread for point in chosen)
+    repeats = sum(point.repeats for point in chosen) / len(samples)
+    value, how, doublings = interpolate_s(samples, seconds, work.samples)
+    own = math.hypot(spread / math.sqrt(max(1.0, repeats)), MIN_MEASURED_SIGMA)
+    if work.samples not in curve:
+        own = math.hypot(own, INTERPOLATION_SIGMA + EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings)
+    return Estimate(
+        median_s=value,
+        source="measured",
+        parameters=(("drift", _drift_sigma(profile)), (f"compute:{component.fingerprint}", own)),
+        repeat_sigma=spread,
+        detail=f"measured with {chosen[0].ranks_active} ranks active, {how}",
+        extrapolated=doublings > 0,
+    )
+
+
+def interpolate_s(samples: Sequence[int], seconds: Sequence[float], wanted: int) -> tuple[float, str, float]:
+    """Time at `wanted` samples from a measured curve (samples ascending and distinct).
+
+    Linear between two measured counts; above the last one proportional to the samples; below the first one on the line
+    through the first two, kept between proportional and constant; with a single count proportional both ways.
+
+    Returns:
+        Seconds, how it was got (for people), and how many doublings `wanted` lies outside the range (0 inside).
+    """
+    first, last = samples[0], samples[-1]
+    if wanted in samples:
+        return seconds[list(samples).index(wanted)], f"at {wanted} samples", 0.0
+    if wanted > last:
+        return seconds[-1] * wanted / last, f"extrapolated in proportion from {last} samples", math.log2(wanted / last)
+    if wanted < first:
+        proportional = seconds[0] * wanted / first
+        doublings = math.log2(first / wanted)
+        if len(samples) == 1:
+            return proportional, f"extrapolated in proportion from {first} samples", doublings
+        slope = (seconds[1] - seconds[0]) / (samples[1] - first)
+        line = seconds[0] - slope * (first - wanted)
+        return min(max(line, proportional), seconds[0]), f"extrapolated on the line below {first} samples", doublings
+    value = float(np.interp(wanted, samples, seconds))
+    below = max(count for count in samples if count < wanted)
+    above = min(count for count in samples if count > wanted)
+    return value, f"interpolated between {below} and {above} samples", 0.0
+
+
+def _loads(points: Iterable[ComponentPoint | OptimizerPoint], ranks_active: int | None) -> list[int]:
+    """Numbers of active ranks in order of preference: the one asked for, then the heaviest first."""
+    loads = sorted({point.ranks_active for point in points}, reverse=True)
+    if ranks_active in loads:
+        loads.remove(ranks_active)
+        loads.insert(0, ranks_active)
+    return loads
+
+
+def _under_load(points: Sequence[OptimizerPoint], ranks_active: int | None) -> list[OptimizerPoint]:
+    load = _loads(points, ranks_active)[0]
+    return [point for point in points if point.ranks_active == load]
+
+
+def _in_range_under_load(points: Sequence[ComponentPoint], samples: int, ranks_active: int | None) -> list[ComponentPoint]:
+    """The points of the most preferred load whose sample counts enclose `samples`; if none does, of the most preferred."""
+    groups = [[point for point in points if point.ranks_active == load] for load in _loads(points, ranks_active)]
+    for group in groups:
+        counts = [point.samples for point in group]
+        if min(counts) <= samples <= max(counts):
+            return group
+    return groups[0]
+
+
+def _measured_optimizer(
+    work: OptimizerStep, optimizer: str, points: Sequence[OptimizerPoint], drift: tuple[str, float]
+) -> Estimate:
+    exact = [point for point in points if (point.elements, point.tensors) == (work.elements, work.tensors)]
+    spread = median(point.spread for point in points)
+    elements = [point.elements for point in points]
+    outside = max(0.0, math.log2(work.elements / max(elements)), math.log2(min(elements) / work.elements))
+    sigma = math.hypot(MIN_MEASURED_SIGMA, 0.0 if exact else INTERPOLATION_SIGMA + EXTRAPOLATION_SIGMA_PER_DOUBLING * outside)
+    if exact:
+        seconds = median(point.seconds for point in exact)
+        how = f"measured at {work.elements} elements in {work.tensors} tensors"
+    else:
+        per_element, per_tensor = _affine(points)
+        seconds = per_element * work.elements + per_tensor * work.tensors
+        how = f"{per_element:.3g} s per element + {per_tensor:.3g} s per tensor through {len(points)} measured steps"
+    return Estimate(
+        median_s=seconds,
+        source="measured",
+        parameters=(drift, (f"compute:optimizer:{optimizer}", sigma)),
+        repeat_sigma=spread,
+        detail=how,
+        extrapolated=outside > 0,
+    )
+
+
+def _affine(points: Sequence[OptimizerPoint]) -> tuple[float, float]:
+    """Non-negative seconds per element and per tensor, least squares of the relative error.
+
+    Where the points cannot tell the two apart, or one would be negative, all time goes to the better of them alone (to the
+    elements if equal).
+    """
+    relative = np.array([[point.elements, point.tensors] for point in points], dtype=np.float64)
+    relative /= np.array([point.seconds for point in points])[:, None]
+    ones = np.ones(len(points))
+    if np.linalg.matrix_rank(relative) == 2:
+        both = np.linalg.lstsq(relative, ones, rcond=None)[0]
+        if both[0] >= 0 and both[1] >= 0:
+            return float(both[0]), float(both[1])
+    alone = [float(column.sum() / (column @ column)) for column in relative.T]
+    miss = [float(np.sum((relative[:, n] * alone[n] - 1) ** 2)) for n in (0, 1)]
+    return (alone[0], 0.0) if miss[0] <= miss[1] else (0.0, alone[1])
+
+
+# --- fitted and published ---------------------------------------------------------------------------------------------
+
+
+def _from_operators(
+    work: Compute, component: Component, device: Device, profile: Profile, precision: str, input_gradient: bool
+) -> Estimate:
+    fits = profile.compute.operator_fits
+    published = precision in device.type.peak_flop_per_s and _has_published_peaks(device, profile)
+    if not published and not any((fit.precision, fit.device_type) == (precision, device.type.name) for fit in fits):
+        raise CostError(_unknown(work, device, precision, "any kind of operator"))
+    total = outside_s = 0.0
+    by_kind: dict[str, float] = {}
+    by_source: dict[Source, float] = {}
+    for kernel in component_kernels(component, work.phase, work.samples, precision, input_gradient=input_gradient):
+        fit = _fit(fits, kernel.kind, kernel.phase, precision, device.type.name)
+        if fit is None and not published:
+            raise CostError(_unknown(work, device, precision, f"{kernel.kind} {kernel.phase}"))
+        seconds, sigma, source, outside = _price(kernel, fit, device, precision)
+        total += seconds
+        outside_s += seconds if outside else 0.0
+        by_kind[kernel.kind] = by_kind.get(kernel.kind, 0.0) + sigma * seconds
+        by_source[source] = by_source.get(source, 0.0) + seconds
+    drift = ("drift", _drift_sigma(profile))
+    if not total:
+        return Estimate(median_s=0.0, source="fitted", parameters=(drift,), detail="launches no kernel")
+    shares = ", ".join(f"{by_source[name] / total:.0%} {name}" for name in sorted(by_source))
+    return Estimate(
+        median_s=total,
+        source=max(sorted(by_source), key=lambda name: by_source[name]),
+        parameters=(drift, *((f"operator:{kind}", by_kind[kind] / total) for kind in sorted(by_kind))),
+        detail=f"sum of operators: {shares}",
+        extrapolated=outside_s > EXTRAPOLATED_SHARE * total,
+    )
+
+
+def component_kernels(
+    component: Component, phase: Phase, samples: int, precision: str, *, input_gradient: bool = True
+) -> tuple[Kernel, ...]:
+    """All launches of a component's forward or backward, in the order of its operators."""
+    if phase is Phase.FORWARD:
+        return tuple(kernel for operator in component.operators for kernel in forward_kernels(operator, samples, precision))
+    return tuple(
+        kernel
+        for number, operator in enumerate(component.operators)
+        for kernel in backward_kernels(operator, samples, precision, input_gradient=input_gradient or number > 0)
+    )
+
+
+def _price(kernel: Kernel, fit: OperatorFit | None, device: Device, precision: str) -> tuple[float, float, Source, bool]:
+    """Seconds of all occurrences of the kernel, relative sigma, source, outside the fitted range."""
+    if fit is not None:
+        seconds = kernel_seconds(kernel, fit.coefficients)
+        doublings = 0.0
+        if kernel.flop > 0 and fit.max_flop > 0:
+            doublings = max(0.0, math.log2(kernel.flop / fit.max_flop), math.log2(max(fit.min_flop, 1.0) / kernel.flop))
+        sigma = fit.relative_sigma + FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings
+        return kernel.count * seconds, sigma, "fitted", doublings > 0
+    compute = kernel.flop / (device.type.peak_flop_per_s[precision] * ROOFLINE_COMPUTE_EFFICIENCY)
+    memory = kernel.size_bytes / (device.type.memory_bandwidth_bytes_per_s * ROOFLINE_BANDWIDTH_EFFICIENCY)
+    return kernel.count * max(compute, memory), ROOFLINE_SIGMA, "published", False
+
+
+def _fit(fits: Sequence[OperatorFit], kind: str, phase: str, precision: str, device_type: str) -> OperatorFit | None:
+    for fit in fits:
+        if (fit.kind, fit.phase, fit.precision, fit.device_type) == (kind, phase, precision, device_type):
+            return fit
+    return None
+
+
+def _has_published_peaks(device: Device, profile: Profile) -> bool:
+    """Whether the peaks come from a datasheet or paper: a machine that was calibrated answers with its measurements only."""
+    entry = profile.device_types.get(device.type.name)
+    if entry is None:
+        return False
+    return any(profile.sources[peak.source].kind in ("datasheet", "paper") for peak in entry.peak_flop_per_s.values())
+
+
+def _unknown(work: Compute, device: Device, precision: str, kind: str) -> str:
+    known = ", ".join(sorted(device.type.peak_flop_per_s)) or "none"
+    return (
+        f"no cost is known for component {work.component!r} ({work.phase}, {work.samples} samples) on {device.type.name} in "
+        f"{precision}: it was not measured there, and there is no fit for {kind} (precisions of the device: {known}); "
+        f"calibrate this model at these samples and precision (`parsim calibrate`)"
+    )
+
+
+def _drift_sigma(profile: Profile) -> float:
+    return DEFAULT_DRIFT_SIGMA if profile.noise is None else profile.noise.drift_sigma

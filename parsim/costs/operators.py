@@ -1,0 +1,203 @@
+"""The fitted time of one kernel, as a function of its shape; evaluated with plain arithmetic.
+
+A matrix product of `problems` independent (rows x depth) by (depth x columns), and a convolution seen as one (its filter
+`taps` repeat it), take
+
+    t = floor_s + (c^4 + m^4)^(1/4)
+    c = 2 taps (depth + half_depth) (problems (rows + half_rows) (columns + half_columns) + wave_outputs)
+          / (peak_flop_per_s * efficiency_<family>)   [* strided_factor]
+    m = size_bytes / (memory_bandwidth_bytes_per_s * bandwidth_fraction)
+
+so that a size of `half_x` halves the efficiency, a product with fewer outputs than `wave_outputs` does not fill the device,
+and t grows with every size within a family. Families: "dense" (matmul, 1x1 filters), "3x3" (3x3 at stride 1, where Winograd
+kernels exceed the peak's count of multiplications), "other". Memory-bound kernels have c = 0.
+
+What stands behind each kind: a convolution's forward has rows = samples x output pixels, columns = output channels and
+depth = input channels; its backward_input exchanges the channels; its backward_weight has the channels as rows and columns
+and the pixels as depth. A matmul's backward is two matmuls, priced with the forward fit. Attention is its two batched
+matmuls and the passes over the scores, not fused. An embedding is a memory-bound gather; its backward also writes a dense
+gradient of the whole table. The backward of a memory-bound operator moves 1.5 times the bytes of its forward: it reads the
+saved input and the gradient and writes a gradient, where the forward read one array and wrote one.
+
+Leaves out: tile quantisation and the discrete choice of algorithm, cache reuse, clock changes, fused attention kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from parsim.errors import CostError
+from parsim.model.component import Operator
+
+FAMILIES = ("dense", "3x3", "other")
+BACKWARD_BYTES_PER_FORWARD_BYTE = 1.5
+
+ATTENTION_FORWARD_PASSES = 3
+"""Reads and writes of the scores between the two matmuls: scale and mask, softmax, dropout."""
+
+NORM = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One launch: what it computes and moves, and the sizes its efficiency depends on.
+
+    Attributes:
+        kind: "matmul", "convolution" or "memory_bound". phase: the fit it is priced with: "forward", and for convolutions
+            also "backward_input" and "backward_weight".
+        flop, size_bytes: of the whole launch.
+    """
+
+    kind: str
+    phase: str
+    flop: float
+    size_bytes: float
+    count: int = 1
+    rows: float = 0.0
+    columns: float = 0.0
+    depth: float = 0.0
+    problems: float = 1.0
+    taps: float = 1.0
+    family: str = "dense"
+    strided: bool = False
+
+
+def kernel_seconds(kernel: Kernel, coefficients: Mapping[str, float]) -> float:
+    """Seconds of one launch by the formula above. Raises CostError if a coefficient is missing."""
+    try:
+        bandwidth = coefficients["memory_bandwidth_bytes_per_s"] * coefficients["bandwidth_fraction"]
+        memory = kernel.size_bytes / bandwidth
+        if kernel.flop == 0:
+            return coefficients["floor_s"] + memory
+        outputs = (
+            kernel.problems * (kernel.rows + coefficients["half_rows"]) * (kernel.columns + coefficients["half_columns"])
+            + coefficients["wave_outputs"]
+        )
+        rate = coefficients["peak_flop_per_s"] * coefficients[f"efficiency_{kernel.family}"]
+        compute = 2.0 * kernel.taps * (kernel.depth + coefficients["half_depth"]) * outputs / rate
+        if kernel.strided:
+            compute *= coefficients["strided_factor"]
+    except KeyError as error:
+        raise CostError(
+            f"the fit for {kernel.kind} {kernel.phase} has no coefficient {error}; refit the profile's operator points"
+        ) from error
+    larger = max(compute, memory)
+    ratio: float = min(compute, memory) / larger
+    return coefficients["floor_s"] + larger * float((1.0 + ratio**NORM) ** (1.0 / NORM))
+
+
+def forward_kernels(operator: Operator, samples: int, precision: str) -> tuple[Kernel, ...]:
+    """The launches of an operator's forward over `samples` samples."""
+    width = element_bytes(precision) / 4
+    size_bytes = width * (operator.activation_bytes * _times(operator, samples) + operator.parameter_bytes)
+    if operator.kind == "matmul":
+        return (_matmul(operator, samples, size_bytes),)
+    if operator.kind == "convolution":
+        return (_convolution(operator, samples, size_bytes),)
+    if operator.kind == "attention":
+        return _attention(operator, samples, width)
+    if operator.kind == "embedding":
+        return (_moved(operator.count, width * operator.activation_bytes * samples),)
+    return (_moved(operator.count, size_bytes),)
+
+
+def backward_kernels(operator: Operator, samples: int, precision: str, *, input_gradient: bool = True) -> tuple[Kernel, ...]:
+    """The launches of its backward: gradients of the input (unless nothing asks for it) and of the other operand."""
+    forward = forward_kernels(operator, samples, precision)
+    if operator.kind == "embedding":
+        moved = BACKWARD_BYTES_PER_FORWARD_BYTE * forward[0].size_bytes + operator.parameter_bytes
+        return (replace(forward[0], size_bytes=moved),)
+    kernels: list[Kernel] = []
+    for kernel in forward:
+        if kernel.kind == "memory_bound":
+            kernels.append(replace(kernel, size_bytes=BACKWARD_BYTES_PER_FORWARD_BYTE * kernel.size_bytes))
+        elif kernel.kind == "matmul":
+            if input_gradient:
+                kernels.append(replace(kernel, columns=kernel.depth, depth=kernel.columns))
+            kernels.append(replace(kernel, rows=kernel.depth, depth=kernel.rows))
+        else:
+            if input_gradient:
+                kernels.append(replace(kernel, phase="backward_input", columns=kernel.depth, depth=kernel.columns))
+            kernels.append(
+                replace(kernel, phase="backward_weight", rows=kernel.columns, columns=kernel.depth, depth=kernel.rows)
+            )
+    return tuple(kernels)
+
+
+def element_bytes(precision: str) -> int:
+    """Bytes of an activation in a kernel: 2 under autocast, 8 in fp64, else 4."""
+    return 2 if precision.startswith("amp") else 8 if precision == "fp64" else 4
+
+
+def _matmul(operator: Operator, samples: int, size_bytes: float) -> Kernel:
+    m, n, k = (_size(operator, name) for name in ("m", "n", "k"))
+    problems = dict(operator.shape).get("problems", 1) * (samples if operator.batch == "batch" else 1)
+    rows = m * samples if operator.batch == "rows" else m
+    return Kernel(
+        kind="matmul",
+        phase="forward",
+        count=operator.count,
+        flop=operator.forward_flop * _times(operator, samples),
+        size_bytes=size_bytes,
+        rows=rows,
+        columns=n,
+        depth=k,
+        problems=problems,
+    )
+
+
+def _convolution(operator: Operator, samples: int, size_bytes: float) -> Kernel:
+    c, k, r, s, groups, out_h, out_w = (_size(operator, name) for name in ("c", "k", "r", "s", "groups", "out_h", "out_w"))
+    stride = max(_size(operator, "stride_h"), _size(operator, "stride_w"))
+    return Kernel(
+        kind="convolution",
+        phase="forward",
+        count=operator.count,
+        flop=operator.forward_flop * samples,
+        size_bytes=size_bytes,
+        rows=samples * out_h * out_w,
+        columns=k / groups,
+        depth=c / groups,
+        problems=groups,
+        taps=r * s,
+        family="dense" if r == s == 1 else "3x3" if r == s == 3 and stride == 1 else "other",
+        strided=stride > 1,
+    )
+
+
+def _attention(operator: Operator, samples: int, width: float) -> tuple[Kernel, ...]:
+    heads, queries, keys, d = (_size(operator, name) for name in ("heads", "q", "kv", "d"))
+    problems = heads * samples
+    half_flop = 2.0 * problems * queries * keys * d
+    elements = problems * (queries * keys + (queries + keys) * d)
+    scores = Kernel(
+        kind="matmul",
+        phase="forward",
+        count=operator.count,
+        flop=half_flop,
+        size_bytes=4 * width * elements,
+        rows=queries,
+        columns=keys,
+        depth=d,
+        problems=problems,
+    )
+    passes = _moved(ATTENTION_FORWARD_PASSES * operator.count, 2 * 4 * width * problems * queries * keys)
+    return (scores, passes, replace(scores, columns=d, depth=keys))
+
+
+def _moved(count: int, size_bytes: float) -> Kernel:
+    return Kernel(kind="memory_bound", phase="forward", count=count, flop=0.0, size_bytes=size_bytes)
+
+
+def _times(operator: Operator, samples: int) -> int:
+    """How often the per-sample work is done: once whatever the samples for work on parameters alone."""
+    return 1 if operator.batch == "none" else samples
+
+
+def _size(operator: Operator, name: str) -> int:
+    for key, size in operator.shape:
+        if key == name:
+            return size
+    known = ", ".join(key for key, _ in operator.shape)
+    raise CostError(f"a {operator.kind} operator has no size {name!r} in its shape ({known}); trace the model again")

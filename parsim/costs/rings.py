@@ -1,0 +1,99 @@
+"""How many rings a group of devices can run at once: edge-disjoint directed Hamiltonian cycles on the link graph.
+
+NCCL all_reduces along several rings at once, each over its own lanes, so the bandwidth of a group is the number of rings
+times the rate of a lane. On an eight-GPU cube mesh that gives 1, 4 and 6 rings for GPUs 0-1, 0-3 and 0-7. Every lane
+carries one ring in each direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from parsim.errors import CostError
+
+MAX_RING_DEVICES = 8
+
+Ring = tuple[int, ...]
+
+
+def pack_rings(lanes: Sequence[Sequence[int]]) -> tuple[Ring, ...]:
+    """As many edge-disjoint directed Hamiltonian cycles as the multigraph holds.
+
+    Args:
+        lanes: lanes[i][j] >= 0 directed lanes from vertex i to vertex j, n x n with 2 <= n <= MAX_RING_DEVICES.
+
+    Returns:
+        The rings, each the vertices in order from 0 on (a ring that occurs twice is listed twice); () if there is none.
+
+    The count is the optimum of an integer programme over all Hamiltonian cycles (HiGHS proves it); which of several
+    optimal packings is returned is not specified. Leaves out rings that pass through devices outside the group.
+
+    Raises:
+        CostError: if n is out of range or the matrix is not square.
+    """
+    matrix = tuple(tuple(int(count) for count in row) for row in lanes)
+    size = len(matrix)
+    if not 2 <= size <= MAX_RING_DEVICES or any(len(row) != size for row in matrix):
+        raise CostError(
+            f"rings are packed for 2 to {MAX_RING_DEVICES} devices on a square lane matrix, got {size} rows; "
+            "relay over other links for larger groups"
+        )
+    return _pack(matrix)
+
+
+@lru_cache(maxsize=4096)
+def _pack(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
+    cycles = hamiltonian_cycles(lanes)
+    if len(cycles) <= 1:
+        return tuple(cycle for cycle in cycles for _ in range(min(lanes[a][b] for a, b in _arcs(cycle))))
+    from scipy.optimize import Bounds, LinearConstraint, milp  # 0.3 s: imported where it is used
+
+    size = len(lanes)
+    used = [(a, b) for a in range(size) for b in range(size) if a != b and lanes[a][b] > 0]
+    row = {arc: number for number, arc in enumerate(used)}
+    incidence = np.zeros((len(used), len(cycles)))
+    for column, cycle in enumerate(cycles):
+        for arc in _arcs(cycle):
+            incidence[row[arc], column] = 1.0
+    capacity = np.array([lanes[a][b] for a, b in used], dtype=float)
+    solution = milp(
+        -np.ones(len(cycles)),
+        constraints=LinearConstraint(incidence, ub=capacity),
+        integrality=np.ones(len(cycles)),
+        bounds=Bounds(0.0, float(capacity.max())),
+    )
+    if solution.x is None:
+        raise CostError(f"no ring packing was found for lanes {lanes}: {solution.message}")
+    counts = np.rint(solution.x).astype(int)
+    return tuple(cycle for cycle, count in zip(cycles, counts.tolist(), strict=True) for _ in range(count))
+
+
+def hamiltonian_cycles(lanes: Sequence[Sequence[int]]) -> list[Ring]:
+    """Every directed cycle from vertex 0 through all vertices, once; at most (n - 1)! of them."""
+    size = len(lanes)
+    found: list[Ring] = []
+    walk = [0]
+    unseen = set(range(1, size))
+
+    def extend() -> None:
+        if not unseen:
+            if lanes[walk[-1]][0] > 0:
+                found.append(tuple(walk))
+            return
+        for vertex in sorted(unseen):
+            if lanes[walk[-1]][vertex] > 0:
+                walk.append(vertex)
+                unseen.remove(vertex)
+                extend()
+                unseen.add(vertex)
+                walk.pop()
+
+    extend()
+    return found
+
+
+def _arcs(cycle: Ring) -> list[tuple[int, int]]:
+    return [(a, b) for a, b in zip(cycle, (*cycle[1:], cycle[0]), strict=True)]

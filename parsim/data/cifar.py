@@ -1,0 +1,201 @@
+"""CIFAR-10 and CIFAR-100 from their own files, as their authors publish them; never downloaded.
+
+Both published layouts are read: Python pickles (folders `cifar-10-batches-py`, `cifar-100-python`) and plain binary records
+(`cifar-10-batches-bin`, `cifar-100-binary`: label byte(s), then 3,072 bytes red, green, blue, row by row).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.data.dataset import Dataset, Target
+from parsim.errors import DataError
+
+ROOT_VARIABLE = "PARSIM_DATA_DIR"
+PIXELS = 3 * 32 * 32
+SCALE, OFFSET = 4.0 / 255.0, -2.0  # (x / 255 - 0.5) / 0.25: about unit deviation, the same for both splits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Where one dataset's files are and what they hold; label_bytes precede a binary record, the last one is the label."""
+
+    title: str
+    classes: int
+    pickle_folder: str
+    binary_folder: str
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    binary_suffix: str
+    label_key: bytes
+    label_bytes: int
+    archives: tuple[str, str]
+    samples: tuple[int, int]
+
+
+LAYOUTS = {
+    "cifar10": _Layout(
+        title="CIFAR-10",
+        classes=10,
+        pickle_folder="cifar-10-batches-py",
+        binary_folder="cifar-10-batches-bin",
+        train=tuple(f"data_batch_{number}" for number in range(1, 6)),
+        test=("test_batch",),
+        binary_suffix=".bin",
+        label_key=b"labels",
+        label_bytes=1,
+        archives=("cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"),
+        samples=(50_000, 10_000),
+    ),
+    "cifar100": _Layout(
+        title="CIFAR-100",
+        classes=100,
+        pickle_folder="cifar-100-python",
+        binary_folder="cifar-100-binary",
+        train=("train",),
+        test=("test",),
+        binary_suffix=".bin",
+        label_key=b"fine_labels",
+        label_bytes=2,
+        archives=("cifar-100-python.tar.gz", "cifar-100-binary.tar.gz"),
+        samples=(50_000, 10_000),
+    ),
+}
+
+
+def load_cifar(name: str, input_shape: tuple[int, ...], target: Target, split: str, root: Path | None = None) -> Dataset:
+    """Read `name` ("cifar10", "cifar100") under `root`, else under the folder named by PARSIM_DATA_DIR.
+
+    Raises:
+        DataError: no such files (says which, where, how large), a damaged file, or a model with too few classes.
+    """
+    layout = LAYOUTS[name]
+    if target.task != "classify" or target.classes < layout.classes:
+        raise DataError(
+            f"{name} has {layout.classes} classes of images; the model predicts {target.classes} with task {target.task!r}; "
+            f"use a model with num_classes >= {layout.classes}"
+        )
+    files, binary = _find(layout, name, split, root)
+    parts = [_read_binary(path, layout) if binary else _read_pickle(path, layout) for path in files]
+    images = np.concatenate([part[0] for part in parts])
+    labels = np.concatenate([part[1] for part in parts])
+    return Dataset(
+        name=name,
+        source=f"{layout.title} {split} files in {files[0].parent}, (x/255 - 0.5)/0.25, pixels repeated to the model's size",
+        split=split,
+        stored=images,
+        targets=labels,
+        input_shape=input_shape,
+        classes=layout.classes,
+        scale=SCALE,
+        offset=OFFSET,
+    )
+
+
+def _find(layout: _Layout, name: str, split: str, root: Path | None) -> tuple[list[Path], bool]:
+    if root is None and os.environ.get(ROOT_VARIABLE):
+        root = Path(os.environ[ROOT_VARIABLE])
+    wanted = layout.train if split == "train" else layout.test
+    size = (PIXELS + layout.label_bytes) * layout.samples[0 if split == "train" else 1] // len(wanted)
+    advice = (
+        f"parsim downloads nothing: unpack {layout.archives[0]} (or {layout.archives[1]}) so that "
+        f"DIR/{layout.pickle_folder}/ holds {_listing(wanted)} (about {size / 1e6:.0f} MB each), or "
+        f"DIR/{layout.binary_folder}/ holds {_listing(tuple(file + layout.binary_suffix for file in wanted))} "
+        f"({size:,} bytes each), and set {ROOT_VARIABLE}=DIR"
+    )
+    if root is None:
+        raise DataError(f"{name}: no data folder was given; {advice}")
+    if not root.is_dir():
+        raise DataError(f"{name}: the data folder {root} does not exist; {advice}")
+    for folder, suffix, binary in ((layout.pickle_folder, "", False), (layout.binary_folder, layout.binary_suffix, True)):
+        for place in (root / folder, root):
+            files = [place / f"{file}{suffix}" for file in wanted]
+            present = [file for file in files if file.is_file()]
+            if len(present) == len(files):
+                return files, binary
+            if present and place != root:
+                missing = next(file for file in files if not file.is_file())
+                raise DataError(f"{name}: {missing} is missing although {present[0].name} is there; {advice}")
+    packed = [archive for archive in layout.archives if (root / archive).is_file()]
+    if packed:
+        raise DataError(f"{name}: {root / packed[0]} is still packed; run `tar -xzf {packed[0]}` in {root}")
+    raise DataError(f"{name}: no {layout.title} {split} files under {root}; {advice}")
+
+
+def _listing(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+
+def _read_binary(path: Path, layout: _Layout) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    record = PIXELS + layout.label_bytes
+    content = np.fromfile(path, dtype=np.uint8)
+    if not len(content) or len(content) % record:
+        raise DataError(
+            f"{path} has {len(content):,} bytes, which is no multiple of its record of {record:,}: it was cut short; unpack it "
+            "again"
+        )
+    rows = content.reshape(-1, record)
+    return _checked(path, layout, rows[:, layout.label_bytes :], rows[:, layout.label_bytes - 1].astype(np.int64))
+
+
+def _read_pickle(path: Path, layout: _Layout) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    try:
+        content = _DataUnpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
+        raise DataError(f"{path} is damaged or not a {layout.title} file ({error}); unpack it again") from error
+    if not isinstance(content, dict) or b"data" not in content or layout.label_key not in content:
+        raise DataError(f"{path} is not a {layout.title} file: it has no {layout.label_key.decode()!r} beside 'data'")
+    data, labels = content[b"data"], content[layout.label_key]
+    if not isinstance(data, np.ndarray) or not isinstance(labels, list) or not all(isinstance(n, int) for n in labels):
+        raise DataError(f"{path} is not a {layout.title} file: data must be an array and labels a list of integers")
+    return _checked(path, layout, data, np.array(labels, dtype=np.int64))
+
+
+def _checked(
+    path: Path, layout: _Layout, pixels: NDArray[Any], labels: NDArray[np.int64]
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    if pixels.dtype != np.uint8 or pixels.shape != (len(labels), PIXELS) or not len(labels):
+        raise DataError(
+            f"{path}: expected uint8 pixels of shape ({len(labels)}, {PIXELS}), got {pixels.dtype} {pixels.shape}; unpack it "
+            "again"
+        )
+    if labels.min() < 0 or labels.max() >= layout.classes:
+        raise DataError(f"{path}: labels must be 0..{layout.classes - 1}, got {labels.min()}..{labels.max()}")
+    return np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32)), labels
+
+
+class _DataUnpickler(pickle.Unpickler):
+    """Builds arrays, text, numbers, lists and dicts, and refuses every other name: a pickle cannot run code through it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
+            return _reconstruct
+        if module == "numpy" and name in ("ndarray", "dtype"):
+            return getattr(np, name)
+        if (module, name) == ("_codecs", "encode"):
+            return _encode
+        raise DataError(f"refused to load {module}.{name}: a CIFAR file holds arrays, texts and lists only")
+
+
+def _reconstruct(kind: type[NDArray[Any]], shape: tuple[int, ...], code: bytes) -> NDArray[Any]:
+    """An empty array of the exact class ndarray, which the pickle then fills; what numpy's own function does."""
+    if kind is not np.ndarray:
+        raise DataError(f"refused to build {kind!r}: only numpy.ndarray is expected")
+    return np.ndarray.__new__(np.ndarray, shape, code.decode("ascii"))
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    """How Python 3 writes bytes into protocol-2 pickles."""
+    if encoding not in ("latin1", b"latin1"):
+        raise DataError(f"refused to encode with {encoding!r}: only latin1 is expected")
+    return text.encode("latin1")

@@ -1,0 +1,80 @@
+"""What one launch does: one or more plans, trained, or measured in interleaved rounds. JSON between parent and ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from parsim.errors import ExecutionError
+from parsim.model.spec import ModelSpec
+from parsim.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """One model under one plan.
+
+    Attributes:
+        name: unique in the job; names its files. model_path: the Model JSON the plan was made for.
+        dtype: "float32" or "float64".
+        dataset, data_root: as `parsim.data.load_dataset` takes them. seed: of weights and sample order.
+    """
+
+    name: str
+    model: ModelSpec
+    model_path: str
+    plan: Plan
+    optimizer: str
+    learning_rate: float
+    dataset: str
+    data_root: str | None = None
+    dtype: str = "float32"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Attributes:
+    mode: "train" runs `steps` steps of the only run; "measure" runs `rounds` rounds, in each of which every run in turn
+        does `steps` steps; in both the first `warmup_steps` of each run are left out of the times.
+    checkpoint_every: steps between checkpoints (0: at the end only); resume: go on from the latest.
+    """
+
+    output: str
+    mode: Literal["train", "measure"]
+    runs: tuple[RunSpec, ...]
+    steps: int
+    rounds: int = 1
+    warmup_steps: int = 2
+    device: str = "cpu"
+    checkpoint_every: int = 0
+    resume: bool = False
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not self.runs or self.steps < 1 or self.rounds < 1:
+            raise ExecutionError("a job needs at least one run, one step and one round")
+        if self.mode == "train" and len(self.runs) != 1:
+            raise ExecutionError(f"mode train takes one run, got {len(self.runs)}; use mode measure to compare plans")
+
+    @property
+    def world_size(self) -> int:
+        return max(run.plan.world_size for run in self.runs)
+
+    def save(self, path: Path) -> None:
+        document = asdict(self)
+        for entry, run in zip(document["runs"], self.runs, strict=True):
+            entry["model"] = run.model.to_dict()
+            entry["plan"] = run.plan.to_json()
+        path.write_text(json.dumps(document, indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> Job:
+        document: dict[str, Any] = json.loads(path.read_text())
+        document["runs"] = tuple(
+            RunSpec(**{**run, "model": ModelSpec.from_dict(run["model"]), "plan": Plan.from_json(run["plan"])})
+            for run in document["runs"]
+        )
+        return cls(**document)

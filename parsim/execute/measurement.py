@@ -1,0 +1,140 @@
+"""What a launch left behind, read back by its parent: timelines per step, step times per round, losses, memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.errors import ExecutionError
+from parsim.execute.streams import TaskTime
+from parsim.graph.taskgraph import TaskGraph
+from parsim.timeline import Span, Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """One rank of one run, as written by the worker.
+
+    Attributes:
+        rounds: per round (start_s, end_s, steps). steps: task times of each recorded step.
+        losses: mean loss per training step (last stage only; NaN elsewhere), already divided by the global batch.
+        cpu_s: CPU seconds of this process per round. peak_bytes: live tensors of one step.
+    """
+
+    rank: int
+    rounds: list[tuple[float, float, int]]
+    steps: list[list[TaskTime]]
+    losses: list[float]
+    cpu_s: list[float]
+    peak_bytes: int
+
+    def save(self, folder: Path) -> None:
+        streams = sorted({entry.stream for step in self.steps for entry in step})
+        number = {stream: index for index, stream in enumerate(streams)}
+        rows = [
+            (step, entry.task, number[entry.stream], entry.ready_s, entry.end_s)
+            for step, times in enumerate(self.steps)
+            for entry in times
+        ]
+        table = np.array(rows, dtype=np.float64).reshape(-1, 5)
+        facts = {
+            "rank": self.rank,
+            "rounds": self.rounds,
+            "losses": self.losses,
+            "cpu_s": self.cpu_s,
+            "peak_bytes": self.peak_bytes,
+            "streams": streams,
+            "recorded": len(self.steps),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(folder / f"rank{self.rank}.npy", table)
+        (folder / f"rank{self.rank}.json").write_text(json.dumps(facts))
+
+    @classmethod
+    def load(cls, folder: Path, rank: int) -> RankRecord:
+        path = folder / f"rank{rank}.json"
+        if not path.is_file():
+            raise ExecutionError(f"rank {rank} left no record in {folder}; the run did not finish")
+        facts: dict[str, Any] = json.loads(path.read_text())
+        table = np.load(folder / f"rank{rank}.npy")
+        steps: list[list[TaskTime]] = [[] for _ in range(facts["recorded"])]
+        for step, task, stream, ready, end in table.tolist():
+            steps[int(step)].append(TaskTime(int(task), facts["streams"][int(stream)], ready, end))
+        return cls(
+            rank=rank,
+            rounds=[(start, end, int(steps_)) for start, end, steps_ in facts["rounds"]],
+            steps=steps,
+            losses=facts["losses"],
+            cpu_s=facts["cpu_s"],
+            peak_bytes=int(facts["peak_bytes"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One run over all its ranks.
+
+    Attributes:
+        step_s: float64 [rounds], the mean step of each round. timelines: one per recorded step.
+        losses: per training step. peak_bytes: live tensors, per rank.
+    """
+
+    step_s: NDArray[np.float64]
+    timelines: tuple[Timeline, ...]
+    losses: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+    cpu_s: tuple[float, ...]
+
+    @property
+    def mean_step_s(self) -> float:
+        return float(self.step_s.mean())
+
+
+def load_measurement(folder: Path, graph: TaskGraph) -> Measurement:
+    """Merge the records of all ranks of a run. Raises ExecutionError if one is missing."""
+    records = [RankRecord.load(folder, rank) for rank in range(graph.world_size)]
+    count = min(len(record.rounds) for record in records)
+    step_s = np.array([_round_step_s(records, number) for number in range(count)])
+    timelines = tuple(
+        merge_times([record.steps[step] for record in records]) for step in range(min(len(r.steps) for r in records))
+    )
+    finite = [record.losses for record in records if record.losses and not np.isnan(record.losses).all()]
+    losses = np.sum(finite, axis=0) if finite else np.array([])
+    return Measurement(
+        step_s=step_s,
+        timelines=timelines,
+        losses=tuple(float(loss) for loss in losses),
+        peak_bytes=tuple(record.peak_bytes for record in records),
+        cpu_s=tuple(float(np.sum(record.cpu_s)) for record in records),
+    )
+
+
+def _round_step_s(records: Sequence[RankRecord], number: int) -> float:
+    start = min(record.rounds[number][0] for record in records)
+    end = max(record.rounds[number][1] for record in records)
+    return (end - start) / records[0].rounds[number][2]
+
+
+def merge_times(per_rank: Sequence[Sequence[TaskTime]]) -> Timeline:
+    """The measured Timeline of one step, seconds from its first start.
+
+    A task that spans ranks starts when its last rank is ready; what a rank spent before that is wait, not work.
+    """
+    ready: dict[int, float] = {}
+    for times in per_rank:
+        for entry in times:
+            ready[entry.task] = max(ready.get(entry.task, entry.ready_s), entry.ready_s)
+    origin = min((entry.ready_s for times in per_rank for entry in times), default=0.0)
+    spans = [
+        Span(entry.task, f"r{rank}.{entry.stream}", min(ready[entry.task], entry.end_s) - origin, entry.end_s - origin)
+        for rank, times in enumerate(per_rank)
+        for entry in times
+    ]
+    spans.sort(key=lambda span: (span.start_s, span.task, span.resource))
+    return Timeline.from_spans(spans, "measured")

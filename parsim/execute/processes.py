@@ -1,0 +1,101 @@
+"""Keeping count of the processes of one launch, so that none outlives it.
+
+torchrun puts every rank into a session of its own, so that killing its process group reaches no rank. Three nets, each of
+which is enough alone in its case: the kernel kills a process when its parent dies (`die_with_parent`); whoever ends a
+launch kills all descendants, found through /proc; and all processes that carry the launch's mark in their environment, which
+finds those whose parent is already gone. Leaves out: without /proc (macOS) only the first net and process groups remain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+MARK_VARIABLE = "PARSIM_LAUNCH"
+PARENT_VARIABLE = "PARSIM_PARENT"
+_PROC = Path("/proc")
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.5
+
+
+def die_with_parent(parent: int) -> None:
+    """Have this process killed (SIGKILL) as soon as process `parent` ends; at once if it has ended already.
+
+    Must be called in a child whose parent started it from its main thread: the kernel's signal follows the thread.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os._exit(1)
+
+
+def descendants(root: int) -> set[int]:
+    """All living processes below `root` (without it)."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in _living().items():
+        children.setdefault(parent, []).append(pid)
+    found: set[int] = set()
+    frontier = [root]
+    while frontier:
+        for child in children.get(frontier.pop(), ()):
+            if child not in found:
+                found.add(child)
+                frontier.append(child)
+    return found
+
+
+def marked(mark: str) -> set[int]:
+    """All living processes that were started with PARSIM_LAUNCH=mark in their environment."""
+    wanted = f"{MARK_VARIABLE}={mark}".encode()
+    found = set()
+    for pid in _living():
+        with contextlib.suppress(OSError):  # it has just ended, or belongs to somebody else
+            if wanted in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+                found.add(pid)
+    return found - {os.getpid()}
+
+
+def _living() -> dict[int, int]:
+    """Process number to parent, without zombies."""
+    found: dict[int, int] = {}
+    if not _PROC.is_dir():
+        return found
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state not in ("Z", "X"):
+                    found[int(entry.name)] = int(parent)
+    return found
+
+
+def kill_launch(root: int, mark: str, within_s: float = 10.0) -> set[int]:
+    """SIGKILL process `root`, its group, its descendants and everything marked; return what is still alive after that.
+
+    `root` must be a child of this process that leads its own process group; the caller reaps it.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        targets = descendants(root) | marked(mark)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(root, signal.SIGKILL)
+        for pid in targets:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not targets or time.monotonic() > deadline:
+            return targets
+        time.sleep(0.02)

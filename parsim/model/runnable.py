@@ -1,0 +1,200 @@
+"""A runnable component: the torch calls of one interval of a module's forward, replayed on given input tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from parsim.errors import TraceError
+
+
+class Ref(NamedTuple):
+    """Stands in recorded arguments where a tensor was; `slot` indexes the environment of the component."""
+
+    slot: int
+
+
+class Nested(NamedTuple):
+    """A recorded list, tuple, dict or slice with at least one Ref inside."""
+
+    rebuild: Callable[[list[Any]], Any]
+    items: tuple[Any, ...]
+
+
+class StateKey(NamedTuple):
+    """Where a parameter or buffer lives: `kind` is "parameter" or "buffer", `name` its qualified name."""
+
+    kind: str
+    name: str
+
+
+class Context(NamedTuple):
+    """What surrounded a call: gradients off, or an autocast state that differs from the one around the module."""
+
+    no_grad: bool = False
+    autocast: tuple[str, torch.dtype, bool] | None = None
+
+
+PLAIN = Context()
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One torch-level call.
+
+    Attributes:
+        arguments, keywords: constants, Ref and Nested. outputs: (path into the result, slot): () is the result itself.
+        drop: slots nobody reads after this call.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+    outputs: tuple[tuple[tuple[Any, ...], int], ...]
+    context: Context
+    drop: tuple[int, ...]
+
+
+def _fill(template: Any, environment: list[Any]) -> Any:
+    if type(template) is Ref:
+        return environment[template.slot]
+    if type(template) is Nested:
+        return template.rebuild([_fill(item, environment) for item in template.items])
+    return template
+
+
+@contextlib.contextmanager
+def _entered(context: Context) -> Any:
+    with contextlib.ExitStack() as stack:
+        if context.no_grad:
+            stack.enter_context(torch.no_grad())
+        if context.autocast is not None:
+            device, dtype, enabled = context.autocast
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        yield
+
+
+def _run(op: Op, environment: list[Any]) -> None:
+    arguments = [_fill(item, environment) for item in op.arguments]
+    keywords = {name: _fill(item, environment) for name, item in op.keywords}
+    if op.context is PLAIN:
+        result = op.function(*arguments, **keywords)
+    else:
+        with _entered(op.context):
+            result = op.function(*arguments, **keywords)
+    for path, slot in op.outputs:
+        value = result
+        for step in path:
+            value = value[step]
+        environment[slot] = value
+    for slot in op.drop:
+        environment[slot] = None
+
+
+class Runnable:
+    """One component of a recorded module.
+
+    Parameters and buffers are read from the live module at every call, so optimizer steps, loaded checkpoints and
+    gradient views take effect. Shapes, training mode, dtype and device are those of the recording.
+
+    Attributes:
+        name: of the component. input_names, output_names: of its values. parameter_names, buffer_names: qualified.
+        input_differentiable, output_differentiable: whether a gradient flows through that value while training
+            (False for an input of the model, unless the example input required a gradient).
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        ops: tuple[Op, ...],
+        slots: int,
+        inputs: tuple[tuple[str, int, bool], ...],
+        outputs: tuple[tuple[str, int, bool], ...],
+        state: tuple[tuple[StateKey, int], ...],
+        constants: tuple[tuple[Tensor, int], ...],
+        buffer_writes: tuple[tuple[str, int], ...],
+        module: nn.Module,
+    ) -> None:
+        self.name = name
+        self.ops = ops
+        self.input_names = tuple(entry[0] for entry in inputs)
+        self.output_names = tuple(entry[0] for entry in outputs)
+        self.input_differentiable = tuple(entry[2] for entry in inputs)
+        self.output_differentiable = tuple(entry[2] for entry in outputs)
+        self.parameter_names = tuple(key.name for key, _ in state if key.kind == "parameter")
+        self.buffer_names = tuple(key.name for key, _ in state if key.kind == "buffer")
+        self._slots = slots
+        self._input_slots = tuple(entry[1] for entry in inputs)
+        self._output_slots = tuple(entry[1] for entry in outputs)
+        self._state_keys = state
+        self._constants = constants
+        self._buffer_write_names = buffer_writes
+        self.bind(module)
+
+    def bind(self, module: nn.Module) -> Runnable:
+        """Read parameters and buffers from `module` (of the same structure) from now on; returns self."""
+        self._state = tuple((_holder(module, key), key.name.rpartition(".")[2], slot) for key, slot in self._state_keys)
+        self._buffer_writes = tuple(
+            (_holder(module, StateKey("buffer", name)), name.rpartition(".")[2], slot) for name, slot in self._buffer_write_names
+        )
+        return self
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The live parameters, in the order of `parameter_names`."""
+        return tuple(
+            holder[key]
+            for (holder, key, _), (state_key, _) in zip(self._state, self._state_keys, strict=True)
+            if state_key.kind == "parameter"
+        )
+
+    def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the component on tensors in the order of `input_names`; returns them in the order of `output_names`.
+
+        Raises TraceError if the number of inputs is wrong.
+        """
+        if len(inputs) != len(self._input_slots):
+            raise TraceError(f"{self.name} takes {len(self._input_slots)} inputs {self.input_names}, got {len(inputs)}")
+        environment: list[Any] = [None] * self._slots
+        for slot, value in zip(self._input_slots, inputs, strict=True):
+            environment[slot] = value
+        for holder, key, slot in self._state:
+            environment[slot] = holder[key]
+        for constant, slot in self._constants:
+            environment[slot] = constant
+        for op in self.ops:
+            _run(op, environment)
+        for holder, key, slot in self._buffer_writes:
+            holder[key] = environment[slot]
+        return tuple(environment[slot] for slot in self._output_slots)
+
+    def __repr__(self) -> str:
+        return f"Runnable({self.name}: {', '.join(self.input_names)} -> {', '.join(self.output_names)}; {len(self.ops)} calls)"
+
+
+def _holder(module: nn.Module, key: StateKey) -> Mapping[str, Any]:
+    path = key.name.rpartition(".")[0]
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError as error:
+        raise TraceError(
+            f"the module has no {path!r}, which holds {key.kind} {key.name}; bind a module of the same structure"
+        ) from error
+    holder: Any = owner._parameters if key.kind == "parameter" else owner._buffers
+    if key.name.rpartition(".")[2] not in holder:
+        raise TraceError(f"the module has no {key.kind} {key.name}; bind a module of the same structure as the recorded one")
+    return holder  # type: ignore[no-any-return]
+
+
+def renumber(template: Any, slot: Mapping[int, int]) -> Any:
+    """The same recorded argument with other slot numbers."""
+    if type(template) is Ref:
+        return Ref(slot[template.slot])
+    if type(template) is Nested:
+        return Nested(template.rebuild, tuple(renumber(item, slot) for item in template.items))
+    return template

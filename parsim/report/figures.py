@@ -1,0 +1,442 @@
+"""Plotly figures from timelines and from the dictionaries that JSON results hold.
+
+Every figure keeps one trace per kind or category, however many spans it draws, and uses the colours of Okabe and Ito,
+which colour-blind readers can tell apart: a kind of task has the same colour everywhere.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from parsim.graph.task import Resource, parse_resource
+from parsim.graph.taskgraph import TaskGraph
+from parsim.report.chrome_trace import stream_order, task_label
+from parsim.report.tables import CATEGORIES, format_error, interval_texts, memory_lines, plan_text
+from parsim.timeline import Timeline
+from parsim.units import GIB, KIB, MIB, format_bytes, format_seconds
+from parsim.work import kind_of
+
+BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
+VERMILION, PURPLE, YELLOW, GREY, INK = "#D55E00", "#CC79A7", "#F0E442", "#BDBDBD", "#1f2933"
+
+KIND_COLOURS = {
+    "load": GREEN,
+    "forward": SKY,
+    "backward": BLUE,
+    "optimizer": PURPLE,
+    "all_reduce": VERMILION,
+    "send_recv": ORANGE,
+    "all_gather": YELLOW,
+    "reduce_scatter": "#8C510A",
+    "all_to_all": "#882255",
+    "broadcast": "#661100",
+}
+CATEGORY_COLOURS = {
+    "compute_s": BLUE,
+    "load_s": GREEN,
+    "host_s": PURPLE,
+    "exposed_communication_s": VERMILION,
+    "bubble_s": ORANGE,
+    "idle_s": GREY,
+}
+MEMORY_COLOURS = (BLUE, SKY, PURPLE, GREEN, YELLOW, ORANGE, VERMILION, GREY, "#882255", "#8C510A")
+PREDICTED, MEASURED = BLUE, "#4a5560"
+
+ROW_PX = 19
+MAX_ROWS = 96
+MAX_BARS = 8000
+MAX_LABELLED_BARS = 600
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One rectangle of a timeline: one span, or many that are too short to be told apart."""
+
+    row: int
+    kind: str
+    start_s: float
+    end_s: float
+    hover: str
+    label: str
+
+
+def timeline_figure(graph: TaskGraph, timelines: Mapping[str, Timeline]) -> go.Figure:
+    """Gantt chart of one or more timelines of `graph` on one time axis: a row per rank and stream, coloured by kind.
+
+    Beyond MAX_ROWS rows the first ranks are shown and the axis says so; beyond MAX_BARS spans, neighbours of one kind
+    closer than a pixel are drawn as one bar.
+    """
+    resources = {parse_resource(name) for timeline in timelines.values() for name in timeline.resources}
+    ordered = sorted(resources, key=lambda resource: (resource.rank, *stream_order(resource.stream)))
+    shown = ordered if len(ordered) <= MAX_ROWS else [r for r in ordered if r.rank < max(1, ordered[MAX_ROWS].rank)]
+    row = {str(resource): number for number, resource in enumerate(shown)}
+    longest_s = max((timeline.makespan_s for timeline in timelines.values()), default=0.0)
+    scale, unit = _time_unit(longest_s)
+    panel = max(3, len(shown)) * ROW_PX
+    gap = 34
+    height = len(timelines) * panel + (len(timelines) - 1) * gap
+    titles = [f"<b>{html.escape(name)}</b>  {format_seconds(timeline.makespan_s)}" for name, timeline in timelines.items()]
+    figure = make_subplots(rows=len(timelines), cols=1, shared_xaxes=True, vertical_spacing=gap / height, subplot_titles=titles)
+    figure.update_annotations(x=0, xanchor="left", font={"size": 13, "color": INK})
+    legend: set[str] = set()
+    for number, timeline in enumerate(timelines.values(), start=1):
+        bars = [bar for bar in _bars(graph, timeline, row) if bar.row >= 0]
+        if len(bars) > MAX_BARS:
+            bars = _merged(bars, longest_s / 2000)
+        for kind in [*KIND_COLOURS, *sorted({bar.kind for bar in bars} - KIND_COLOURS.keys())]:
+            of_kind = [bar for bar in bars if bar.kind == kind]
+            if of_kind:
+                figure.add_trace(_gantt_trace(kind, of_kind, scale, kind not in legend, len(bars)), row=number, col=1)
+                legend.add(kind)
+    ranks = [resource.rank for resource in shown]
+    lines = [number - 0.5 for number in range(1, len(shown)) if ranks[number] != ranks[number - 1]]
+    figure.update_yaxes(
+        tickvals=list(range(len(shown))),
+        ticktext=[_row_name(resource) for resource in shown],
+        range=[len(shown) - 0.5, -0.5],
+        fixedrange=True,
+        showgrid=False,
+        zeroline=False,
+        automargin=True,
+        tickfont={"size": 11},
+        minor={"tickvals": lines, "showgrid": True, "gridcolor": "#d5dae0"},
+    )
+    left_out = f"; ranks 0 to {ranks[-1]} of {graph.world_size}" if len(shown) < len(ordered) else ""
+    figure.update_xaxes(range=[0, longest_s / scale * 1.005 or 1], zeroline=False, gridcolor="#e8ebee", ticksuffix=f" {unit}")
+    figure.update_xaxes(
+        title={"text": f"from the start of the step{left_out}", "font": {"size": 12}}, row=len(timelines), col=1
+    )
+    figure.update_layout(barmode="overlay", bargap=0.12, uniformtext={"minsize": 8, "mode": "hide"})
+    return _styled(figure, height + 110, top=30)
+
+
+def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[str, Any] | str | None = None) -> go.Figure:
+    """Step time with its 90% interval per PlanResult.to_dict(), best first as given."""
+    scale, unit = _time_unit(max((result["step_s"]["median"] for result in results), default=0.0))
+    groups: dict[str, list[int]] = {"chosen": [], "fits": [], "does not fit": []}
+    for number, result in enumerate(results):
+        is_chosen = chosen is not None and (result["strategy"] == chosen if isinstance(chosen, str) else result == chosen)
+        group = "does not fit" if not result["fits"] else "chosen" if is_chosen and not groups["chosen"] else "fits"
+        groups[group].append(number)
+    colours = {"chosen": BLUE, "fits": "#9fb7c9", "does not fit": "#f3d3c1"}
+    figure = go.Figure()
+    for group, numbers in groups.items():
+        if not numbers:
+            continue
+        steps = [results[number]["step_s"] for number in numbers]
+        figure.add_trace(
+            go.Bar(
+                name=group,
+                orientation="h",
+                y=numbers,
+                x=[step["median"] / scale for step in steps],
+                error_x={
+                    "type": "data",
+                    "symmetric": False,
+                    "array": [(step["p95"] - step["median"]) / scale for step in steps],
+                    "arrayminus": [(step["median"] - step["p05"]) / scale for step in steps],
+                    "color": INK,
+                    "thickness": 1.2,
+                    "width": 4,
+                },
+                marker={
+                    "color": colours[group],
+                    "pattern": {"shape": "/" if group == "does not fit" else "", "fgcolor": VERMILION, "size": 6},
+                },
+                customdata=[
+                    [html.escape(plan_text(results[number].get("plan"))), *interval_texts(step)]
+                    for number, step in zip(numbers, steps, strict=True)
+                ],
+                hovertemplate="%{customdata[0]}<br>%{customdata[1]} (%{customdata[2]})<extra></extra>",
+            )
+        )
+    figure.update_yaxes(
+        tickvals=list(range(len(results))),
+        ticktext=[_two_lines(str(result["strategy"]), plan_text(result.get("plan"))) for result in results],
+        range=[len(results) - 0.5, -0.5],
+        automargin=True,
+        fixedrange=True,
+    )
+    figure.update_xaxes(rangemode="tozero", gridcolor="#e8ebee", zeroline=False, ticksuffix=f" {unit}")
+    figure.update_layout(barmode="overlay", bargap=0.35)
+    return _styled(figure, 46 * max(2, len(results)) + 110)
+
+
+def memory_figure(memory: Sequence[Mapping[str, Any]], *, measured_bytes: Sequence[int] = ()) -> go.Figure:
+    """Peak memory per rank, stacked by line, against the device limit and the measured peak."""
+    amounts = [memory_lines(rank) for rank in memory]
+    names = list(dict.fromkeys(name for lines in amounts for name in lines))
+    peaks = [sum(lines.values()) for lines in amounts]
+    highest = max([*peaks, *measured_bytes], default=0)
+    scale, unit = next(((size, name) for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if highest >= size), (1, "B"))
+    ranks = [f"r{rank['rank']}" for rank in memory]
+    figure = go.Figure()
+    for number, name in enumerate(names):
+        values = [lines.get(name, 0) for lines in amounts]
+        if not any(values):
+            continue
+        shown = html.escape(name.removesuffix("_bytes").replace("_", " "))
+        figure.add_trace(
+            go.Bar(
+                name=shown,
+                x=ranks,
+                y=[value / scale for value in values],
+                marker={"color": MEMORY_COLOURS[number % len(MEMORY_COLOURS)]},
+                customdata=[format_bytes(value) for value in values],
+                hovertemplate=f"%{{x}} {shown}<br>%{{customdata}}<extra></extra>",
+            )
+        )
+    if len(measured_bytes):
+        figure.add_trace(
+            go.Scatter(
+                name="measured peak",
+                x=ranks,
+                y=[value / scale for value in measured_bytes],
+                mode="markers",
+                marker={"symbol": "diamond", "size": 10, "color": "white", "line": {"color": INK, "width": 2}},
+                customdata=[
+                    [format_bytes(value), format_error((peak - value) / value)]
+                    for peak, value in zip(peaks, measured_bytes, strict=True)
+                ],
+                hovertemplate="%{x} measured peak<br>%{customdata[0]}<br>error %{customdata[1]}<extra></extra>",
+            )
+        )
+    limits = [rank.get("limit_bytes") for rank in memory]
+    known = [limit for limit in limits if limit is not None]
+    title = f"{unit} at the peak"
+    if known and max(known) <= 4 * highest:
+        figure.add_trace(
+            go.Scatter(
+                name="device limit",
+                x=ranks,
+                y=[None if limit is None else limit / scale for limit in limits],
+                mode="lines+markers" if len(ranks) > 1 else "markers",
+                marker={"symbol": "line-ew", "size": 26, "line": {"color": INK, "width": 2}},
+                line={"color": INK, "dash": "dot", "width": 1.5},
+                customdata=["" if limit is None else format_bytes(limit) for limit in limits],
+                hovertemplate="%{x} device limit<br>%{customdata}<extra></extra>",
+            )
+        )
+    elif known:
+        title += f" (device limit {format_bytes(min(known))})"
+    figure.update_yaxes(title=title, gridcolor="#e8ebee", rangemode="tozero", zeroline=False, fixedrange=True)
+    figure.update_xaxes(type="category", fixedrange=True)
+    figure.update_layout(barmode="stack", bargap=0.35)
+    return _styled(figure, 400)
+
+
+def breakdown_figure(breakdowns: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
+    """Categories of the step per rank, stacked; {"predicted": [...], "measured": [...]} stand one above the other."""
+    rows = [(rank["rank"], name, rank) for name, ranks in breakdowns.items() for rank in ranks]
+    rows.sort(key=lambda row: row[0])
+    scale, unit = _time_unit(max((sum(rank[key] for key in CATEGORIES) for _, _, rank in rows), default=0.0))
+    figure = go.Figure()
+    for key, name in CATEGORIES.items():
+        seconds = [rank[key] for _, _, rank in rows]
+        if not any(seconds):
+            continue
+        figure.add_trace(
+            go.Bar(
+                name=name,
+                orientation="h",
+                y=list(range(len(rows))),
+                x=[value / scale for value in seconds],
+                marker={"color": CATEGORY_COLOURS[key]},
+                customdata=[format_seconds(value) for value in seconds],
+                hovertemplate=f"{name}<br>%{{customdata}}<extra></extra>",
+            )
+        )
+    several = len(breakdowns) > 1
+    labels = [f"r{rank} {name}" if several else f"r{rank}" for rank, name, _ in rows]
+    figure.update_yaxes(
+        tickvals=list(range(len(rows))),
+        ticktext=[html.escape(label) for label in labels],
+        range=[len(rows) - 0.5, -0.5],
+        automargin=True,
+        fixedrange=True,
+        tickfont={"size": 11},
+    )
+    figure.update_xaxes(gridcolor="#e8ebee", zeroline=False, ticksuffix=f" {unit}")
+    figure.update_layout(barmode="stack", bargap=0.3, legend={"traceorder": "normal"})
+    return _styled(figure, max(400, 26 * len(rows) + 120))
+
+
+def kinds_figure(comparison: Mapping[str, Any]) -> go.Figure:
+    """Predicted and measured seconds per kind of task, from Comparison.to_dict(); the error stands at the bars' end."""
+    kinds = comparison["kinds"]
+    scale, unit = _time_unit(max((max(row["predicted"], row["measured"]) for row in kinds.values()), default=0.0))
+    figure = go.Figure()
+    for name, colour in (("predicted", PREDICTED), ("measured", MEASURED)):
+        figure.add_trace(
+            go.Bar(
+                name=name,
+                orientation="h",
+                y=list(kinds),
+                x=[row[name] / scale for row in kinds.values()],
+                marker={"color": colour},
+                text=[format_error(row["relative_error"]) if name == "predicted" else "" for row in kinds.values()],
+                textposition="outside",
+                cliponaxis=False,
+                customdata=[[format_seconds(row[name]), row["count"]] for row in kinds.values()],
+                hovertemplate=f"{name} %{{y}}<br>%{{customdata[0]}} in %{{customdata[1]}} tasks<extra></extra>",
+            )
+        )
+    figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True)
+    figure.update_xaxes(gridcolor="#e8ebee", zeroline=False, ticksuffix=f" {unit}", rangemode="tozero")
+    figure.update_layout(barmode="group", bargap=0.3, bargroupgap=0.05)
+    return _styled(figure, 48 * max(2, len(kinds)) + 110)
+
+
+def errors_figure(runs: Sequence[tuple[str, str, Mapping[str, Any]]]) -> go.Figure:
+    """Error of the step per (model, plan, Comparison.to_dict()), with its predicted interval and the A/A floor."""
+    defined = [(model, plan, run) for model, plan, run in runs if run["relative_error"] is not None]
+    numbers = list(range(len(defined)))
+    floors = [100 * (run["aa_floor"]["p95"] if run.get("aa_floor") else 0.0) for _, _, run in defined]
+    errors = [100 * run["relative_error"] for _, _, run in defined]
+    figure = go.Figure()
+    if any(floors):
+        figure.add_trace(
+            go.Bar(
+                name="A/A floor (p95)",
+                orientation="h",
+                y=numbers,
+                base=[-floor for floor in floors],
+                x=[2 * floor for floor in floors],
+                width=0.7,
+                marker={"color": "#dfe3e8"},
+                hovertemplate="A/A floor ±%{customdata}<extra></extra>",
+                customdata=[f"{floor:.1f}%" for floor in floors],
+            )
+        )
+    above, below = [], []
+    for _, _, run in defined:
+        interval = run.get("predicted_step_s") or {"p05": run["predicted"], "p95": run["predicted"]}
+        above.append(100 * (interval["p95"] - run["predicted"]) / run["measured"])
+        below.append(100 * (run["predicted"] - interval["p05"]) / run["measured"])
+    figure.add_trace(
+        go.Scatter(
+            name="error, with the predicted 90% interval",
+            x=errors,
+            y=numbers,
+            mode="markers",
+            marker={"color": BLUE, "size": 10},
+            error_x={"type": "data", "symmetric": False, "array": above, "arrayminus": below, "color": BLUE, "width": 5},
+            customdata=[
+                [format_error(run["relative_error"]), format_seconds(run["predicted"]), format_seconds(run["measured"])]
+                for _, _, run in defined
+            ],
+            hovertemplate="error %{customdata[0]}<br>predicted %{customdata[1]}<br>measured %{customdata[2]}<extra></extra>",
+        )
+    )
+    figure.update_yaxes(
+        tickvals=numbers,
+        ticktext=[_two_lines(model, plan) for model, plan, _ in defined],
+        range=[len(defined) - 0.5, -0.5],
+        automargin=True,
+        fixedrange=True,
+        showgrid=False,
+        zeroline=False,
+    )
+    figure.update_xaxes(zeroline=True, zerolinecolor=INK, zerolinewidth=1.5, gridcolor="#e8ebee", ticksuffix="%")
+    return _styled(figure, 46 * max(2, len(defined)) + 110)
+
+
+def _bars(graph: TaskGraph, timeline: Timeline, row: Mapping[str, int]) -> list[Bar]:
+    """One bar per span; row -1 where the resource is not shown."""
+    bars = []
+    for span in timeline:
+        task = graph.tasks[span.task]
+        size = getattr(task.work, "size_bytes", None)
+        facts = [html.escape(task_label(task)), format_seconds(span.duration_s)]
+        facts += [] if size is None else [format_bytes(size)]
+        facts.append(f"from {format_seconds(span.start_s)}, on {html.escape(span.resource)}")
+        microbatch = task.origin.microbatch
+        label = "" if microbatch is None else str(microbatch)
+        bars.append(Bar(row.get(span.resource, -1), kind_of(task.work), span.start_s, span.end_s, "<br>".join(facts), label))
+    return bars
+
+
+def _merged(bars: Sequence[Bar], resolution_s: float) -> list[Bar]:
+    """Neighbours on one row, of one kind and nearer than `resolution_s`, as one bar that says how many it stands for."""
+    merged: list[Bar] = []
+    counts: list[int] = []
+    last: dict[int, int] = {}
+    for bar in sorted(bars, key=lambda bar: (bar.row, bar.start_s)):
+        place = last.get(bar.row)
+        if place is not None and merged[place].kind == bar.kind and bar.start_s - merged[place].end_s < resolution_s:
+            counts[place] += 1
+            end_s = max(merged[place].end_s, bar.end_s)
+            length = format_seconds(end_s - merged[place].start_s)
+            hover = f"{counts[place]} {bar.kind} tasks<br>{length}"
+            merged[place] = Bar(bar.row, bar.kind, merged[place].start_s, end_s, hover, "")
+        else:
+            last[bar.row] = len(merged)
+            merged.append(bar)
+            counts.append(1)
+    return merged
+
+
+def _gantt_trace(kind: str, bars: Sequence[Bar], scale: float, in_legend: bool, total: int) -> go.Bar:
+    labelled = total <= MAX_LABELLED_BARS
+    return go.Bar(
+        name=kind,
+        legendgroup=kind,
+        showlegend=in_legend,
+        orientation="h",
+        y=[bar.row for bar in bars],
+        base=[bar.start_s / scale for bar in bars],
+        x=[(bar.end_s - bar.start_s) / scale for bar in bars],
+        marker={"color": KIND_COLOURS.get(kind, GREY), "line": {"width": 0.5 if labelled else 0, "color": "white"}},
+        text=[bar.label for bar in bars] if labelled else None,
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        constraintext="none",
+        customdata=[bar.hover for bar in bars],
+        hovertemplate="%{customdata}<extra></extra>",
+    )
+
+
+def _row_name(resource: Resource) -> str:
+    """`r0 compute`, `r0 → r1`, `r1 ← r0`."""
+    stream = resource.stream
+    if stream.startswith("pp>"):
+        return f"r{resource.rank} → r{stream[3:]}"
+    if stream.startswith("pp<"):
+        return f"r{resource.rank} ← r{stream[3:]}"
+    return html.escape(f"r{resource.rank} {stream}")
+
+
+def _two_lines(first: str, second: str) -> str:
+    return f"{html.escape(first)}<br><sub>{html.escape(second)}</sub>"
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    """(seconds per unit, unit) for an axis that reaches `seconds`."""
+    return next(((scale, unit) for scale, unit in ((1.0, "s"), (1e-3, "ms")) if seconds >= scale), (1e-6, "µs"))
+
+
+def _styled(figure: go.Figure, height: int, *, top: int = 12) -> go.Figure:
+    figure.update_layout(
+        template=go.layout.Template(),
+        height=height,
+        margin={"l": 8, "r": 24, "t": top, "b": 40},
+        font={"family": FONT, "size": 12, "color": INK},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="#fbfcfd",
+        hoverlabel={"bgcolor": "white", "bordercolor": "#9aa5b1", "align": "left", "font": {"family": FONT, "size": 12}},
+        legend_orientation="h",
+        legend_yref="container",
+        legend_y=0,
+        legend_yanchor="bottom",
+        legend_x=0,
+        legend_xanchor="left",
+    )
+    return figure

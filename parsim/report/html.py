@@ -1,0 +1,258 @@
+"""report.html: one self-contained page with tables and plotly figures that opens offline.
+
+plotly.js stands in the page once; a content security policy forbids every request. The page reads at 1280 pixels and on
+a phone, where table rows become cards. Every text that comes from a user (component, model and file names) is escaped.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from parsim.graph.taskgraph import TaskGraph
+from parsim.report import figures, tables
+from parsim.report.page import PAGE_SCRIPT, PAGE_STYLE
+from parsim.timeline import Timeline
+from parsim.units import format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRun:
+    """One plan that was simulated and, where the machine allows it, run.
+
+    Attributes:
+        label: e.g. "dp"; plan: Plan.to_dict() or a text.
+        graph, predicted, measured: the program and its timelines (measured: one typical step).
+        predicted_breakdown, measured_breakdown: RankBreakdown as dictionaries. memory: RankMemory as dictionaries.
+        measured_memory_bytes: peak per rank. comparison: Comparison.to_dict().
+        absent: why a part is missing, by part: timeline, measured, breakdown, memory, comparison.
+    """
+
+    label: str
+    plan: Mapping[str, Any] | str = ""
+    graph: TaskGraph | None = None
+    predicted: Timeline | None = None
+    measured: Timeline | None = None
+    predicted_breakdown: Sequence[Mapping[str, Any]] = ()
+    measured_breakdown: Sequence[Mapping[str, Any]] = ()
+    memory: Sequence[Mapping[str, Any]] = ()
+    measured_memory_bytes: Sequence[int] = ()
+    comparison: Mapping[str, Any] | None = None
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportSection:
+    """One model on one cluster.
+
+    Attributes:
+        model: its name. title: e.g. "resnet50 on dgx1-v100-32gb". text: what was asked, one paragraph.
+        results: PlanResult.to_dict() of every candidate, ranked. chosen: one of them, or its strategy.
+        absent: why there is no strategy table, under the key strategies.
+    """
+
+    model: str
+    title: str
+    text: str = ""
+    results: Sequence[Mapping[str, Any]] = ()
+    chosen: Mapping[str, Any] | str | None = None
+    runs: Sequence[ReportRun] = ()
+    absent: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportData:
+    """What report.html shows.
+
+    Attributes:
+        facts: (name, value) of what, machine, date, versions. summary: the answer in a sentence or a few.
+        extra_tables: shown before the sections, e.g. `tables.calibration_table(profile)`.
+    """
+
+    title: str
+    facts: Sequence[tuple[str, str]] = ()
+    summary: Sequence[str] = ()
+    sections: Sequence[ReportSection] = ()
+    extra_tables: Sequence[tables.ReportTable] = ()
+
+
+def write_report(data: ReportData, path: Path) -> None:
+    """Write report.html, atomically."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(report_html(data), encoding="utf-8")
+    partial.replace(path)
+
+
+def report_html(data: ReportData) -> str:
+    """The whole page, plotly.js included (about 5 MB)."""
+    drawn: list[go.Figure] = []
+    runs = [
+        (section.model, _run_name(run), run.comparison)
+        for section in data.sections
+        for run in section.runs
+        if run.comparison is not None
+    ]
+    parts = [_header(data)]
+    parts.append('<section id="validation"><h2>Predicted against measured</h2>')
+    if runs:
+        parts.append(_table(tables.validation_table(runs, title="")))
+        caption = (
+            "Error of the step, its predicted 90% interval, and in grey how far two halves of the same measurement "
+            "differ: an error inside the grey band cannot be told from noise."
+        )
+        parts.append(_figure(drawn, figures.errors_figure(runs), caption))
+    else:
+        parts.append(_absent("No run was measured, so no prediction is checked here."))
+    parts.append("</section>")
+    parts += [_section(section, number, drawn) for number, section in enumerate(data.sections)]
+    if data.extra_tables:
+        parts.append('<section id="more"><h2>What the numbers rest on</h2>')
+        parts += [f"<h3>{html.escape(table.title)}</h3>{_table(table)}" for table in data.extra_tables]
+        parts.append("</section>")
+    figures_json = ",".join(figure.to_json() for figure in drawn).replace("<", "\\u003c")
+    plotly_js = get_plotlyjs().replace("</script", "<\\/script")
+    policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light"><link rel="icon" href="data:,">'
+        f"<title>{html.escape(data.title)}</title><style>{PAGE_STYLE}</style></head>\n<body><main>"
+        + "\n".join(parts)
+        + "</main>\n"
+        f'<script type="application/json" id="figures">[{figures_json}]</script>\n'
+        f"<script>{plotly_js}</script>\n<script>{PAGE_SCRIPT}</script>\n</body></html>\n"
+    )
+
+
+def _header(data: ReportData) -> str:
+    facts = "".join(f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in data.facts)
+    summary = "".join(f"<p>{html.escape(text)}</p>" for text in data.summary)
+    links = [("validation", "Predicted against measured")]
+    links += [(f"section-{number}", section.title) for number, section in enumerate(data.sections)]
+    links += [("more", "What the numbers rest on")] if data.extra_tables else []
+    navigation = "".join(f'<a href="#{anchor}">{html.escape(text)}</a>' for anchor, text in links)
+    return (
+        f'<header><h1>{html.escape(data.title)}</h1><div class="summary">{summary}</div><dl class="facts">{facts}</dl>'
+        f"<nav>{navigation}</nav>"
+        "<noscript><p>The tables need nothing; the figures need JavaScript, all of it in this file.</p></noscript></header>"
+    )
+
+
+def _section(section: ReportSection, number: int, drawn: list[go.Figure]) -> str:
+    parts = [f'<section id="section-{number}"><h2>{html.escape(section.title)}</h2>']
+    parts += [f"<p>{html.escape(section.text)}</p>"] if section.text else []
+    if section.results:
+        parts.append("<h3>Strategies</h3>")
+        parts.append(_table(tables.strategy_table(section.results, chosen=section.chosen, title="")))
+        caption = "Predicted step time by plan; hatched plans do not fit in memory."
+        parts.append(_figure(drawn, figures.strategies_figure(section.results, chosen=section.chosen), caption))
+    else:
+        parts.append(_absent(section.absent.get("strategies", "No strategies were compared here.")))
+    for place, run in enumerate(section.runs):
+        parts.append(_run(run, drawn, opened=place == 0))
+    return "".join(parts) + "</section>"
+
+
+def _run(run: ReportRun, drawn: list[go.Figure], *, opened: bool) -> str:
+    parts = [f"<details{' open' if opened else ''}><summary>{_run_title(run)}</summary>"]
+    timelines = {name: line for name, line in (("Predicted", run.predicted), ("Measured", run.measured)) if line is not None}
+    parts.append("<h4>Timeline of one step</h4>")
+    if run.graph is not None and timelines:
+        caption = (
+            "A row per rank and stream; the number in a bar is its microbatch. Hover for the component, drag to zoom in, "
+            "double-click to zoom out."
+        )
+        parts.append(_figure(drawn, figures.timeline_figure(run.graph, timelines), caption))
+    else:
+        parts.append(_absent(run.absent.get("timeline", "No timeline was kept of this plan.")))
+    if run.measured is None:
+        parts.append(_absent(run.absent.get("measured", "This plan was not run, so there is no measured timeline.")))
+    parts.append('<div class="pair"><div><h4>Where the step goes</h4>')
+    breakdowns = {
+        name: rows for name, rows in (("predicted", run.predicted_breakdown), ("measured", run.measured_breakdown)) if len(rows)
+    }
+    if breakdowns:
+        caption = "Per rank, on its compute stream; the categories sum to the step."
+        parts.append(_figure(drawn, figures.breakdown_figure(breakdowns), caption))
+    else:
+        parts.append(_absent(run.absent.get("breakdown", "No breakdown was made of this plan.")))
+    parts.append("</div><div><h4>Peak memory by rank</h4>")
+    if len(run.memory):
+        caption = "Predicted, by line, against what the device has."
+        parts.append(_figure(drawn, figures.memory_figure(run.memory, measured_bytes=run.measured_memory_bytes), caption))
+    else:
+        parts.append(_absent(run.absent.get("memory", "Memory was not predicted for this plan.")))
+    parts.append("</div></div>")
+    if run.comparison is None:
+        parts.append(_absent(run.absent.get("comparison", "Not measured: no error to show.")))
+    else:
+        parts.append("<h4>Error by kind of task</h4>")
+        caption = "Seconds per step, summed over the tasks of a kind; beside the bars the error of the sum."
+        parts.append(_figure(drawn, figures.kinds_figure(run.comparison), caption))
+        parts.append(_table(tables.kind_table(run.comparison, title="")))
+        parts.append("<h4>Tasks furthest off</h4>" + _table(tables.largest_errors_table(run.comparison, title="")))
+    return "".join(parts) + "</details>"
+
+
+def _run_name(run: ReportRun) -> str:
+    plan = tables.plan_text(run.plan)
+    return run.label if plan == tables.NOTHING else f"{run.label} · {plan}"
+
+
+def _run_title(run: ReportRun) -> str:
+    name = f"<strong>{html.escape(_run_name(run))}</strong>"
+    if run.comparison is not None:
+        error = tables.format_error(run.comparison["relative_error"])
+        seconds = (format_seconds(run.comparison["predicted"]), format_seconds(run.comparison["measured"]))
+        return f"{name} <span>predicted {seconds[0]}, measured {seconds[1]}, error {error}</span>"
+    if run.predicted is not None:
+        return f"{name} <span>predicted {format_seconds(run.predicted.makespan_s)}</span>"
+    return name
+
+
+def _absent(reason: str) -> str:
+    return f'<p class="absent">{html.escape(reason)}</p>'
+
+
+def _table(table: tables.ReportTable) -> str:
+    """On a phone every row becomes a card; `data-label` then names its cells."""
+    head = "".join(f'<th scope="col"{_cell_class(column)}>{html.escape(column.name)}</th>' for column in table.columns)
+    rows = []
+    for number, row in enumerate(table.rows):
+        cells = "".join(
+            f'<td{_cell_class(column)} data-label="{html.escape(column.name)}">{_cell(text)}</td>'
+            for column, text in zip(table.columns, row, strict=True)
+        )
+        mark = ' class="chosen"' if number in table.emphasised else ""
+        rows.append(f"<tr{mark}>{cells}</tr>")
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in table.notes)
+    return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>' + (
+        f'<ul class="notes">{notes}</ul>' if notes else ""
+    )
+
+
+def _cell_class(column: tables.Column) -> str:
+    names = [name for name, holds in (("number", column.numeric), ("wraps", column.wraps)) if holds]
+    return f' class="{" ".join(names)}"' if names else ""
+
+
+def _cell(text: str) -> str:
+    return f'<b class="no">{text}</b>' if text == "NO" else html.escape(text)
+
+
+def _figure(drawn: list[go.Figure], figure: go.Figure, caption: str) -> str:
+    """A place for the figure, as high as it will be, so that the page does not jump while figures are drawn."""
+    drawn.append(figure)
+    number, height = len(drawn) - 1, figure.layout.height
+    text = html.escape(caption)
+    return (
+        f'<figure><div class="plot" data-figure="{number}" style="height:{height}px" role="img" aria-label="{text}"></div>'
+        f"<figcaption>{text}</figcaption></figure>"
+    )

@@ -1,0 +1,426 @@
+"""The tables of the command line and of report.html, as values.
+
+Each function takes the dictionaries that JSON results hold and returns a `ReportTable` of texts; `to_rich` and `to_text`
+(fixed width, the same everywhere) print one, `parsim.report.html` turns it into HTML. All relative errors are
+(predicted - measured) / measured.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from parsim.hardware.profile import Profile
+from parsim.units import format_bandwidth, format_bytes, format_count, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NOTHING = "–"
+TEXT_WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """`numeric` columns are right-aligned and never wrapped; `wraps` marks the one that gives way when space is short."""
+
+    name: str
+    numeric: bool = False
+    wraps: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportTable:
+    """Texts in rows. `emphasised` are the numbers of rows to point out (the choice); `notes` stand below the table."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    emphasised: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def strategy_table(
+    results: Sequence[Mapping[str, Any]], *, chosen: Mapping[str, Any] | str | None = None, title: str = "Strategies"
+) -> ReportTable:
+    """One row per PlanResult.to_dict(), in the order given.
+
+    `chosen` is the result that was chosen, or its strategy; its row is marked.
+    """
+    columns = (
+        Column(name="strategy"),
+        Column(name="plan"),
+        Column(name="step", numeric=True),
+        Column(name="90% interval", numeric=True),
+        Column(name="samples/s", numeric=True),
+        Column(name="comm.", numeric=True),
+        Column(name="bubble", numeric=True),
+        Column(name="peak memory", numeric=True),
+        Column(name="fits"),
+        Column(name="why", wraps=True),
+    )
+    mark = next((number for number, result in enumerate(results) if _is_chosen(result, chosen)), None)
+    rows = []
+    for number, result in enumerate(results):
+        step, interval = interval_texts(result["step_s"])
+        rows.append(
+            (
+                f"> {result['strategy']}" if number == mark else str(result["strategy"]),
+                plan_text(result.get("plan")),
+                step,
+                interval,
+                format_rate(result["throughput_samples_per_s"]["median"]),
+                format_percent(result["communication_fraction"]),
+                format_percent(result["bubble_fraction"]),
+                format_bytes(max(result["peak_memory_bytes"], default=0)),
+                "yes" if result["fits"] else "NO",
+                "; ".join(filter(None, [str(result.get("reason", "")), *map(str, result.get("warnings", ()))])) or NOTHING,
+            )
+        )
+    notes = ["comm.: communication that no computation hides, share of the step; peak memory: of the fullest rank"]
+    if mark is not None:
+        notes.insert(0, "> the choice")
+    return ReportTable(
+        title=title, columns=columns, rows=tuple(rows), emphasised=() if mark is None else (mark,), notes=tuple(notes)
+    )
+
+
+def validation_table(
+    runs: Sequence[tuple[str, str, Mapping[str, Any]]], *, title: str = "Predicted against measured"
+) -> ReportTable:
+    """One row per (model, strategy or plan, Comparison.to_dict()), each error with its A/A floor beside it."""
+    columns = (
+        Column(name="model"),
+        Column(name="plan", wraps=True),
+        Column(name="predicted", numeric=True),
+        Column(name="90% interval", numeric=True),
+        Column(name="measured", numeric=True),
+        Column(name="error", numeric=True),
+        Column(name="A/A floor", numeric=True),
+        Column(name="within"),
+        Column(name="steps", numeric=True),
+        Column(name="memory error", numeric=True),
+    )
+    rows = []
+    for model, plan, comparison in runs:
+        interval = comparison.get("predicted_step_s")
+        floor = comparison.get("aa_floor")
+        within = comparison.get("within_interval")
+        memory = [row["relative_error"] for row in comparison.get("memory", ()) if row["relative_error"] is not None]
+        rows.append(
+            (
+                model,
+                plan,
+                format_seconds(comparison["predicted"]),
+                interval_texts(interval)[1] if interval else NOTHING,
+                format_seconds(comparison["measured"]),
+                format_error(comparison["relative_error"]),
+                f"±{format_percent(floor['median'])} (p95 {format_percent(floor['p95'])})" if floor else NOTHING,
+                NOTHING if within is None else "yes" if within else "NO",
+                str(comparison["measured_step_s"]["steps"]),
+                format_error(max(memory, key=abs)) if memory else NOTHING,
+            )
+        )
+    notes = (
+        "error = (predicted - measured) / measured of the mean step; memory error: the worst rank's",
+        "A/A floor: how far two halves of the same measurement lie apart (median and p95 over random halves of its rounds)",
+    )
+    return ReportTable(title=title, columns=columns, rows=tuple(rows), notes=notes)
+
+
+def kind_table(comparison: Mapping[str, Any], *, title: str = "Error by kind of task") -> ReportTable:
+    """Seconds per step of each kind of task, from Comparison.to_dict()."""
+    columns = (
+        Column(name="kind"),
+        Column(name="tasks", numeric=True),
+        Column(name="predicted", numeric=True),
+        Column(name="measured", numeric=True),
+        Column(name="error", numeric=True),
+        Column(name="median task |error|", numeric=True),
+        Column(name="within"),
+    )
+    rows = tuple(
+        (
+            kind,
+            str(row["count"]),
+            format_seconds(row["predicted"]),
+            format_seconds(row["measured"]),
+            format_error(row["relative_error"]),
+            _percent_or_nothing(row["median_absolute_relative_error"]),
+            NOTHING if row["within_interval"] is None else "yes" if row["within_interval"] else "NO",
+        )
+        for kind, row in comparison["kinds"].items()
+    )
+    notes = ("seconds summed over the tasks of one step; a task on several ranks counts once",)
+    return ReportTable(title=title, columns=columns, rows=rows, notes=notes)
+
+
+def largest_errors_table(comparison: Mapping[str, Any], *, title: str = "Tasks furthest off") -> ReportTable:
+    """The tasks whose seconds differ most, from Comparison.to_dict()."""
+    columns = (
+        Column(name="task", numeric=True),
+        Column(name="kind"),
+        Column(name="of", wraps=True),
+        Column(name="ranks"),
+        Column(name="predicted", numeric=True),
+        Column(name="measured", numeric=True),
+        Column(name="error", numeric=True),
+    )
+    rows = tuple(
+        (
+            str(row["task"]),
+            row["kind"],
+            " ".join(f"{name} {value}" if name != "component" else str(value) for name, value in row["origin"].items()),
+            ",".join(map(str, row["ranks"])),
+            format_seconds(row["predicted"]),
+            format_seconds(row["measured"]),
+            format_error(row["relative_error"]),
+        )
+        for row in comparison["largest_errors"]
+    )
+    return ReportTable(title=title, columns=columns, rows=rows)
+
+
+def memory_table(
+    memory: Sequence[Mapping[str, Any]],
+    *,
+    measured_bytes: Sequence[int] = (),
+    title: str = "Peak memory by rank",
+) -> ReportTable:
+    """One row per rank, one column per line, from RankMemory as dictionaries; with the measured peak if there is one."""
+    lines = list(dict.fromkeys(name for rank in memory for name in memory_lines(rank)))
+    measured_columns = [Column(name="measured", numeric=True), Column(name="error", numeric=True)] if measured_bytes else []
+    columns = (
+        Column(name="rank", numeric=True),
+        *(Column(name=name.removesuffix("_bytes").replace("_", " "), numeric=True) for name in lines),
+        Column(name="peak", numeric=True),
+        *measured_columns,
+        Column(name="limit", numeric=True),
+    )
+    rows = []
+    for number, rank in enumerate(memory):
+        amounts = memory_lines(rank)
+        peak = sum(amounts.values())
+        measured = (
+            [format_bytes(measured_bytes[number]), format_error((peak - measured_bytes[number]) / measured_bytes[number])]
+            if measured_bytes
+            else []
+        )
+        limit = rank.get("limit_bytes")
+        cells = [format_bytes(amounts.get(name, 0)) for name in lines]
+        rows.append(
+            (str(rank["rank"]), *cells, format_bytes(peak), *measured, NOTHING if limit is None else format_bytes(limit))
+        )
+    return ReportTable(title=title, columns=columns, rows=tuple(rows))
+
+
+def memory_lines(rank: Mapping[str, Any]) -> dict[str, float]:
+    """The lines of one rank's memory, bytes by name; `lines` is a mapping, pairs, or records of name and size_bytes."""
+    lines = rank["lines"]
+    if isinstance(lines, Mapping):
+        return dict(lines)
+    pairs = ((line["name"], line["size_bytes"]) if isinstance(line, Mapping) else line for line in lines)
+    return {str(name): float(size_bytes) for name, size_bytes in pairs}
+
+
+CATEGORIES = {
+    "compute_s": "compute",
+    "load_s": "load",
+    "host_s": "host",
+    "exposed_communication_s": "exposed communication",
+    "bubble_s": "bubble",
+    "idle_s": "idle",
+}
+
+
+def breakdown_table(breakdown: Sequence[Mapping[str, Any]], *, title: str = "Where the step goes") -> ReportTable:
+    """One row per rank, one column per category, from RankBreakdown as dictionaries; the categories sum to the step."""
+    columns = (
+        Column(name="rank", numeric=True),
+        *(Column(name=name, numeric=True) for name in CATEGORIES.values()),
+        Column(name="step", numeric=True),
+    )
+    rows = tuple(
+        (
+            str(rank["rank"]),
+            *(format_seconds(rank[key]) for key in CATEGORIES),
+            format_seconds(sum(rank[key] for key in CATEGORIES)),
+        )
+        for rank in breakdown
+    )
+    return ReportTable(title=title, columns=columns, rows=rows)
+
+
+def cost_table(rows: Sequence[Mapping[str, Any]], *, title: str = "Costs") -> ReportTable:
+    """Rows of `parsim cost`: seconds, and whichever of component, phase, samples, busbw, algorithm, source they have."""
+    texts = {"component": "component", "phase": "phase", "operation": "operation", "algorithm": "algorithm"}
+    counts = {"samples": "samples", "ranks": "ranks"}
+    present = [key for key in (*texts, *counts) if any(key in row for row in rows)]
+    with_bandwidth = any(row.get("busbw_bytes_per_s") is not None for row in rows)
+    columns = (
+        *(Column(name=key, numeric=key in counts, wraps=key == "component") for key in present),
+        *([Column(name="size", numeric=True)] if any("size_bytes" in row for row in rows) else []),
+        Column(name="time", numeric=True),
+        Column(name="90% interval", numeric=True),
+        *([Column(name="busbw", numeric=True)] if with_bandwidth else []),
+        Column(name="source"),
+    )
+    body = []
+    for row in rows:
+        time, interval = interval_texts(row["seconds"])
+        bandwidth = row.get("busbw_bytes_per_s")
+        ranks = row.get("ranks", NOTHING)
+        ranks_text = ranks if isinstance(ranks, int | str) else ",".join(map(str, ranks))
+        body.append(
+            (
+                *(str(ranks_text if key == "ranks" else row.get(key, NOTHING)) for key in present),
+                *([format_bytes(row["size_bytes"])] if any(column.name == "size" for column in columns) else []),
+                time,
+                interval,
+                *([NOTHING if bandwidth is None else format_bandwidth(bandwidth)] if with_bandwidth else []),
+                str(row.get("source", NOTHING)),
+            )
+        )
+    return ReportTable(title=title, columns=columns, rows=tuple(body))
+
+
+def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTable:
+    """What a profile holds: measured points with their range and spread, and the fits made of them."""
+    rows: list[tuple[str, str, str, str]] = []
+    for phase in ("forward", "backward"):
+        points = [point for point in profile.compute.components if point.phase == phase]
+        if points:
+            names = len({(point.model, point.component) for point in points})
+            samples = sorted({point.samples for point in points})
+            what = f"{names} components at {', '.join(map(str, samples))} samples"
+            rows.append((phase, str(len(points)), what, _spread([point.spread for point in points])))
+    if profile.compute.optimizers:
+        optimizers = profile.compute.optimizers
+        names_text = ", ".join(sorted({point.optimizer for point in optimizers}))
+        what = f"{names_text}: {_range([point.elements for point in optimizers], format_count)} elements"
+        rows.append(("optimizer", str(len(optimizers)), what, _spread([point.spread for point in optimizers])))
+    if profile.compute.operator_points or profile.compute.operator_fits:
+        fits = profile.compute.operator_fits
+        what = ", ".join(dict.fromkeys(f"{fit.kind} ({fit.phase})" for fit in fits)) or "no fit"
+        spread = _spread([fit.relative_sigma for fit in fits])
+        rows.append(("operators", str(len(profile.compute.operator_points)), what, spread))
+    collectives = profile.communication.points
+    for operation, group_size in dict.fromkeys((point.operation, len(point.group)) for point in collectives):
+        points_of = [p for p in collectives if p.operation == operation and len(p.group) == group_size]
+        what = f"{_range([point.size_bytes for point in points_of], format_bytes)} over {group_size} ranks"
+        spreads = [point.spread for point in points_of if point.spread is not None]
+        rows.append((operation, str(len(points_of)), what, _spread(spreads)))
+    if profile.noise is not None:
+        rows.append(("drift", NOTHING, "of the whole machine from run to run", f"±{format_percent(profile.noise.drift_sigma)}"))
+    if profile.overlap is not None:
+        factors = (
+            f"compute x{profile.overlap.compute_factor:.3g}, communication x{profile.overlap.communication_factor:.3g} "
+            "while both run"
+        )
+        rows.append(("overlap", NOTHING, factors, NOTHING))
+    if profile.host is not None:
+        host = f"{format_seconds(profile.host.task_s)} per task, {format_seconds(profile.host.step_s)} per step"
+        rows.append(("host", NOTHING, host, NOTHING))
+    columns = (
+        Column(name="kind"),
+        Column(name="points", numeric=True),
+        Column(name="what", wraps=True),
+        Column(name="spread", numeric=True),
+    )
+    notes = (f"{profile.provenance.machine}; {profile.provenance.created}; {profile.provenance.command}",)
+    return ReportTable(title=title or f"Calibration {profile.name}", columns=columns, rows=tuple(rows), notes=notes)
+
+
+def plan_text(plan: object) -> str:
+    """A plan's dictionary in one line, as `Plan.summary` without the strategy; a text stays as it is."""
+    if not isinstance(plan, Mapping):
+        return str(plan) if plan else NOTHING
+    mesh = plan["mesh"]
+    replicas, microbatches = mesh["dp"], plan["microbatches"]
+    axes = " ".join(f"{axis}={mesh[axis]}" for axis in ("pp", "dp", "tp") if mesh[axis] > 1) or "1 device"
+    order = f" {plan['pipeline_order']}" if mesh["pp"] > 1 else ""
+    return f"{axes} mb={microbatches}x{plan['global_batch'] // (replicas * microbatches)}{order}"
+
+
+def interval_texts(interval: Mapping[str, float]) -> tuple[str, str]:
+    """("812 ms", "790–840 ms") of {"median", "p05", "p95"} in seconds; a unit that both ends share is written once."""
+    low, high = format_seconds(interval["p05"]), format_seconds(interval["p95"])
+    low_number, _, low_unit = low.partition(" ")
+    both = f"{low_number}–{high}" if low_unit == high.partition(" ")[2] and low.count(" ") == 1 else f"{low} – {high}"
+    return format_seconds(interval["median"]), both
+
+
+def format_rate(per_second: float) -> str:
+    """Three significant digits: 45.6, 1.23 k."""
+    return f"{per_second:.3g}" if per_second < 1000 else format_count(per_second)
+
+
+def format_error(error: float | None) -> str:
+    """A relative error with its sign: +4.2%; n/a where it is not defined."""
+    return "n/a" if error is None else f"{'+' if error >= 0 else '-'}{format_percent(abs(error))}"
+
+
+def _percent_or_nothing(fraction: float | None) -> str:
+    return NOTHING if fraction is None else format_percent(fraction)
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"±{format_percent(median(values))}" if values else NOTHING
+
+
+def _range(values: Sequence[float], text: Any) -> str:
+    low, high = min(values), max(values)
+    return str(text(low)) if low == high else f"{text(low)} to {text(high)}"
+
+
+def _is_chosen(result: Mapping[str, Any], chosen: Mapping[str, Any] | str | None) -> bool:
+    return chosen is not None and (result["strategy"] == chosen if isinstance(chosen, str) else result == chosen)
+
+
+def to_rich(table: ReportTable) -> Table:
+    """For a terminal; rich decides on the width."""
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(title=table.title, title_justify="left", caption="\n".join(table.notes) or None, caption_justify="left")
+    for column in table.columns:
+        drawn.add_column(column.name, justify="right" if column.numeric else "left", no_wrap=not column.wraps)
+    for number, row in enumerate(table.rows):
+        drawn.add_row(*(Text(cell) for cell in row), style="bold" if number in table.emphasised else None)
+    return drawn
+
+
+def to_text(table: ReportTable, width: int = TEXT_WIDTH) -> str:
+    """Plain text, the same on every machine; the columns that wrap share what `width` characters leave (at least 16 each)."""
+    natural = [
+        max(len(column.name), *(len(row[number]) for row in table.rows), 0) for number, column in enumerate(table.columns)
+    ]
+    wrapping = [number for number, column in enumerate(table.columns) if column.wraps]
+    spare = width - 2 * (len(natural) - 1) - sum(size for number, size in enumerate(natural) if number not in wrapping)
+    sizes = list(natural)
+    for place, number in enumerate(wrapping):
+        share = max(16, spare // (len(wrapping) - place))
+        sizes[number] = min(natural[number], share)
+        spare -= sizes[number]
+    lines = [table.title, ""] if table.title else []
+    lines.append(_line([column.name for column in table.columns], table.columns, sizes))
+    lines.append("  ".join("-" * size for size in sizes))
+    for row in table.rows:
+        cells = [
+            textwrap.wrap(cell, sizes[number]) or [""] if number in wrapping else [cell] for number, cell in enumerate(row)
+        ]
+        for part in range(max(map(len, cells))):
+            lines.append(_line([cell[part] if part < len(cell) else "" for cell in cells], table.columns, sizes))
+    lines += ["", *(piece for note in table.notes for piece in textwrap.wrap(note, width))] if table.notes else []
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str], columns: Sequence[Column], sizes: Sequence[int]) -> str:
+    padded = (
+        cell.rjust(size) if column.numeric else cell.ljust(size)
+        for cell, column, size in zip(cells, columns, sizes, strict=True)
+    )
+    return "  ".join(padded).rstrip()

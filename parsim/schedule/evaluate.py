@@ -1,0 +1,112 @@
+"""Price and simulate one plan: the same graph the executor will run, medians for the timeline, draws for the interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from parsim.analyze.bounds import lower_bound_s
+from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
+from parsim.costs.estimate import Estimate
+from parsim.costs.memory import RankMemory
+from parsim.costs.pricing import price
+from parsim.costs.uncertainty import medians_s, sample_durations_s
+from parsim.errors import PlanError
+from parsim.graph.layout import Layout
+from parsim.graph.lower import lower
+from parsim.graph.taskgraph import TaskGraph
+from parsim.plan.plan import Plan
+from parsim.schedule.memory import plan_memory
+from parsim.schedule.problem import Problem
+from parsim.schedule.result import Interval, PlanResult
+from parsim.simulate import dynamic, static
+from parsim.timeline import Timeline
+
+REPEATED_STEPS = 4
+SAMPLES = 200
+SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A plan's result with everything it was read from."""
+
+    result: PlanResult
+    graph: TaskGraph
+    estimates: tuple[Estimate, ...]
+    timeline: Timeline
+    memory: tuple[RankMemory, ...]
+    breakdown: tuple[RankBreakdown, ...]
+
+
+def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: int = SAMPLES, reason: str = "") -> Evaluation:
+    """Simulate one step of `plan`.
+
+    The step time is the mean of `REPEATED_STEPS` repeats with every resource's frontier carried over; the interval
+    comes from `samples` draws of the cost parameters (none: the interval is the median). Discrete choices stay as at
+    the medians.
+
+    Raises:
+        PlanError: more ranks than devices, or a plan that does not match the model. CostError: a task without a price.
+    """
+    if plan.world_size > problem.cluster.size:
+        raise PlanError(
+            f"the plan needs {plan.world_size} ranks and {problem.cluster.name} offers {problem.cluster.size} devices; "
+            "ask for more devices or a smaller mesh"
+        )
+    graph = lower(plan, problem.model)
+    estimates = tuple(price([(task.work, task.resources[0].rank) for task in graph.tasks], problem.costs))
+    medians = medians_s(estimates)
+    overlap = problem.costs.overlap
+    engines = {"static": static.simulate, "dynamic": dynamic.simulate}
+    timeline = engines[engine](graph, medians, overlap=overlap)
+    step_s = float(static.step_times_s(graph, medians[None, :], steps=REPEATED_STEPS, overlap=overlap)[0])
+    interval = Interval(median=step_s, p05=step_s, p95=step_s)
+    if samples:
+        draws = sample_durations_s(estimates, samples, SEED)
+        interval = Interval.of(step_s, static.step_times_s(graph, draws, steps=REPEATED_STEPS, overlap=overlap))
+    parts = breakdown(graph, timeline)
+    fractions = step_fractions(parts)
+    layout = Layout(plan, problem.model)
+    memory = plan_memory(layout, problem.cluster, precision=problem.precision, optimizer=problem.optimizer)
+    result = PlanResult(
+        strategy=plan.strategy,
+        step_s=interval,
+        throughput_samples_per_s=interval.inverse(plan.global_batch),
+        communication_fraction=fractions.communication_fraction,
+        communication_busy_fraction=fractions.communication_busy_fraction,
+        exposed_communication_s=fractions.exposed_communication_s,
+        bubble_fraction=fractions.bubble_fraction,
+        peak_memory_bytes=tuple(entry.total_bytes for entry in memory),
+        fits=all(entry.fits for entry in memory),
+        cost_sources=_sources(estimates),
+        plan=plan,
+        warnings=_warnings(estimates, memory),
+        reason=reason,
+        lower_bound_s=lower_bound_s(graph, medians),
+    )
+    return Evaluation(result=result, graph=graph, estimates=estimates, timeline=timeline, memory=memory, breakdown=tuple(parts))
+
+
+def _sources(estimates: Sequence[Estimate]) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for estimate in estimates:
+        seconds[estimate.source] = seconds.get(estimate.source, 0.0) + estimate.median_s
+    total = sum(seconds.values())
+    return {source: value / total if total else 0.0 for source, value in sorted(seconds.items())}
+
+
+def _warnings(estimates: Sequence[Estimate], memory: Sequence[RankMemory]) -> tuple[str, ...]:
+    warnings = []
+    over = [entry for entry in memory if not entry.fits]
+    if over:
+        worst = max(over, key=lambda entry: entry.excess_bytes)
+        warnings.append(f"does not fit: {worst.describe()}")
+    outside = np.array([estimate.extrapolated for estimate in estimates], dtype=bool)
+    if outside.any():
+        share = float(medians_s(estimates)[outside].sum() / max(medians_s(estimates).sum(), 1e-30))
+        example = next(estimate.detail for estimate in estimates if estimate.extrapolated)
+        warnings.append(f"{100 * share:.0f}% of the task time lies outside the measured range, e.g. {example}")
+    return tuple(warnings)

@@ -1,0 +1,219 @@
+"""The named strategies as families of plans: every member worth judging, one function per family, one row per name."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from parsim.costs.memory import rank_memory
+from parsim.errors import ScheduleError
+from parsim.model.component import Component
+from parsim.plan.mesh import Mesh
+from parsim.plan.pipeline import PIPELINE_ORDERS, in_flight
+from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.schedule.partition import INFINITE, partition
+from parsim.schedule.problem import Problem
+from parsim.work import Compute, Phase, SendRecv
+
+BUCKET_BYTES = (DEFAULT_BUCKET_BYTES, 4 * 1024 * 1024, 100 * 1024 * 1024)
+MOST_MICROBATCHES = 64
+
+
+def _powers_of_two(samples: int, most: int) -> list[int]:
+    """1, 2, 4, ... that divide the replica's samples."""
+    counts, count = [], 1
+    while count <= min(samples, most):
+        if samples % count == 0:
+            counts.append(count)
+        count *= 2
+    return counts
+
+
+def _whole_model(problem: Problem, strategy: str, replicas: int, bucket_choices: tuple[int, ...]) -> Iterator[Plan]:
+    mesh = Mesh(dp=replicas)
+    names = tuple(component.name for component in problem.model.components)
+    if problem.global_batch % replicas:
+        raise ScheduleError(
+            f"global_batch ({problem.global_batch}) is not divisible by dp ({replicas}); "
+            f"use a multiple of {replicas}, e.g. {max(1, round(problem.global_batch / replicas)) * replicas}"
+        )
+    for microbatches in _powers_of_two(problem.global_batch // replicas, MOST_MICROBATCHES):
+        for bucket_bytes in bucket_choices:
+            yield Plan(
+                strategy=strategy,
+                mesh=mesh,
+                stages=(Stage(components=names, ranks=mesh.stage_ranks(0)),),
+                global_batch=problem.global_batch,
+                microbatches=microbatches,
+                bucket_bytes=bucket_bytes,
+            )
+
+
+def single_plans(problem: Problem) -> Iterator[Plan]:
+    """One device, with as many accumulation steps as memory may ask for."""
+    return _whole_model(problem, "single", 1, (DEFAULT_BUCKET_BYTES,))
+
+
+def dp_plans(problem: Problem) -> Iterator[Plan]:
+    """A replica per device; bucket sizes around the default of PyTorch's DDP."""
+    return _whole_model(problem, "dp", problem.cluster.size, _useful_buckets(problem))
+
+
+def _useful_buckets(problem: Problem) -> tuple[int, ...]:
+    """Bucket sizes that differ for this model: all that hold the whole model are one."""
+    useful = [size for size in BUCKET_BYTES if size < problem.model.parameter_bytes]
+    return tuple(useful) or (DEFAULT_BUCKET_BYTES,)
+
+
+def mp_plans(problem: Problem) -> Iterator[Plan]:
+    """One stage per device."""
+    return pipeline_plans(problem, "mp", Mesh(pp=problem.cluster.size))
+
+
+def hp_plans(problem: Problem) -> Iterator[Plan]:
+    """Every pp x dp with both above one."""
+    found = False
+    for pp in range(2, problem.cluster.size):
+        if problem.cluster.size % pp == 0 and pp <= len(problem.model.components):
+            mesh = Mesh(pp=pp, dp=problem.cluster.size // pp)
+            if problem.global_batch % mesh.dp == 0:
+                found = True
+                yield from pipeline_plans(problem, "hp", mesh)
+    if not found:
+        raise ScheduleError(
+            f"hp needs pp > 1 and dp > 1 with pp * dp = {problem.cluster.size} and dp dividing the batch "
+            f"({problem.global_batch}); use another number of devices or another batch"
+        )
+
+
+FAMILIES: Mapping[str, Callable[[Problem], Iterator[Plan]]] = {
+    "single": single_plans,
+    "dp": dp_plans,
+    "mp": mp_plans,
+    "hp": hp_plans,
+}
+
+
+def pipeline_plans(problem: Problem, strategy: str, mesh: Mesh) -> Iterator[Plan]:
+    """Both orders and all microbatch counts, each with its own uneven stages.
+
+    Raises:
+        ScheduleError: the batch or the components do not divide so far, or no cut fits any count.
+    """
+    if mesh.pp > len(problem.model.components):
+        raise ScheduleError(
+            f"{strategy} wants {mesh.pp} stages and {problem.model.name} has {len(problem.model.components)} components; "
+            'use fewer devices or granularity "layer"'
+        )
+    if problem.global_batch % mesh.dp:
+        raise ScheduleError(f"global_batch ({problem.global_batch}) is not divisible by dp ({mesh.dp}); use a multiple of it")
+    for microbatches in _powers_of_two(problem.global_batch // mesh.dp, MOST_MICROBATCHES):
+        for order in PIPELINE_ORDERS:
+            yield balanced_plan(problem, strategy, mesh, microbatches=microbatches, pipeline_order=order)
+
+
+def balanced_plan(
+    problem: Problem,
+    strategy: str,
+    mesh: Mesh,
+    *,
+    microbatches: int,
+    pipeline_order: str,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> Plan:
+    """The plan whose slowest stage is fastest among those whose stages fit; among all, where none fits."""
+    stages = _StageCosts(problem, mesh, problem.global_batch // (mesh.dp * microbatches), microbatches, pipeline_order)
+    count = len(problem.model.components)
+    cuts = [stages.cut_s(place) for place in range(count)]
+    bounds = partition(count, mesh.pp, stages.seconds, cuts)
+    if not all(stages.fits(stage, first, last) for stage, (first, last) in enumerate(bounds)):
+        with contextlib.suppress(ScheduleError):  # where no cut fits, the fastest one is judged and shown as not fitting
+            bounds = partition(count, mesh.pp, stages.fitting_s, cuts)
+    names = [component.name for component in problem.model.components]
+    return Plan(
+        strategy=strategy,
+        mesh=mesh,
+        stages=tuple(
+            Stage(components=tuple(names[first:last]), ranks=mesh.stage_ranks(number))
+            for number, (first, last) in enumerate(bounds)
+        ),
+        global_batch=problem.global_batch,
+        microbatches=microbatches,
+        pipeline_order=pipeline_order,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _StageCosts:
+    """Time and memory of a run of components on the devices of one stage."""
+
+    problem: Problem
+    mesh: Mesh
+    samples: int
+    microbatches: int
+    order: str
+
+    @cached_property
+    def _up_to_s(self) -> dict[str, list[float]]:
+        """Per device type: time of the first i components, forward and backward of one microbatch."""
+        totals: dict[str, list[float]] = {}
+        for rank in range(self.mesh.size):
+            kind = self.problem.cluster.devices[rank].type.name
+            if kind not in totals:
+                seconds = [self._component_s(component, rank) for component in self.problem.model.components]
+                totals[kind] = [0.0, *itertools.accumulate(seconds)]
+        return totals
+
+    def _component_s(self, component: Component, rank: int) -> float:
+        return sum(
+            self.problem.costs.estimate(Compute(component=component.name, phase=phase, samples=self.samples), rank).median_s
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        )
+
+    def _types(self, stage: int) -> dict[str, int]:
+        """One rank of the stage for each of its device types."""
+        return {self.problem.cluster.devices[rank].type.name: rank for rank in self.mesh.stage_ranks(stage)}
+
+    def seconds(self, stage: int, first: int, last: int) -> float:
+        """Forward and backward of one microbatch on the slowest device of the stage."""
+        return max(self._up_to_s[kind][last] - self._up_to_s[kind][first] for kind in self._types(stage))
+
+    def fits(self, stage: int, first: int, last: int) -> bool:
+        """Whether every device type of the stage can hold these components."""
+        problem = self.problem
+        alive = in_flight(self.order, stage, self.mesh.pp, self.microbatches)
+        return all(
+            rank_memory(
+                rank=rank,
+                components=problem.model.components[first:last],
+                values=problem.model.value,
+                microbatch_samples=self.samples,
+                in_flight=alive,
+                optimizer=problem.optimizer,
+                precision=problem.precision,
+                device=problem.cluster.devices[rank].type,
+                backend=problem.cluster.profile.communication.backend,
+                communicators=2,
+                loaded_microbatches=self.microbatches,
+            ).fits
+            for rank in self._types(stage).values()
+        )
+
+    def fitting_s(self, stage: int, first: int, last: int) -> float:
+        """As `seconds`, infinite where a device of the stage cannot hold it."""
+        return self.seconds(stage, first, last) if self.fits(stage, first, last) else INFINITE
+
+    def cut_s(self, place: int) -> float:
+        """Transfer of everything that crosses the cut before component `place`, forward, between the first two ranks."""
+        if place == 0 or self.mesh.size == 1:
+            return 0.0
+        model = self.problem.model
+        before = {component.name for component in model.components[:place]}
+        after = {value for component in model.components[place:] for value in component.inputs}
+        size = sum(model.value[name].size_bytes(self.samples) for name in after if model.value[name].producer in before)
+        transfer = SendRecv(source=0, destination=self.mesh.dp, size_bytes=size)
+        return self.problem.costs.estimate(transfer, 0).median_s

@@ -1,0 +1,25 @@
+"""The question a scheduler answers: this model, on this cluster, with this batch, precision and optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from parsim.costs.costs import Costs
+from parsim.hardware.cluster import Cluster
+from parsim.model.model import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Attributes: global_batch in samples per step; precision and optimizer as in RUN.toml."""
+
+    model: Model
+    cluster: Cluster
+    global_batch: int
+    precision: str = "fp32"
+    optimizer: str = "sgd_momentum"
+
+    @cached_property
+    def costs(self) -> Costs:
+        return Costs(model=self.model, cluster=self.cluster, precision=self.precision, optimizer=self.optimizer)

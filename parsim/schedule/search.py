@@ -1,0 +1,165 @@
+"""Choose among plans: every family's members are priced and simulated, ranked, and told why they lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from parsim.errors import CostError, ScheduleError, near_matches
+from parsim.plan.plan import Plan
+from parsim.schedule.evaluate import SAMPLES, Evaluation, evaluate
+from parsim.schedule.families import FAMILIES
+from parsim.schedule.problem import Problem
+from parsim.units import format_bytes, format_seconds
+
+PATIENCE = 3
+"""A family stops adding microbatches once this many plans in a row, all fitting, were slower than its best."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Attributes:
+    candidates: the best of each family and how many of its members were judged, fastest fitting first.
+    chosen: the winner; None if nothing fits.
+    status: "best_of_candidates" (the families were searched, optimality is not claimed) or "infeasible".
+    lower_bound_s: the least of the candidates' own bounds: no candidate plan can be faster under these costs.
+    skipped: families without a member, and why.
+    """
+
+    candidates: tuple[Evaluation, ...]
+    chosen: Evaluation | None
+    status: str
+    lower_bound_s: float
+    judged: int
+    skipped: tuple[tuple[str, str], ...]
+
+    @property
+    def gap(self) -> float:
+        """(chosen - lower bound) / chosen; 1 where nothing was chosen."""
+        if self.chosen is None:
+            return 1.0
+        median = self.chosen.result.step_s.median
+        return max(0.0, (median - self.lower_bound_s) / median)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "candidates": [candidate.result.to_dict() for candidate in self.candidates],
+            "chosen": None if self.chosen is None else self.chosen.result.to_dict(),
+            "status": self.status,
+            "lower_bound_s": self.lower_bound_s,
+            "gap": self.gap,
+            "judged": self.judged,
+            "skipped": dict(self.skipped),
+        }
+
+
+def search(
+    problem: Problem, strategies: Sequence[str] = tuple(FAMILIES), *, samples: int = SAMPLES, top: int | None = None
+) -> Search:
+    """The best plan of each named family, ranked; the fastest that fits is chosen.
+
+    Args:
+        strategies: keys of FAMILIES; "adaptive" stands for all of them.
+        top: keep this many plans over all families instead of the best of each.
+
+    Raises:
+        ScheduleError: an unknown strategy, or no family has any member. CostError: nothing can be priced.
+    """
+    wanted = tuple(FAMILIES) if "adaptive" in strategies else tuple(dict.fromkeys(strategies))
+    for name in wanted:
+        if name not in FAMILIES:
+            raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, [*FAMILIES, 'adaptive'])}")
+    judged: list[Evaluation] = []
+    skipped: dict[str, str] = {}
+    unpriced: CostError | None = None
+    for name in wanted:
+        if name in ("mp", "hp", "dp") and problem.cluster.size == 1:
+            skipped[name] = "one device: there is nothing to distribute"
+            continue
+        try:
+            judged.extend(_judge_family(problem, FAMILIES[name](problem)))
+        except ScheduleError as error:
+            skipped[name] = str(error)
+        except CostError as error:
+            skipped[name] = str(error)
+            unpriced = error
+    if not judged:
+        if unpriced is not None:
+            raise unpriced
+        raise ScheduleError("no plan to choose from: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
+    ranked = sorted(judged, key=lambda entry: (not entry.result.fits, entry.result.step_s.median))
+    kept = ranked[:top] if top is not None else _best_of_each(ranked)
+    winner = ranked[0] if ranked[0].result.fits else None
+    candidates = tuple(_with_interval(problem, entry, ranked[0], samples) for entry in kept)
+    chosen = None
+    if winner is not None:
+        chosen = next(entry for entry in candidates if entry.result.plan == winner.result.plan)
+        if "adaptive" in strategies:
+            plan = replace(winner.result.plan, strategy="adaptive")
+            result = replace(chosen.result, plan=plan, strategy="adaptive")
+            chosen = replace(chosen, result=result)
+    return Search(
+        candidates=candidates,
+        chosen=chosen,
+        status="best_of_candidates" if winner is not None else "infeasible",
+        lower_bound_s=min(entry.result.lower_bound_s for entry in judged),
+        judged=len(judged),
+        skipped=tuple(skipped.items()),
+    )
+
+
+def _judge_family(problem: Problem, plans: Iterable[Plan]) -> list[Evaluation]:
+    """Evaluate members in order of microbatches; stop when more of them no longer help."""
+    judged: list[Evaluation] = []
+    best: float | None = None
+    worse = 0
+    mesh = None
+    for plan in plans:
+        if plan.mesh != mesh:
+            mesh, best, worse = plan.mesh, None, 0
+        if worse > PATIENCE * 2:
+            continue
+        evaluation = evaluate(problem, plan, samples=0)
+        judged.append(evaluation)
+        if not evaluation.result.fits:
+            continue
+        median = evaluation.result.step_s.median
+        worse = 0 if best is None or median < best else worse + 1
+        best = median if best is None else min(best, median)
+    return judged
+
+
+def _best_of_each(ranked: Sequence[Evaluation]) -> list[Evaluation]:
+    best: dict[str, Evaluation] = {}
+    for entry in ranked:
+        best.setdefault(entry.result.strategy, entry)
+    return list(best.values())
+
+
+def _with_interval(problem: Problem, entry: Evaluation, first: Evaluation, samples: int) -> Evaluation:
+    """Judge again with draws, and say why the plan won or lost against the first of the ranking."""
+    return evaluate(problem, entry.result.plan, samples=samples, reason=_reason(entry, first))
+
+
+def _reason(entry: Evaluation, first: Evaluation) -> str:
+    if not entry.result.fits:
+        worst = max(entry.memory, key=lambda memory: memory.excess_bytes)
+        line, size = worst.worst
+        return f"does not fit: rank {worst.rank} by {format_bytes(worst.excess_bytes)}, mostly {line} ({format_bytes(size)})"
+    if entry is first:
+        return "fastest plan that fits"
+    slower = entry.result.step_s.median - first.result.step_s.median
+    return f"slower by {format_seconds(slower)} ({100 * slower / first.result.step_s.median:.0f}%){_where(entry, first)}"
+
+
+def _where(entry: Evaluation, first: Evaluation) -> str:
+    """The category of a step that costs the most more than in the first plan, averaged over each plan's own ranks."""
+    names = ("compute_s", "exposed_communication_s", "bubble_s", "idle_s", "load_s", "host_s")
+
+    def mean(evaluation: Evaluation, name: str) -> float:
+        return float(sum(getattr(rank, name) for rank in evaluation.breakdown)) / len(evaluation.breakdown)
+
+    more = {name: mean(entry, name) - mean(first, name) for name in names}
+    name = max(more, key=lambda key: more[key])
+    return f"; mostly {name.removesuffix('_s').replace('_', ' ')} (+{format_seconds(more[name])} per rank)"

@@ -1,0 +1,63 @@
+"""What both engines are given beside the graph, checked; and the Timeline both return."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from parsim.costs.estimate import OverlapFactors
+from parsim.errors import GraphError
+from parsim.graph.taskgraph import TaskGraph
+from parsim.simulate.compile import Table
+from parsim.simulate.deadlock import describe_task
+from parsim.timeline import Timeline
+
+
+def checked_durations_s(graph: TaskGraph, durations_s: ArrayLike, *, dimensions: int) -> NDArray[np.float64]:
+    """`durations_s` as contiguous float64 of shape [n] or [S, n].
+
+    Raises GraphError for another shape, or for a negative or non-finite entry (which task, which value).
+    """
+    array = np.ascontiguousarray(durations_s, dtype=np.float64)
+    n = len(graph.tasks)
+    if array.ndim != dimensions or array.shape[-1] != n:
+        wanted = f"[{n}]" if dimensions == 1 else f"[samples, {n}]"
+        raise GraphError(f"durations_s must have shape {wanted}, one entry per task, got {list(array.shape)}")
+    good = (array >= 0) & (array < np.inf)
+    if not good.all():
+        place = tuple(int(axis[0]) for axis in np.nonzero(~good))
+        sample = f" in sample {place[0]}" if dimensions == 2 else ""
+        raise GraphError(
+            f"{describe_task(graph, place[-1])} has duration {array[place]} s{sample}; "
+            "durations must be finite and >= 0: check the cost of this work"
+        )
+    return array
+
+
+def checked_factors(overlap: OverlapFactors | None) -> tuple[float, float]:
+    """(compute, communication) factors, 1.0 for None. Raises GraphError unless both are finite and >= 1."""
+    if overlap is None:
+        return 1.0, 1.0
+    factors = float(overlap.compute), float(overlap.communication)
+    if not all(math.isfinite(factor) and factor >= 1 for factor in factors):
+        raise GraphError(
+            f"overlap factors must be finite and >= 1 (1 = no slowdown), got compute {factors[0]}, communication {factors[1]}"
+        )
+    return factors
+
+
+def simulated_timeline(
+    graph: TaskGraph, resources: Table, start_s: NDArray[np.float64], end_s: NDArray[np.float64]
+) -> Timeline:
+    """One row per task and resource, task by task, from start and end per task (float64 [n])."""
+    rows = resources.row_numbers
+    return Timeline(
+        source="simulated",
+        resources=tuple(map(str, graph.resources)),
+        task=rows,
+        resource=resources.values,
+        start_s=start_s[rows],
+        end_s=end_s[rows],
+    )

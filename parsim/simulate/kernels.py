@@ -1,0 +1,178 @@
+"""The compiled loops of the static engine. Importing this module loads numba (about a second); static.py does so when
+it first simulates.
+
+`g` is a GraphArrays; `floor[r]` is the second from which resource r is free. No fast-math: sums and maxima are those of
+IEEE doubles, so that the engines can be equal bitwise.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from numba import njit
+
+_OTHER, _COMPUTING = 0, 1
+
+
+@njit(cache=True, nogil=True)
+def topological_order(waiting, after):  # type: ignore[no-untyped-def]
+    """Kahn's order, first in first out; shorter than the graph if there is a cycle. `waiting` is used up."""
+    n = len(waiting)
+    order = np.empty(n, dtype=np.int64)
+    filled = 0
+    for task in range(n):
+        if waiting[task] == 0:
+            order[filled] = task
+            filled += 1
+    done = 0
+    while done < filled:
+        task = order[done]
+        done += 1
+        for k in range(after.offsets[task], after.offsets[task + 1]):
+            later = after.values[k]
+            waiting[later] -= 1
+            if waiting[later] == 0:
+                order[filled] = later
+                filled += 1
+    return order[:filled]
+
+
+@njit(cache=True, nogil=True)
+def longest_path(order, before, durations, end):  # type: ignore[no-untyped-def]
+    """Fill `end`: the longest sum of durations over `before` up to and with each task. Returns its maximum."""
+    longest = 0.0
+    for position in range(len(order)):
+        task = order[position]
+        begin = 0.0
+        for k in range(before.offsets[task], before.offsets[task + 1]):
+            begin = max(begin, end[before.values[k]])
+        end[task] = begin + durations[task]
+        longest = max(longest, end[task])
+    return longest
+
+
+@njit(cache=True, nogil=True)
+def run_plain(g, durations, floor, start, end):  # type: ignore[no-untyped-def]
+    """Fill start and end: start = max of the ends before, and of the floors of the resources a task is first on."""
+    for position in range(len(g.order)):
+        task = g.order[position]
+        begin = 0.0
+        for k in range(g.before.offsets[task], g.before.offsets[task + 1]):
+            begin = max(begin, end[g.before.values[k]])
+        for k in range(g.heads.offsets[task], g.heads.offsets[task + 1]):
+            begin = max(begin, floor[g.heads.values[k]])
+        start[task] = begin
+        end[task] = begin + durations[task]
+
+
+@njit(cache=True, nogil=True)
+def run_with_overlap(g, factors, durations, floor, start, end):  # type: ignore[no-untyped-def]
+    """Fill start and end, following every task's rate from instant to instant.
+
+    Per instant: everything that ends and starts in it, until nothing more does; then the tasks whose slowdown changed
+    get what is left of them priced at the new rate. A heap entry (second, task, stamp) is the end of a task if the stamp
+    is the task's latest, stale if it is an older one, and with stamp -1 the release of a task's first resource.
+    """
+    n, world = len(g.kind), len(g.rank_resources.offsets) - 1
+    waiting = g.before.offsets[1:] - g.before.offsets[:-1]
+    left, since, stamp = np.zeros(n), np.zeros(n), np.zeros(n, dtype=np.int64)
+    slowed = np.zeros(n, dtype=np.bool_)
+    holder = np.full(len(g.last), -1, dtype=np.int64)
+    active = np.zeros((3, world), dtype=np.int64)
+    changed, changed_count, is_changed = np.empty(world, dtype=np.int64), 0, np.zeros(world, dtype=np.bool_)
+    ready, ready_count = np.empty(n, dtype=np.int64), 0
+    heap = [(0.0, 0, 0) for _ in range(0)]
+    for task in range(n):
+        release = 0.0
+        for k in range(g.heads.offsets[task], g.heads.offsets[task + 1]):
+            release = max(release, floor[g.heads.values[k]])
+        if release > 0.0:
+            waiting[task] += 1
+            heapq.heappush(heap, (release, task, -1))
+        if waiting[task] == 0:
+            ready[ready_count] = task
+            ready_count += 1
+    now = 0.0
+    while True:
+        while ready_count > 0 or (len(heap) > 0 and heap[0][0] <= now):
+            if ready_count > 0:  # a task starts
+                ready_count -= 1
+                task = ready[ready_count]
+                start[task] = now
+                end[task] = now + durations[task]
+                left[task] = durations[task]
+                since[task] = now
+                step = 1
+                heapq.heappush(heap, (end[task], task, stamp[task]))
+            else:
+                _, task, entry = heapq.heappop(heap)
+                if entry == -1:  # its first resource is free
+                    waiting[task] -= 1
+                    if waiting[task] == 0:
+                        ready[ready_count] = task
+                        ready_count += 1
+                    continue
+                if entry != stamp[task]:
+                    continue
+                step = -1  # a task ends
+                for k in range(g.after.offsets[task], g.after.offsets[task + 1]):
+                    later = g.after.values[k]
+                    waiting[later] -= 1
+                    if waiting[later] == 0:
+                        ready[ready_count] = later
+                        ready_count += 1
+            for k in range(g.resources.offsets[task], g.resources.offsets[task + 1]):
+                holder[g.resources.values[k]] = task if step == 1 else -1
+            for k in range(g.ranks.offsets[task], g.ranks.offsets[task + 1]):
+                rank = g.ranks.values[k]
+                active[g.kind[task], rank] += step
+                if not is_changed[rank]:
+                    is_changed[rank] = True
+                    changed[changed_count] = rank
+                    changed_count += 1
+        for c in range(changed_count):
+            rank = changed[c]
+            is_changed[rank] = False
+            for k in range(g.rank_resources.offsets[rank], g.rank_resources.offsets[rank + 1]):
+                task = holder[g.rank_resources.values[k]]
+                if task == -1 or g.kind[task] == _OTHER:
+                    continue
+                slow = False
+                for m in range(g.ranks.offsets[task], g.ranks.offsets[task + 1]):
+                    slow = slow or active[3 - g.kind[task], g.ranks.values[m]] > 0
+                if slow == slowed[task]:
+                    continue
+                factor = factors[0] if g.kind[task] == _COMPUTING else factors[1]
+                left[task] = max(0.0, left[task] - (now - since[task]) / (1.0 if slow else factor))
+                since[task] = now
+                slowed[task] = slow
+                end[task] = now + left[task] * (factor if slow else 1.0)
+                stamp[task] += 1
+                heapq.heappush(heap, (end[task], task, stamp[task]))
+        changed_count = 0
+        while len(heap) > 0 and heap[0][2] != -1 and heap[0][2] != stamp[heap[0][1]]:
+            heapq.heappop(heap)
+        if len(heap) == 0:
+            return
+        now = heap[0][0]
+
+
+@njit(cache=True, nogil=True)
+def last_ends(g, factors, durations, steps):  # type: ignore[no-untyped-def]
+    """float64 [S]: the end of the last of `steps` repeats, each resource going on where it ended."""
+    samples, n = durations.shape
+    start, end, floor = np.zeros(n), np.zeros(n), np.zeros(len(g.last))
+    total = np.zeros(samples)
+    for sample in range(samples):
+        floor[:] = 0.0
+        for _ in range(steps):
+            if factors[0] == 1.0 and factors[1] == 1.0:
+                run_plain(g, durations[sample], floor, start, end)
+            else:
+                run_with_overlap(g, factors, durations[sample], floor, start, end)
+            for resource in range(len(g.last)):
+                if g.last[resource] >= 0:
+                    floor[resource] = end[g.last[resource]]
+                    total[sample] = max(total[sample], floor[resource])
+    return total

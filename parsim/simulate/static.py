@@ -1,0 +1,84 @@
+"""The static engine: an array program over issue-ordered graphs, exact and fast.
+
+Same-instant rule (both engines): each resource runs its tasks in issue order; a task starts when its dependencies have
+ended and it is at the head of every resource it needs, which are then all free; it holds them all until it ends. So
+what happens in one instant never depends on which event is looked at first.
+
+Without slowdown the schedule is the longest path over dependencies and issue orders: start = max(ends before),
+end = start + duration. With overlap factors the rates are followed from instant to instant: while a rank computes and
+communicates at once, its computation runs at rate 1 / compute and its communication at 1 / communication; a collective
+or a transfer goes at the rate of its slowest rank.
+
+Leaves out: links shared by several transfers, and anything that decides at run time (the dynamic engine's part).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from parsim.costs.estimate import OverlapFactors
+from parsim.errors import GraphError
+from parsim.graph.taskgraph import TaskGraph
+from parsim.simulate.boundary import checked_durations_s, checked_factors, simulated_timeline
+from parsim.simulate.compile import CompiledGraph, compile_graph
+from parsim.timeline import Timeline
+
+
+def simulate(graph: TaskGraph | CompiledGraph, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> Timeline:
+    """The Timeline of one step that starts at 0 with every resource free.
+
+    Args:
+        graph: compile it once (`compile_graph`) to simulate it often.
+        durations_s: float64 [n], seconds each task takes alone.
+        overlap: slowdown while one rank computes and communicates at once; None for none.
+
+    Raises:
+        GraphError: a cycle of dependencies; durations of the wrong shape, negative or not finite; factors below 1.
+        DeadlockError: issue orders that wait for one another.
+    """
+    compiled, factors = compile_graph(graph), checked_factors(overlap)
+    durations = checked_durations_s(compiled.graph, durations_s, dimensions=1)
+    from parsim.simulate import kernels
+
+    start, end = np.zeros(compiled.size), np.zeros(compiled.size)
+    floor = np.zeros(len(compiled.arrays.last))
+    if factors == (1.0, 1.0):
+        kernels.run_plain(compiled.arrays, durations, floor, start, end)
+    else:
+        kernels.run_with_overlap(compiled.arrays, factors, durations, floor, start, end)
+    return simulated_timeline(compiled.graph, compiled.arrays.resources, start, end)
+
+
+def makespans_s(
+    graph: TaskGraph | CompiledGraph, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None
+) -> NDArray[np.float64]:
+    """float64 [S]: the end of the last task, for every row of `durations_s` (float64 [S, n]). Raises as `simulate`."""
+    return step_times_s(graph, durations_s, steps=1, overlap=overlap)
+
+
+def step_times_s(
+    graph: TaskGraph | CompiledGraph, durations_s: ArrayLike, *, steps: int, overlap: OverlapFactors | None = None
+) -> NDArray[np.float64]:
+    """float64 [S]: the mean step of `steps` repeats of the graph, for every row of `durations_s` (float64 [S, n]).
+
+    What it measures: all resources are free at 0, the graph is issued `steps` times, and the answer is the end of the
+    very last task divided by `steps`. Nothing but its own queue holds a resource back between repeats: the first task
+    of a resource in a repeat waits for the resource's last task of the repeat before (and for its dependencies in its
+    own repeat), so a rank that is done early begins the next step early and a host stream loads ahead without bound.
+    The fill and drain of the whole run are divided among the steps; `steps=1` gives the makespan. Nothing is unrolled:
+    only the resources' frontiers are carried over.
+
+    Leaves out: dependencies between tasks of different repeats beyond issue order, the slowdown (`overlap`) between
+    tasks of different repeats, and noise from step to step (a row holds for all its repeats).
+
+    Raises GraphError for steps < 1, else as `simulate`.
+    """
+    if steps < 1:
+        raise GraphError(f"steps must be >= 1, got {steps}")
+    compiled, factors = compile_graph(graph), checked_factors(overlap)
+    durations = checked_durations_s(compiled.graph, durations_s, dimensions=2)
+    from parsim.simulate import kernels
+
+    ends: NDArray[np.float64] = kernels.last_ends(compiled.arrays, factors, durations, steps)
+    return ends / steps

@@ -1,0 +1,23 @@
+"""What all tests share: Hypothesis settings, and which tests must not run at the same time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# A shared machine pauses at random: a deadline per example would fail at random.
+settings.register_profile("parsim", deadline=None, print_blob=True)
+settings.load_profile("parsim")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Group for `--dist loadgroup`: a file stays on one worker (it may share fixtures), and all of tests/execute on one,
+    since those tests start processes of their own and would starve each other."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            path = Path(item.path).relative_to(config.rootpath)
+            group = "execute" if path.parts[:2] == ("tests", "execute") else str(path)
+            item.add_marker(pytest.mark.xdist_group(group))

@@ -1,0 +1,242 @@
+"""The shape of the house: what may import what, how long a file may be, and what must not stand in one."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "parsim").rglob("*.py")) + sorted((ROOT / "calibration").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+# From the ground up; a module imports from its own layer and the ones before it.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("units", "errors"),
+    ("work", "timeline"),
+    ("model",),
+    ("hardware",),
+    ("costs",),
+    ("plan",),
+    ("graph",),
+    ("simulate",),
+    ("analyze",),
+    ("schedule",),
+    ("algorithms",),
+    ("data",),
+    ("execute",),
+    ("virtual",),
+    ("report",),
+    ("config",),
+    ("doctor",),
+    ("commands",),
+    ("cli", "__main__"),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+HEAVY = ("torch", "cvxpy", "plotly", "simpy", "numba", "pandas", "transformers", "sklearn")
+TORCH_FREE = (
+    "parsim.config",
+    "parsim.cli",
+    "parsim.model.model",
+    "parsim.model.spec",
+    "parsim.hardware.cluster",
+    "parsim.plan.plan",
+    "parsim.graph.taskgraph",
+    "parsim.schedule.search",
+    "parsim.schedule.evaluate",
+)
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything of parsim or calibration that a file imports, at any depth of nesting."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{relative(path)}:{node.lineno}: write the full name instead of a relative import"
+            module = node.module or ""
+            yield node.lineno, module
+            if module in ("parsim", "calibration"):
+                yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def layer_of(path: Path) -> str:
+    parts = path.relative_to(ROOT / "parsim").parts
+    return parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_imports_point_only_up_the_list(path: Path) -> None:
+    inside = path.is_relative_to(ROOT / "parsim")
+    own = layer_of(path) if inside else ""
+    if inside and own != "__init__":
+        assert own in LEVEL, f"{relative(path)} belongs to no layer; add it to LAYERS where its imports allow"
+    for line, module in imported_modules(path):
+        package, _, rest = module.partition(".")
+        if package == "calibration" and inside:
+            assert own in ("commands", "cli"), f"{relative(path)}:{line}: calibration imports parsim, never the reverse"
+        if package == "parsim" and inside and rest:
+            target = rest.split(".")[0]
+            if target == "__version__":
+                continue
+            assert LEVEL[target] <= LEVEL[own], f"{relative(path)}:{line} imports {module}, which lies further down the list"
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.is_relative_to(ROOT / "parsim")], ids=relative)
+def test_calibration_is_imported_only_when_used(path: Path) -> None:
+    for node in tree(path).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert not any(name.split(".")[0] == "calibration" for name in names), f"{relative(path)}:{node.lineno}"
+
+
+def test_no_import_cycle_between_modules() -> None:
+    """Imports at module level only: those inside functions run later."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
+    edges: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in tree(path).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                targets = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                edges[name].update(target for target in targets if target in modules and target != name)
+    done: set[str] = set()
+    for start in modules:
+        stack = [(start, [start])]
+        while stack:
+            name, trail = stack.pop()
+            for target in edges[name] - done:
+                assert target not in trail, f"import cycle: {' -> '.join([*trail[trail.index(target) :], target])}"
+                stack.append((target, [*trail, target]))
+        done.add(start)
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level packages in sys.modules of a fresh interpreter after `statement`."""
+    code = f"{statement}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=60)
+    return set(run.stdout.split())
+
+
+def test_import_parsim_is_light() -> None:
+    assert loaded_by("import parsim").isdisjoint(HEAVY)
+
+
+def test_cli_starts_light() -> None:
+    assert loaded_by("import parsim.cli").isdisjoint(HEAVY)
+
+
+def test_planning_needs_no_torch() -> None:
+    present = [name for name in TORCH_FREE if (ROOT / name.replace(".", "/")).with_suffix(".py").is_file()]
+    assert loaded_by("import " + ", ".join(present)).isdisjoint({"torch", "transformers"})
+
+
+def exported_names(module: ast.Module) -> list[str] | None:
+    for node in module.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            names = ast.literal_eval(node.value)
+            return list(names)
+    return None
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if "__all__" in path.read_text()], ids=relative)
+def test_all_is_sorted_and_complete(path: Path) -> None:
+    module = tree(path)
+    exported = exported_names(module)
+    assert exported is not None, f"{relative(path)}: __all__ must be a plain list of names"
+    assert exported == sorted(exported), f"{relative(path)}: sort __all__"
+    defined: set[str] = set()
+    for node in module.body:
+        match node:
+            case ast.FunctionDef() | ast.ClassDef():
+                defined.add(node.name)
+            case ast.Assign():
+                defined.update(target.id for target in node.targets if isinstance(target, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                defined.add(name)
+            case ast.ImportFrom() | ast.Import():
+                defined.update(alias.asname or alias.name for alias in node.names)
+    assert set(exported) <= defined, f"{relative(path)}: __all__ names what is not there: {set(exported) - defined}"
+    own = {node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    public = {name for name in own if not name.startswith("_")}
+    assert public <= set(exported), f"{relative(path)}: __all__ leaves out {sorted(public - set(exported))}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_a_file_reads_in_one_sitting(path: Path) -> None:
+    lines = len(path.read_text().splitlines())
+    assert lines < 500, f"{relative(path)} has {lines} lines: it has two subjects; split it"
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length < 90, f"{relative(path)}:{node.lineno} {node.name} has {length} lines; split it"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_names_say_what_a_thing_is(path: Path) -> None:
+    vague = re.compile(r"utils?|helpers?|managers?|handlers?|misc|common", re.IGNORECASE)
+    assert not vague.fullmatch(path.stem), f"{relative(path)}: name the file after its subject"
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ClassDef):
+            assert not re.search(r"(Manager|Helper|Handler|Utils?)$", node.name), f"{relative(path)}:{node.lineno} {node.name}"
+
+
+def swallows(handler: ast.ExceptHandler) -> bool:
+    """An except clause whose whole body is `pass` or `...`."""
+    return all(
+        isinstance(statement, ast.Pass)
+        or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and statement.value.value is ...)
+        for statement in handler.body
+    )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_nothing_is_left_unfinished(path: Path) -> None:
+    text = path.read_text()
+    assert not re.search(r"\b(TODO|FIXME|XXX|HACK)\b", text), f"{relative(path)}: finish it or open an issue"
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"{relative(path)}:{node.lineno}: say which exception"
+            assert not swallows(node), f"{relative(path)}:{node.lineno}: an error is swallowed; say what it means"
+        if isinstance(node, ast.Name):
+            assert node.id != "NotImplementedError", f"{relative(path)}:{node.lineno}: no stubs"
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.name != "__init__.py"], ids=relative)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(tree(path)), f"{relative(path)} has no docstring"
+
+
+def tracked_files() -> list[Path]:
+    """What git tracks or would add; outside a repository, the sources and tests."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=30)
+    if run.returncode != 0:
+        return SOURCES + TESTS
+    return [ROOT / line for line in run.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def test_no_file_names_a_place_on_one_machine() -> None:
+    """Absolute paths into somebody's home, work or temporary folder work on one machine only."""
+    place = re.compile(r"(?<![\w./])/(?:home|root|work|Users|tmp|opt|mnt)/[\w.-]+")
+    wrong: list[str] = []
+    for path in tracked_files():
+        data = path.read_bytes()
+        if len(data) > 5_000_000 or b"\0" in data[:1000]:
+            continue
+        for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), start=1):
+            if match := place.search(line):
+                wrong.append(f"{relative(path)}:{number}: {match[0]}")
+    assert not wrong, "\n".join(wrong[:20])
