@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parsim.execute.group import make_groups
 from parsim.execute.streams import CudaStreams, Streams, TaskTime, ThreadStreams
 
 BACK_TO_BACK = 3
@@ -28,7 +29,8 @@ MIN_REPEATS, MAX_REPEATS = 6, 40
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     """Attributes:
-    device: where the arrays live. dp: group of the collectives; sends: group of each (source, destination).
+    device: where the arrays live.
+    dp: group of the collectives by ranks; sends: group by (source, destination); None where this rank is no member.
     seconds_per_size: repeats are chosen to take about this long.
     """
 
@@ -36,8 +38,8 @@ class Bench:
     world_size: int
     device: torch.device
     dtype: torch.dtype
-    dp: Mapping[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
-    sends: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+    dp: Mapping[tuple[int, ...], dist.ProcessGroup | None]
+    sends: Mapping[tuple[int, int], dist.ProcessGroup | None]
     seconds_per_size: float = SECONDS_PER_SIZE
 
     def elements(self, size_bytes: int) -> int:
@@ -51,15 +53,16 @@ def make_streams(device: torch.device) -> Streams:
 def make_bench(device: torch.device, dtype: torch.dtype, cores: int, seconds_per_size: float = SECONDS_PER_SIZE) -> Bench:
     """Groups for everything that will be measured; a collective call, made by every rank."""
     world_size = dist.get_world_size()
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in collective_groups(world_size)}
-    sends = {pair: dist.new_group(sorted(pair)) for pair in transfer_pairs(world_size, cores)}
+    collectives, pairs = collective_groups(world_size), transfer_pairs(world_size, cores)
+    sends = {pair: (f"pp>{pair[1]}", (min(pair), max(pair))) for pair in pairs}
+    groups = make_groups([("dp", ranks) for ranks in collectives] + list(sends.values()))
     return Bench(
         rank=dist.get_rank(),
         world_size=world_size,
         device=device,
         dtype=dtype,
-        dp=groups,
-        sends=sends,
+        dp={ranks: groups.get(("dp", ranks)) for ranks in collectives},
+        sends={pair: groups.get(stream) for pair, stream in sends.items()},
         seconds_per_size=seconds_per_size,
     )
 
@@ -131,9 +134,9 @@ def measure_collective(
     Every repeat issues `back_to_back` equal operations in order on one stream, as gradient buckets are; the first of a
     chain follows a computation, the others follow their predecessor.
     """
-    if bench.rank not in ranks:
-        return _collect([], back_to_back, ranks)
     group = bench.dp[ranks]
+    if group is None:
+        return _collect([], back_to_back, ranks)
     calls = [COLLECTIVES[operation](bench, size_bytes, group) for _ in range(back_to_back)]
     return _collect(_repeat(bench, [("dp", call) for call in calls], group), back_to_back, ranks)
 
@@ -144,9 +147,9 @@ def measure_transfer(bench: Bench, pair: tuple[int, int], size_bytes: int) -> li
     The receiver allocates its buffer within the measured time, as the executor does.
     """
     source, destination = pair
-    if bench.rank not in pair:
-        return _collect([], 1, pair)
     group = bench.sends[pair]
+    if group is None:
+        return _collect([], 1, pair)
     array = torch.zeros(bench.elements(size_bytes), dtype=bench.dtype, device=bench.device)
 
     def receive() -> None:

@@ -12,7 +12,7 @@ from parsim.units import KIB, MIB
 
 DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp32", "fp64")
-SIZES_BYTES = tuple(KIB * 4**power for power in range(8)) + (2 * MIB, 8 * MIB, 32 * MIB)
+SIZES_BYTES = (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, *(MIB * 2**power for power in range(6)))
 QUICK_SIZES_BYTES = (KIB, 64 * KIB, MIB, 4 * MIB)
 
 

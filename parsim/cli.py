@@ -14,11 +14,17 @@ import typer
 from parsim import __version__
 from parsim.commands.cost import cost
 from parsim.commands.doctor import doctor
+from parsim.commands.plan import plan
+from parsim.commands.report import report
+from parsim.commands.simulate import simulate
 from parsim.errors import ParsimError
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
     "doctor": doctor,
     "cost": cost,
+    "plan": plan,
+    "simulate": simulate,
+    "report": report,
 }
 
 

@@ -15,8 +15,8 @@ from parsim.costs.estimate import Estimate
 from parsim.costs.linkgraph import RingSet, busiest_seconds_per_byte, ring_set
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
-from parsim.hardware.device import device_name
 from parsim.hardware.profile import CollectiveFit, LinkModel, LinkProtocol, Regime
+from parsim.hardware.topology import device_name
 from parsim.work import Collective, SendRecv
 
 EXTRAPOLATION_SIGMA = 0.25
@@ -102,7 +102,7 @@ def estimate_collective(work: Collective, cluster: Cluster) -> Estimate:
     if work.operation == "all_to_all":
         return _all_to_all(devices, work.size_bytes, cluster, model)
     rings = ring_set(cluster.topology, model.link_kind, devices)
-    seconds, protocol = _choose(_lines(work.operation, rings, model), work.size_bytes)
+    seconds, protocol = choose_protocol(protocol_lines(work.operation, rings, model), work.size_bytes)
     extra = [] if _measured(rings, cluster, model) else [("communication:unmeasured group", model.unmeasured_group_sigma)]
     if work.operation != MEASURED_ON_LINKS:
         extra.append(("communication:derived operation", EXTRAPOLATION_SIGMA))
@@ -149,7 +149,7 @@ def regimes_s(regimes: Sequence[Regime], size_bytes: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class ProtocolLine:
     """seconds = latency_s + seconds_per_byte * S of one protocol, and the same as the library's tuner counts it."""
 
     protocol: LinkProtocol
@@ -159,18 +159,18 @@ class _Line:
     tuner_seconds_per_byte: float
 
 
-def _lines(operation: str, rings: RingSet, model: LinkModel) -> list[_Line]:
+def protocol_lines(operation: str, rings: RingSet, model: LinkModel) -> list[ProtocolLine]:
     """One line per protocol. The tuner's lane rate is the profile's; on relayed rings it is the path's own."""
     n = len(rings.devices)
     steps, ring_share = ring_steps(operation, n), ring_traffic(operation, n)
     tuner_beta = rings.seconds_per_byte if rings.relayed else 1.0 / (rings.count * model.tuner_bandwidth_bytes_per_s.value)
-    lines: list[_Line] = []
+    lines: list[ProtocolLine] = []
     for protocol in model.relay_protocols if rings.relayed else model.protocols:
         if protocol.algorithm == "tree" and operation != "all_reduce":
             continue
         share = 2.0 if protocol.algorithm == "tree" else ring_share
         lines.append(
-            _Line(
+            ProtocolLine(
                 protocol=protocol,
                 latency_s=protocol.base_s + steps * protocol.hop_s,
                 seconds_per_byte=share * rings.seconds_per_byte / protocol.efficiency,
@@ -187,7 +187,7 @@ def _lines(operation: str, rings: RingSet, model: LinkModel) -> list[_Line]:
     return lines
 
 
-def _choose(lines: Sequence[_Line], size_bytes: int) -> tuple[float, LinkProtocol]:
+def choose_protocol(lines: Sequence[ProtocolLine], size_bytes: int) -> tuple[float, LinkProtocol]:
     """The protocol with the least tuner time, and its seconds, made monotone in the size.
 
     The tuner's choice is not always the fastest one: at the size where it changes its mind the time can drop (measured
@@ -208,7 +208,7 @@ def _choose(lines: Sequence[_Line], size_bytes: int) -> tuple[float, LinkProtoco
         )
 
 
-def _crossing(slow: _Line, fast: _Line) -> float:
+def _crossing(slow: ProtocolLine, fast: ProtocolLine) -> float:
     """The size from which the tuner prefers `fast`, which has the smaller slope."""
     return (fast.tuner_latency_s - slow.tuner_latency_s) / (slow.tuner_seconds_per_byte - fast.tuner_seconds_per_byte)
 

@@ -313,7 +313,9 @@ def _price(kernel: Kernel, fit: OperatorFit | None, device: Device, precision: s
             doublings = max(0.0, math.log2(kernel.flop / fit.max_flop), math.log2(max(fit.min_flop, 1.0) / kernel.flop))
         sigma = fit.relative_sigma + FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings
         return kernel.count * seconds, sigma, "fitted", doublings > 0
-    compute = kernel.flop / (device.type.peak_flop_per_s[precision] * ROOFLINE_COMPUTE_EFFICIENCY)
+    compute = 0.0
+    if kernel.flop > 0:
+        compute = kernel.flop / (device.type.peak_flop_per_s[precision] * ROOFLINE_COMPUTE_EFFICIENCY)
     memory = kernel.size_bytes / (device.type.memory_bandwidth_bytes_per_s * ROOFLINE_BANDWIDTH_EFFICIENCY)
     return kernel.count * max(compute, memory), ROOFLINE_SIGMA, "published", False
 

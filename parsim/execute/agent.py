@@ -1,8 +1,8 @@
 """torchrun, with its verdict as data: `python -m parsim.execute.agent FAILURES.json <arguments of torchrun>`.
 
-Runs `torch.distributed.run` in this process unchanged. If ranks fail, FAILURES.json says which, in the order torchrun noticed,
-with exit status and process number, so that nobody has to read it out of a log. This process dies with the one that launched it, and every rank with
-this one.
+Runs `torch.distributed.run` in this process unchanged. If ranks fail, FAILURES.json says which, in the order torchrun
+noticed, with exit status and process number, so that nobody has to read it out of a log. This process dies with the one that
+launched it, and every rank with this one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        run(parse_args(torchrun_arguments))
+        run(parse_args(torchrun_arguments))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         failures = [
             {"rank": rank, "exit_status": failure.exitcode, "pid": failure.pid, "time_s": failure.timestamp}

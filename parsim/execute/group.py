@@ -26,7 +26,8 @@ from parsim.errors import ExecutionError, ParsimError
 from parsim.execute.processes import PARENT_VARIABLE, die_with_parent
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _PEER_LOST = (
@@ -116,6 +117,7 @@ def init_group(device: str = "cpu", *, timeout_s: float = 120.0) -> Place:
     """
     import torch
     from torch import distributed
+    from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     place = read_place()
@@ -134,7 +136,7 @@ def init_group(device: str = "cpu", *, timeout_s: float = 120.0) -> Place:
     timeout = datetime.timedelta(seconds=timeout_s)
     everyone, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
     everyone.set_timeout(timeout)
-    store = distributed.PrefixStore(f"parsim/{place.attempt}", everyone)
+    store = PrefixStore(f"parsim/{place.attempt}", everyone)
     distributed.init_process_group(
         BACKENDS[device],
         store=store,
@@ -255,7 +257,7 @@ def _record(folder: Path, error: BaseException) -> None:
         kind=type(error).__name__,
         message=message,
         reported=isinstance(error, ParsimError),
-        peer_lost=any(phrase in message.lower() for phrase in _PEER_LOST),
+        peer_lost=_is_about_a_peer(error),
         time_s=time.time(),
         traceback="".join(traceback.format_exception(error)),
     )
@@ -265,6 +267,16 @@ def _record(folder: Path, error: BaseException) -> None:
     with contextlib.suppress(OSError):
         temporary.write_text(json.dumps(asdict(record), indent=1))
         os.replace(temporary, path)
+
+
+def _is_about_a_peer(error: BaseException | None) -> bool:
+    """True if this error, or the one it was raised from, is a communication library's about a peer that is gone."""
+    while error is not None:
+        text = str(error).lower()
+        if not isinstance(error, ParsimError) and any(phrase in text for phrase in _PEER_LOST):
+            return True
+        error = error.__cause__
+    return False
 
 
 def read_error(path: Path) -> ErrorRecord | None:

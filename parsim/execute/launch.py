@@ -1,4 +1,4 @@
-"""Start the ranks of a job under torchrun on this machine, relay what they print, and turn any end but success into one message.
+"""Start the ranks of a job under torchrun on this machine, relay what they print, and turn a failure into one message.
 
 The promise: when `launch` returns or raises, no process of the launch is left, whatever happened to the ranks; and when this
 process itself is killed, the ranks die with it (see `processes`). Ranks write to files that are read here five times a
@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -185,7 +186,7 @@ def _raise_failure(folder: Path, nproc: int, scratch: Path, output: _Output, tim
     """Find the rank that failed on its own account and raise the one message about it.
 
     In this order: a rank killed by a signal, the earliest error that is not about a lost peer, an exit status without a
-    record, an abort, the time limit, a lost peer. Ranks that torchrun ended by SIGTERM after the failure of another do not count.
+    record, an abort, the time limit, a lost peer. Ranks that torchrun ended by SIGTERM after another's failure do not count.
     """
     attempt = output.last_attempt()
     found = (read_error(error_path(folder, rank)) for rank in range(nproc))
@@ -207,9 +208,7 @@ def _raise_failure(folder: Path, nproc: int, scratch: Path, output: _Output, tim
     if timeout_s is not None:
         raise ExecutionError(_timeout_text(nproc, timeout_s, output))
     if records:
-        quiet = [rank for rank in range(nproc) if rank not in recorded]
-        blame = f"; no error came from {_ranks(quiet)}, which may hang or have been stopped" if quiet else ""
-        raise ExecutionError(f"{_record_text(records[0], nproc, folder)}{blame}")
+        raise ExecutionError(_lost_text(records, nproc))
     if statuses:
         first = next(iter(statuses))
         raise ExecutionError(_status_text(first, nproc, statuses[first], output))
@@ -231,6 +230,17 @@ def _record_text(record: ErrorRecord, nproc: int, folder: Path) -> str:
         return f"rank {record.rank} of {nproc} stopped: {record.message}"
     lines = record.message.strip().splitlines()
     return f"rank {record.rank} of {nproc} failed: {record.kind}: {lines[0]} (traceback in {error_path(folder, record.rank)})"
+
+
+def _lost_text(records: list[ErrorRecord], nproc: int) -> str:
+    """Every rank that said something only misses another: name those that said nothing."""
+    first = records[0]
+    said = re.sub(r"^\[[^\]]*\] ?", "", first.message.strip().splitlines()[0])
+    quiet = sorted(set(range(nproc)) - {record.rank for record in records})
+    if not quiet:
+        return f"rank {first.rank} of {nproc} lost contact with another rank: {said}"
+    names = f"rank {quiet[0]}" if len(quiet) == 1 else f"ranks {', '.join(map(str, quiet))}"
+    return f"{names} of {nproc} did not answer (hanging, stopped, or unreachable); rank {first.rank} said: {said}"
 
 
 def _status_text(rank: int, nproc: int, status: int, output: _Output) -> str:
@@ -256,14 +266,11 @@ def _timeout_text(nproc: int, timeout_s: float, output: _Output) -> str:
     return f"the {nproc} ranks had not finished after {format_seconds(timeout_s)} and were stopped{last}"
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
 def _last_line(path: Path) -> str:
-    """The last line of a file that is not blank; "" without one."""
+    """The last line of a file that is not blank, or the one that names a crash of the interpreter; "" without one."""
     try:
-        lines = path.read_text(errors="replace").strip().splitlines()
+        lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:
         return ""
-    return lines[-1].strip() if lines else ""
+    crash = [line for line in lines if line.startswith("Fatal Python error:")]
+    return crash[-1] if crash else lines[-1] if lines else ""

@@ -71,9 +71,7 @@ def train_reference(
         name: {key: value.detach().clone() for key, value in updater.state[parameter].items() if isinstance(value, Tensor)}
         for name, parameter in named.items()
     }
-    return ReferenceResult(
-        parameters=_clone(named), optimizer_state=state, buffers=tuple(replicas), losses=tuple(losses)
-    )
+    return ReferenceResult(parameters=_clone(named), optimizer_state=state, buffers=tuple(replicas), losses=tuple(losses))
 
 
 def _clone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -233,4 +233,3 @@ def _used_here(tensor: Tensor) -> None:
     """Tell CUDA's allocator that the current stream reads memory that another stream may have allocated."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
-

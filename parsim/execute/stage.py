@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from parsim.execute.optimizer import flat_gradients, make_optimizer
 from parsim.graph.layout import Layout
-from parsim.model.record import Runnable, record
+from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec, build_module, example_batch, loss_of
+from parsim.model.trace import record
 
 
 class StageReplica:
@@ -44,7 +45,7 @@ class StageReplica:
         self.module = seeded_module(spec, seed, dtype, device)
         samples = layout.plan.microbatch_samples
         inputs, target = example_batch(spec, samples, dtype=dtype, device=str(device))
-        runnables = record_training(self.module, inputs, target, loss_of(spec), layout.model.granularity)
+        runnables = record(self.module, inputs, granularity=layout.model.granularity, loss=loss_of(spec))
         self.value_shapes = _shapes(self.module, runnables, inputs, target)
         own = set(layout.plan.stages[self.number].components)
         self.runnables: dict[str, Runnable] = {entry.name: entry for entry in runnables if entry.name in own}
@@ -71,14 +72,15 @@ class StageReplica:
             flat.zero_()
 
     def buffers(self) -> dict[str, Tensor]:
-        """Buffers of this stage's components by qualified name."""
-        prefixes = {name.rpartition(".")[0] for name in self._own_buffer_names()}
-        return {
-            name: tensor for name, tensor in self.module.named_buffers() if name.rpartition(".")[0] in prefixes
-        }
+        """Buffers that this stage's components read or update, by qualified name."""
+        names = {name for entry in self.runnables.values() for name in entry.buffer_names}
+        return {name: tensor for name, tensor in self.module.named_buffers() if name in names}
 
-    def _own_buffer_names(self) -> set[str]:
-        return {name for entry in self.runnables.values() for name in entry.buffer_names}
+    def resident_tensors(self) -> list[Tensor]:
+        """What is alive between steps: parameters, buckets, optimizer state, buffers."""
+        state = [] if self._optimizer is None else [entry for held in self._optimizer.state.values() for entry in held.values()]
+        tensors = [entry for entry in state if isinstance(entry, Tensor)]
+        return [*self.parameters.values(), *self.buckets.values(), *self.buffers().values(), *tensors]
 
     def _drop_other_parameters(self) -> None:
         own = {id(parameter) for parameter in self.parameters.values()}
@@ -92,17 +94,6 @@ def seeded_module(spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.
     torch.manual_seed(seed)
     module = build_module(spec).to(device=device, dtype=dtype)
     return module.train()
-
-
-def record_training(
-    module: nn.Module, inputs: Sequence[Tensor], target: Tensor, loss: str, granularity: str
-) -> tuple[Runnable, ...]:
-    """Record with the loss; buffers (running statistics) are left as they were."""
-    before = {name: tensor.clone() for name, tensor in module.named_buffers()}
-    runnables = record(module, tuple(inputs), granularity=granularity, loss=loss)
-    _restore(module, before)
-    del target
-    return runnables
 
 
 def _restore(module: nn.Module, before: dict[str, Tensor]) -> None:

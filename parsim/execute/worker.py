@@ -7,40 +7,45 @@ the job's output folder.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from parsim.data import BatchOrder, Dataset, load_dataset, part
-from parsim.execute.checkpoint import RankState, latest_checkpoint, load_checkpoint, save_checkpoint
-from parsim.execute.evaluate import accuracy_of
-from parsim.execute.group import Place, close_group, init_group, make_groups, worker_main
+from parsim.execute import checkpoint
+from parsim.execute.group import Place, Stream, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.live_memory import LiveBytes
 from parsim.execute.measurement import RankRecord
 from parsim.execute.pinning import prepare_rank
 from parsim.execute.runtime import RankProgram, required_groups
+from parsim.execute.score import score
 from parsim.execute.stage import StageReplica
 from parsim.execute.streams import CudaStreams, Streams, TaskTime, ThreadStreams
 from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
+from parsim.model.spec import sample_shape, target_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 RECORDED_STEPS = 64
 """Task times are kept of at most this many steps per run."""
+SAY_EVERY_S = 1.0
 
 
 class RankRun:
     """One run of the job on this rank: its program, its data, and where it stands."""
 
-    def __init__(self, run: RunSpec, layout: Layout, graph: TaskGraph, place: Place, groups: _Groups) -> None:
+    def __init__(
+        self, run: RunSpec, layout: Layout, graph: TaskGraph, place: Place, groups: Mapping[Stream, dist.ProcessGroup]
+    ) -> None:
         device = torch.device(place.device)
         self.run = run
         self.layout = layout
@@ -57,7 +62,7 @@ class RankRun:
         self.streams: Streams = CudaStreams(device) if device.type == "cuda" else ThreadStreams()
         self.program = RankProgram(graph, self.stage, self.streams, groups)
         self.data = run_dataset(run, "train")
-        self.order = BatchOrder(len(self.data), run.plan.global_batch, run.seed)
+        self.order = BatchOrder(n=len(self.data), global_batch=run.plan.global_batch, seed=run.seed)
         self.step_number = 0
         self.losses: list[float] = []
         self.recorded: list[list[TaskTime]] = []
@@ -72,7 +77,7 @@ class RankRun:
         wanted = self.layout.batch_values[self.stage.number]
 
         def batch(microbatch: int) -> Mapping[str, Tensor]:
-            own = part(indices, replica, plan.mesh.dp, microbatch, plan.microbatches)
+            own = part(indices, replica=replica, dp=plan.mesh.dp, microbatch=microbatch, microbatches=plan.microbatches)
             return batch_values(self.data, own, wanted, DTYPES[self.run.dtype], self.stage.device)
 
         loss, times = self.program.step(batch)
@@ -106,6 +111,29 @@ class RankRun:
             self.peak_bytes = live.peak_bytes
         self.program.on_receive = lambda _: None
 
+    def state(self) -> checkpoint.RankState:
+        """What this rank contributes to a checkpoint: weights and optimizer state from the first replica alone."""
+        first = self.layout.plan.replica_of_rank(self.stage.rank) == 0
+        optimizer = self.stage.optimizer
+        return checkpoint.RankState(
+            weights=self.stage.parameters if first else {},
+            buffers=self.stage.buffers(),
+            optimizer=checkpoint.optimizer_state(optimizer, self.stage.parameters) if first and optimizer else {},
+            rng=checkpoint.rng_state(str(self.stage.device)),
+        )
+
+    def resume(self, found: checkpoint.Checkpoint) -> None:
+        """Go on from a checkpoint of any plan of the same model."""
+        buffers = self.stage.buffers()
+        same = found.world_size == self.layout.plan.world_size
+        saved = checkpoint.load_state(found, [*self.stage.parameters, *buffers], rank=self.stage.rank if same else None)
+        checkpoint.restore_tensors(self.stage.parameters, saved.weights)
+        checkpoint.restore_tensors(buffers, saved.buffers)
+        if self.stage.optimizer is not None:
+            checkpoint.restore_optimizer(self.stage.optimizer, self.stage.parameters, saved.optimizer)
+        checkpoint.restore_rng(saved.rng, str(self.stage.device))
+        self.step_number = found.step
+
     def record(self) -> RankRecord:
         return RankRecord(
             rank=self.stage.rank,
@@ -117,16 +145,16 @@ class RankRun:
         )
 
 
-_Groups = Mapping[tuple[str, tuple[int, ...]], dist.ProcessGroup]
-
-
 def run_dataset(run: RunSpec, split: str) -> Dataset:
     """The run's data in the shape its model takes."""
-    return load_dataset(run.dataset, run.model.sample_shape, target=run.model.target, root=run.data_root, split=split)
+    root = None if run.data_root is None else Path(run.data_root)
+    return load_dataset(
+        run.dataset, input_shape=sample_shape(run.model), target=target_of(run.model), root=root, split=split, seed=run.seed
+    )
 
 
 def batch_values(
-    data: Dataset, indices: object, wanted: Sequence[str], dtype: torch.dtype, device: torch.device
+    data: Dataset, indices: NDArray[np.int64], wanted: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
     """The values a stage reads of one microbatch: "input:0" and "target", as far as wanted."""
     inputs, targets = data.batch(indices)
@@ -139,25 +167,28 @@ def batch_values(
 def main(job_path: Path) -> None:
     """The whole life of a rank."""
     job = Job.load(job_path)
-    place = read_and_join(job)
+    started = read_place()
+    prepare_rank(started.local_rank, started.world_size, device=job.device)
+    place = init_group(job.device, timeout_s=job.timeout_s)
     plans = []
     for run in job.runs:
         layout = Layout(run.plan, Model.load(Path(run.model_path)))
         plans.append((run, layout, lower(run.plan, layout.model)))
-    needed = list(dict.fromkeys(entry for _, _, graph in plans for entry in required_groups(graph)))
-    groups = make_groups(needed)
-    own: list[RankRun | None] = [
+    groups = make_groups(list(dict.fromkeys(stream for _, _, graph in plans for stream in required_groups(graph))))
+    runs = [
         RankRun(run, layout, graph, place, groups) if place.rank < run.plan.world_size else None for run, layout, graph in plans
     ]
     if job.mode == "train":
-        _train(job, own[0], place)
+        (only,) = runs
+        assert only is not None, "a training job has as many ranks as its plan"
+        _train(job, only, place)
     else:
-        _measure(job, own, place)
-    for entry in own:
+        _measure(job, runs, place)
+    for entry in runs:
         if entry is not None:
             entry.record().save(Path(job.output) / entry.run.name)
             entry.streams.close()
-    close_group()
+    close_group(place)
 
 
 def _measure(job: Job, runs: Sequence[RankRun | None], place: Place) -> None:
@@ -172,9 +203,50 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: Place) -> None:
             dist.barrier()
             if entry is not None:
                 entry.timed(job.steps)
-        dist.barrier()
         if place.rank == 0:
-            _say({"round": number + 1, "rounds": job.rounds})
+            _say({"round": f"{number + 1}/{job.rounds}"})
+    dist.barrier()
+
+
+def _train(job: Job, entry: RankRun, place: Place) -> None:
+    """Train to step `job.steps`, with checkpoints; then score the result on the test samples."""
+    folder = Path(job.output) / "checkpoints"
+    if job.resume:
+        found = checkpoint.latest_checkpoint(folder)
+        if found is not None:
+            entry.resume(found)
+            if place.rank == 0:
+                _say({"resumed": f"at step {found.step}"})
+    said = time.monotonic()
+    warm = 0
+    while entry.step_number < job.steps:
+        if warm < job.warmup_steps:
+            entry.step(keep=True)
+            entry.recorded.clear()
+            warm += 1
+        else:
+            entry.timed(1)
+        done = entry.step_number
+        if done == job.steps or (job.checkpoint_every and done % job.checkpoint_every == 0):
+            _save(folder, entry, place)
+        if place.rank == place.world_size - 1 and (time.monotonic() - said > SAY_EVERY_S or done == job.steps):
+            said = time.monotonic()
+            _say({"step": f"{done}/{job.steps}", "loss": f"{entry.losses[-1]:.4f}"})
+    dist.barrier()
+    if place.rank == 0:
+        last = checkpoint.latest_checkpoint(folder)
+        assert last is not None, "the last step writes a checkpoint"
+        result = score(entry.run, checkpoint.load_state(last), run_dataset(entry.run, "test"), entry.stage.device)
+        (Path(job.output) / "score.json").write_text(json.dumps(result))
+        _say(result)
+    dist.barrier()
+    entry.measure_memory()
+
+
+def _save(folder: Path, entry: RankRun, place: Place) -> None:
+    checkpoint.save_checkpoint(
+        folder, entry.step_number, entry.state(), seed=entry.run.seed, rank=place.rank, world_size=place.world_size
+    )
 
 
 def _say(event: Mapping[str, object]) -> None:
@@ -183,4 +255,4 @@ def _say(event: Mapping[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    worker_main(lambda: main(Path(sys.argv[1])), Path(sys.argv[1]))
+    worker_main(main)

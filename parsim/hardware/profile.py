@@ -8,7 +8,6 @@ the profile alone. Pydantic checks it at the boundary; inside the library `parsi
 from __future__ import annotations
 
 import importlib.resources
-import json
 import os
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,6 +15,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from parsim.errors import ProfileError, near_matches
+from parsim.hardware.tables import from_text, to_text
 
 SCHEMA_VERSION = 1
 
@@ -338,7 +338,7 @@ def load_profile(name_or_path: str) -> Profile:
 def parse_profile(text: str, where: str) -> Profile:
     """Check a profile's JSON text. Raises ProfileError naming the first wrong keys and their values."""
     try:
-        return Profile.model_validate_json(text)
+        return Profile.model_validate(from_text(text, where))
     except ValidationError as error:
         problems = [
             f"{'.'.join(str(part) for part in problem['loc']) or 'profile'}: {problem['msg']} (got {_short(problem['input'])})"
@@ -350,9 +350,8 @@ def parse_profile(text: str, where: str) -> Profile:
 
 def save_profile(profile: Profile, path: Path) -> None:
     """Write atomically: a stopped process leaves the old file or the new one."""
-    text = json.dumps(profile.model_dump(mode="json"), indent=1)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
+    partial.write_text(to_text(profile.model_dump(mode="json")))
     partial.replace(path)
 
 

@@ -76,18 +76,18 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _tensors_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+def tensors_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
     """Tensors in nested tuples, lists, dicts and slices, with the way to each."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, tuple | list):
         for number, item in enumerate(value):
-            yield from _tensors_in(item, (*path, number))
+            yield from tensors_in(item, (*path, number))
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _tensors_in(item, (*path, key))
+            yield from tensors_in(item, (*path, key))
     elif isinstance(value, slice):
-        yield from _tensors_in((value.start, value.stop, value.step), path)
+        yield from tensors_in((value.start, value.stop, value.step), path)
 
 
 def _rebuild_of(value: Any) -> tuple[Callable[[list[Any]], Any], list[Any]]:
@@ -179,7 +179,7 @@ class Recorder(TorchFunctionMode):
         """Arguments with every tensor replaced by a Ref."""
         if isinstance(value, Tensor):
             return Ref(self.number_of(value))
-        if isinstance(value, tuple | list | dict | slice) and next(_tensors_in(value), None) is not None:
+        if isinstance(value, tuple | list | dict | slice) and next(tensors_in(value), None) is not None:
             rebuild, items = _rebuild_of(value)
             return Nested(rebuild, tuple(self.template(item) for item in items))
         return value
@@ -194,7 +194,7 @@ class Recorder(TorchFunctionMode):
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `function` on fakes; write it down if it makes or changes a tensor."""
-        given = [tensor for _, tensor in _tensors_in((args, kwargs))]
+        given = [tensor for _, tensor in tensors_in((args, kwargs))]
         versions = [tensor._version for tensor in given]
         suspended, self._suspended = self._suspended, True
         try:
@@ -202,7 +202,7 @@ class Recorder(TorchFunctionMode):
         finally:
             self._suspended = suspended
         changed = [tensor for tensor, version in zip(given, versions, strict=True) if tensor._version != version]
-        made = list(_tensors_in(result))
+        made = list(tensors_in(result))
         setter = getattr(function, "__name__", "") == "__set__"
         if not made and not changed and not setter:
             return result
@@ -417,7 +417,7 @@ def logits_of(output: Any) -> Tensor:
     found = getattr(output, "logits", output)
     if isinstance(found, Tensor):
         return found
-    first = next((tensor for _, tensor in _tensors_in(found)), None)
+    first = next((tensor for _, tensor in tensors_in(found)), None)
     if first is None:
         raise TraceError(f"cannot take a loss of a {type(output).__name__} without a tensor; return a tensor or .logits")
     return first

@@ -1,7 +1,8 @@
 """Plotly figures from timelines and from the dictionaries that JSON results hold.
 
-Every figure keeps one trace per kind or category, however many spans it draws, and uses the colours of Okabe and Ito,
-which colour-blind readers can tell apart: a kind of task has the same colour everywhere.
+Every figure keeps one trace per kind or category, however many spans it draws. Kinds and categories have the colours of
+Okabe and Ito, the lines of memory those of Paul Tol's muted scheme, which colour-blind readers can tell apart; a kind or
+line has the same colour everywhere.
 """
 
 from __future__ import annotations
@@ -45,7 +46,19 @@ CATEGORY_COLOURS = {
     "bubble_s": ORANGE,
     "idle_s": GREY,
 }
-MEMORY_COLOURS = (BLUE, SKY, PURPLE, GREEN, YELLOW, ORANGE, VERMILION, GREY, "#882255", "#8C510A")
+MEMORY_COLOURS = {
+    "parameters": "#332288",
+    "casts": "#6699CC",
+    "gradients": "#88CCEE",
+    "optimizer_state": "#44AA99",
+    "buffers": "#117733",
+    "activations": "#DDCC77",
+    "boundary_values": "#999933",
+    "inputs": "#CC6677",
+    "communication": "#882255",
+    "context": "#CBD0D6",
+    "workspace": "#AA4499",
+}
 PREDICTED, MEASURED = BLUE, "#4a5560"
 
 ROW_PX = 19
@@ -82,7 +95,10 @@ def timeline_figure(graph: TaskGraph, timelines: Mapping[str, Timeline]) -> go.F
     panel = max(3, len(shown)) * ROW_PX
     gap = 34
     height = len(timelines) * panel + (len(timelines) - 1) * gap
-    titles = [f"<b>{html.escape(name)}</b>  {format_seconds(timeline.makespan_s)}" for name, timeline in timelines.items()]
+    part = f", ranks 0 to {shown[-1].rank} of {graph.world_size}" if len(shown) < len(ordered) else ""
+    titles = [
+        f"<b>{html.escape(name)}</b>  {format_seconds(timeline.makespan_s)}{part}" for name, timeline in timelines.items()
+    ]
     figure = make_subplots(rows=len(timelines), cols=1, shared_xaxes=True, vertical_spacing=gap / height, subplot_titles=titles)
     figure.update_annotations(x=0, xanchor="left", font={"size": 13, "color": INK})
     legend: set[str] = set()
@@ -108,13 +124,9 @@ def timeline_figure(graph: TaskGraph, timelines: Mapping[str, Timeline]) -> go.F
         tickfont={"size": 11},
         minor={"tickvals": lines, "showgrid": True, "gridcolor": "#d5dae0"},
     )
-    left_out = f"; ranks 0 to {ranks[-1]} of {graph.world_size}" if len(shown) < len(ordered) else ""
-    figure.update_xaxes(range=[0, longest_s / scale * 1.005 or 1], zeroline=False, gridcolor="#e8ebee", ticksuffix=f" {unit}")
-    figure.update_xaxes(
-        title={"text": f"from the start of the step{left_out}", "font": {"size": 12}}, row=len(timelines), col=1
-    )
-    figure.update_layout(barmode="overlay", bargap=0.12, uniformtext={"minsize": 8, "mode": "hide"})
-    return _styled(figure, height + 110, top=30)
+    figure.update_xaxes(range=[0, longest_s / scale * 1.005 or 1], zeroline=False, ticksuffix=f" {unit}")
+    figure.update_layout(barmode="overlay", uniformtext={"minsize": 9, "mode": "hide"})
+    return _styled(figure, height + 60, top=30)
 
 
 def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[str, Any] | str | None = None) -> go.Figure:
@@ -164,9 +176,9 @@ def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[s
         automargin=True,
         fixedrange=True,
     )
-    figure.update_xaxes(rangemode="tozero", gridcolor="#e8ebee", zeroline=False, ticksuffix=f" {unit}")
+    figure.update_xaxes(rangemode="tozero", zeroline=False, ticksuffix=f" {unit}")
     figure.update_layout(barmode="overlay", bargap=0.35)
-    return _styled(figure, 46 * max(2, len(results)) + 110)
+    return _styled(figure, 44 * max(2, len(results)) + 50)
 
 
 def memory_figure(memory: Sequence[Mapping[str, Any]], *, measured_bytes: Sequence[int] = ()) -> go.Figure:
@@ -178,7 +190,7 @@ def memory_figure(memory: Sequence[Mapping[str, Any]], *, measured_bytes: Sequen
     scale, unit = next(((size, name) for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if highest >= size), (1, "B"))
     ranks = [f"r{rank['rank']}" for rank in memory]
     figure = go.Figure()
-    for number, name in enumerate(names):
+    for name in names:
         values = [lines.get(name, 0) for lines in amounts]
         if not any(values):
             continue
@@ -188,7 +200,7 @@ def memory_figure(memory: Sequence[Mapping[str, Any]], *, measured_bytes: Sequen
                 name=shown,
                 x=ranks,
                 y=[value / scale for value in values],
-                marker={"color": MEMORY_COLOURS[number % len(MEMORY_COLOURS)]},
+                marker={"color": MEMORY_COLOURS.get(name, GREY)},
                 customdata=[format_bytes(value) for value in values],
                 hovertemplate=f"%{{x}} {shown}<br>%{{customdata}}<extra></extra>",
             )
@@ -226,10 +238,10 @@ def memory_figure(memory: Sequence[Mapping[str, Any]], *, measured_bytes: Sequen
         )
     elif known:
         title += f" (device limit {format_bytes(min(known))})"
-    figure.update_yaxes(title=title, gridcolor="#e8ebee", rangemode="tozero", zeroline=False, fixedrange=True)
-    figure.update_xaxes(type="category", fixedrange=True)
-    figure.update_layout(barmode="stack", bargap=0.35)
-    return _styled(figure, 400)
+    figure.update_yaxes(title=title, rangemode="tozero", zeroline=False, fixedrange=True)
+    figure.update_xaxes(type="category", fixedrange=True, showgrid=False)
+    figure.update_layout(barmode="stack", bargap=0.4 if len(ranks) > 2 else 0.65)
+    return _styled(figure, 330)
 
 
 def breakdown_figure(breakdowns: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
@@ -263,9 +275,9 @@ def breakdown_figure(breakdowns: Mapping[str, Sequence[Mapping[str, Any]]]) -> g
         fixedrange=True,
         tickfont={"size": 11},
     )
-    figure.update_xaxes(gridcolor="#e8ebee", zeroline=False, ticksuffix=f" {unit}")
+    figure.update_xaxes(zeroline=False, ticksuffix=f" {unit}")
     figure.update_layout(barmode="stack", bargap=0.3, legend={"traceorder": "normal"})
-    return _styled(figure, max(400, 26 * len(rows) + 120))
+    return _styled(figure, 34 * max(2, len(rows)) + 50)
 
 
 def kinds_figure(comparison: Mapping[str, Any]) -> go.Figure:
@@ -289,9 +301,9 @@ def kinds_figure(comparison: Mapping[str, Any]) -> go.Figure:
             )
         )
     figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True)
-    figure.update_xaxes(gridcolor="#e8ebee", zeroline=False, ticksuffix=f" {unit}", rangemode="tozero")
+    figure.update_xaxes(zeroline=False, ticksuffix=f" {unit}", rangemode="tozero")
     figure.update_layout(barmode="group", bargap=0.3, bargroupgap=0.05)
-    return _styled(figure, 48 * max(2, len(kinds)) + 110)
+    return _styled(figure, 46 * max(2, len(kinds)) + 50)
 
 
 def errors_figure(runs: Sequence[tuple[str, str, Mapping[str, Any]]]) -> go.Figure:
@@ -344,22 +356,25 @@ def errors_figure(runs: Sequence[tuple[str, str, Mapping[str, Any]]]) -> go.Figu
         showgrid=False,
         zeroline=False,
     )
-    figure.update_xaxes(zeroline=True, zerolinecolor=INK, zerolinewidth=1.5, gridcolor="#e8ebee", ticksuffix="%")
-    return _styled(figure, 46 * max(2, len(defined)) + 110)
+    figure.update_xaxes(zeroline=True, zerolinecolor=INK, zerolinewidth=1.5, zerolinelayer="above traces", ticksuffix="%")
+    return _styled(figure, 44 * max(2, len(defined)) + 50)
 
 
 def _bars(graph: TaskGraph, timeline: Timeline, row: Mapping[str, int]) -> list[Bar]:
-    """One bar per span; row -1 where the resource is not shown."""
+    """One bar per span; row -1 where the resource is not shown. Labelled by microbatch, or by component if there is one."""
     bars = []
+    several = len({task.origin.microbatch for task in graph.tasks} - {None}) > 1
     for span in timeline:
         task = graph.tasks[span.task]
         size = getattr(task.work, "size_bytes", None)
         facts = [html.escape(task_label(task)), format_seconds(span.duration_s)]
         facts += [] if size is None else [format_bytes(size)]
         facts.append(f"from {format_seconds(span.start_s)}, on {html.escape(span.resource)}")
-        microbatch = task.origin.microbatch
-        label = "" if microbatch is None else str(microbatch)
-        bars.append(Bar(row.get(span.resource, -1), kind_of(task.work), span.start_s, span.end_s, "<br>".join(facts), label))
+        origin = task.origin
+        label = origin.microbatch if several else origin.component if origin.bucket is None else origin.bucket
+        bars.append(
+            Bar(row.get(span.resource, -1), kind_of(task.work), span.start_s, span.end_s, "<br>".join(facts), _text(label))
+        )
     return bars
 
 
@@ -393,12 +408,13 @@ def _gantt_trace(kind: str, bars: Sequence[Bar], scale: float, in_legend: bool, 
         y=[bar.row for bar in bars],
         base=[bar.start_s / scale for bar in bars],
         x=[(bar.end_s - bar.start_s) / scale for bar in bars],
+        width=0.86,
         marker={"color": KIND_COLOURS.get(kind, GREY), "line": {"width": 0.5 if labelled else 0, "color": "white"}},
         text=[bar.label for bar in bars] if labelled else None,
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
-        constraintext="none",
+        constraintext="inside",
         customdata=[bar.hover for bar in bars],
         hovertemplate="%{customdata}<extra></extra>",
     )
@@ -414,8 +430,12 @@ def _row_name(resource: Resource) -> str:
     return html.escape(f"r{resource.rank} {stream}")
 
 
+def _text(value: object) -> str:
+    return "" if value is None else html.escape(str(value))
+
+
 def _two_lines(first: str, second: str) -> str:
-    return f"{html.escape(first)}<br><sub>{html.escape(second)}</sub>"
+    return f'{html.escape(first)}<br><span style="font-size:11px">{html.escape(second)}</span>'
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:
@@ -424,19 +444,16 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 
 
 def _styled(figure: go.Figure, height: int, *, top: int = 12) -> go.Figure:
+    """Common look; `height` in pixels is that of the plot with its axes, the legend apart."""
+    figure.update_xaxes(gridcolor="#e8ebee", automargin=True)
+    figure.update_yaxes(gridcolor="#e8ebee", automargin=True)
     figure.update_layout(
         template=go.layout.Template(),
         height=height,
-        margin={"l": 8, "r": 24, "t": top, "b": 40},
+        margin={"l": 8, "r": 24, "t": top, "b": 30},
         font={"family": FONT, "size": 12, "color": INK},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="#fbfcfd",
         hoverlabel={"bgcolor": "white", "bordercolor": "#9aa5b1", "align": "left", "font": {"family": FONT, "size": 12}},
-        legend_orientation="h",
-        legend_yref="container",
-        legend_y=0,
-        legend_yanchor="bottom",
-        legend_x=0,
-        legend_xanchor="left",
     )
     return figure

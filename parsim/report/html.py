@@ -166,8 +166,8 @@ def _run(run: ReportRun, drawn: list[go.Figure], *, opened: bool) -> str:
     parts.append("<h4>Timeline of one step</h4>")
     if run.graph is not None and timelines:
         caption = (
-            "A row per rank and stream; the number in a bar is its microbatch. Hover for the component, drag to zoom in, "
-            "double-click to zoom out."
+            "A row per rank and stream, time from the start of the step; bars are labelled with their microbatch or "
+            "component. Point at one for more, drag to zoom in, double-click to zoom out."
         )
         parts.append(_figure(drawn, figures.timeline_figure(run.graph, timelines), caption))
     else:
@@ -197,7 +197,8 @@ def _run(run: ReportRun, drawn: list[go.Figure], *, opened: bool) -> str:
         caption = "Seconds per step, summed over the tasks of a kind; beside the bars the error of the sum."
         parts.append(_figure(drawn, figures.kinds_figure(run.comparison), caption))
         parts.append(_table(tables.kind_table(run.comparison, title="")))
-        parts.append("<h4>Tasks furthest off</h4>" + _table(tables.largest_errors_table(run.comparison, title="")))
+        furthest = _table(tables.largest_errors_table(run.comparison, title=""))
+        parts.append(f'<details class="inner"><summary>Tasks furthest off</summary>{furthest}</details>')
     return "".join(parts) + "</details>"
 
 
@@ -222,13 +223,13 @@ def _absent(reason: str) -> str:
 
 
 def _table(table: tables.ReportTable) -> str:
-    """On a phone every row becomes a card; `data-label` then names its cells."""
-    head = "".join(f'<th scope="col"{_cell_class(column)}>{html.escape(column.name)}</th>' for column in table.columns)
+    """On a phone every row becomes a card: its first text the heading, `data-label` the name of every other."""
+    head = "".join(f'<th scope="col"{_classes(column)}>{html.escape(column.name)}</th>' for column in table.columns)
     rows = []
     for number, row in enumerate(table.rows):
         cells = "".join(
-            f'<td{_cell_class(column)} data-label="{html.escape(column.name)}">{_cell(text)}</td>'
-            for column, text in zip(table.columns, row, strict=True)
+            f'<td{_classes(column, text, place)} data-label="{html.escape(column.name)}">{_cell(text)}</td>'
+            for place, (column, text) in enumerate(zip(table.columns, row, strict=True))
         )
         mark = ' class="chosen"' if number in table.emphasised else ""
         rows.append(f"<tr{mark}>{cells}</tr>")
@@ -238,8 +239,9 @@ def _table(table: tables.ReportTable) -> str:
     )
 
 
-def _cell_class(column: tables.Column) -> str:
-    names = [name for name, holds in (("number", column.numeric), ("wraps", column.wraps)) if holds]
+def _classes(column: tables.Column, text: str = "", place: int | None = None) -> str:
+    flags = {"number": column.numeric, "wraps": column.wraps, "head": place == 0, "long": len(text) > 16}
+    names = [name for name, holds in flags.items() if holds]
     return f' class="{" ".join(names)}"' if names else ""
 
 
@@ -248,11 +250,35 @@ def _cell(text: str) -> str:
 
 
 def _figure(drawn: list[go.Figure], figure: go.Figure, caption: str) -> str:
-    """A place for the figure, as high as it will be, so that the page does not jump while figures are drawn."""
+    """A place for the figure, as high as it will be, so that the page does not jump while figures are drawn.
+
+    The legend is made of buttons outside the plot: it wraps on a phone, and hides and shows traces.
+    """
+    figure.update_layout(showlegend=False)
     drawn.append(figure)
     number, height = len(drawn) - 1, figure.layout.height
     text = html.escape(caption)
+    entries = {trace.name: _swatch(trace) for trace in figure.data}
+    buttons = "".join(
+        f'<button type="button" aria-pressed="true" data-trace="{html.escape(name)}">{swatch}{html.escape(name)}</button>'
+        for name, swatch in entries.items()
+    )
     return (
-        f'<figure><div class="plot" data-figure="{number}" style="height:{height}px" role="img" aria-label="{text}"></div>'
+        f'<figure><div class="legend">{buttons}</div>'
+        f'<div class="plot" data-figure="{number}" style="height:{height}px" role="img" aria-label="{text}"></div>'
         f"<figcaption>{text}</figcaption></figure>"
     )
+
+
+def _swatch(trace: Any) -> str:
+    """The mark of a trace in its legend: a square, a hatched square, a dot, a diamond or a dash."""
+    marker = trace.marker
+    if trace.type == "bar":
+        hatched = marker.pattern.shape == "/"
+        stripes = f"repeating-linear-gradient(135deg, {marker.pattern.fgcolor} 0 2px, {marker.color} 2px 5px)"
+        return f'<i style="background:{stripes if hatched else marker.color}"></i>'
+    if marker.symbol == "line-ew":
+        return f'<i class="dash" style="border-color:{marker.line.color}"></i>'
+    shape = "diamond" if marker.symbol == "diamond" else "dot"
+    border = marker.line.color or marker.color
+    return f'<i class="{shape}" style="background:{marker.color};border:2px solid {border}"></i>'

@@ -26,8 +26,8 @@ a:hover, a:focus-visible { text-decoration: underline; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 600; color: var(--soft); font-size: 12.5px; border-bottom: 2px solid var(--line);
-  padding: 6px 10px 6px 0; white-space: nowrap; vertical-align: bottom; }
-td { padding: 7px 10px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top; white-space: nowrap; }
+  padding: 6px 14px 6px 0; white-space: nowrap; vertical-align: bottom; }
+td { padding: 7px 14px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top; white-space: nowrap; }
 td.wraps { white-space: normal; min-width: 170px; overflow-wrap: anywhere; }
 th.number, td.number { text-align: right; }
 tr.chosen td { background: #eaf4fb; font-weight: 600; }
@@ -37,6 +37,16 @@ tr.chosen td.wraps { font-weight: 400; }
 details { border-top: 1px solid var(--line); margin-top: 18px; padding-top: 4px; }
 summary { cursor: pointer; padding: 10px 0; font-size: 15px; }
 summary span { color: var(--soft); margin-left: 6px; }
+details.inner { margin-top: 8px; }
+details.inner summary { font-size: 14px; font-weight: 600; }
+.legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 2px 0 4px; }
+.legend button { display: inline-flex; align-items: center; gap: 6px; border: 0; background: none; padding: 3px 0; margin: 0;
+  font: inherit; font-size: 13px; color: var(--ink); cursor: pointer; }
+.legend button[aria-pressed=false] { opacity: 0.4; text-decoration: line-through; }
+.legend i { width: 13px; height: 13px; flex: none; border-radius: 2px; }
+.legend i.dot { border-radius: 50%; width: 11px; height: 11px; }
+.legend i.diamond { transform: rotate(45deg); width: 11px; height: 11px; border-radius: 1px; }
+.legend i.dash { width: 18px; height: 0; border-top: 2px dotted; border-radius: 0; }
 figure { margin: 4px 0 10px; }
 .plot { width: 100%; }
 figcaption { color: var(--soft); font-size: 12.5px; }
@@ -51,14 +61,16 @@ figcaption { color: var(--soft); font-size: 12.5px; }
   nav { flex-direction: column; }
   summary span { display: block; margin-left: 16px; }
   thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
-  table, tbody, tr, td { display: block; width: 100%; }
-  tr { border: 1px solid var(--line); border-radius: 8px; padding: 6px 12px; margin: 8px 0; }
+  table, tbody { display: block; width: 100%; }
+  tr { display: grid; grid-template-columns: repeat(3, minmax(0, 1fr)); gap: 4px 12px; border: 1px solid var(--line);
+    border-radius: 8px; padding: 9px 12px; margin: 8px 0; }
   tr.chosen { background: #eaf4fb; border-color: #b5d8ee; }
-  td, th.number, td.number, td.wraps { display: flex; justify-content: space-between; gap: 16px; text-align: right;
-    padding: 3px 0; border: 0; white-space: normal; min-width: 0; }
-  td.wraps { display: block; text-align: left; }
-  td::before { content: attr(data-label); color: var(--soft); font-weight: 400; text-align: left; flex: none; }
-  td.wraps::before { display: block; }
+  tr.chosen td { background: none; }
+  td, td.number, td.wraps { display: block; padding: 0; border: 0; text-align: left; white-space: normal; min-width: 0; }
+  td::before { content: attr(data-label); display: block; color: var(--soft); font-weight: 400; font-size: 11.5px; }
+  td.head { grid-column: 1 / -1; font-weight: 600; font-size: 15px; }
+  td.head::before { display: none; }
+  td.wraps, td.long { grid-column: 1 / -1; }
 }
 @media print { body { background: white; } header, section { border: 0; break-inside: avoid; } }
 """
@@ -80,6 +92,13 @@ PAGE_SCRIPT = """
     Plotly.newPlot(place, figure.data, figure.layout, narrow ? {...config, displayModeBar: false} : config)
       .then(() => window.setTimeout(next, 0));
   }
+  document.querySelectorAll(".legend button").forEach((button) => button.addEventListener("click", () => {
+    const plot = button.closest("figure").querySelector(".plot");
+    const shown = button.getAttribute("aria-pressed") !== "true";
+    const numbers = plot.data.flatMap((trace, number) => trace.name === button.dataset.trace ? [number] : []);
+    Plotly.restyle(plot, {visible: shown}, numbers);
+    button.setAttribute("aria-pressed", String(shown));
+  }));
   document.querySelectorAll("details").forEach((details) => details.addEventListener("toggle", () => { if (!busy) next(); }));
   next();
 })();

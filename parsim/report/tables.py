@@ -80,9 +80,16 @@ def strategy_table(
                 "; ".join(filter(None, [str(result.get("reason", "")), *map(str, result.get("warnings", ()))])) or NOTHING,
             )
         )
-    notes = ["comm.: communication that no computation hides, share of the step; peak memory: of the fullest rank"]
-    if mark is not None:
-        notes.insert(0, "> the choice")
+    notes = ["> the choice"] if mark is not None else []
+    notes.append("comm.: communication that no computation hides, share of the step; peak memory: of the fullest rank")
+    sources = {
+        str(result["strategy"]): sources_text(result["cost_sources"]) for result in results if result.get("cost_sources")
+    }
+    if len(set(sources.values())) == 1:
+        notes.append(f"costs, by share of the task seconds: {next(iter(sources.values()))}")
+    elif sources:
+        each = "; ".join(f"{strategy} {text}" for strategy, text in sources.items())
+        notes.append(f"costs, by share of the task seconds: {each}")
     return ReportTable(
         title=title, columns=columns, rows=tuple(rows), emphasised=() if mark is None else (mark,), notes=tuple(notes)
     )
@@ -173,7 +180,7 @@ def largest_errors_table(comparison: Mapping[str, Any], *, title: str = "Tasks f
         (
             str(row["task"]),
             row["kind"],
-            " ".join(f"{name} {value}" if name != "component" else str(value) for name, value in row["origin"].items()),
+            _origin_text(row["origin"]),
             ",".join(map(str, row["ranks"])),
             format_seconds(row["predicted"]),
             format_seconds(row["measured"]),
@@ -345,6 +352,12 @@ def plan_text(plan: object) -> str:
     return f"{axes} mb={microbatches}x{plan['global_batch'] // (replicas * microbatches)}{order}"
 
 
+def sources_text(sources: Mapping[str, float]) -> str:
+    """`measured 92%, fitted 8%`, the largest share first."""
+    ranked = sorted(sources.items(), key=lambda item: -item[1])
+    return ", ".join(f"{source} {100 * share:.0f}%" for source, share in ranked if share > 0)
+
+
 def interval_texts(interval: Mapping[str, float]) -> tuple[str, str]:
     """("812 ms", "790–840 ms") of {"median", "p05", "p95"} in seconds; a unit that both ends share is written once."""
     low, high = format_seconds(interval["p05"]), format_seconds(interval["p95"])
@@ -361,6 +374,12 @@ def format_rate(per_second: float) -> str:
 def format_error(error: float | None) -> str:
     """A relative error with its sign: +4.2%; n/a where it is not defined."""
     return "n/a" if error is None else f"{'+' if error >= 0 else '-'}{format_percent(abs(error))}"
+
+
+def _origin_text(origin: Mapping[str, Any]) -> str:
+    """`layer1.0, microbatch 2, replica 0, stage 1`."""
+    named = [str(origin[key]) for key in ("component", "value") if key in origin]
+    return ", ".join(named + [f"{key} {origin[key]}" for key in ("bucket", "microbatch", "replica", "stage") if key in origin])
 
 
 def _percent_or_nothing(fraction: float | None) -> str:

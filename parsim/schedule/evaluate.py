@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from parsim.analyze.bounds import lower_bound_s
 from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
@@ -88,6 +89,11 @@ def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: i
         lower_bound_s=lower_bound_s(graph, medians),
     )
     return Evaluation(result=result, graph=graph, estimates=estimates, timeline=timeline, memory=memory, breakdown=tuple(parts))
+
+
+def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArray[np.float64]:
+    """float64 [samples, tasks]: the draws the interval of `evaluate` was made of."""
+    return sample_durations_s(evaluation.estimates, samples, SEED)
 
 
 def _sources(estimates: Sequence[Estimate]) -> dict[str, float]:

@@ -25,13 +25,13 @@ from parsim.costs.estimate import OverlapFactors
 from parsim.graph.task import COMPUTE
 from parsim.graph.taskgraph import TaskGraph
 from parsim.simulate.boundary import checked_durations_s, checked_factors, simulated_timeline
-from parsim.simulate.compile import resource_table
+from parsim.simulate.compile import CompiledGraph, resource_table
 from parsim.simulate.deadlock import stuck_error
 from parsim.timeline import Timeline
 from parsim.work import is_communication
 
 
-def simulate(graph: TaskGraph, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> Timeline:
+def simulate(graph: TaskGraph | CompiledGraph, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> Timeline:
     """The Timeline of one step that starts at 0 with every resource free.
 
     Args:
@@ -42,6 +42,8 @@ def simulate(graph: TaskGraph, durations_s: ArrayLike, *, overlap: OverlapFactor
         GraphError: a cycle of dependencies; durations of the wrong shape, negative or not finite; factors below 1.
         DeadlockError: issue orders that wait for one another.
     """
+    if isinstance(graph, CompiledGraph):
+        graph = graph.graph
     durations = checked_durations_s(graph, durations_s, dimensions=1).tolist()
     run = _Run(graph, durations, checked_factors(overlap))
     run.environment.run()

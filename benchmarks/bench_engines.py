@@ -1,0 +1,113 @@
+"""Tasks per second of both engines on a pipeline-with-replicas graph. Prints, asserts nothing.
+
+    python benchmarks/bench_engines.py [--tasks 100000] [--samples 100]
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from parsim.analyze.breakdown import breakdown
+from parsim.costs.estimate import OverlapFactors
+from parsim.graph.task import COMPUTE, Origin, Resource, Task
+from parsim.graph.taskgraph import TaskGraph
+from parsim.simulate import dynamic, static
+from parsim.simulate.compile import compile_graph
+from parsim.work import Collective, Compute, Phase
+
+RANKS = 8
+OVERLAP = OverlapFactors(compute=1.2, communication=1.3)
+
+
+def data_parallel_graph(tasks: int) -> TaskGraph:
+    """Chains of computation on 8 ranks; after every fourth layer an all_reduce that the next chain does not wait for."""
+    made: list[Task] = []
+    layer = 0
+    while len(made) < tasks:
+        for rank in range(RANKS):
+            work = Compute(component=f"layer{layer}", phase=Phase.BACKWARD, samples=1)
+            needs = (len(made) - RANKS - (layer % 4 == 0),) if layer else ()
+            made.append(
+                Task(
+                    index=len(made),
+                    work=work,
+                    resources=(Resource(rank, COMPUTE),),
+                    dependencies=needs,
+                    origin=Origin(stage=0),
+                )
+            )
+        layer += 1
+        if layer % 4 == 0:
+            made.append(
+                Task(
+                    index=len(made),
+                    work=Collective(operation="all_reduce", group=tuple(range(RANKS)), size_bytes=1 << 20),
+                    resources=tuple(Resource(rank, "dp") for rank in range(RANKS)),
+                    dependencies=tuple(range(len(made) - RANKS, len(made))),
+                    origin=Origin(stage=0),
+                )
+            )
+    return TaskGraph(tasks=tuple(made), world_size=RANKS)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """The best of three runs."""
+    best = float("inf")
+    for _ in range(3):
+        begun = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - begun)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tasks", type=int, default=100_000)
+    parser.add_argument("--samples", type=int, default=100)
+    arguments = parser.parse_args()
+    graph = data_parallel_graph(arguments.tasks)
+    n = len(graph.tasks)
+    rng = np.random.default_rng(0)
+    durations = rng.uniform(1e-4, 1e-3, n)
+    rows = durations * np.exp(0.05 * rng.standard_normal((arguments.samples, n)))
+    compiled = compile_graph(graph)
+    few = data_parallel_graph(min(arguments.tasks, 10_000))
+    few_durations = durations[: len(few.tasks)]
+    static.makespans_s(compiled, rows[:1])
+    static.makespans_s(compiled, rows[:1], overlap=OVERLAP)
+    timeline = static.simulate(compiled, durations)
+    results = {
+        "compile": (n, seconds(lambda: compile_graph(graph))),
+        "static, one timeline": (n, seconds(lambda: static.simulate(compiled, durations))),
+        f"static, {arguments.samples} samples": (rows.size, seconds(lambda: static.makespans_s(compiled, rows))),
+        f"static, {arguments.samples} samples, overlap": (
+            rows.size,
+            seconds(lambda: static.makespans_s(compiled, rows, overlap=OVERLAP)),
+        ),
+        "dynamic": (len(few.tasks), seconds(lambda: dynamic.simulate(few, few_durations))),
+        "dynamic, overlap": (len(few.tasks), seconds(lambda: dynamic.simulate(few, few_durations, overlap=OVERLAP))),
+        "breakdown": (n, seconds(lambda: breakdown(compiled, timeline))),
+    }
+    print(f"{platform.node()}: {processor_name()}, Python {platform.python_version()}, {n} tasks on {RANKS} ranks")
+    for name, (count, elapsed) in results.items():
+        print(f"{name:32s} {count / elapsed / 1e6:9.3f} M tasks/s   {1e3 * elapsed:9.2f} ms")
+
+
+def processor_name() -> str:
+    """From the kernel where it says, else from Python."""
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""From raw measurements to a profile: medians, spreads, drift, fits. Pure: no clock, no files, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibration.fit_collectives import fit_regimes
+from calibration.request import CalibrationRequest
+from parsim.graph.taskgraph import parse_work
+from parsim.hardware.profile import (
+    CollectivePoint,
+    Communication,
+    ComponentPoint,
+    Compute,
+    DeviceEntry,
+    DeviceTypeEntry,
+    HostOverhead,
+    Noise,
+    OptimizerPoint,
+    Overlap,
+    Profile,
+    Provenance,
+    Sourced,
+    SourceEntry,
+)
+from parsim.model.model import Model
+from parsim.units import KIB
+from parsim.work import Compute as ComputeWork
+from parsim.work import OptimizerStep
+
+FloatArray = NDArray[np.float64]
+MIN_DRIFT_SIGMA = 0.01
+
+SOURCES: Mapping[str, tuple[str, str]] = {
+    "steps": (
+        "measurement",
+        "whole training steps of the executor over the one-rank plan, rounds interleaved over models, batches and numbers of "
+        "active ranks; medians over repeats and ranks, spread of one repeat after the drift of its step is taken out",
+    ),
+    "optimizer_steps": (
+        "measurement",
+        "optimizer step and zeroing of the flat gradients, over halves and the whole of a model, right after training steps",
+    ),
+    "collectives": (
+        "measurement",
+        "blocking calls on the executor's communication stream after a computation, all_reduce three in a row; from the last "
+        "rank's readiness to the last rank's end",
+    ),
+    "collective_fit": ("derived", "piecewise alpha-beta through the points of `collectives`"),
+    "overlap": ("measurement", "training steps beside all_reduces, over the same alone; median over models and sizes"),
+    "drift": ("derived", "robust spread of the rounds' total times around their median, over all cases"),
+    "host": ("measurement", "gaps between the tasks of a step, and what else a step takes; medians"),
+    "matmul": ("measurement", "square matrix product with every rank busy, best of a few"),
+    "copy": ("measurement", "copy between two 64 MiB arrays with every rank busy, bytes read plus written, best of a few"),
+    "memory": ("measurement", "physical memory (or the control group's limit) divided by the ranks of this machine"),
+    "memory_gpu": ("measurement", "total memory as the driver reports it"),
+    "context": ("measurement", "memory in use after importing torch and joining the process group, before the first model"),
+}
+
+
+def build_profile(
+    raw: Mapping[str, Any], request: CalibrationRequest, models: Sequence[Model], *, created: str, command: str, name: str
+) -> Profile:
+    """The profile of the machine `raw` was measured on (see `calibration.__main__` for its keys)."""
+    facts = raw["ranks"][0]["device"]
+    kind, device_type = request.device, "cpu-core" if request.device == "cpu" else facts["name"]
+    environment = raw["environment"]
+    memory_source = "memory" if kind == "cpu" else "memory_gpu"
+    entry = DeviceTypeEntry(
+        kind="cpu" if kind == "cpu" else "cuda",
+        memory_bytes=Sourced(value=facts["memory_bytes"], source=memory_source),
+        memory_bandwidth_bytes_per_s=Sourced(value=_over_ranks(raw, "copy_bytes_per_s"), source="copy"),
+        context_bytes=Sourced(value=_over_ranks(raw, "context_bytes"), source="context"),
+        peak_flop_per_s={request.precision: Sourced(value=_over_ranks(raw, "peak_flop_per_s"), source="matmul")},
+    )
+    points = collective_points(raw["collectives"])
+    return Profile(
+        schema_version=1,
+        name=name,
+        description=f"{environment['processor']}, {environment['cores']} cores, measured with {request.nproc} ranks",
+        provenance=Provenance(
+            created=created,
+            command=command,
+            machine=f"{environment['processor']}, {environment['cores']} cores, {environment['system']}",
+            versions=environment["versions"],
+        ),
+        sources={key: SourceEntry(kind=kind, text=text) for key, (kind, text) in SOURCES.items()},  # type: ignore[arg-type]
+        device_types={device_type: entry},
+        devices=[DeviceEntry(index=rank, type=device_type) for rank in range(request.nproc)],
+        communication=Communication(
+            backend="gloo" if kind == "cpu" else "nccl",
+            uses_cores=kind == "cpu",
+            points=points,
+            fits=fit_regimes(points, source="collective_fit") if points else [],
+        ),
+        compute=Compute(
+            components=component_points(raw, request, models, device_type),
+            optimizers=optimizer_points(raw, request, device_type),
+        ),
+        overlap=overlap_factors(raw["overlap"]),
+        noise=Noise(drift_sigma=drift_sigma(raw), source="drift"),
+        host=host_overhead(raw),
+    )
+
+
+def _over_ranks(raw: Mapping[str, Any], key: str) -> float:
+    return float(np.median([rank["device"][key] for rank in raw["ranks"]]))
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def robust_sigma(values: Sequence[float] | FloatArray) -> float:
+    """Relative standard deviation by the median absolute deviation (1.4826 MAD / median); 0 for fewer than 3 values."""
+    array = np.asarray(values, dtype=np.float64)
+    centre = float(np.median(array))
+    if len(array) < 3 or centre <= 0:
+        return 0.0
+    return float(1.4826 * np.median(np.abs(array - centre)) / centre)
+
+
+# --- components -------------------------------------------------------------------------------------------------------
+
+
+def _tables(raw: Mapping[str, Any]) -> dict[tuple[int, int, int], FloatArray]:
+    """Seconds [repeat, task] of every (model, samples, ranks active), over all rounds and ranks."""
+    rows: dict[tuple[int, int, int], list[list[float]]] = {}
+    for rank in raw["ranks"]:
+        for sweep in rank["sweeps"]:
+            rows.setdefault((sweep["model"], sweep["samples"], sweep["ranks_active"]), []).append(sweep["seconds"])
+    return {key: np.array(table, dtype=np.float64) for key, table in rows.items()}
+
+
+def typical_step(table: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Typical seconds of each task, and its relative spread in a single repeat.
+
+    Args:
+        table: seconds [repeat, task] of one step program.
+
+    Each task's median is scaled by a common factor, so that the tasks add up to the median step: medians of skewed times
+    add up to less. The spread is taken after dividing out how slow its repeat was as a whole, which is drift, not noise of
+    the task.
+    """
+    medians = np.median(table, axis=0)
+    totals = table.sum(axis=1)
+    scale = float(np.median(totals) / medians.sum())
+    steady = table * (np.median(totals) / totals)[:, None]
+    spread = np.array([robust_sigma(column) for column in steady.T])
+    return medians * scale, spread
+
+
+def component_points(
+    raw: Mapping[str, Any], request: CalibrationRequest, models: Sequence[Model], device_type: str
+) -> list[ComponentPoint]:
+    """One point per component instance, phase, samples and number of active ranks."""
+    works = {(case["model"], case["samples"]): [parse_work(text) for text in case["tasks"]] for case in raw["cases"]}
+    points = []
+    for (number, samples, active), table in sorted(_tables(raw).items()):
+        model = models[number]
+        seconds, spread = typical_step(table)
+        for place, work in enumerate(works[number, samples]):
+            if isinstance(work, ComputeWork) and seconds[place] > 0:
+                points.append(
+                    ComponentPoint(
+                        fingerprint=model.component(work.component).fingerprint,
+                        model=model.name,
+                        component=work.component,
+                        phase=work.phase.value,  # type: ignore[arg-type]
+                        samples=samples,
+                        device_type=device_type,
+                        precision=request.precision,
+                        ranks_active=active,
+                        seconds=float(seconds[place]),
+                        spread=float(spread[place]),
+                        repeats=len(table),
+                        source="steps",
+                    )
+                )
+    return points
+
+
+def optimizer_points(raw: Mapping[str, Any], request: CalibrationRequest, device_type: str) -> list[OptimizerPoint]:
+    """Whole-model steps as they occurred in training steps, and the separate ones over parts of models."""
+    found: dict[tuple[str, int, int, int], list[float]] = {}
+    inside: set[tuple[str, int, int, int]] = set()
+    works = {(case["model"], case["samples"]): [parse_work(text) for text in case["tasks"]] for case in raw["cases"]}
+    for (number, samples, active), table in _tables(raw).items():
+        for place, work in enumerate(works[number, samples]):
+            if isinstance(work, OptimizerStep):
+                key = (request.optimizers[0], work.elements, work.tensors, active)
+                found.setdefault(key, []).extend(table[:, place].tolist())
+                inside.add(key)
+    for rank in raw["ranks"]:
+        for step in rank["optimizers"]:
+            key = (step["optimizer"], step["elements"], step["tensors"], step["ranks_active"])
+            if key not in inside:
+                found.setdefault(key, []).append(step["seconds"])
+    return [
+        OptimizerPoint(
+            optimizer=optimizer,
+            elements=elements,
+            tensors=tensors,
+            device_type=device_type,
+            ranks_active=active,
+            seconds=float(np.median(seconds)),
+            spread=robust_sigma(seconds),
+            repeats=len(seconds),
+            source="steps" if (optimizer, elements, tensors, active) in inside else "optimizer_steps",
+        )
+        for (optimizer, elements, tensors, active), seconds in sorted(found.items())
+    ]
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+def drift_sigma(raw: Mapping[str, Any]) -> float:
+    """Relative spread of a round: the mean over cases of (its median step in the round / its median step over all rounds).
+
+    Leaves out drifts slower than the calibration itself.
+    """
+    totals: dict[tuple[int, int, int], dict[int, list[float]]] = {}
+    for rank in raw["ranks"]:
+        for sweep in rank["sweeps"]:
+            case = (sweep["model"], sweep["samples"], sweep["ranks_active"])
+            totals.setdefault(case, {}).setdefault(sweep["round"], []).append(sum(sweep["seconds"]))
+    relative: dict[int, list[float]] = {}
+    for rounds in totals.values():
+        medians = {number: float(np.median(values)) for number, values in rounds.items()}
+        usual = float(np.median(list(medians.values())))
+        for number, value in medians.items():
+            relative.setdefault(number, []).append(value / usual)
+    means = [float(np.mean(values)) for values in relative.values()]
+    return max(MIN_DRIFT_SIGMA, robust_sigma(means))
+
+
+def host_overhead(raw: Mapping[str, Any]) -> HostOverhead:
+    sweeps = [sweep for rank in raw["ranks"] for sweep in rank["sweeps"]]
+    return HostOverhead(
+        task_s=float(np.median([sweep["gap_s"] for sweep in sweeps])),
+        step_s=float(np.median([sweep["rest_s"] for sweep in sweeps])),
+        source="host",
+    )
+
+
+def overlap_factors(entries: Sequence[Mapping[str, Any]]) -> Overlap | None:
+    """Medians over models, sizes and ranks, at least 1; None if nothing ran side by side (one rank)."""
+    computing = [factor for entry in entries for factor in entry["computation"] if factor is not None]
+    communicating = [entry["communication"] for entry in entries if entry["communication"] is not None]
+    if not computing and not communicating:
+        return None
+    return Overlap(
+        compute_factor=max(1.0, float(np.median(computing))) if computing else 1.0,
+        communication_factor=max(1.0, float(np.median(communicating))) if communicating else 1.0,
+        source="overlap",
+    )
+
+
+def collective_points(entries: Sequence[Mapping[str, Any]]) -> list[CollectivePoint]:
+    """Median over repeats and places in the chain, by operation, group and size; sorted."""
+    points = []
+    for entry in sorted(entries, key=lambda entry: (entry["operation"], entry["group"], entry["size_bytes"])):
+        seconds = [value for repeat in entry["seconds"] for value in repeat]
+        points.append(
+            CollectivePoint(
+                operation=entry["operation"],
+                group=entry["group"],
+                size_bytes=entry["size_bytes"],
+                seconds=max(float(np.median(seconds)), 1e-9),
+                spread=robust_sigma(seconds),
+                repeats=len(seconds),
+                source="collectives",
+            )
+        )
+    return points
+
+
+def all_reduce_sizes(models: Sequence[Model], sizes_bytes: Sequence[int], element_bytes: int) -> tuple[int, ...]:
+    """The sizes asked for, and the gradients of each model as one bucket where they lie within or a little above them."""
+    whole = {model.parameter_count * element_bytes for model in models}
+    return tuple(sorted({*sizes_bytes, *(size for size in whole if KIB <= size <= 2 * max(sizes_bytes))}))

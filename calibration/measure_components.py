@@ -1,0 +1,217 @@
+"""Seconds of every component, forward and backward, and of the optimizer, taken inside whole training steps of the executor.
+
+Each rank runs the one-rank plan of each model and local batch through the executor's own interpreter, so that caches,
+allocator and interpreter are in the state of real training. Visits to (model, batch, active ranks) are interleaved in
+rounds, so that a drift of the machine falls on all of them and is seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from calibration.measure_collectives import make_streams
+from calibration.request import CalibrationRequest
+from parsim.execute.optimizer import flat_gradients, make_optimizer
+from parsim.execute.runtime import RankProgram
+from parsim.execute.stage import StageReplica
+from parsim.execute.streams import Streams, TaskTime
+from parsim.graph.layout import Layout
+from parsim.graph.lower import lower
+from parsim.graph.task import COMPUTE
+from parsim.graph.taskgraph import TaskGraph
+from parsim.model.model import Model
+from parsim.model.spec import ModelSpec, example_batch
+from parsim.plan.mesh import Mesh
+from parsim.plan.plan import Plan, Stage
+
+WARM_STEPS, KEPT_STEPS = 1, 2
+LEARNING_RATE = 1e-5
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(kw_only=True)
+class Case:
+    """One model at one local batch on this rank, ready to train step after step.
+
+    Attributes:
+        number: of the model in the request. graph: of the one-rank plan.
+    """
+
+    number: int
+    samples: int
+    graph: TaskGraph
+    program: RankProgram
+    stage: StageReplica
+    streams: Streams
+    batch: Mapping[str, Tensor]
+
+    def step(self) -> tuple[list[TaskTime], float]:
+        """Times of the tasks, and the wall seconds of the whole step."""
+        start_s = time.perf_counter()
+        _, times = self.program.step(lambda _: self.batch)
+        return times, time.perf_counter() - start_s
+
+
+def one_rank_plan(model: Model, samples: int) -> Plan:
+    stage = Stage(components=tuple(component.name for component in model.components), ranks=(0,))
+    return Plan(strategy="single", mesh=Mesh(), stages=(stage,), global_batch=samples)
+
+
+def make_case(
+    number: int, spec: ModelSpec, model: Model, samples: int, request: CalibrationRequest, device: torch.device
+) -> Case:
+    """Build and record the model as the executor would for rank 0 of the one-rank plan."""
+    plan, dtype = one_rank_plan(model, samples), DTYPES[request.precision]
+    stage = StageReplica(
+        spec,
+        Layout(plan, model),
+        0,
+        optimizer=request.optimizers[0],
+        learning_rate=LEARNING_RATE,
+        dtype=dtype,
+        seed=request.seed,
+        device=device,
+    )
+    graph, streams = lower(plan, model), make_streams(device)
+    inputs, target = example_batch(spec, samples, seed=request.seed, dtype=dtype, device=str(device))
+    batch = {**dict(zip(model.inputs, inputs, strict=False)), "target": target}
+    program = RankProgram(graph, stage, streams, {})
+    return Case(number=number, samples=samples, graph=graph, program=program, stage=stage, streams=streams, batch=batch)
+
+
+def sweep_record(case: Case, times: Sequence[TaskTime], wall_s: float) -> dict[str, Any]:
+    """Seconds of every task of the graph, the median gap between tasks, and what else the step took."""
+    seconds = [0.0] * len(case.graph.tasks)
+    for entry in times:
+        seconds[entry.task] = entry.end_s - entry.ready_s
+    computed = sorted((entry for entry in times if entry.stream == COMPUTE), key=lambda entry: entry.ready_s)
+    gaps = [later.ready_s - earlier.end_s for earlier, later in itertools.pairwise(computed)]
+    gap_s = max(0.0, statistics.median(gaps)) if gaps else 0.0
+    rest_s = max(0.0, wall_s - sum(seconds) - gap_s * len(gaps))
+    return {"seconds": seconds, "gap_s": gap_s, "rest_s": rest_s, "wall_s": wall_s}
+
+
+# --- optimizers over parts of a model ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerCase:
+    """An optimizer over some of a model's arrays, as a pipeline stage holds them; `step` updates and zeroes."""
+
+    optimizer: str
+    elements: int
+    tensors: int
+    step: Callable[[], None]
+
+
+def optimizer_cases(stage: StageReplica, optimizers: Sequence[str]) -> list[OptimizerCase]:
+    """Every optimizer over the first half of the arrays, the other half, and all of them."""
+    shapes = [tuple(parameter.shape) for parameter in stage.parameters.values()]
+    example = next(iter(stage.parameters.values()), None)
+    if example is None:
+        return []
+    half = len(shapes) // 2
+    parts = [part for part in (shapes, shapes[:half], shapes[half:]) if part]
+    return [_optimizer_case(name, part, example) for name in optimizers for part in parts]
+
+
+def _optimizer_case(name: str, shapes: Sequence[tuple[int, ...]], example: Tensor) -> OptimizerCase:
+    parameters = [torch.nn.Parameter(torch.ones(shape, dtype=example.dtype, device=example.device)) for shape in shapes]
+    flat = flat_gradients(parameters)
+    optimizer = make_optimizer(name, parameters, LEARNING_RATE)
+
+    def step() -> None:
+        optimizer.step()
+        flat.zero_()
+
+    elements = sum(parameter.numel() for parameter in parameters)
+    return OptimizerCase(optimizer=name, elements=elements, tensors=len(parameters), step=step)
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+
+
+def measure_rounds(
+    cases: Sequence[Case],
+    levels: Mapping[int, dist.ProcessGroup | None],
+    request: CalibrationRequest,
+    device: torch.device,
+    on_line: Callable[[str], None],
+) -> dict[str, list[dict[str, Any]]]:
+    """Interleaved rounds until the budget is spent; called by every rank, returns what this rank measured.
+
+    Args:
+        levels: group by the number of ranks that compute at once (ranks 0..k-1), None on the others, which wait in a barrier.
+    """
+    optimizers = {number: optimizer_cases(stage, request.optimizers) for number, stage in _stages(cases).items()}
+    streams = make_streams(device)
+    sweeps: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
+    begin_s, done, turn = time.perf_counter(), 0, 0
+    while True:
+        kept = done > 0
+        for case in cases:
+            choices = optimizers[case.number]
+            chosen = choices[turn % len(choices)] if choices else None
+            turn += 1
+            for active, group in levels.items():
+                dist.barrier()
+                if group is None:
+                    continue
+                place = {"model": case.number, "samples": case.samples, "ranks_active": active, "round": done}
+                records = _visit(case, group)
+                taken_s = _timed(streams, chosen, group) if chosen else 0.0
+                if kept:
+                    sweeps += [{**place, **record} for record in records]
+                if kept and chosen:
+                    entry = {"optimizer": chosen.optimizer, "elements": chosen.elements, "tensors": chosen.tensors}
+                    steps.append({**place, **entry, "seconds": taken_s})
+        spent_s = time.perf_counter() - begin_s
+        done += 1
+        if done == 1:
+            on_line(f"components: warm-up round took {spent_s:.1f} s")
+        if not _go_on(done - 1, spent_s, request, device):
+            break
+    streams.close()
+    on_line(f"components: {done - 1} rounds over {len(cases)} cases in {spent_s:.1f} s")
+    return {"sweeps": sweeps, "optimizers": steps}
+
+
+def _stages(cases: Sequence[Case]) -> dict[int, StageReplica]:
+    return {case.number: case.stage for case in reversed(cases)}
+
+
+def _visit(case: Case, group: dist.ProcessGroup) -> list[dict[str, Any]]:
+    records = []
+    for number in range(WARM_STEPS + KEPT_STEPS):
+        dist.barrier(group=group)
+        times, wall_s = case.step()
+        if number >= WARM_STEPS:
+            records.append(sweep_record(case, times, wall_s))
+    return records
+
+
+def _timed(streams: Streams, chosen: OptimizerCase, group: dist.ProcessGroup) -> float:
+    """Seconds of one step right after training steps of the same model have displaced its arrays from the caches."""
+    dist.barrier(group=group)
+    streams.compute(0, COMPUTE, [], chosen.step)
+    entry = streams.finish()[0]
+    return entry.end_s - entry.ready_s
+
+
+def _go_on(rounds: int, spent_s: float, request: CalibrationRequest, device: torch.device) -> bool:
+    """Rank 0 decides for all."""
+    next_ends_s = spent_s * (rounds + 2) / (rounds + 1)
+    more = rounds < request.min_rounds or (rounds < request.max_rounds and next_ends_s <= request.budget_s)
+    flag = torch.tensor([int(more)], device=device)
+    dist.broadcast(flag, src=0)
+    return bool(flag.item())

@@ -1,0 +1,114 @@
+"""The folder a run leaves: everything needed to judge it again, without the machine it ran on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parsim.config import RunConfig, load_config
+from parsim.errors import ConfigError
+from parsim.hardware.profile import Profile, load_profile, save_profile
+from parsim.model.model import Model
+from parsim.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Names of the files of one run below `path`."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile.json"
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.json"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def timeline(self) -> Path:
+        """The measured step that is the median of the recorded ones."""
+        return self.path / "timeline.json.gz"
+
+    @property
+    def predicted_timeline(self) -> Path:
+        return self.path / "predicted-timeline.json.gz"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def records(self, run: str) -> Path:
+        """What the ranks wrote down of one run of the job."""
+        return self.path / run
+
+    def write_question(self, config: RunConfig, model: Model, plan: Plan, profile: Profile) -> None:
+        """What is asked: before anything runs."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.config.write_text(config.to_toml())
+        model.save(self.model)
+        plan.save(self.plan)
+        save_profile(profile, self.profile)
+
+    def read_config(self) -> RunConfig:
+        """The resolved config, with the profile and plan that lie beside it. Raises ConfigError if this is no run folder."""
+        if not self.config.is_file():
+            raise ConfigError(
+                f"{self.path} is not a run folder: it holds no {self.config.name}; give the --out of `parsim run`"
+            )
+        return load_config(self.config)
+
+    def read_profile(self) -> Profile:
+        return load_profile(str(self.profile))
+
+
+def new_folder(path: Path | None, name: str) -> RunFolder:
+    """`path`, or runs/NAME, runs/NAME-2, ... that is not there yet. Raises ConfigError if `path` holds something."""
+    if path is not None:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"{path} is there already and not empty; give another --out, or --resume to go on with it")
+        return RunFolder(path)
+    number = 1
+    while True:
+        candidate = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        if not candidate.exists():
+            return RunFolder(candidate)
+        number += 1
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Atomically: a stopped process leaves the old file or the new one."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(document, indent=1))
+    partial.replace(path)

@@ -1,0 +1,72 @@
+"""`parsim validate`: was the prediction right? Of a run that is there, or of a new one measured in rounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parsim.commands.output import JsonFlag, Overrides, print_json, print_tables, progress
+from parsim.config import load_config
+
+ROUNDS = 10
+STEPS_PER_ROUND = 4
+
+
+def validate(
+    target: Annotated[Path, typer.Argument(metavar="RUN_DIR|RUN.toml", help="A folder that `parsim run` left, or a run file.")],
+    out: Annotated[Path | None, typer.Option(help="Where to keep the new run of a RUN.toml.")] = None,
+    rounds: Annotated[int, typer.Option(min=4, help="Rounds measured of a RUN.toml; the A/A floor splits them.")] = ROUNDS,
+    tasks: Annotated[bool, typer.Option("--tasks", help="List every task in the JSON, not only the largest errors.")] = False,
+    overrides: Overrides = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Predicted against measured: the step, every kind of task, peak memory."""
+    from parsim.commands.run_folder import new_folder, write_json
+    from parsim.commands.workflow import (
+        answer,
+        check_runnable,
+        device_kind,
+        judge,
+        launch_job,
+        measured,
+        reopen,
+        run_spec,
+    )
+    from parsim.commands.write_report import write_run_files
+    from parsim.execute.job import Job
+
+    if target.is_dir():
+        folder, asked, name = reopen(target)
+    else:
+        config = load_config(target, overrides or [])
+        with progress("Planning"):
+            asked = answer(config)
+        check_runnable(asked, None)
+        folder, name = new_folder(out, f"{target.stem}-validation"), "run"
+        plan = asked.evaluation.result.plan
+        folder.write_question(config, asked.problem.model, plan, asked.problem.cluster.profile)
+        job = Job(
+            output=str(folder.path.resolve()),
+            mode="measure",
+            runs=(run_spec(asked, name, folder.model),),
+            steps=STEPS_PER_ROUND,
+            rounds=rounds,
+            device=device_kind(asked),
+        )
+        with progress(f"Measuring {rounds} rounds under {plan.summary()}") as say:
+            launch_job(job, folder, say)
+    seen = measured(folder, name, asked.evaluation)
+    comparison = judge(asked.problem, asked.evaluation, seen)
+    document = {"folder": str(folder.path), "plan": asked.evaluation.result.plan.summary(), **comparison.to_dict(tasks=tasks)}
+    write_json(folder.path / "validation.json", document)
+    write_run_files(folder, asked, seen, comparison)
+    if as_json:
+        print_json(document)
+        return
+    from parsim.report.tables import kind_table, validation_table
+
+    summary = asked.evaluation.result.plan.summary()
+    print_tables([validation_table([(asked.problem.model.name, summary, comparison.to_dict())]), kind_table(comparison.to_dict())])
+    print(f"folder: {folder.path} (report.html, trace.json for Perfetto)")

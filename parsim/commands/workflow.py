@@ -1,0 +1,180 @@
+"""The way from a run file to an answer and back: ask, choose, run for real, compare. Commands only print what these return."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parsim.commands.question import fixed_plan, problem_of, search_plans
+from parsim.commands.run_folder import RunFolder, write_json
+from parsim.config import RunConfig
+from parsim.errors import DoesNotFitError, ExecutionError, PlanError
+from parsim.execute.environment import describe_environment
+from parsim.execute.job import Job, RunSpec
+from parsim.execute.launch import launch
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.report.compare import Comparison, compare, kind_intervals_s
+from parsim.schedule.evaluate import Evaluation, evaluate, sampled_durations_s
+from parsim.schedule.problem import Problem
+from parsim.schedule.search import Search
+
+if TYPE_CHECKING:
+    from parsim.execute.measurement import Measurement
+
+PROGRESS = "parsim-progress "
+"""Lines of a rank that start so carry one JSON object about how far it is."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A run file with its plan: chosen by search, or given (then `search` is None)."""
+
+    config: RunConfig
+    problem: Problem
+    evaluation: Evaluation
+    search: Search | None
+
+
+def answer(config: RunConfig) -> Answer:
+    """Price the plan the file names, or the best of the family it names.
+
+    Where no plan fits, the evaluation is that of the fastest that does not: `run` refuses it, everything else shows it.
+
+    Raises: ConfigError, ModelError, ProfileError, PlanError, CostError, ScheduleError.
+    """
+    problem = problem_of(config)
+    plan = fixed_plan(problem, config)
+    if plan is not None:
+        return Answer(config=config, problem=problem, evaluation=evaluate(problem, plan), search=None)
+    found = search_plans(problem, config)
+    return Answer(config=config, problem=problem, evaluation=found.chosen or found.candidates[0], search=found)
+
+
+def check_runnable(asked: Answer, nproc: int | None) -> None:
+    """Raise unless the plan fits its devices and takes `nproc` processes (None: as many as it needs).
+
+    Raises: DoesNotFitError, PlanError.
+    """
+    plan = asked.evaluation.result.plan
+    over = [memory for memory in asked.evaluation.memory if not memory.fits]
+    if over:
+        worst = max(over, key=lambda memory: memory.excess_bytes)
+        raise DoesNotFitError(
+            f"the plan ({plan.summary()}) cannot fit: {worst.describe()}; use more devices or microbatches, a smaller "
+            "training.global_batch, or another plan.strategy"
+        )
+    if nproc is not None and nproc != plan.world_size:
+        more = "more" if nproc > plan.world_size else "fewer"
+        raise PlanError(
+            f"--nproc {nproc} is {more} processes than the plan has ranks ({plan.world_size}: {plan.summary()}); "
+            f"use --nproc {plan.world_size}, or set cluster.devices = {nproc} and plan again"
+        )
+    if asked.config.training.precision != "fp32" and asked.problem.cluster.devices[0].type.kind == "cpu":
+        raise PlanError(
+            f"training.precision = {asked.config.training.precision!r}: the executor computes in training.dtype, mixed "
+            'precision is only simulated; set precision = "fp32"'
+        )
+
+
+def run_spec(asked: Answer, name: str, model_path: Path) -> RunSpec:
+    """The answer's plan as the executor takes it."""
+    training = asked.config.training
+    return RunSpec(
+        name=name,
+        model=asked.config.model_spec,
+        model_path=str(model_path.resolve()),
+        plan=asked.evaluation.result.plan,
+        optimizer=training.optimizer,
+        learning_rate=training.resolved_learning_rate,
+        dataset=training.dataset,
+        data_root=training.data_root,
+        dtype=training.dtype,
+        seed=training.seed,
+    )
+
+
+def device_kind(asked: Answer) -> str:
+    """ "cpu" or "cuda", as the profile's first device says."""
+    return asked.problem.cluster.devices[0].type.kind
+
+
+def launch_job(job: Job, folder: RunFolder, say: Say) -> None:
+    """Save the job beside its run and launch it. Raises ExecutionError; nothing is left running."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    job.save(folder.job)
+    write_json(folder.environment, describe_environment())
+
+    def on_line(line: str) -> None:
+        if line.startswith(PROGRESS):
+            event: dict[str, Any] = json.loads(line.removeprefix(PROGRESS))
+            say(", ".join(f"{name} {value}" for name, value in event.items()))
+
+    launch(folder.job, job.world_size, on_line=on_line)
+
+
+def measured(folder: RunFolder, run: str, evaluation: Evaluation) -> Measurement:
+    """What the ranks of one run of the folder's job wrote down."""
+    from parsim.execute.measurement import load_measurement
+
+    return load_measurement(folder.records(run), evaluation.graph)
+
+
+def judge(problem: Problem, evaluation: Evaluation, seen: Measurement) -> Comparison:
+    """Predicted against measured, task by task. Peak memory is compared without the framework's context.
+
+    Raises: ExecutionError if no step was recorded.
+    """
+    if not seen.timelines or not len(seen.step_s):
+        raise ExecutionError("the run recorded no step to compare; train for at least one step after the warm-up")
+    durations = sampled_durations_s(evaluation)
+    return compare(
+        evaluation.graph,
+        evaluation.timeline,
+        seen.timelines,
+        predicted_step=evaluation.result.step_s,
+        measured_step=[float(value) for value in seen.step_s],
+        predicted_memory_bytes=[memory.total_bytes - memory.line("context") for memory in evaluation.memory],
+        measured_memory_bytes=seen.peak_bytes if all(seen.peak_bytes) else (),
+        kind_intervals=kind_intervals_s(evaluation.graph, durations),
+    )
+
+
+def typical_step(seen: Measurement) -> int:
+    """Index of the recorded step whose makespan is the median."""
+    order = sorted(range(len(seen.timelines)), key=lambda number: seen.timelines[number].makespan_s)
+    return order[len(order) // 2]
+
+
+def reopen(path: Path) -> tuple[RunFolder, Answer, str]:
+    """A run folder again: its question, priced anew from the profile and plan that lie in it, and the name of its run.
+
+    Raises: ConfigError if it is none; ExecutionError if it was never run.
+    """
+    folder = RunFolder(path)
+    config = folder.read_config()
+    if not folder.job.is_file():
+        raise ExecutionError(f"{path} was never run; use `parsim run` with --out {path}")
+    from parsim.model.model import Model
+    from parsim.plan.plan import Plan
+
+    model, plan = Model.load(folder.model), Plan.load(folder.plan)
+    problem = Problem(
+        model=model,
+        cluster=cluster_from_profile(folder.read_profile(), config.devices),
+        global_batch=plan.global_batch,
+        precision=config.training.precision,
+        optimizer=config.training.optimizer,
+    )
+    evaluation = evaluate(problem, plan)
+    name = Job.load(folder.job).runs[0].name
+    return folder, Answer(config=config, problem=problem, evaluation=evaluation, search=None), name
+
+
+def losses_text(losses: Sequence[float]) -> str:
+    """First and last loss, for people."""
+    return f"loss {losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "no loss recorded"

@@ -1,0 +1,81 @@
+"""What a run leaves for people: both timelines, the Perfetto trace, report.html."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from parsim.analyze.breakdown import breakdown
+from parsim.commands.run_folder import RunFolder, write_json
+from parsim.commands.workflow import Answer, typical_step
+from parsim.execute.environment import describe_environment, machine_line
+from parsim.report.chrome_trace import chrome_trace
+from parsim.report.compare import Comparison
+from parsim.report.html import ReportData, ReportRun, ReportSection, write_report
+from parsim.report.tables import calibration_table
+
+if TYPE_CHECKING:
+    from parsim.execute.measurement import Measurement
+    from parsim.schedule.evaluate import Evaluation
+
+
+def write_run_files(folder: RunFolder, asked: Answer, seen: Measurement, comparison: Comparison) -> None:
+    """timeline.json.gz, predicted-timeline.json.gz, trace.json and report.html of one run."""
+    evaluation = asked.evaluation
+    step = seen.timelines[typical_step(seen)]
+    step.save(folder.timeline)
+    evaluation.timeline.save(folder.predicted_timeline)
+    write_json(folder.trace, chrome_trace(evaluation.graph, {"predicted": evaluation.timeline, "measured": step}))
+    name = asked.problem.model.name
+    section = ReportSection(
+        model=name,
+        title=f"{name} on {asked.problem.cluster.name}",
+        text=f"Global batch {asked.problem.global_batch}, {asked.problem.optimizer}, {asked.problem.precision}.",
+        results=_results(asked),
+        chosen=evaluation.result.to_dict(),
+        runs=(report_run(evaluation, seen, comparison),),
+    )
+    data = ReportData(
+        title=f"{name}: predicted and measured",
+        facts=report_facts(),
+        summary=(f"Plan {evaluation.result.plan.summary()}.",),
+        sections=(section,),
+        extra_tables=(calibration_table(asked.problem.cluster.profile),),
+    )
+    write_report(data, folder.report)
+
+
+def _results(asked: Answer) -> Sequence[dict[str, object]]:
+    if asked.search is None:
+        return [asked.evaluation.result.to_dict()]
+    return [candidate.result.to_dict() for candidate in asked.search.candidates]
+
+
+def report_run(evaluation: Evaluation, seen: Measurement | None, comparison: Comparison | None) -> ReportRun:
+    """One plan for the report, with what was measured of it if anything was."""
+    step = None if seen is None else seen.timelines[typical_step(seen)]
+    return ReportRun(
+        label=evaluation.result.strategy,
+        plan=evaluation.result.plan.to_dict(),
+        graph=evaluation.graph,
+        predicted=evaluation.timeline,
+        measured=step,
+        predicted_breakdown=[asdict(rank) for rank in evaluation.breakdown],
+        measured_breakdown=() if step is None else [asdict(rank) for rank in breakdown(evaluation.graph, step)],
+        memory=[asdict(memory) for memory in evaluation.memory],
+        measured_memory_bytes=() if seen is None or not all(seen.peak_bytes) else seen.peak_bytes,
+        comparison=None if comparison is None else comparison.to_dict(),
+    )
+
+
+def report_facts() -> tuple[tuple[str, str], ...]:
+    """Machine, date and versions, for the head of a report."""
+    environment = describe_environment()
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
+    return (
+        ("Machine", machine_line(environment)),
+        ("Date", datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")),
+        ("Versions", versions),
+    )

@@ -1,0 +1,122 @@
+"""Costs: the one place that turns a piece of Work into an Estimate, for one model on one cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parsim.costs.collectives import estimate_collective, estimate_send_recv
+from parsim.costs.compute import estimate_compute, estimate_optimizer
+from parsim.costs.estimate import Estimate, OverlapFactors
+from parsim.errors import CostError, near_matches
+from parsim.hardware.cluster import Cluster
+from parsim.hardware.device import Device
+from parsim.hardware.topology import device_name
+from parsim.model.component import Component
+from parsim.model.model import Model
+from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, SendRecv, Work
+
+LOAD_SIGMA = 0.25
+"""Assumed relative spread of a batch's copy: it is priced by bandwidth, not measured."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Prices work of `model` on `cluster`. Rank r runs on cluster.devices[r].
+
+    Attributes:
+        precision: a key of DeviceType.peak_flop_per_s, e.g. "fp32". optimizer: e.g. "sgd_momentum".
+        ranks_active: how many ranks compute at once; measurements under that load are preferred (None: the heaviest load).
+    """
+
+    model: Model
+    cluster: Cluster
+    precision: str = "fp32"
+    optimizer: str = "sgd_momentum"
+    ranks_active: int | None = None
+
+    def estimate(self, work: Work, rank: int) -> Estimate:
+        """Price `work` of `rank`; for a collective or transfer the ranks are the work's own.
+
+        Host overhead per task (`host.task_s` of the profile) is added to computation, where the interpreter spends it.
+
+        Raises:
+            CostError: no cost is known for it, or the rank or component does not exist.
+        """
+        match work:
+            case Compute():
+                estimate = self._compute(work, self._device(rank))
+            case OptimizerStep():
+                estimate = estimate_optimizer(
+                    work, self.optimizer, self._device(rank), self.cluster.profile, self.precision, self.ranks_active
+                )
+            case Collective():
+                return estimate_collective(work, self.cluster)
+            case SendRecv():
+                return estimate_send_recv(work, self.cluster)
+            case LoadBatch():
+                return estimate_load(work, self._device(rank), self.cluster)
+        return with_host_overhead(estimate, self.cluster)
+
+    @property
+    def overlap(self) -> OverlapFactors:
+        """How much computation and communication slow each other while both run; none where it was not measured."""
+        measured = self.cluster.profile.overlap
+        if measured is None:
+            return OverlapFactors()
+        return OverlapFactors(compute=measured.compute_factor, communication=measured.communication_factor)
+
+    def _compute(self, work: Compute, device: Device) -> Estimate:
+        component = self._component(work.component)
+        return estimate_compute(work, component, device, self.cluster.profile, self.precision, self.ranks_active)
+
+    def _component(self, name: str) -> Component:
+        index = self.model.component_index
+        if name not in index:
+            raise CostError(
+                f"no cost is known for component {name!r}: {self.model.name} has no such component{near_matches(name, index)}"
+            )
+        return self.model.components[index[name]]
+
+    def _device(self, rank: int) -> Device:
+        if not 0 <= rank < self.cluster.size:
+            raise CostError(f"rank {rank} is outside the cluster's ranks 0 to {self.cluster.size - 1}; use more devices")
+        return self.cluster.devices[rank]
+
+
+def with_host_overhead(estimate: Estimate, cluster: Cluster) -> Estimate:
+    """The estimate plus the interpreter's seconds per task, where the profile has them."""
+    host = cluster.profile.host
+    if host is None or host.task_s == 0:
+        return estimate
+    return Estimate(
+        median_s=estimate.median_s + host.task_s,
+        source=estimate.source,
+        parameters=estimate.parameters,
+        repeat_sigma=estimate.repeat_sigma,
+        detail=estimate.detail,
+        extrapolated=estimate.extrapolated,
+    )
+
+
+def estimate_load(work: LoadBatch, device: Device, cluster: Cluster) -> Estimate:
+    """The copy of a batch to the device: host seconds per task plus bytes over bandwidth.
+
+    The bandwidth is that of the slowest link from the device's socket where the topology names one (PCIe), otherwise the
+    device's memory bandwidth. Leaves out decoding and augmentation (data is taken to be ready in host memory), and other
+    devices that load through the same switch at the same time.
+    """
+    name = device_name(device.index, device.type.kind)
+    socket = cluster.topology.socket_of(name)
+    path = cluster.topology.path(socket, name) if socket is not None else ()
+    if path:
+        bandwidth = min(link.lanes * link.bandwidth_bytes_per_s for link in path)
+        latency, what = sum(link.latency_s for link in path), f"copy from {socket}"
+    else:
+        bandwidth, latency, what = device.type.memory_bandwidth_bytes_per_s, 0.0, "copy in host memory"
+    host = cluster.profile.host
+    return Estimate(
+        median_s=(host.task_s if host is not None else 0.0) + latency + work.size_bytes / bandwidth,
+        source="published",
+        parameters=(("load", LOAD_SIGMA),),
+        detail=f"{what}: bytes over bandwidth, not measured",
+    )

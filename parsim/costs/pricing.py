@@ -1,0 +1,38 @@
+"""Price a whole graph: every distinct piece of work on every kind of device once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from parsim.costs.costs import Costs
+from parsim.costs.estimate import Estimate
+from parsim.work import Collective, LoadBatch, SendRecv, Work
+
+
+def price(work_of_ranks: Iterable[tuple[Work, int]], costs: Costs) -> list[Estimate]:
+    """Estimates in the order given, memoised per distinct work and device type (communication: per work, which names its
+    ranks; loading: per device, whose path to the host it takes).
+
+    Args:
+        work_of_ranks: (work, rank) per task; for communication any rank of it will do.
+
+    Raises:
+        CostError: as `Costs.estimate`.
+    """
+    known: dict[Hashable, Estimate] = {}
+    estimates: list[Estimate] = []
+    for work, rank in work_of_ranks:
+        key = _key(work, rank, costs)
+        if key not in known:
+            known[key] = costs.estimate(work, rank)
+        estimates.append(known[key])
+    return estimates
+
+
+def _key(work: Work, rank: int, costs: Costs) -> Hashable:
+    if isinstance(work, Collective | SendRecv):
+        return work
+    if not 0 <= rank < costs.cluster.size:
+        return work, rank
+    device = costs.cluster.devices[rank]
+    return (work, device.index) if isinstance(work, LoadBatch) else (work, device.type.name)

@@ -1,0 +1,183 @@
+"""What each component of a module costs per sample, counted on fake tensors at two batches.
+
+Saved activations are what autograd keeps for the backward (saved-tensor hooks on the real autograd nodes), each storage
+once, in the first component that saves it; parameters and buffers are not activations. Leaves out what an allocator
+rounds up, and workspaces of kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parsim.errors import TraceError
+from parsim.model.component import Component, Parameter, Value
+from parsim.model.cut import Interval, cut, final_values, value_names
+from parsim.model.model import Model
+from parsim.model.operators import OperatorMode, RawOperator, per_sample
+from parsim.model.record import Recorder, Recording, run_recorded, storage_key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One fake forward at `batch` samples, cut; lists run along `intervals`.
+
+    Attributes:
+        saved: number of the recorded call -> [(storage, bytes)] first saved in it.
+    """
+
+    batch: int
+    recording: Recording
+    intervals: list[Interval]
+    operators: list[RawOperator]
+    saved: list[tuple[int, int, int]]
+
+    def saved_bytes(self, interval: Interval) -> int:
+        return sum(size for op, _, size in self.saved if interval.start <= op < interval.end)
+
+    def operators_of(self, interval: Interval) -> list[RawOperator]:
+        return [raw for raw in self.operators if interval.start <= raw.op < interval.end]
+
+
+def measure(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, granularity: str, loss: str | None
+) -> Measurement:
+    """One fake forward of `module` in the mode it is in."""
+    watchers: list[_Watch] = []
+
+    def watch(recorder: Recorder) -> contextlib.AbstractContextManager[None]:
+        watchers.append(_Watch(recorder))
+        return watchers[0].open()
+
+    recording = run_recorded(module, args, kwargs, loss=loss, watch=watch)
+    first = recording.tensors[recording.inputs[0][1]]
+    return Measurement(
+        batch=first.shape[0],
+        recording=recording,
+        intervals=cut(recording, module, granularity),
+        operators=watchers[0].mode.operators,
+        saved=watchers[0].saved,
+    )
+
+
+class _Watch:
+    """Operators and saved tensors of a forward, by the number of the recorded call they happen in."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.mode = OperatorMode(recorder)
+        self.saved: list[tuple[int, int, int]] = []
+        tensors = recorder.recording.tensors
+        self._seen = {storage_key(tensors[number]) for number in recorder.recording.state}
+        self._alive: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept), self.mode:
+            yield
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        key = storage_key(tensor)
+        if key not in self._seen:
+            self._seen.add(key)
+            self._alive.append(tensor)
+            self.saved.append((self.recorder.current, key, tensor.untyped_storage().nbytes()))
+        return tensor
+
+
+def combine(small: Measurement, large: Measurement, *, name: str, granularity: str, source: str) -> Model:
+    """Numbers per sample, and what does not grow, from two measurements at different batches.
+
+    Raises TraceError if a size is not linear in the batch.
+    """
+    if [entry.name for entry in small.intervals] != [entry.name for entry in large.intervals]:
+        raise TraceError(f"{name} has other components at batch {large.batch} than at {small.batch}; trace it at one batch only")
+    values = _values(small, large)
+    counted_buffers: set[int] = set()
+    components = tuple(
+        _component(small, large, place, values, counted_buffers) for place in range(len(small.intervals))
+    )
+    names = value_names(small.recording, small.intervals)
+    used = {value for component in components for value in component.inputs}
+    return Model(
+        name=name,
+        granularity=granularity,
+        components=components,
+        values=tuple(values.values()),
+        inputs=tuple(input_name for input_name, _ in small.recording.inputs if input_name in used),
+        outputs=tuple(names[number] for number in final_values(small.recording) if number in names),
+        source=source,
+    )
+
+
+def _split(small: int, large: int, batches: tuple[int, int], what: str) -> tuple[int, int]:
+    """(per sample, fixed) of a size at two batches."""
+    rate, rest = divmod(large - small, batches[1] - batches[0])
+    fixed = small - rate * batches[0]
+    if rest or rate < 0 or fixed < 0:
+        raise TraceError(
+            f"{what} takes {small} bytes at batch {batches[0]} and {large} at {batches[1]}: not linear in the batch, so there is "
+            f"no number per sample; keep samples independent of one another in the forward"
+        )
+    return rate, fixed
+
+
+def _values(small: Measurement, large: Measurement) -> dict[str, Value]:
+    names = value_names(small.recording, small.intervals)
+    others = {name: number for number, name in value_names(large.recording, large.intervals).items()}
+    producer = {number: interval.name for interval in small.intervals for number in interval.outputs}
+    saved = {key for _, key, _ in small.saved}
+    found: dict[str, Value] = {}
+    for number, name in names.items():
+        one, other = small.recording.tensors[number], large.recording.tensors[others[name]]
+        rate, fixed = _split(_nbytes(one), _nbytes(other), (small.batch, large.batch), f"value {name}")
+        found[name] = Value(
+            name=name,
+            producer=producer.get(number),
+            bytes_per_sample=rate,
+            fixed_bytes=fixed,
+            differentiable=small.recording.differentiable.get(number, False),
+            saved=storage_key(one) in saved,
+        )
+    return found
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _component(
+    small: Measurement, large: Measurement, place: int, values: dict[str, Value], counted_buffers: set[int]
+) -> Component:
+    one, other = small.intervals[place], large.intervals[place]
+    batches = (small.batch, large.batch)
+    recording = small.recording
+    names = value_names(recording, small.intervals)
+    read = dict.fromkeys(number for op in recording.ops[one.start : one.end] for number in op.reads)
+    state = [number for number in read if number in recording.state]
+    buffers = [number for number in state if recording.state[number].kind == "buffer" and number not in counted_buffers]
+    counted_buffers.update(buffers)
+    rate, fixed = _split(small.saved_bytes(one), large.saved_bytes(other), batches, f"what {one.name} saves")
+    return Component(
+        name=one.name,
+        inputs=tuple(names[number] for number in one.inputs),
+        outputs=tuple(names[number] for number in one.outputs),
+        parameters=tuple(
+            Parameter(
+                name=recording.state[number].name,
+                elements=recording.tensors[number].numel(),
+                element_bytes=recording.tensors[number].element_size(),
+            )
+            for number in state
+            if recording.state[number].kind == "parameter"
+        ),
+        buffer_bytes=sum(_nbytes(recording.tensors[number]) for number in buffers),
+        saved_activation_bytes=rate,
+        saved_fixed_bytes=fixed,
+        operators=per_sample(small.operators_of(one), large.operators_of(other), batches, one.name),
+    )

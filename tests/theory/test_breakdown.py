@@ -1,0 +1,213 @@
+"""Categories of a step: they sum to it for any timeline, and each situation lands where the table says."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import random_durations_s, random_graph, timed_graphs
+
+from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
+from parsim.analyze.critical_path import critical_path
+from parsim.analyze.spans import covered_until, union
+from parsim.costs.estimate import OverlapFactors
+from parsim.errors import GraphError
+from parsim.graph.taskgraph import TaskGraph, from_text
+from parsim.simulate import static
+from parsim.timeline import Span, Timeline
+
+FORWARD_LOADED = """
+world_size 1
+0 r0.host | load x8 64 B | - | stage=0
+1 r0.compute | forward a x8 | 0 | stage=0
+"""
+
+TWO_REPLICAS = """
+world_size 2
+0 r0.compute | backward a x8 | - | stage=0
+1 r1.compute | backward a x8 | - | stage=0
+2 r0.dp r1.dp | all_reduce 64 B over 0,1 | 0,1 | stage=0
+3 r0.compute | optimizer 4 elements in 1 | 2 | stage=0
+4 r1.compute | optimizer 4 elements in 1 | 2 | stage=0
+"""
+
+TWO_STAGES = """
+world_size 2
+0 r0.compute | forward a x8 | - | stage=0
+1 r0.pp>1 r1.pp<0 | send_recv 64 B 0>1 | 0 | stage=0
+2 r1.host | load x8 64 B | - | stage=1
+3 r1.compute | forward b x8 | 1,2 | stage=1
+"""
+
+
+def categories(entry: RankBreakdown) -> tuple[float, ...]:
+    """compute, load, host, exposed communication, bubble, idle."""
+    return (entry.compute_s, entry.load_s, entry.host_s, entry.exposed_communication_s, entry.bubble_s, entry.idle_s)
+
+
+def measured(*spans: tuple[int, str, float, float]) -> Timeline:
+    return Timeline.from_spans([Span(*span) for span in spans], "measured")
+
+
+@given(timed_graphs(), st.floats(0.0, 2.0))
+def test_categories_sum_to_the_step(timed: tuple[TaskGraph, list[float]], share: float) -> None:
+    """Simulated, with and without slowdown, and for steps shorter and longer than the timeline."""
+    graph, durations = timed
+    for overlap in (None, OverlapFactors(compute=1.5, communication=1.25)):
+        timeline = static.simulate(graph, durations, overlap=overlap)
+        for step_s in (None, share * timeline.makespan_s):
+            wanted = timeline.makespan_s if step_s is None else step_s
+            parts = breakdown(graph, timeline, step_s)
+            assert [entry.rank for entry in parts] == list(range(graph.world_size))
+            for entry in parts:
+                assert entry.step_s == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+                assert min(*categories(entry), entry.communication_busy_s) >= 0
+                assert entry.exposed_communication_s <= entry.communication_busy_s * (1 + 1e-9) + 1e-12
+                if step_s is None:
+                    assert entry.host_s <= 1e-9 * wanted, "a simulated task starts as soon as it can"
+
+
+@given(timed_graphs(), st.integers(0, 1 << 30))
+def test_categories_sum_for_any_measured_timeline(timed: tuple[TaskGraph, list[float]], seed: int) -> None:
+    """Spans moved about at random: overlapping on one stream, ending after what waited for them, before 0."""
+    graph, durations = timed
+    timeline = static.simulate(graph, durations)
+    rng = np.random.default_rng(seed)
+    scale = timeline.makespan_s or 1.0
+    start = timeline.start_s + scale * rng.normal(0, 0.1, len(timeline))
+    end = np.maximum(start, timeline.end_s + scale * rng.normal(0, 0.1, len(timeline)))
+    shaken = Timeline(
+        source="measured",
+        resources=timeline.resources,
+        task=timeline.task,
+        resource=timeline.resource,
+        start_s=start,
+        end_s=end,
+    )
+    step_s = max(0.0, shaken.makespan_s)
+    for entry in breakdown(graph, shaken, step_s):
+        assert entry.step_s == pytest.approx(step_s, rel=1e-9, abs=1e-12)
+        assert min(categories(entry)) >= 0
+
+
+def naive_seconds(graph: TaskGraph, timeline: Timeline, rank: int, moment: float) -> str:
+    """The table of `breakdown`, asked of one moment that is the end of no span."""
+    spans = list(timeline)
+    ends = {}
+    for span in spans:
+        ends[span.task] = max(ends.get(span.task, 0.0), span.end_s)
+    kinds = {task.index: type(task.work).__name__ for task in graph.tasks}
+    communicates = {index: kind in ("Collective", "SendRecv") for index, kind in kinds.items()}
+    own = [span for span in spans if span.resource.startswith(f"r{rank}.")]
+    computing = [span for span in own if span.resource == f"r{rank}.compute" and not communicates[span.task]]
+    if any(span.start_s <= moment < span.end_s for span in computing):
+        return "compute"
+    if any(span.start_s <= moment < span.end_s for span in own if communicates[span.task]):
+        return "exposed"
+    later = [span for span in computing if span.start_s > moment]
+    if not later:
+        return "bubble" if any(kinds[span.task] == "SendRecv" for span in own) else "idle"
+    order = graph.issue_order[next(r for r in graph.resources if str(r) == f"r{rank}.compute")]
+    task = min(later, key=lambda span: order.index(span.task)).task
+    pending = [need for need in graph.predecessors()[task] if ends[need] > moment]
+    if any(kinds[need] == "LoadBatch" and f"r{rank}" for need in pending):
+        return "load"
+    if any(kinds[need] == "SendRecv" or rank not in graph.tasks[need].ranks for need in pending):
+        return "bubble"
+    return "idle" if pending else "host"
+
+
+def test_categories_equal_a_moment_by_moment_reading() -> None:
+    """300 random graphs on the grid, where every cut is a multiple of 1/1024 s: the middle of each cell is read off."""
+    for seed in range(300):
+        random = Random(seed)
+        graph = random_graph(random, most_ranks=4, most_tasks=14)
+        durations = random_durations_s(random, len(graph.tasks), on_grid=True)
+        durations = [min(value, 8 / 1024) for value in durations]
+        timeline = static.simulate(graph, durations)
+        cells = round(timeline.makespan_s * 1024)
+        for entry in breakdown(graph, timeline):
+            found = [naive_seconds(graph, timeline, entry.rank, (cell + 0.5) / 1024) for cell in range(cells)]
+            names = ("compute", "load", "host", "exposed", "bubble", "idle")
+            wanted = [found.count(name) / 1024 for name in names]
+            np.testing.assert_allclose(categories(entry), wanted, rtol=0, atol=1e-12, err_msg=f"seed {seed} {entry}")
+
+
+def test_waiting_for_the_batch_is_load() -> None:
+    graph = from_text(FORWARD_LOADED)
+    (entry,) = breakdown(graph, static.simulate(graph, [3.0, 2.0]))
+    assert categories(entry) == (2.0, 3.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_a_gap_with_everything_ready_is_host() -> None:
+    """The batch is there at 3, the forward starts at 3.5; the step goes on to 6 although the last span ends at 5.5."""
+    graph = from_text(FORWARD_LOADED)
+    timeline = measured((0, "r0.host", 0.0, 3.0), (1, "r0.compute", 3.5, 5.5))
+    (entry,) = breakdown(graph, timeline, 6.0)
+    assert categories(entry) == (2.0, 3.0, 1.0, 0.0, 0.0, 0.0)
+
+
+def test_a_late_replica_is_idle_until_the_collective_runs() -> None:
+    """Rank 0 is ready at 1, rank 1 at 3: rank 0 idles for 2, then both have 4 of exposed communication."""
+    graph = from_text(TWO_REPLICAS)
+    parts = breakdown(graph, static.simulate(graph, [1.0, 3.0, 4.0, 0.5, 0.5]))
+    assert categories(parts[0]) == (1.5, 0.0, 0.0, 4.0, 0.0, 2.0)
+    assert categories(parts[1]) == (3.5, 0.0, 0.0, 4.0, 0.0, 0.0)
+    fractions = step_fractions(parts)
+    assert fractions.communication_fraction == fractions.communication_busy_fraction == 4 / 7.5
+    assert (fractions.exposed_communication_s, fractions.bubble_fraction) == (4.0, 0.0)
+
+
+def test_a_stage_waits_for_its_peer_then_for_the_transfer() -> None:
+    """Before the transfer: bubble, unless the own batch is missing (load goes first); during it: exposed."""
+    graph = from_text(TWO_STAGES)
+    first, second = breakdown(graph, static.simulate(graph, [5.0, 1.0, 2.0, 3.0]))
+    assert categories(first) == (5.0, 0.0, 0.0, 1.0, 3.0, 0.0), "done while its peer still works: bubble"
+    assert categories(second) == (3.0, 2.0, 0.0, 1.0, 3.0, 0.0)
+
+
+def test_hidden_communication_counts_as_busy_alone() -> None:
+    graph = from_text(
+        "world_size 1\n0 r0.compute | forward a x8 | - | stage=0\n1 r0.dp | all_reduce 8 B over 0 | - | stage=0\n"
+    )
+    (entry,) = breakdown(graph, static.simulate(graph, [3.0, 2.0]))
+    assert categories(entry) == (3.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert entry.communication_busy_s == 2.0
+
+
+def test_a_rank_without_tasks_and_an_empty_step() -> None:
+    graph = from_text("world_size 2\n0 r0.compute | forward a x8 | - | stage=0\n")
+    assert categories(breakdown(graph, static.simulate(graph, [2.0]))[1]) == (0.0, 0.0, 0.0, 0.0, 0.0, 2.0)
+    empty = TaskGraph(tasks=(), world_size=1)
+    parts = breakdown(empty, static.simulate(empty, []))
+    assert parts[0].step_s == 0.0
+    assert step_fractions(parts).communication_fraction == 0.0
+    assert step_fractions(()).bubble_fraction == 0.0
+    assert critical_path(empty, static.simulate(empty, [])) == ()
+
+
+def test_a_timeline_of_another_graph_is_refused() -> None:
+    graph = from_text(FORWARD_LOADED)
+    with pytest.raises(GraphError, match="task 7, the graph has tasks 0..1"):
+        breakdown(graph, measured((7, "r0.host", 0.0, 1.0)))
+    with pytest.raises(GraphError, match=r"r0\.dp, which the graph has not"):
+        breakdown(graph, measured((0, "r0.dp", 0.0, 1.0)))
+    with pytest.raises(GraphError, match="no row for task 1"):
+        critical_path(graph, measured((0, "r0.host", 0.0, 1.0)))
+    with pytest.raises(GraphError, match="finite and >= 0, got nan"):
+        breakdown(graph, measured((0, "r0.host", 0.0, 1.0)), float("nan"))
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)), max_size=12))
+def test_union_and_cover_equal_counting(spans: list[tuple[int, int]]) -> None:
+    start = np.array([first for first, _ in spans], dtype=float)
+    end = np.array([first + length for first, length in spans], dtype=float)
+    merged = union(start, end)
+    cells = [any(first <= cell < first + length for first, length in spans) for cell in range(40)]
+    assert (merged[1] - merged[0]).sum() == sum(cells)
+    assert np.all(merged[0][1:] > merged[1][:-1])
+    times = np.arange(40.0)
+    assert covered_until(merged[0], merged[1], times).tolist() == [float(sum(cells[: int(time)])) for time in times]

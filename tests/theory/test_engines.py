@@ -1,0 +1,241 @@
+"""Both engines against each other and against a naive transcription of the same-instant rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import random_durations_s, random_graph, timed_graphs
+
+from parsim.analyze.bounds import lower_bound_s
+from parsim.analyze.critical_path import critical_path
+from parsim.costs.estimate import OverlapFactors
+from parsim.graph.task import COMPUTE
+from parsim.graph.taskgraph import TaskGraph
+from parsim.simulate import dynamic, static
+from parsim.simulate.compile import compile_graph
+from parsim.timeline import Timeline
+from parsim.work import is_communication
+
+RANDOM_GRAPHS = 2000
+
+
+def naive_schedule(graph: TaskGraph, durations: Sequence, factors: tuple = (1, 1)) -> tuple[list, list]:
+    """The rule word for word, O(n^2) and slower: look at every task in every instant. Exact for Fractions.
+
+    Leaves no room for cleverness: who is at the head of what, who runs, who is slowed are all found anew each time.
+    """
+    n = len(graph.tasks)
+    start: list = [None] * n
+    end: list = [None] * n
+    left = list(durations)
+    now = durations[0] * 0 if n else 0
+
+    def can_start(task) -> bool:
+        if start[task.index] is not None or any(end[need] is None for need in task.dependencies):
+            return False
+        heads = [next(i for i in graph.issue_order[resource] if end[i] is None) for resource in task.resources]
+        return all(head == task.index for head in heads)
+
+    def side(task, rank) -> int:
+        """0 computes on this rank, 1 communicates on it, -1 neither."""
+        on = [resource.stream for resource in task.resources if resource.rank == rank]
+        if is_communication(task.work):
+            return 1 if on else -1
+        return 0 if COMPUTE in on else -1
+
+    def slowdown(task, running):
+        for rank in task.ranks:
+            own = side(task, rank)
+            if own >= 0 and any(side(other, rank) == 1 - own for other in running):
+                return factors[own]
+        return 1
+
+    while any(entry is None for entry in end):
+        changed = True
+        while changed:
+            changed = False
+            for task in graph.tasks:
+                if can_start(task):
+                    start[task.index] = now
+                    changed = True
+                if start[task.index] is not None and end[task.index] is None and left[task.index] == 0:
+                    end[task.index] = now
+                    changed = True
+        running = [task for task in graph.tasks if start[task.index] is not None and end[task.index] is None]
+        if not running:
+            break
+        rates = {task.index: slowdown(task, running) for task in running}
+        step = min(left[task.index] * rates[task.index] for task in running)
+        for task in running:
+            left[task.index] -= step / rates[task.index]
+        now += step
+    return start, end
+
+
+def per_task(graph: TaskGraph, timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
+    start, end = np.full(len(graph.tasks), np.nan), np.full(len(graph.tasks), np.nan)
+    start[timeline.task], end[timeline.task] = timeline.start_s, timeline.end_s
+    return start, end
+
+
+def assert_same(first: Timeline, second: Timeline) -> None:
+    """Bitwise, row by row."""
+    assert first.resources == second.resources
+    for column in ("task", "resource", "start_s", "end_s"):
+        np.testing.assert_array_equal(getattr(first, column), getattr(second, column), err_msg=column)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_engines_agree_bitwise_and_with_the_rule(part: int) -> None:
+    """2,000 graphs; on the grid of 1/1024 s floating point is exact, and so is the naive transcription."""
+    for seed in range(part * RANDOM_GRAPHS // 4, (part + 1) * RANDOM_GRAPHS // 4):
+        random = Random(seed)
+        graph = random_graph(random)
+        durations = random_durations_s(random, len(graph.tasks), on_grid=seed % 2 == 0)
+        timeline = static.simulate(graph, durations)
+        assert_same(timeline, dynamic.simulate(graph, durations))
+        assert timeline.makespan_s == (static.makespans_s(graph, [durations])[0] if graph.tasks else 0.0)
+        if seed % 2 == 0:
+            start, end = naive_schedule(graph, durations)
+            got_start, got_end = per_task(graph, timeline)
+            assert got_start.tolist() == start, f"seed {seed}"
+            assert got_end.tolist() == end, f"seed {seed}"
+
+
+@given(timed_graphs())
+def test_engines_agree_bitwise_on_drawn_graphs(timed: tuple[TaskGraph, list[float]]) -> None:
+    graph, durations = timed
+    assert_same(static.simulate(graph, durations), dynamic.simulate(graph, durations))
+
+
+FACTORS = ((2.0, 1.5), (1.0, 1.3), (1.25, 1.0), (3.0, 4.0))
+
+
+@pytest.mark.parametrize("factors", FACTORS)
+def test_engines_agree_bitwise_with_overlap(factors: tuple[float, float]) -> None:
+    """The static engine follows the same rates through the same instants, so its deviation is nought."""
+    overlap = OverlapFactors(compute=factors[0], communication=factors[1])
+    slowed = 0
+    for seed in range(400):
+        random = Random(seed)
+        graph = random_graph(random)
+        durations = random_durations_s(random, len(graph.tasks), on_grid=seed % 2 == 0)
+        timeline = static.simulate(graph, durations, overlap=overlap)
+        assert_same(timeline, dynamic.simulate(graph, durations, overlap=overlap))
+        slowed += timeline.makespan_s > static.simulate(graph, durations).makespan_s
+    assert slowed > 100, "too few of the graphs overlap anything for this test to mean something"
+
+
+def test_overlap_rates_match_exact_arithmetic() -> None:
+    """Against the rule in rational numbers: start and end of every task within 1e-12 of the makespan."""
+    overlap = OverlapFactors(compute=1.5, communication=1.25)
+    for seed in range(150):
+        random = Random(seed)
+        graph = random_graph(random, most_tasks=20)
+        durations = random_durations_s(random, len(graph.tasks), on_grid=True)
+        exact = naive_schedule(graph, [Fraction(value) for value in durations], (Fraction(3, 2), Fraction(5, 4)))
+        timeline = static.simulate(graph, durations, overlap=overlap)
+        for got, wanted in zip(per_task(graph, timeline), exact, strict=True):
+            np.testing.assert_allclose(got, np.array(wanted, dtype=float), rtol=0, atol=1e-12 * (1 + timeline.makespan_s))
+
+
+@given(timed_graphs(), st.data())
+def test_longer_durations_never_shorten_the_makespan(timed: tuple[TaskGraph, list[float]], data: st.DataObject) -> None:
+    """True since the order is fixed; under list scheduling it is not (Graham's anomalies)."""
+    graph, durations = timed
+    extra = data.draw(st.lists(st.floats(0, 1e3), min_size=len(durations), max_size=len(durations)))
+    longer = [a + b for a, b in zip(durations, extra, strict=True)]
+    makespans = static.makespans_s(graph, [durations, longer])
+    assert makespans[1] >= makespans[0]
+
+
+@given(timed_graphs(), st.integers(-20, 20))
+def test_scaling_by_a_power_of_two_is_exact(timed: tuple[TaskGraph, list[float]], exponent: int) -> None:
+    graph, durations = timed
+    overlap = OverlapFactors(compute=1.5, communication=1.25)
+    scaled = [value * 2.0**exponent for value in durations]
+    for factors in (None, overlap):
+        before, after = static.simulate(graph, durations, overlap=factors), static.simulate(graph, scaled, overlap=factors)
+        np.testing.assert_array_equal(after.end_s, before.end_s * 2.0**exponent)
+
+
+@given(timed_graphs())
+def test_nothing_is_done_twice_at_once_and_all_work_is_done(timed: tuple[TaskGraph, list[float]]) -> None:
+    graph, durations = timed
+    timeline = static.simulate(graph, durations, overlap=OverlapFactors(compute=1.5, communication=1.25))
+    start, end = per_task(graph, timeline)
+    assert len(timeline) == sum(len(task.resources) for task in graph.tasks)
+    for order in graph.issue_order.values():
+        for earlier, later in zip(order, order[1:], strict=False):
+            assert end[earlier] <= start[later]
+    for task in graph.tasks:
+        assert all(end[need] <= start[task.index] for need in task.dependencies)
+        taken, alone = end[task.index] - start[task.index], durations[task.index]
+        slack = 1e-9 * (1 + end[task.index])
+        assert alone - slack <= taken <= 1.5 * alone + slack
+
+
+@given(timed_graphs())
+def test_lower_bound_and_critical_path(timed: tuple[TaskGraph, list[float]]) -> None:
+    graph, durations = timed
+    timeline = static.simulate(graph, durations)
+    path = critical_path(graph, timeline)
+    assert lower_bound_s(graph, durations) <= timeline.makespan_s * (1 + 1e-12)
+    length = 0.0
+    for index in path:
+        length += durations[index]
+    assert length == timeline.makespan_s, "summed from the front, the path is the schedule's own arithmetic"
+    before = graph.predecessors()
+    assert all(earlier in before[later] for earlier, later in zip(path, path[1:], strict=False))
+    assert not path or not before[path[0]]
+
+
+@given(timed_graphs(most_tasks=15), st.integers(1, 5))
+def test_repeats_equal_the_unrolled_graph(timed: tuple[TaskGraph, list[float]], steps: int) -> None:
+    """Carrying the frontier is the same as issuing the graph `steps` times in one long graph."""
+    graph, durations = timed
+    n = len(graph.tasks)
+    tasks = tuple(
+        type(task)(
+            index=task.index + shift,
+            work=task.work,
+            resources=task.resources,
+            dependencies=tuple(need + shift for need in task.dependencies),
+            origin=task.origin,
+        )
+        for shift in range(0, n * steps, n or 1)
+        for task in graph.tasks
+    )
+    order = {
+        resource: tuple(index + shift for shift in range(0, n * steps, n or 1) for index in entries)
+        for resource, entries in graph.issue_order.items()
+    }
+    unrolled = TaskGraph(tasks=tasks, world_size=graph.world_size, issue_order=order)
+    whole = static.simulate(unrolled, durations * steps).makespan_s
+    assert static.step_times_s(graph, [durations], steps=steps).tolist() == [whole / steps]
+
+
+@given(timed_graphs(most_tasks=15))
+def test_one_step_with_overlap_is_the_makespan(timed: tuple[TaskGraph, list[float]]) -> None:
+    graph, durations = timed
+    overlap = OverlapFactors(compute=1.5, communication=1.25)
+    makespan = static.simulate(graph, durations, overlap=overlap).makespan_s
+    assert static.makespans_s(graph, [durations, durations], overlap=overlap).tolist() == [makespan] * 2
+    repeated = static.step_times_s(graph, [durations], steps=3, overlap=overlap)[0]
+    assert repeated <= makespan * (1 + 1e-12)
+
+
+def test_samples_are_independent_rows() -> None:
+    random = Random(5)
+    graph = random_graph(random, most_tasks=60)
+    compiled = compile_graph(graph)
+    rows = np.array([random_durations_s(random, len(graph.tasks), on_grid=False) for _ in range(20)])
+    one_by_one = [static.simulate(compiled, row).makespan_s for row in rows]
+    assert static.makespans_s(compiled, rows).tolist() == one_by_one
+    assert static.makespans_s(compiled, rows[:0]).shape == (0,)

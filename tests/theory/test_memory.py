@@ -1,0 +1,232 @@
+"""Memory of a rank: every line by hand on small models, limits that must hold, and the paper's figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parsim.costs.memory import (
+    AMP_ACTIVATION_FRACTION,
+    CUDA_FRAGMENTATION,
+    CUDA_LIBRARY_WORKSPACE_BYTES,
+    NCCL_COMMUNICATOR_BYTES,
+    RankMemory,
+    rank_memory,
+)
+from parsim.errors import CostError
+from parsim.hardware.device import DeviceType
+from parsim.model.component import Component, Operator, Parameter, Value
+
+CPU = DeviceType(
+    name="cpu",
+    kind="cpu",
+    memory_bytes=1_000_000,
+    peak_flop_per_s={"fp32": 1e10},
+    memory_bandwidth_bytes_per_s=1e10,
+    context_bytes=5_000,
+)
+V100 = DeviceType(
+    name="v100",
+    kind="cuda",
+    memory_bytes=34_359_738_368,
+    peak_flop_per_s={"fp32": 15.7e12},
+    memory_bandwidth_bytes_per_s=900e9,
+    context_bytes=700_000_000,
+)
+TABLE = Parameter(name="embed.weight", elements=100)
+
+
+def elementwise(activation_bytes: int) -> Operator:
+    return Operator(
+        kind="memory_bound",
+        shape=(("elements", activation_bytes // 8),),
+        batch="batch",
+        forward_flop=0.0,
+        activation_bytes=activation_bytes,
+        parameter_bytes=0,
+    )
+
+
+EMBED = Component(
+    name="embed", inputs=("ids",), outputs=("embed:0",), parameters=(TABLE,), saved_activation_bytes=8, buffer_bytes=12
+)
+BLOCK = Component(
+    name="block",
+    inputs=("embed:0",),
+    outputs=("block:0",),
+    parameters=(Parameter(name="block.weight", elements=50), Parameter(name="block.bias", elements=5)),
+    saved_activation_bytes=200,
+    saved_fixed_bytes=16,
+)
+HEAD = Component(
+    name="head", inputs=("block:0",), outputs=("head:0",), parameters=(TABLE,), saved_activation_bytes=40, buffer_bytes=4
+)
+LOSS = Component(name="loss", inputs=("head:0", "target"), outputs=("loss:0",), saved_activation_bytes=60)
+VALUES = {
+    value.name: value
+    for value in (
+        Value(name="ids", producer=None, bytes_per_sample=16, differentiable=False, saved=True),
+        Value(name="target", producer=None, bytes_per_sample=8, differentiable=False, saved=False),
+        Value(name="embed:0", producer="embed", bytes_per_sample=32, saved=True),
+        Value(name="block:0", producer="block", bytes_per_sample=32, saved=False),
+        Value(name="head:0", producer="head", bytes_per_sample=64, saved=True),
+        Value(name="loss:0", producer="loss", bytes_per_sample=0, fixed_bytes=4, saved=False),
+    )
+}
+ALL = (EMBED, BLOCK, HEAD, LOSS)
+
+
+def memory(
+    components: tuple[Component, ...] = ALL,
+    *,
+    samples: int = 10,
+    in_flight: int = 1,
+    optimizer: str = "sgd_momentum",
+    precision: str = "fp32",
+    device: DeviceType = CPU,
+    backend: str = "gloo",
+    communicators: int = 0,
+    largest_message_bytes: int = 0,
+    loaded_microbatches: int | None = None,
+) -> RankMemory:
+    return rank_memory(
+        rank=3,
+        components=components,
+        values=VALUES,
+        microbatch_samples=samples,
+        in_flight=in_flight,
+        optimizer=optimizer,
+        precision=precision,
+        device=device,
+        backend=backend,
+        communicators=communicators,
+        largest_message_bytes=largest_message_bytes,
+        loaded_microbatches=loaded_microbatches,
+    )
+
+
+def test_every_line_by_hand() -> None:
+    lines = dict(memory().lines)
+    elements = 100 + 50 + 5
+    assert lines == {
+        "parameters": 4 * elements,
+        "casts": 0,
+        "gradients": 4 * elements,
+        "optimizer_state": 4 * elements,
+        "buffers": 16,
+        "activations": 10 * (8 + 200 + 40 + 60) + 16,
+        "boundary_values": 10 * 32 + 4,
+        "inputs": 10 * 8,
+        "communication": 0,
+        "context": 5_000,
+        "workspace": 40,  # head's backward: what the loss saved (600) is free, the gradient of head:0 (640) is there
+    }
+    assert memory().total_bytes == sum(lines.values())
+
+
+def test_a_parameter_tied_within_the_rank_counts_once_and_across_ranks_twice() -> None:
+    together = memory((EMBED, HEAD)).line("parameters")
+    apart = memory((EMBED,)).line("parameters") + memory((HEAD,)).line("parameters")
+    assert together == 400
+    assert apart == 800
+
+
+@pytest.mark.parametrize(("optimizer", "per_element"), [("sgd", 0), ("sgd_momentum", 4), ("adam", 8), ("adamw", 8)])
+def test_optimizer_state(optimizer: str, per_element: int) -> None:
+    assert memory(optimizer=optimizer).line("optimizer_state") == per_element * 155
+
+
+def test_activations_and_held_values_grow_with_the_microbatches_in_flight() -> None:
+    one, four = memory(in_flight=1), memory(in_flight=4)
+    for line in ("activations", "boundary_values", "inputs"):
+        assert four.line(line) == 4 * one.line(line)
+    for line in ("parameters", "gradients", "optimizer_state", "context"):
+        assert four.line(line) == one.line(line)
+
+
+def test_values_that_cross_to_another_rank_are_held_on_both_sides() -> None:
+    first, second = memory((EMBED, BLOCK)), memory((HEAD, LOSS))
+    assert first.line("boundary_values") == 10 * 32, "block:0, sent; embed:0 is among the saved activations"
+    assert second.line("boundary_values") == 10 * 32 + 4, "block:0, received; loss:0"
+    split = memory((EMBED,)), memory((BLOCK,))
+    assert split[0].line("boundary_values") == 10 * 32, "embed:0 is held even if the other rank saves it"
+    assert split[1].line("boundary_values") == 10 * (32 + 32)
+
+
+def test_inputs_loaded_ahead_are_counted() -> None:
+    assert memory(in_flight=2, loaded_microbatches=8).line("inputs") == 8 * 10 * 8 + 6 * 10 * 16
+
+
+def test_backward_of_a_late_large_component_adds_its_gradients() -> None:
+    late = replace(LOSS, operators=(elementwise(4000),))
+    assert memory((EMBED, BLOCK, HEAD, late)).line("workspace") == 10 * 4000
+
+
+def test_backward_of_an_early_component_runs_when_later_activations_are_free() -> None:
+    early = replace(EMBED, operators=(elementwise(250),))
+    freed = 10 * (200 + 40 + 60) + 16
+    assert memory((early, BLOCK, HEAD, LOSS)).line("workspace") == 40
+    large = replace(EMBED, operators=(elementwise(4000),))
+    assert memory((large, BLOCK, HEAD, LOSS)).line("workspace") == 10 * 4000 - freed
+
+
+def test_adams_temporaries_are_the_peak_where_activations_are_small() -> None:
+    wide = replace(BLOCK, parameters=(Parameter(name="w", elements=1_000_000),))
+    line = memory((wide,), samples=1, optimizer="adam")
+    assert line.line("workspace") == 4_000_000 - line.line("activations") - line.line("boundary_values")
+    assert memory((wide,), samples=1, optimizer="sgd_momentum").line("workspace") < 1_000
+
+
+def test_half_precision_halves_activations_and_adds_copies_of_the_weights() -> None:
+    full, half = memory(precision="fp32"), memory(precision="amp_fp16")
+    assert half.line("activations") == pytest.approx(AMP_ACTIVATION_FRACTION * full.line("activations"), abs=1)
+    assert half.line("casts") == 2 * 155
+    assert half.line("parameters") == full.line("parameters")
+
+
+def test_communication_takes_buffers_per_communicator_or_a_copy_of_the_message() -> None:
+    assert memory(backend="nccl", communicators=2).line("communication") == 2 * NCCL_COMMUNICATOR_BYTES
+    assert memory(backend="gloo", communicators=1, largest_message_bytes=77).line("communication") == 77
+    assert memory(backend="gloo", communicators=0, largest_message_bytes=77).line("communication") == 0
+
+
+def test_a_gpu_has_library_workspace_and_fragmentation() -> None:
+    on = memory(device=V100)
+    held = on.line("activations") + on.line("boundary_values")
+    assert on.line("workspace") == pytest.approx(40 + CUDA_LIBRARY_WORKSPACE_BYTES + CUDA_FRAGMENTATION * held, abs=1)
+
+
+def test_what_does_not_fit_says_which_rank_which_line_and_by_how_much() -> None:
+    tight = memory(device=replace(CPU, memory_bytes=9_000))
+    assert not tight.fits
+    assert tight.worst == ("context", 5_000)
+    assert tight.excess_bytes == tight.total_bytes - 9_000
+    assert tight.describe().startswith("rank 3 needs ")
+    assert "too much" in tight.describe()
+    assert memory().fits
+    assert memory().excess_bytes == 0
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(CostError, match="did you mean sgd_momentum"):
+        memory(optimizer="sgd_momentun")
+    with pytest.raises(CostError, match="in_flight >= 1"):
+        memory(in_flight=0)
+
+
+@given(samples=st.integers(1, 256), in_flight=st.integers(1, 16), cut=st.integers(1, 3))
+def test_memory_grows_with_samples_and_flight_and_no_stage_needs_more_than_the_whole(
+    samples: int, in_flight: int, cut: int
+) -> None:
+    whole = memory(samples=samples, in_flight=in_flight)
+    assert memory(samples=samples + 1, in_flight=in_flight).total_bytes > whole.total_bytes
+    assert memory(samples=samples, in_flight=in_flight + 1).total_bytes > whole.total_bytes
+    crossing = VALUES[ALL[cut - 1].outputs[0]].size_bytes(samples)
+    for stage in (ALL[:cut], ALL[cut:]):
+        part = memory(stage, samples=samples, in_flight=in_flight)
+        for line in ("parameters", "gradients", "optimizer_state", "activations", "buffers", "inputs"):
+            assert part.line(line) <= whole.line(line)
+        assert part.line("boundary_values") <= whole.line("boundary_values") + in_flight * crossing

@@ -1,0 +1,390 @@
+"""Datasets (real digits, CIFAR's own file formats, generated samples) and the order batches are read in."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parsim.data import IGNORED, BatchOrder, Dataset, Target, load_dataset, part
+from parsim.data.dataset import resize
+from parsim.errors import DataError, ParsimError
+
+TEN = Target(classes=10)
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> BatchOrder:
+    n = draw(st.integers(1, 200))
+    return BatchOrder(n=n, global_batch=draw(st.integers(1, n)), seed=draw(st.integers(0, 2**32)))
+
+
+class TestBatchOrder:
+    @given(order=orders(), epoch=st.integers(0, 5))
+    def test_an_epoch_reads_every_sample_at_most_once_and_drops_only_the_rest(self, order: BatchOrder, epoch: int) -> None:
+        steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+        read = np.concatenate([order.indices(step) for step in steps])
+        assert len(set(read.tolist())) == len(read) == order.n // order.global_batch * order.global_batch
+        assert read.min() >= 0
+        assert read.max() < order.n
+
+    @given(order=orders(), step=st.integers(0, 10**6))
+    def test_a_step_is_a_pure_function_of_seed_and_step(self, order: BatchOrder, step: int) -> None:
+        again = BatchOrder(n=order.n, global_batch=order.global_batch, seed=order.seed)
+        assert np.array_equal(order.indices(step), again.indices(step))
+        assert order.indices(step).dtype == np.int64
+
+    def test_epochs_and_seeds_differ(self) -> None:
+        order = BatchOrder(n=100, global_batch=100, seed=1)
+        other = BatchOrder(n=100, global_batch=100, seed=2)
+        assert not np.array_equal(order.indices(0), order.indices(1))
+        assert not np.array_equal(order.indices(0), other.indices(0))
+        assert not np.array_equal(order.indices(1), other.indices(0))
+
+    def test_the_order_is_fixed_for_good(self) -> None:
+        """A changed stream would silently break the resumption of old checkpoints."""
+        assert BatchOrder(n=12, global_batch=6, seed=7).indices(0).tolist() == GOLDEN_ORDER
+
+    def test_another_process_reads_the_same(self) -> None:
+        code = "from parsim.data import BatchOrder; print(BatchOrder(n=50, global_batch=9, seed=3).indices(7).tolist())"
+        output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert output.strip() == str(BatchOrder(n=50, global_batch=9, seed=3).indices(7).tolist())
+
+    @given(dp=st.integers(1, 6), microbatches=st.integers(1, 6), size=st.integers(1, 5))
+    def test_parts_tile_the_batch_in_replica_major_order(self, dp: int, microbatches: int, size: int) -> None:
+        batch = np.arange(dp * microbatches * size, dtype=np.int64)
+        parts = [
+            part(batch, replica=replica, dp=dp, microbatch=microbatch, microbatches=microbatches)
+            for replica in range(dp)
+            for microbatch in range(microbatches)
+        ]
+        assert all(len(piece) == size for piece in parts)
+        assert np.array_equal(np.concatenate(parts), batch)
+
+    @given(dp=st.integers(1, 4), microbatches=st.integers(1, 4))
+    def test_a_replica_sees_the_same_samples_however_they_are_cut(self, dp: int, microbatches: int) -> None:
+        batch = np.arange(dp * 12, dtype=np.int64)
+        whole = part(batch, replica=dp - 1, dp=dp)
+        cut = [
+            part(batch, replica=dp - 1, dp=dp, microbatch=number, microbatches=microbatches) for number in range(microbatches)
+        ]
+        assert np.array_equal(np.concatenate(cut), whole)
+
+    @pytest.mark.parametrize(
+        ("make", "says"),
+        [
+            (lambda: BatchOrder(n=10, global_batch=11), "between 1 and the samples of the dataset (10)"),
+            (lambda: BatchOrder(n=10, global_batch=0), "global_batch (0)"),
+            (lambda: BatchOrder(n=10, global_batch=2, seed=-1), "seed"),
+            (lambda: BatchOrder(n=10, global_batch=2).indices(-1), "counted from 0"),
+            (lambda: part(np.arange(10), replica=0, dp=3), "divisible by dp (3) * microbatches (1) = 3"),
+            (lambda: part(np.arange(10), replica=2, dp=2), "replica 2 of 2"),
+        ],
+    )
+    def test_bad_input(self, make: object, says: str) -> None:
+        with pytest.raises(DataError) as caught:
+            make()  # type: ignore[operator]
+        assert says in str(caught.value)
+
+
+GOLDEN_ORDER = [6, 3, 11, 4, 10, 9]
+
+
+class TestDigits:
+    def test_images_are_the_bundled_ones_upsampled_exactly(self) -> None:
+        from sklearn.datasets import load_digits
+
+        train = load_dataset("digits", input_shape=(1, 32, 32), target=TEN)
+        test = load_dataset("digits", input_shape=(1, 32, 32), target=TEN, split="test")
+        assert (len(train), len(test)) == (1500, 297)
+        inputs = np.concatenate([train.inputs, test.inputs])
+        assert inputs.dtype == np.float32
+        assert inputs.shape == (1797, 1, 32, 32)
+        small = inputs[:, 0, ::4, ::4]
+        assert np.array_equal(np.kron(small, np.ones((4, 4), dtype=np.float32)), inputs[:, 0])
+        raw = np.rint((small - train.offset) / train.scale).astype(int).reshape(1797, 64)
+        original = load_digits()
+        expected = sorted(zip(map(tuple, original.data.astype(int).tolist()), original.target.tolist(), strict=True))
+        labels = np.concatenate([train.targets, test.targets]).tolist()
+        assert sorted(zip(map(tuple, raw.tolist()), labels, strict=True)) == expected
+
+    def test_the_training_split_is_standardised(self) -> None:
+        inputs = load_dataset("digits", input_shape=(1, 8, 8), target=TEN).inputs
+        assert abs(float(inputs.mean(dtype=np.float64))) < 1e-6
+        assert abs(float(inputs.std(dtype=np.float64)) - 1) < 1e-6
+
+    def test_every_class_is_in_both_splits(self) -> None:
+        for split in ("train", "test"):
+            targets = load_dataset("digits", input_shape=(64,), target=TEN, split=split).targets
+            assert set(targets.tolist()) == set(range(10))
+            assert targets.dtype == np.int64
+
+    @pytest.mark.parametrize("shape", [(1, 32, 32), (3, 32, 32), (3, 224, 224), (1, 7, 5), (64,), (784,), (3072,)])
+    def test_any_image_shape(self, shape: tuple[int, ...]) -> None:
+        dataset = load_dataset("digits", input_shape=shape, target=TEN)
+        inputs, targets = dataset.batch(np.array([5, 3, 3]))
+        assert inputs.shape == (3, *shape)
+        assert inputs.flags.c_contiguous
+        assert np.array_equal(inputs[1], inputs[2])
+        assert np.array_equal(targets, dataset.targets[[5, 3, 3]])
+
+    def test_channels_repeat(self) -> None:
+        grey = load_dataset("digits", input_shape=(1, 8, 8), target=TEN).inputs
+        colour = load_dataset("digits", input_shape=(3, 8, 8), target=TEN).inputs
+        assert all(np.array_equal(colour[:, channel], grey[:, 0]) for channel in range(3))
+
+    @pytest.mark.parametrize(
+        ("shape", "target"),
+        [((1, 32, 32), Target(classes=9)), ((16,), Target(task="next_token", classes=50)), ((65,), TEN), ((8, 8), TEN)],
+    )
+    def test_what_does_not_fit_is_refused(self, shape: tuple[int, ...], target: Target) -> None:
+        with pytest.raises(DataError):
+            load_dataset("digits", input_shape=shape, target=target)
+
+
+@given(
+    n=st.integers(1, 3),
+    stored=st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)),
+    factor=st.integers(1, 4),
+)
+@settings(max_examples=50)
+def test_resizing_by_a_whole_factor_repeats_every_pixel(n: int, stored: tuple[int, int, int], factor: int) -> None:
+    images = np.random.default_rng(0).standard_normal((n, *stored), dtype=np.float32)
+    large = resize(images, (stored[0], stored[1] * factor, stored[2] * factor))
+    assert np.array_equal(large, images.repeat(factor, axis=2).repeat(factor, axis=3))
+    assert np.array_equal(large[:, :, ::factor, ::factor], images)
+
+
+def test_channels_are_averaged_into_one() -> None:
+    images = np.arange(12, dtype=np.float32).reshape(1, 3, 2, 2)
+    assert np.allclose(resize(images, (1, 2, 2)), images.mean(axis=1, keepdims=True))
+
+
+def _python2_string(text: bytes) -> bytes:
+    return b"U" + bytes([len(text)]) + text if len(text) < 256 else b"T" + struct.pack("<i", len(text)) + text
+
+
+def _python2_batch(pixels: np.ndarray, labels: list[int], label_key: bytes) -> bytes:
+    """The bytes Python 2 wrote for {"data": ndarray, label_key: [int], ...}: protocol 2, byte strings, numpy.core names."""
+    rows, columns = pixels.shape
+    shape = b"K" + bytes([rows]) + b"M" + struct.pack("<H", columns) + b"\x86"
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + _python2_string(b"b") + b"\x87R(K\x01" + shape
+    array += b"cnumpy\ndtype\n" + _python2_string(b"u1") + b"K\x00K\x01\x87R(K\x03" + _python2_string(b"|")
+    array += b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89" + _python2_string(pixels.tobytes()) + b"tb"
+    numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
+    content = _python2_string(b"data") + array + _python2_string(label_key) + numbers
+    content += _python2_string(b"batch_label") + _python2_string(b"training batch 1 of 5")
+    return b"\x80\x02}(" + content + b"u."
+
+
+def _images(rows: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (rows, 3072), dtype=np.uint8)
+
+
+def _write_cifar10(root: Path, layout: str) -> tuple[np.ndarray, list[int]]:
+    """Tiny files in the published layout; returns the training pixels and labels."""
+    pixels, labels = [], []
+    names = [f"data_batch_{number}" for number in range(1, 6)] + ["test_batch"]
+    folder = root / ("cifar-10-batches-bin" if layout == "binary" else "cifar-10-batches-py")
+    folder.mkdir(parents=True)
+    for seed, name in enumerate(names):
+        data, classes = _images(4, seed), [(seed + number) % 10 for number in range(4)]
+        if layout == "binary":
+            records = np.concatenate([np.array(classes, dtype=np.uint8)[:, None], data], axis=1)
+            (folder / f"{name}.bin").write_bytes(records.tobytes())
+        elif layout == "python2":
+            (folder / name).write_bytes(_python2_batch(data, classes, b"labels"))
+        else:
+            (folder / name).write_bytes(pickle.dumps({b"data": data, b"labels": classes}, protocol=int(layout)))
+        if name != "test_batch":
+            pixels.append(data)
+            labels += classes
+    return np.concatenate(pixels), labels
+
+
+class TestCifar:
+    @pytest.mark.parametrize("layout", ["binary", "python2", "2", "4"])
+    def test_cifar10_reads_its_published_formats(self, tmp_path: Path, layout: str) -> None:
+        pixels, labels = _write_cifar10(tmp_path, layout)
+        dataset = load_dataset("cifar10", input_shape=(3, 32, 32), target=TEN, root=tmp_path)
+        assert np.array_equal(dataset.stored.reshape(-1, 3072), pixels)
+        assert dataset.targets.tolist() == labels
+        expected = (pixels.reshape(-1, 3, 32, 32) / 255 - 0.5) / 0.25
+        assert np.allclose(dataset.inputs, expected, atol=1e-6)
+        assert len(load_dataset("cifar10", input_shape=(3, 32, 32), target=TEN, root=tmp_path, split="test")) == 4
+
+    @pytest.mark.parametrize("layout", ["binary", "python2"])
+    def test_cifar100_takes_the_fine_label(self, tmp_path: Path, layout: str) -> None:
+        data, fine = _images(5, 1), [3, 99, 0, 42, 7]
+        if layout == "binary":
+            folder = tmp_path / "cifar-100-binary"
+            folder.mkdir()
+            records = np.concatenate([np.full((5, 1), 11, np.uint8), np.array(fine, np.uint8)[:, None], data], axis=1)
+            (folder / "train.bin").write_bytes(records.tobytes())
+        else:
+            folder = tmp_path / "cifar-100-python"
+            folder.mkdir()
+            (folder / "train").write_bytes(_python2_batch(data, fine, b"fine_labels"))
+        dataset = load_dataset("cifar100", input_shape=(3, 64, 64), target=Target(classes=100), root=tmp_path)
+        assert dataset.targets.tolist() == fine
+        assert np.array_equal(dataset.stored.reshape(5, 3072), data)
+        assert dataset.batch(np.array([0]))[0].shape == (1, 3, 64, 64)
+
+    def test_the_folder_may_come_from_the_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        _write_cifar10(tmp_path, "binary")
+        monkeypatch.setenv("PARSIM_DATA_DIR", str(tmp_path))
+        assert len(load_dataset("cifar10", input_shape=(3, 32, 32), target=TEN)) == 20
+
+    def test_a_missing_folder_says_what_to_put_where(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("PARSIM_DATA_DIR", raising=False)
+        for root in (None, tmp_path, tmp_path / "nowhere"):
+            with pytest.raises(DataError) as caught:
+                load_dataset("cifar10", input_shape=(3, 32, 32), target=TEN, root=root)
+            message = str(caught.value)
+            assert "cifar-10-batches-py" in message
+            assert "data_batch_1.bin .. data_batch_5.bin (30,730,000 bytes each)" in message
+            assert "PARSIM_DATA_DIR=DIR" in message
+
+    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
+        _write_cifar10(tmp_path, "python2")
+        (tmp_path / "cifar-10-batches-py" / "data_batch_3").unlink()
+        with pytest.raises(DataError, match="data_batch_3 is missing"):
+            load_dataset("cifar10", input_shape=(3, 32, 32), target=TEN, root=tmp_path)
+
+    def test_a_packed_archive_is_recognised(self, tmp_path: Path) -> None:
+        (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"")
+        with pytest.raises(DataError, match="tar -xzf cifar-10-python.tar.gz"):
+            load_dataset("cifar10", input_shape=(3, 32, 32), target=TEN, root=tmp_path)
+
+    @pytest.mark.parametrize("layout", ["binary", "python2", "4"])
+    @pytest.mark.parametrize("keep", [0, 1, 100, 3000, -1])
+    def test_a_file_cut_short_is_refused(self, tmp_path: Path, layout: str, keep: int) -> None:
+        _write_cifar10(tmp_path, layout)
+        path = next(tmp_path.glob("*/data_batch_2*"))
+        path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(DataError, match=path.name):
+            load_dataset("cifar10", input_shape=(3, 32, 32), target=TEN, root=tmp_path)
+
+    @given(content=st.binary(max_size=200))
+    @settings(max_examples=200)
+    def test_random_bytes_are_refused(self, tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+        root = tmp_path_factory.mktemp("cifar")
+        (root / "cifar-100-python").mkdir()
+        (root / "cifar-100-python" / "train").write_bytes(content)
+        with pytest.raises(DataError):
+            load_dataset("cifar100", input_shape=(3, 32, 32), target=Target(classes=100), root=root)
+
+    def test_a_pickle_cannot_run_code(self, tmp_path: Path) -> None:
+        class Attack:
+            def __reduce__(self) -> tuple[object, tuple[str]]:
+                return (print, ("code ran",))
+
+        import os
+
+        for content in (
+            pickle.dumps({b"data": Attack(), b"labels": []}),
+            pickle.dumps({b"data": os.system, b"labels": []}),
+            b"cos\nsystem\n(S'touch ran'\ntR.",
+            b"cbuiltins\neval\n(S'1'\ntR.",
+        ):
+            folder = tmp_path / "cifar-100-python"
+            folder.mkdir(exist_ok=True)
+            (folder / "train").write_bytes(content)
+            with pytest.raises(DataError, match="refused to load"):
+                load_dataset("cifar100", input_shape=(3, 32, 32), target=Target(classes=100), root=tmp_path)
+
+    def test_labels_out_of_range_are_refused(self, tmp_path: Path) -> None:
+        folder = tmp_path / "cifar-10-batches-py"
+        folder.mkdir()
+        for name in [f"data_batch_{number}" for number in range(1, 6)]:
+            (folder / name).write_bytes(_python2_batch(_images(2, 0), [1, 10], b"labels"))
+        with pytest.raises(DataError, match=r"labels must be 0\.\.9, got 1\.\.10"):
+            load_dataset("cifar10", input_shape=(3, 32, 32), target=TEN, root=tmp_path)
+
+    def test_a_model_with_too_few_classes_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match="num_classes >= 100"):
+            load_dataset("cifar100", input_shape=(3, 32, 32), target=TEN, root=tmp_path)
+
+
+class TestSynthetic:
+    @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 5, 7), (3, 224, 224), (64,), (10,)])
+    def test_images_have_the_shape_and_unit_size(self, shape: tuple[int, ...]) -> None:
+        dataset = load_dataset("synthetic", input_shape=shape, target=TEN, samples=200)
+        inputs, targets = dataset.batch(np.arange(200))
+        assert inputs.shape == (200, *shape)
+        assert abs(float(inputs.std()) - 1) < 0.15
+        assert set(targets.tolist()) <= set(range(10))
+
+    def test_a_nearest_mean_classifier_learns_it(self) -> None:
+        """Class means differ by 2 * 768 in squared distance under unit noise: separable almost surely."""
+        train = load_dataset("synthetic", input_shape=(3, 16, 16), target=TEN, samples=500)
+        test = load_dataset("synthetic", input_shape=(3, 16, 16), target=TEN, samples=200, split="test")
+        flat = train.inputs.reshape(500, -1)
+        means = np.stack([flat[train.targets == number].mean(axis=0) for number in range(10)])
+        distance = ((test.inputs.reshape(200, 1, -1) - means) ** 2).sum(axis=2)
+        assert float((distance.argmin(axis=1) == test.targets).mean()) > 0.99
+
+    def test_the_same_seed_gives_the_same_and_another_another(self) -> None:
+        def load(seed: int, split: str = "train") -> Dataset:
+            return load_dataset("synthetic", input_shape=(8,), target=TEN, samples=20, seed=seed, split=split)
+
+        assert np.array_equal(load(1).inputs, load(1).inputs)
+        assert not np.array_equal(load(1).inputs, load(2).inputs)
+        assert not np.array_equal(load(1).inputs, load(1, "test").inputs)
+
+    def test_next_token_targets_are_the_inputs_shifted(self) -> None:
+        dataset = load_dataset("synthetic", input_shape=(16,), target=Target(task="next_token", classes=50), samples=100)
+        inputs, targets = dataset.batch(np.arange(100))
+        assert inputs.shape == targets.shape == (100, 16)
+        assert inputs.dtype == targets.dtype == np.int64
+        assert np.array_equal(inputs[:, 1:], targets[:, :-1])
+        assert inputs.min() >= 0
+        assert max(inputs.max(), targets.max()) < 50
+
+    def test_the_next_token_can_be_predicted_nine_times_of_ten(self) -> None:
+        dataset = load_dataset("synthetic", input_shape=(64,), target=Target(task="next_token", classes=20), samples=500)
+        pairs = np.zeros((20, 20), dtype=np.int64)
+        np.add.at(pairs, (dataset.inputs.ravel(), dataset.targets.ravel()), 1)
+        assert abs(pairs.max(axis=1).sum() / pairs.sum() - (0.9 + 0.1 / 20)) < 0.01
+
+    def test_masked_targets_hold_exactly_what_was_hidden(self) -> None:
+        target = Target(task="masked_token", classes=50)
+        dataset = load_dataset("synthetic", input_shape=(32,), target=target, samples=300)
+        inputs, targets = dataset.batch(np.arange(300))
+        hidden = inputs == 49
+        assert np.array_equal(hidden, targets != IGNORED)
+        assert hidden.any(axis=1).all()
+        assert abs(hidden.mean() - 0.15) < 0.02
+        assert set(targets[hidden].tolist()) <= set(range(49))
+
+    @pytest.mark.parametrize(
+        ("shape", "target"),
+        [((4, 4), TEN), ((), TEN), ((3, 0, 4), TEN), ((3, 4, 4), Target(task="next_token", classes=5))],
+    )
+    def test_impossible_shapes_are_refused(self, shape: tuple[int, ...], target: Target) -> None:
+        with pytest.raises(DataError):
+            load_dataset("synthetic", input_shape=shape, target=target)
+
+
+def test_unknown_names_come_with_near_matches() -> None:
+    with pytest.raises(ParsimError, match="did you mean cifar10"):
+        load_dataset("cifar1O", input_shape=(3, 32, 32), target=TEN)
+    with pytest.raises(DataError, match="known: train, test"):
+        load_dataset("digits", input_shape=(1, 8, 8), target=TEN, split="validation")
+    with pytest.raises(DataError, match="known: classify"):
+        Target(task="regress")
+
+
+def test_reading_data_needs_no_torch() -> None:
+    code = (
+        "import sys; from parsim.data import *; "
+        "load_dataset('synthetic', input_shape=(8,), target=Target(classes=4)); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
