@@ -1,6 +1,6 @@
 """Tasks per second of both engines on a pipeline-with-replicas graph. Prints, asserts nothing.
 
-    python benchmarks/bench_engines.py [--tasks 100000] [--samples 100]
+python benchmarks/bench_engines.py [--tasks 100000] [--samples 100]
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,11 +119,11 @@ def _best_ends(sizes: FloatArray, seconds: FloatArray, distinct: FloatArray, cou
     best: tuple[float, tuple[float, ...]] | None = None
     for cuts in combinations(places, count - 1):
         bounds = (0, *cuts, len(distinct))
-        if any(high - low < MIN_SIZES_PER_REGIME for low, high in zip(bounds, bounds[1:], strict=False)):
+        if any(high - low < MIN_SIZES_PER_REGIME for low, high in pairwise(bounds)):
             continue
         predicted = np.zeros(len(sizes))
         floor = 0.0
-        for low, high in zip(bounds, bounds[1:], strict=False):
+        for low, high in pairwise(bounds):
             inside = (sizes >= distinct[low]) & (sizes <= distinct[high - 1])
             if (low, high) not in lines:
                 lines[low, high] = _line(sizes[inside], seconds[inside])

@@ -32,9 +32,7 @@ def assign_protocols(
     return assigned
 
 
-def fit_lines(
-    points: Sequence[CollectivePoint], ring_count: RingCount
-) -> tuple[float, float, float]:
+def fit_lines(points: Sequence[CollectivePoint], ring_count: RingCount) -> tuple[float, float, float]:
     """base_s, hop_s and seconds per byte of one lane of ring all_reduces: the least relative error over all groups.
 
     Raises ProfileError if there are fewer than 4 points.
@@ -56,7 +54,7 @@ def fit_lines(
 
 
 def fit_slope(points: Sequence[CollectivePoint], ring_count: RingCount) -> tuple[float, float]:
-    """Latency and seconds per byte of one lane from points of a single group size (the latency takes up any launch overhead)."""
+    """Latency and seconds per byte of one lane from points of one group size; the latency takes up any launch overhead."""
     columns = np.array(
         [
             (1.0, ring_traffic("all_reduce", len(point.group)) * point.size_bytes / max(1, ring_count(point.group)))

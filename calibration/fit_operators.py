@@ -36,10 +36,11 @@ ARRAYS = {
     "gelu_fwd": 2,
     "relu_fwd": 2,
     "tanh_fwd": 2,
-    "softmax_fwd": 2,
-    "ln_fwd": 2,
+    "softmax_fwd": 3,
+    "ln_fwd": 3,
 }
-"""Arrays read and written by a memory-bound kernel; `pow` takes as long as the two-operand kernels of its size."""
+"""Arrays read and written by a memory-bound kernel; softmax and layer norm read theirs twice, and `pow` takes as long as the
+two-operand kernels of its size."""
 
 MIN_MEMORY_BOUND_BYTES = 16e6
 """Below this NeuSight's kernels all take the 32-60 us of a launch between two events: nothing about the memory."""

@@ -42,7 +42,10 @@ from parsim.units import GIB, MIB
 
 DEVICE_TYPE = "V100-SXM2"
 DEVICES = 8
-MEMORY_ROWS = {"dgx1-v100-32gb": ("V100-SXM2-32GB", "v100-memory-32gb"), "dgx1-v100-16gb": ("V100-SXM2-16GB", "v100-memory-16gb")}
+MEMORY_ROWS = {
+    "dgx1-v100-32gb": ("V100-SXM2-32GB", "v100-memory-32gb"),
+    "dgx1-v100-16gb": ("V100-SXM2-16GB", "v100-memory-16gb"),
+}
 VTRAIN = "github VIA-Research/vTrain"
 CONTEXT_BYTES = 700 * MIB
 DRIFT_SIGMA = 0.03
@@ -63,11 +66,15 @@ SOURCES = {
         text="github NVIDIA/nccl src/graph/topo.h @069a3d4f95ca: PCI_BW 12.0, PCI Gen3 x16 (row ds-0204 gives 16 nominal)",
     ),
     "host-latency": SourceEntry(kind="assumption", text="one microsecond per PCIe or socket link; enters no collective"),
-    "v100-memory-32gb": SourceEntry(kind="datasheet", text="github cli99/llm-analysis v100-sxm-32gb.json (row ds-0004), in GiB"),
+    "v100-memory-32gb": SourceEntry(
+        kind="datasheet", text="github cli99/llm-analysis v100-sxm-32gb.json (row ds-0004), in GiB"
+    ),
     "v100-memory-16gb": SourceEntry(
         kind="datasheet", text="the launch table's 16 GB (row ds-0144) for the V100-SXM2-16GB, in GiB; secondary"
     ),
-    "v100-bandwidth": SourceEntry(kind="datasheet", text="github cli99/llm-analysis v100-sxm-32gb.json (row ds-0005); secondary"),
+    "v100-bandwidth": SourceEntry(
+        kind="datasheet", text="github cli99/llm-analysis v100-sxm-32gb.json (row ds-0005); secondary"
+    ),
     "v100-fp32": SourceEntry(kind="datasheet", text="gpu catalog of RajBhope/gpu-runtime-predictor (row ds-0162); secondary"),
     "v100-fp64": SourceEntry(kind="derived", text="half of fp32, the ratio of the launch table (rows ds-0140, ds-0141)"),
     "v100-tensor": SourceEntry(kind="datasheet", text="github cli99/llm-analysis v100-sxm-32gb.json (row ds-0007); secondary"),
@@ -90,9 +97,9 @@ def build(data_dir: Path, name: str) -> Profile:
     skeleton = Profile(
         schema_version=1,
         name=name,
-        description=f"DGX-1 (V100): eight V100-SXM2 with {gigabytes} GB on the NVLink hybrid cube mesh, four PCIe switches, two "
-        "sockets. Built from published numbers; nothing was measured on the machine itself by parsim. The two profiles of this "
-        "machine differ in memory only.",
+        description=f"DGX-1 (V100): eight V100-SXM2 with {gigabytes} GB on the NVLink hybrid cube mesh, four PCIe switches, "
+        "two sockets. Built from published numbers; parsim measured nothing on it. The two profiles of this machine "
+        "differ in memory only.",
         provenance=Provenance(
             created=date.today().isoformat(),
             command="python -m calibration.v100 --data DIR --out hardware_profiles/",
@@ -201,7 +208,9 @@ def _read_collective_points(data_dir: Path) -> list[CollectivePoint]:
             )
         )
     if not points:
-        raise DataError(f"{data_dir / 'collectives.csv'} holds no all_reduce rows of a V100 cube mesh; use the project's tables")
+        raise DataError(
+            f"{data_dir / 'collectives.csv'} holds no all_reduce rows of a V100 cube mesh; use the project's tables"
+        )
     return points
 
 

@@ -17,27 +17,28 @@ from parsim.hardware.topology import device_name
 SOURCES = {
     "vtrain": SourceEntry(
         kind="measurement",
-        text="github VIA-Research/vTrain trace/v100: NCCL all_reduce, 2, 4 and 8 GPUs of an 8-GPU V100-SXM2 node, 1 MiB to 1 GiB "
-        "(rows vtrain-lut-0141 to -0160, -0181 to -0200, -0261 to -0280). That these are GPUs 0-1, 0-3 and 0-7 of a cube mesh "
-        "is inferred from the bandwidths",
+        text="github VIA-Research/vTrain trace/v100: NCCL all_reduce, 2, 4 and 8 GPUs of an 8-GPU V100-SXM2 node, 1 MiB to 1 "
+        "GiB (rows vtrain-lut-0141 to -0160, -0181 to -0200, -0261 to -0280). That these are GPUs 0-1, 0-3 and 0-7 of a cube "
+        "mesh is inferred from the bandwidths",
     ),
     "nccl-log-8": SourceEntry(
         kind="measurement",
-        text="public GitHub note titled NCCL, 2019-09-26 (rows col-nccltests-0001 to -0050): nccl-tests -g 8, NCCL 2.4 era. One "
-        "process drives eight GPUs, so the times contain its launches; only the slope below 1 MiB is used",
+        text="public GitHub note titled NCCL, 2019-09-26 (rows col-nccltests-0001 to -0050): nccl-tests -g 8, NCCL 2.4 era. "
+        "One process drives eight GPUs, so the times contain its launches; only the slope below 1 MiB is used",
     ),
     "nccl-log-4-pcie": SourceEntry(
         kind="measurement",
-        text="GitHub note, index file 57383841940 (rows col-nccltests-0053 to -0082): nccl-tests -g 4, NCCL 2.26.2, 4 V100s, 2+2 "
-        "over PCIe and the sockets of another box; stands in for a ring that must leave NVLink",
+        text="GitHub note, index file 57383841940 (rows col-nccltests-0053 to -0082): nccl-tests -g 4, NCCL 2.26.2, 4 V100s, "
+        "2+2 over PCIe and the sockets of another box; stands in for a ring that must leave NVLink",
     ),
     "nccl-tuner": SourceEntry(
         kind="datasheet",
-        text="constants of NCCL's own cost model, github NVIDIA/nccl src/graph/tuning.cc @01afd20a77b5 (2020): base and per-hop "
-        "latencies, protocol bandwidth ratios; trees at half their bandwidth, about the middle of its correction table",
+        text="constants of NCCL's own cost model, github NVIDIA/nccl src/graph/tuning.cc @01afd20a77b5 (2020): base and "
+        "per-hop latencies, protocol bandwidth ratios; trees at half their bandwidth, about the middle of its correction table",
     ),
     "nccl-lane": SourceEntry(
-        kind="datasheet", text="github NVIDIA/nccl src/graph/topo.h @069a3d4f95ca: SM70_NVLINK_BW 20.0, what the tuner counts per lane"
+        kind="datasheet",
+        text="github NVIDIA/nccl src/graph/topo.h @069a3d4f95ca: SM70_NVLINK_BW 20.0, what the tuner counts per lane",
     ),
     "fit-links": SourceEntry(
         kind="derived",
@@ -45,7 +46,9 @@ SOURCES = {
         "the launch that the fitted Simple latency has beyond NCCL's; no process-per-GPU time below 1 MiB was found. Trees: "
         "the fitted ring times NCCL's ratio of tree to ring",
     ),
-    "fit-relay": SourceEntry(kind="derived", text="fitted to the nccl-log-4-pcie points by calibration.v100_links; another box"),
+    "fit-relay": SourceEntry(
+        kind="derived", text="fitted to the nccl-log-4-pcie points by calibration.v100_links; another box"
+    ),
 }
 
 TREE_CORRECTION = 0.5
@@ -109,9 +112,7 @@ def fit_link_model(profile: Profile) -> tuple[LinkModel, dict[str, tuple[float, 
     ), {"nvlink": (rounded(1 / lane), "fit-links"), "smp": (rounded(1 / relay_lane), "fit-relay")}
 
 
-def _fit(
-    own: Sequence[CollectivePoint], log: Sequence[CollectivePoint], ring_count: RingCount
-) -> tuple[LinkModel, float]:
+def _fit(own: Sequence[CollectivePoint], log: Sequence[CollectivePoint], ring_count: RingCount) -> tuple[LinkModel, float]:
     """The model without relayed rings, and seconds per byte of one lane."""
     sizes = [point.size_bytes for point in own]
     tuner = LinkModel(
@@ -172,9 +173,7 @@ def _fit_relay(points: Sequence[CollectivePoint]) -> tuple[list[LinkProtocol], f
     return protocols, lane
 
 
-def _left_out_group_error(
-    own: Sequence[CollectivePoint], log: Sequence[CollectivePoint], ring_count: RingCount
-) -> float:
+def _left_out_group_error(own: Sequence[CollectivePoint], log: Sequence[CollectivePoint], ring_count: RingCount) -> float:
     """Root mean square relative error of predicting each group from the others."""
     errors = []
     for group in sorted({tuple(point.group) for point in own}, key=len):

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from parsim import __version__
+from parsim.commands.calibrate import calibrate
 from parsim.commands.cost import cost
 from parsim.commands.doctor import doctor
 from parsim.commands.plan import plan
@@ -21,6 +22,7 @@ from parsim.errors import ParsimError
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
     "doctor": doctor,
+    "calibrate": calibrate,
     "cost": cost,
     "plan": plan,
     "simulate": simulate,

@@ -223,6 +223,14 @@ def scalar_pairs(texts: Sequence[str]) -> tuple[tuple[str, bool | int | float | 
     return tuple(sorted(pairs.items()))
 
 
+def parse_numbers(option: str, text: str) -> tuple[int, ...]:
+    """`"0,1,2"` of a command-line option. Raises ConfigError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: write whole numbers with commas between, e.g. 0,1,2") from error
+
+
 def _override_value(text: str) -> Any:
     """TOML where it is TOML, otherwise the text itself, so that strings need no quotes."""
     try:

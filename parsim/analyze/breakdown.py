@@ -13,9 +13,10 @@ At every moment of the step a rank is in the first of these that holds:
     host                   everything the next compute task needs has ended, and it has not started; and the time after
                            the last span of all ranks, when the step is longer than the timeline
 
-"Next" is by time: the span of the compute stream that ends the gap. What it needs are its dependencies and the tasks issued
-just before it on its resources. A simulated timeline has no host time within its makespan. A measured one may overlap
-spans on one stream or show an end slightly after the start that waited for it: such overlaps are cut, nothing counts twice.
+"Next" is by time: the span of the compute stream that ends the gap; of several in one instant the first issued. What it
+needs are its dependencies and the tasks issued just before it on its resources. A simulated timeline has no host time
+within its makespan. A measured one may overlap spans on one stream, or show an end slightly after the start that waited
+for it: such overlaps are cut, nothing counts twice.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def breakdown(graph: TaskGraph | CompiledGraph, timeline: Timeline, step_s: floa
         raise GraphError(f"step_s must be finite and >= 0, got {step_s}")
     rows, kinds = rows_of(compiled.graph, timeline), _kinds(compiled.graph)
     last_end_s = min(timeline.makespan_s, step_s)
-    by_rank = np.argsort(rows.rank, kind="stable")
+    position = np.empty(compiled.size, dtype=np.int64)
+    position[compiled.arrays.order] = np.arange(compiled.size)
+    by_rank = np.lexsort((position[rows.task], rows.rank))
     bounds = np.searchsorted(rows.rank[by_rank], np.arange(compiled.graph.world_size + 1))
     return tuple(
         _rank_breakdown(rank, compiled, rows, kinds, by_rank[bounds[rank] : bounds[rank + 1]], last_end_s, step_s)
@@ -134,7 +137,10 @@ def _kinds(graph: TaskGraph) -> _Kinds:
 def _rank_breakdown(
     rank: int, compiled: CompiledGraph, rows: Rows, kinds: _Kinds, own: Ints, last_end_s: float, step_s: float
 ) -> RankBreakdown:
-    """`own`: the rows of this rank. Each gap between compute spans is cut where load, bubble and idle waits end."""
+    """`own`: the rows of this rank, first issued first.
+
+    Each gap between compute spans is cut where the waits for load, for peers and for anything else end.
+    """
     start, end = np.clip(rows.start_s[own], 0, step_s), np.clip(rows.end_s[own], 0, step_s)
     communicates = kinds.communicates[rows.task[own]]
     computes = rows.compute_stream[own] & ~communicates

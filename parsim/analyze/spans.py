@@ -67,7 +67,8 @@ def rows_of(graph: TaskGraph, timeline: Timeline) -> Rows:
 def union(start: Floats, end: Floats) -> tuple[Floats, Floats, Ints]:
     """The disjoint intervals that cover what `start`..`end` cover, sorted, and the place of the first span of each.
 
-    Intervals that touch are merged; a span of no length on its own stays an interval.
+    Of equal spans the one listed first counts as first. Intervals that touch are merged; a span of no length on its own
+    stays an interval.
     """
     if not len(start):
         return start, end, np.empty(0, dtype=np.int64)

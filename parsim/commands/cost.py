@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parsim.commands.output import JsonFlag, print_json, print_tables
-from parsim.config import Optimizer, Precision, scalar_pairs
+from parsim.config import Optimizer, Precision, parse_numbers, scalar_pairs
 from parsim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ def cost(
         raise typer.BadParameter("--model needs --batch")
     cluster = cluster_from_profile(load_profile(profile))
     if collective is not None and size_bytes is not None:
-        group = tuple(range(cluster.size)) if ranks is None else _numbers("--ranks", ranks)
+        group = tuple(range(cluster.size)) if ranks is None else parse_numbers("--ranks", ranks)
         document: dict[str, Any] = _collective_row(cluster, collective, size_bytes, group)
         rows = [document]
     else:
-        shape = None if input_shape is None else _numbers("--input-shape", input_shape)
+        shape = None if input_shape is None else parse_numbers("--input-shape", input_shape)
         rows = _component_rows(
             cluster, str(model), args or [], shape, samples=batch or 0, precision=precision, optimizer=optimizer
         )
@@ -59,13 +59,6 @@ def cost(
     from parsim.report.tables import cost_table
 
     print_tables([cost_table(rows, title=f"Costs on {cluster.name}")])
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(f"{option} {text!r}: write whole numbers with commas between, e.g. 0,1,2") from error
 
 
 def _collective_row(cluster: Cluster, operation: str, size_bytes: int, group: tuple[int, ...]) -> dict[str, Any]:

@@ -1,34 +1,16 @@
-"""What a simulation leaves in a run folder, and the pages drawn from any run folder (`parsim.commands.run_folder` names its files)."""
+"""What a simulation leaves in a run folder, and how any run folder's pages are drawn again."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from parsim.commands.run_folder import RunFolder, write_json
-from parsim.config import RunConfig, load_config
 from parsim.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from parsim.graph.taskgraph import TaskGraph
-    from parsim.plan.plan import Plan
-    from parsim.report.html import ReportData
+    from parsim.commands.workflow import Answer
     from parsim.schedule.evaluate import Evaluation
-    from parsim.schedule.problem import Problem
-    from parsim.timeline import Timeline
-
-
-def save_prediction(folder: RunFolder, config: RunConfig, problem: Problem, evaluation: Evaluation) -> None:
-    """The question, the predicted result and the simulated timeline."""
-    from parsim.execute.environment import describe_environment
-
-    folder.write_question(config, problem.model, evaluation.result.plan, problem.cluster.profile)
-    write_json(folder.result, describe(evaluation))
-    write_json(folder.environment, describe_environment())
-    evaluation.timeline.save(folder.predicted_timeline)
 
 
 def describe(evaluation: Evaluation) -> dict[str, Any]:
@@ -48,93 +30,81 @@ def describe(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def write_pages(folder: RunFolder) -> Path:
-    """Draw trace.json and report.html from the folder's files; returns the path of the report.
+def write_prediction(folder: RunFolder, asked: Answer) -> None:
+    """The question, result.json, predicted-timeline.json.gz, trace.json and report.html of a plan that was not run."""
+    from parsim.execute.environment import describe_environment
+
+    evaluation, problem = asked.evaluation, asked.problem
+    folder.write_question(asked.config, problem.model, evaluation.result.plan, problem.cluster.profile)
+    write_json(folder.result, describe(evaluation))
+    write_json(folder.environment, describe_environment())
+    draw_prediction(folder, asked)
+
+
+def draw_prediction(folder: RunFolder, asked: Answer) -> None:
+    """predicted-timeline.json.gz, trace.json and report.html."""
+    from parsim.commands.write_report import report_facts, report_run
+    from parsim.report.chrome_trace import chrome_trace
+    from parsim.report.html import ReportData, ReportSection, write_report
+    from parsim.report.tables import calibration_table
+
+    evaluation, problem = asked.evaluation, asked.problem
+    evaluation.timeline.save(folder.predicted_timeline)
+    write_json(folder.trace, chrome_trace(evaluation.graph, {"predicted": evaluation.timeline}))
+    candidates = [evaluation] if asked.search is None else list(asked.search.candidates)
+    section = ReportSection(
+        model=problem.model.name,
+        title=f"{problem.model.name} on {problem.cluster.name}",
+        text=f"Global batch {problem.global_batch}, {problem.optimizer}, {problem.precision}.",
+        results=[candidate.result.to_dict() for candidate in candidates],
+        chosen=evaluation.result.to_dict(),
+        runs=(report_run(evaluation, None, None),),
+    )
+    data = ReportData(
+        title=f"{problem.model.name}: predicted",
+        facts=report_facts(),
+        summary=(f"Plan {evaluation.result.plan.summary()}.",),
+        sections=(section,),
+        extra_tables=(calibration_table(problem.cluster.profile),),
+    )
+    write_report(data, folder.report)
+
+
+def redraw(folder: RunFolder) -> None:
+    """trace.json and report.html of a run or a simulation, priced anew from the profile and plan that lie in the folder.
 
     Raises:
-        ConfigError: the folder is not one that a simulation or a run left, or a file in it is broken.
+        ConfigError: it is no run folder.
     """
-    from parsim.report.chrome_trace import save_chrome_trace
-    from parsim.report.html import write_report
+    if not folder.job.is_file():
+        draw_prediction(folder, _asked_again(folder))
+        return
+    from parsim.commands.workflow import judge, measured, reopen
+    from parsim.commands.write_report import write_run_files
 
-    if not folder.plan.is_file() or not folder.model.is_file():
-        raise ConfigError(
-            f"{folder.path} holds no {folder.plan.name} and {folder.model.name}, so it is no run folder; give one that "
-            "`parsim run` or `parsim simulate --out` left"
-        )
-    from parsim.graph.lower import lower
+    folder, asked, name = reopen(folder.path)
+    seen = measured(folder, name, asked.evaluation)
+    write_run_files(folder, asked, seen, judge(asked.problem, asked.evaluation, seen))
+
+
+def _asked_again(folder: RunFolder) -> Answer:
+    from parsim.commands.workflow import Answer
+    from parsim.hardware.cluster import cluster_from_profile
     from parsim.model.model import Model
-    from parsim.plan.plan import Plan, check_plan
+    from parsim.plan.plan import Plan
+    from parsim.schedule.evaluate import evaluate
+    from parsim.schedule.problem import Problem
 
-    model, plan = Model.load(folder.model), Plan.load(folder.plan)
-    check_plan(plan, model)
-    graph = lower(plan, model)
-    timelines = _timelines(folder)
-    if timelines:
-        save_chrome_trace(folder.trace, graph, timelines)
-    write_report(_report_data(folder, model.name, plan, graph, timelines), folder.report)
-    return folder.report
-
-
-def _timelines(folder: RunFolder) -> dict[str, Timeline]:
-    """ "predicted" and "measured", as far as the folder holds them."""
-    from parsim.timeline import Timeline
-
-    found: dict[str, Timeline] = {}
-    for path in (folder.predicted_timeline, folder.timeline):
-        if path.is_file():
-            try:
-                timeline = Timeline.load(path)
-            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{path} is broken ({error}); remove it, or run again") from error
-            found["measured" if timeline.source == "measured" else "predicted"] = timeline
-    return found
-
-
-def _report_data(folder: RunFolder, model: str, plan: Plan, graph: TaskGraph, timelines: dict[str, Timeline]) -> ReportData:
-    from parsim.analyze.breakdown import breakdown
-    from parsim.execute.environment import machine_line
-    from parsim.report.html import ReportData, ReportRun, ReportSection
-
-    result, environment = _json(folder.result), _json(folder.environment)
-    comparison = result.get("comparison") or {}
-    config = load_config(folder.config) if folder.config.is_file() else None
-    predicted, measured = timelines.get("predicted"), timelines.get("measured")
-    run = ReportRun(
-        label=plan.strategy,
-        plan=plan.to_dict(),
-        graph=graph if timelines else None,
-        predicted=predicted,
-        measured=measured,
-        predicted_breakdown=result.get("breakdown", ()),
-        measured_breakdown=[asdict(rank) for rank in breakdown(graph, measured)] if measured is not None else (),
-        memory=result.get("memory", ()),
-        measured_memory_bytes=[row["measured_bytes"] for row in comparison.get("memory", ())],
-        comparison=comparison or None,
-        absent={} if measured is not None else {"measured": "this plan was simulated and not run"},
+    config = folder.read_config()
+    for path in (folder.model, folder.plan, folder.profile):
+        if not path.is_file():
+            raise ConfigError(f"{folder.path} holds no {path.name}, so it is no whole run folder; simulate or run again")
+    plan = Plan.load(folder.plan)
+    problem = Problem(
+        model=Model.load(folder.model),
+        cluster=cluster_from_profile(folder.read_profile(), config.devices),
+        global_batch=plan.global_batch,
+        precision=config.training.precision,
+        optimizer=config.training.optimizer,
     )
-    where = _json(folder.profile).get("name", "") if config is None else config.cluster.profile
-    section = ReportSection(
-        model=model,
-        title=f"{model} on {where}",
-        text=f"{plan.summary()}; global batch {plan.global_batch}.",
-        results=[result] if result else (),
-        chosen=result or None,
-        runs=(run,),
-    )
-    facts = [("model", model), ("cluster", where), ("plan", plan.summary())]
-    if environment:
-        facts += [("machine", machine_line(environment)), ("system", str(environment["system"]))]
-        facts += [(name, str(version)) for name, version in environment["versions"].items()]
-    return ReportData(title=f"{model} under {plan.summary()}", facts=facts, sections=(section,))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """The document, or {} where the file is absent."""
-    if not path.is_file():
-        return {}
-    try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error}); remove it, or run again") from error
-    return document
+    return Answer(config=config, problem=problem, evaluation=evaluate(problem, plan), search=None)

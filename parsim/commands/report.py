@@ -7,9 +7,7 @@ from typing import Annotated
 
 import typer
 
-from parsim.commands.folder import write_pages
 from parsim.commands.output import JsonFlag, print_json, progress
-from parsim.commands.run_folder import RunFolder
 
 
 def report(
@@ -17,11 +15,13 @@ def report(
     as_json: JsonFlag = False,
 ) -> None:
     """Draw report.html and trace.json of a run folder again."""
+    from parsim.commands.folder import redraw
+    from parsim.commands.run_folder import RunFolder
+
     folder = RunFolder(run_folder)
     with progress(f"Drawing {run_folder}"):
-        page = write_pages(folder)
-    drawn = folder.trace.is_file()
+        redraw(folder)
     if as_json:
-        print_json({"report": str(page), "trace": str(folder.trace) if drawn else None})
+        print_json({"report": str(folder.report), "trace": str(folder.trace)})
     else:
-        print(f"Report: {page}" + (f"; trace for Perfetto: {folder.trace}" if drawn else ""))
+        print(f"Report: {folder.report}; trace for Perfetto: {folder.trace}")

@@ -78,11 +78,10 @@ def total_steps(config: RunConfig) -> int:
     """training.steps, or as many as training.epochs takes."""
     if config.training.steps is not None:
         return config.training.steps
-    from parsim.data import BatchOrder, load_dataset
-    from parsim.model.spec import sample_shape, target_of
+    from parsim.data import BatchOrder
+    from parsim.data.for_model import dataset_for
 
-    spec, training = config.model_spec, config.training
-    root = None if training.data_root is None else Path(training.data_root)
-    data = load_dataset(training.dataset, input_shape=sample_shape(spec), target=target_of(spec), root=root, seed=training.seed)
+    training = config.training
+    data = dataset_for(config.model_spec, training.dataset, root=training.data_root, seed=training.seed)
     order = BatchOrder(n=len(data), global_batch=training.global_batch, seed=training.seed)
     return training.epochs * order.steps_per_epoch

@@ -68,5 +68,7 @@ def validate(
     from parsim.report.tables import kind_table, validation_table
 
     summary = asked.evaluation.result.plan.summary()
-    print_tables([validation_table([(asked.problem.model.name, summary, comparison.to_dict())]), kind_table(comparison.to_dict())])
+    print_tables(
+        [validation_table([(asked.problem.model.name, summary, comparison.to_dict())]), kind_table(comparison.to_dict())]
+    )
     print(f"folder: {folder.path} (report.html, trace.json for Perfetto)")

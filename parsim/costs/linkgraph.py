@@ -59,14 +59,10 @@ def _ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> R
     flows = [(a, b, 1.0) for a, b in zip(devices, (*devices[1:], devices[0]), strict=True)]
     seconds_per_byte, _ = busiest_seconds_per_byte(topology, link_kind, flows)
     kinds = {link.kind for a, b, _ in flows for link in _route(topology, link_kind, a, b)}
-    return RingSet(
-        devices=devices, count=1, seconds_per_byte=seconds_per_byte, relayed=True, kinds=tuple(sorted(kinds))
-    )
+    return RingSet(devices=devices, count=1, seconds_per_byte=seconds_per_byte, relayed=True, kinds=tuple(sorted(kinds)))
 
 
-def busiest_seconds_per_byte(
-    topology: Topology, link_kind: str, flows: Sequence[tuple[str, str, float]]
-) -> tuple[float, bool]:
+def busiest_seconds_per_byte(topology: Topology, link_kind: str, flows: Sequence[tuple[str, str, float]]) -> tuple[float, bool]:
     """Seconds per byte of the busiest link when all flows (from, to, share of the bytes) run at once, and whether every
     flow has direct lanes.
 
@@ -99,7 +95,8 @@ def _route(topology: Topology, link_kind: str, source: str, destination: str) ->
     route = straight or topology.path(source, destination, without_kind=link_kind)
     if not route:
         raise CostError(
-            f"no link or path joins {source} and {destination}; list their links in the profile, or choose devices that are joined"
+            f"no link or path joins {source} and {destination}; list their links in the profile, "
+            "or choose devices that are joined"
         )
     return route
 

@@ -15,11 +15,15 @@ kernels exceed the peak's count of multiplications), "other". Memory-bound kerne
 What stands behind each kind: a convolution's forward has rows = samples x output pixels, columns = output channels and
 depth = input channels; its backward_input exchanges the channels; its backward_weight has the channels as rows and columns
 and the pixels as depth. A matmul's backward is two matmuls, priced with the forward fit. Attention is its two batched
-matmuls and the passes over the scores, not fused. An embedding is a memory-bound gather; its backward also writes a dense
-gradient of the whole table. The backward of a memory-bound operator moves 1.5 times the bytes of its forward: it reads the
-saved input and the gradient and writes a gradient, where the forward read one array and wrote one.
+matmuls and three kernels over the scores, not fused. An embedding is a memory-bound gather.
 
-Leaves out: tile quantisation and the discrete choice of algorithm, cache reuse, clock changes, fused attention kernels.
+Bytes of a memory-bound operator: the backward reads the saved input and the gradient and writes a gradient, three arrays
+where the forward moved two. One with parameters is a normalisation: its forward reads the input twice (statistics, then
+values: three arrays) and its backward reads input and gradient twice (five). One that does not grow with the samples (a
+counter, a table of positions) has no backward.
+
+Leaves out: tile quantisation and the discrete choice of algorithm, cache reuse, clock changes, fused attention kernels, and
+the dense gradient of an embedding's table.
 """
 
 from __future__ import annotations
@@ -31,10 +35,14 @@ from parsim.errors import CostError
 from parsim.model.component import Operator
 
 FAMILIES = ("dense", "3x3", "other")
-BACKWARD_BYTES_PER_FORWARD_BYTE = 1.5
+BACKWARD_BYTES = 3 / 2
+NORMALISATION_FORWARD_BYTES = 3 / 2
+NORMALISATION_BACKWARD_BYTES = 5 / 2
+"""Bytes moved against one read and one write of the array, see above."""
 
-ATTENTION_FORWARD_PASSES = 3
-"""Reads and writes of the scores between the two matmuls: scale and mask, softmax, dropout."""
+SCORE_KERNELS = 3
+SCORE_ARRAYS = 7
+"""Between the two matmuls of attention: scale and mask (2 arrays), softmax (3: it reads twice), dropout (2)."""
 
 NORM = 4.0
 
@@ -89,29 +97,29 @@ def kernel_seconds(kernel: Kernel, coefficients: Mapping[str, float]) -> float:
 
 def forward_kernels(operator: Operator, samples: int, precision: str) -> tuple[Kernel, ...]:
     """The launches of an operator's forward over `samples` samples."""
-    width = element_bytes(precision) / 4
-    size_bytes = width * (operator.activation_bytes * _times(operator, samples) + operator.parameter_bytes)
+    size_bytes = _operand_bytes(operator, samples, precision)
     if operator.kind == "matmul":
         return (_matmul(operator, samples, size_bytes),)
     if operator.kind == "convolution":
         return (_convolution(operator, samples, size_bytes),)
     if operator.kind == "attention":
-        return _attention(operator, samples, width)
+        return _attention(operator, samples, element_bytes(precision))
     if operator.kind == "embedding":
-        return (_moved(operator.count, width * operator.activation_bytes * samples),)
-    return (_moved(operator.count, size_bytes),)
+        return (_moved(operator.count, element_bytes(precision) / 4 * operator.activation_bytes * _times(operator, samples)),)
+    return (_moved(operator.count, (NORMALISATION_FORWARD_BYTES if operator.parameter_bytes else 1) * size_bytes),)
 
 
 def backward_kernels(operator: Operator, samples: int, precision: str, *, input_gradient: bool = True) -> tuple[Kernel, ...]:
     """The launches of its backward: gradients of the input (unless nothing asks for it) and of the other operand."""
-    forward = forward_kernels(operator, samples, precision)
-    if operator.kind == "embedding":
-        moved = BACKWARD_BYTES_PER_FORWARD_BYTE * forward[0].size_bytes + operator.parameter_bytes
-        return (replace(forward[0], size_bytes=moved),)
+    if operator.kind == "memory_bound":
+        if operator.batch == "none":
+            return ()
+        arrays = NORMALISATION_BACKWARD_BYTES if operator.parameter_bytes else BACKWARD_BYTES
+        return (_moved(operator.count, arrays * _operand_bytes(operator, samples, precision)),)
     kernels: list[Kernel] = []
-    for kernel in forward:
+    for kernel in forward_kernels(operator, samples, precision):
         if kernel.kind == "memory_bound":
-            kernels.append(replace(kernel, size_bytes=BACKWARD_BYTES_PER_FORWARD_BYTE * kernel.size_bytes))
+            kernels.append(replace(kernel, size_bytes=BACKWARD_BYTES * kernel.size_bytes))
         elif kernel.kind == "matmul":
             if input_gradient:
                 kernels.append(replace(kernel, columns=kernel.depth, depth=kernel.columns))
@@ -166,7 +174,7 @@ def _convolution(operator: Operator, samples: int, size_bytes: float) -> Kernel:
     )
 
 
-def _attention(operator: Operator, samples: int, width: float) -> tuple[Kernel, ...]:
+def _attention(operator: Operator, samples: int, width: int) -> tuple[Kernel, ...]:
     heads, queries, keys, d = (_size(operator, name) for name in ("heads", "q", "kv", "d"))
     problems = heads * samples
     half_flop = 2.0 * problems * queries * keys * d
@@ -176,18 +184,23 @@ def _attention(operator: Operator, samples: int, width: float) -> tuple[Kernel, 
         phase="forward",
         count=operator.count,
         flop=half_flop,
-        size_bytes=4 * width * elements,
+        size_bytes=width * elements,
         rows=queries,
         columns=keys,
         depth=d,
         problems=problems,
     )
-    passes = _moved(ATTENTION_FORWARD_PASSES * operator.count, 2 * 4 * width * problems * queries * keys)
+    passes = _moved(SCORE_KERNELS * operator.count, SCORE_ARRAYS / SCORE_KERNELS * width * problems * queries * keys)
     return (scores, passes, replace(scores, columns=d, depth=keys))
 
 
 def _moved(count: int, size_bytes: float) -> Kernel:
     return Kernel(kind="memory_bound", phase="forward", count=count, flop=0.0, size_bytes=size_bytes)
+
+
+def _operand_bytes(operator: Operator, samples: int, precision: str) -> float:
+    """Every operand and result once; the Model counts four bytes per element."""
+    return element_bytes(precision) / 4 * (operator.activation_bytes * _times(operator, samples) + operator.parameter_bytes)
 
 
 def _times(operator: Operator, samples: int) -> int:

@@ -62,7 +62,7 @@ def _pack(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
     solution = milp(
         -np.ones(len(cycles)),
         constraints=LinearConstraint(incidence, ub=capacity),
-        integrality=np.ones(len(cycles)),
+        integrality=[np.int64(1)] * len(cycles),
         bounds=Bounds(0.0, float(capacity.max())),
     )
     if solution.x is None:

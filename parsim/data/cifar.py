@@ -151,7 +151,7 @@ def _read_pickle(path: Path, layout: _Layout) -> tuple[NDArray[np.uint8], NDArra
         content = _DataUnpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
+    except Exception as error:  # a damaged pickle can raise anything
         raise DataError(f"{path} is damaged or not a {layout.title} file ({error}); unpack it again") from error
     if not isinstance(content, dict) or b"data" not in content or layout.label_key not in content:
         raise DataError(f"{path} is not a {layout.title} file: it has no {layout.label_key.decode()!r} beside 'data'")

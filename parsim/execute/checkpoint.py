@@ -153,8 +153,10 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
         path = _paths(checkpoint.folder, entry.rank)[0]
         try:
             content = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError) as error:
-            raise ExecutionError(f"{path} cannot be read: {error}; resume from an older checkpoint") from error
+        except Exception as error:  # a damaged file can raise anything
+            raise ExecutionError(
+                f"{path} is damaged or holds more than tensors ({type(error).__name__}); resume from an older checkpoint"
+            ) from error
         for section, found in missing.items():
             merged[section].update({name: content[section][name] for name in found})
     absent = sorted((wanted or set()) - merged["weights"].keys() - merged["buffers"].keys())

@@ -39,6 +39,7 @@ class Job:
     """Attributes:
     mode: "train" runs `steps` steps of the only run; "measure" runs `rounds` rounds, in each of which every run in turn
         does `steps` steps; in both the first `warmup_steps` of each run are left out of the times.
+    keep_state: in mode "measure", leave a checkpoint of every run in its folder at the end.
     checkpoint_every: steps between checkpoints (0: at the end only); resume: go on from the latest.
     """
 
@@ -49,6 +50,7 @@ class Job:
     rounds: int = 1
     warmup_steps: int = 2
     device: str = "cpu"
+    keep_state: bool = False
     checkpoint_every: int = 0
     resume: bool = False
     timeout_s: float = 60.0

@@ -38,13 +38,12 @@ def core_of_rank(local_rank: int, cores: tuple[int, ...]) -> int:
 def prepare_rank(local_rank: int, local_world_size: int, *, device: str = "cpu") -> Pinning:
     """Pin this process and set its threads; call once, first thing in a worker.
 
-    On the CPU a rank gets one core and one thread. With `device="cuda"` it keeps its cores (the host only launches
-    kernels) and selects GPU `local_rank`. Leaves out NUMA placement.
+    On the CPU a rank gets one core and one thread. With `device="cuda"` it keeps its cores: the host only launches kernels
+    (`parsim.execute.group.init_group` selects the GPU). Leaves out NUMA placement.
     """
     import torch
 
     if device == "cuda":
-        torch.cuda.set_device(local_rank)
         return Pinning(core=None, threads=torch.get_num_threads(), shared_by=1)
     torch.set_num_threads(1)
     keep_freed_memory()

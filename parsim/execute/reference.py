@@ -48,7 +48,7 @@ def train_reference(
     named = dict(module.named_parameters())
     updater = make_optimizer(optimizer, named.values(), learning_rate)
     replicas = [_clone(dict(module.named_buffers())) for _ in range(plan.mesh.dp)]
-    order = BatchOrder(len(data), plan.global_batch, seed)
+    order = BatchOrder(n=len(data), global_batch=plan.global_batch, seed=seed)
     losses = []
     for step in range(steps):
         indices = order.indices(step)
@@ -57,7 +57,7 @@ def train_reference(
         for replica, buffers in enumerate(replicas):
             _load(dict(module.named_buffers()), buffers)
             for microbatch in range(plan.microbatches):
-                inputs, targets = data.batch(part(indices, replica, plan.mesh.dp, microbatch, plan.microbatches))
+                inputs, targets = data.batch(part(indices, replica=replica, dp=plan.mesh.dp, microbatch=microbatch, microbatches=plan.microbatches))
                 tensor = torch.from_numpy(inputs)
                 if tensor.is_floating_point():
                     tensor = tensor.to(dtype)

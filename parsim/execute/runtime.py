@@ -19,8 +19,8 @@ from parsim.execute.stage import StageReplica
 from parsim.execute.streams import Streams, TaskTime
 from parsim.graph.task import COMPUTE, HOST, Task
 from parsim.graph.taskgraph import TaskGraph
+from parsim.model.autograd_cut import Saved, backward_component, forward_component
 from parsim.model.component import LOSS
-from parsim.model.cut import ForwardRecord, backward_component, forward_component
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
 
 BatchSource = Callable[[int], Mapping[str, Tensor]]
@@ -64,7 +64,7 @@ class RankProgram:
     def _reset(self) -> None:
         self._values: dict[Place, Tensor] = {}
         self._left: dict[Place, int] = {}
-        self._records: dict[Place, ForwardRecord] = {}
+        self._records: dict[Place, Saved] = {}
         self._gradients: dict[Place, Tensor] = {}
         self._received: dict[Place, list[tuple[int, Tensor]]] = defaultdict(list)
         self._loss: list[Tensor] = []

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from parsim.data import BatchOrder, Dataset, load_dataset, part
+from parsim.data import BatchOrder, Dataset, part
+from parsim.data.for_model import dataset_for
 from parsim.execute import checkpoint
 from parsim.execute.group import Place, Stream, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.job import Job, RunSpec
@@ -32,7 +33,6 @@ from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
-from parsim.model.spec import sample_shape, target_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 RECORDED_STEPS = 64
@@ -147,10 +147,7 @@ class RankRun:
 
 def run_dataset(run: RunSpec, split: str) -> Dataset:
     """The run's data in the shape its model takes."""
-    root = None if run.data_root is None else Path(run.data_root)
-    return load_dataset(
-        run.dataset, input_shape=sample_shape(run.model), target=target_of(run.model), root=root, split=split, seed=run.seed
-    )
+    return dataset_for(run.model, run.dataset, root=run.data_root, split=split, seed=run.seed)
 
 
 def batch_values(
@@ -206,6 +203,9 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: Place) -> None:
         if place.rank == 0:
             _say({"round": f"{number + 1}/{job.rounds}"})
     dist.barrier()
+    for entry in runs:
+        if entry is not None and job.keep_state:
+            _save(Path(job.output) / entry.run.name / "checkpoints", entry)
 
 
 def _train(job: Job, entry: RankRun, place: Place) -> None:
@@ -228,7 +228,7 @@ def _train(job: Job, entry: RankRun, place: Place) -> None:
             entry.timed(1)
         done = entry.step_number
         if done == job.steps or (job.checkpoint_every and done % job.checkpoint_every == 0):
-            _save(folder, entry, place)
+            _save(folder, entry)
         if place.rank == place.world_size - 1 and (time.monotonic() - said > SAY_EVERY_S or done == job.steps):
             said = time.monotonic()
             _say({"step": f"{done}/{job.steps}", "loss": f"{entry.losses[-1]:.4f}"})
@@ -243,9 +243,15 @@ def _train(job: Job, entry: RankRun, place: Place) -> None:
     entry.measure_memory()
 
 
-def _save(folder: Path, entry: RankRun, place: Place) -> None:
+def _save(folder: Path, entry: RankRun) -> None:
+    stage = entry.stage
     checkpoint.save_checkpoint(
-        folder, entry.step_number, entry.state(), seed=entry.run.seed, rank=place.rank, world_size=place.world_size
+        folder,
+        entry.step_number,
+        entry.state(),
+        seed=entry.run.seed,
+        rank=stage.rank,
+        world_size=stage.layout.plan.world_size,
     )
 
 

@@ -140,18 +140,21 @@ def to_text(graph: TaskGraph) -> str:
 
 
 def from_text(text: str) -> TaskGraph:
-    """Inverse of `to_text`."""
+    """Inverse of `to_text`. Raises GraphError with the line that cannot be read."""
     tasks: list[Task] = []
     order: dict[Resource, tuple[int, ...]] = {}
     world_size = 0
     for line in text.strip().splitlines():
-        if line.startswith("world_size "):
-            world_size = int(line.split()[1])
-        elif line.startswith("order "):
-            _, resource, listing = line.split()
-            order[parse_resource(resource)] = tuple(int(index) for index in listing.split(","))
-        else:
-            tasks.append(_parse_task(line))
+        try:
+            if line.startswith("world_size "):
+                world_size = int(line.split()[1])
+            elif line.startswith("order "):
+                _, resource, listing = line.split()
+                order[parse_resource(resource)] = tuple(int(index) for index in listing.split(","))
+            else:
+                tasks.append(_parse_task(line))
+        except (ValueError, TypeError, IndexError) as error:
+            raise GraphError(f"cannot read line {line!r}: {error}; write it as to_text prints it") from error
     default = TaskGraph(tasks=tuple(tasks), world_size=world_size)
     return (
         TaskGraph(tasks=tuple(tasks), world_size=world_size, issue_order={**default.issue_order, **order}) if order else default

@@ -96,12 +96,12 @@ def combine(small: Measurement, large: Measurement, *, name: str, granularity: s
     Raises TraceError if a size is not linear in the batch.
     """
     if [entry.name for entry in small.intervals] != [entry.name for entry in large.intervals]:
-        raise TraceError(f"{name} has other components at batch {large.batch} than at {small.batch}; trace it at one batch only")
+        raise TraceError(
+            f"{name} has other components at batch {large.batch} than at {small.batch}; trace it at one batch only"
+        )
     values = _values(small, large)
     counted_buffers: set[int] = set()
-    components = tuple(
-        _component(small, large, place, values, counted_buffers) for place in range(len(small.intervals))
-    )
+    components = tuple(_component(small, large, place, values, counted_buffers) for place in range(len(small.intervals)))
     names = value_names(small.recording, small.intervals)
     used = {value for component in components for value in component.inputs}
     return Model(

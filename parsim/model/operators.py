@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from parsim.errors import TraceError
 from parsim.model.component import Operator
-from parsim.model.record import Recorder, tensors_in, storage_key
+from parsim.model.record import Recorder, storage_key, tensors_in
 
 Dims = tuple[tuple[str, int], ...]
 aten = torch.ops.aten
@@ -72,13 +72,13 @@ def _convolution(args: tuple[Any, ...], out: Any) -> Dims:
     strides = [*stride] * (given.dim() - 2) if len(stride) == 1 else [*stride]
     stride_h, stride_w = two(strides)
     sizes = {"c": given.shape[1], "h": h, "w": w, "k": out.shape[1], "r": r, "s": s, "stride_h": stride_h}
-    sizes |= {"stride_w": stride_w, "groups": groups, "out_h": out_h, "out_w": out_w, "n": given.shape[0]}
+    sizes |= {"stride_w": stride_w, "groups": groups, "out_h": out_h, "out_w": out_w, "batch": given.shape[0]}
     return tuple(sizes.items())
 
 
 def _attention(args: tuple[Any, ...], out: Any) -> Dims:
     query, key = args[0], args[1]
-    sizes = {"heads": query.shape[1], "q": query.shape[2], "kv": key.shape[2], "d": query.shape[3], "n": query.shape[0]}
+    sizes = {"heads": query.shape[1], "q": query.shape[2], "kv": key.shape[2], "d": query.shape[3], "batch": query.shape[0]}
     return tuple(sizes.items())
 
 
@@ -107,9 +107,8 @@ _RULES: dict[Any, tuple[str, Callable[[tuple[Any, ...], Any], Dims]]] = {
         if hasattr(aten, name)
     },
 }
-# The dim a sample multiplies, in the order tried, and what Operator.batch calls that. A "problems" that grows is kept
-# per sample; "n" is the batch itself and leaves the shape.
-_GROWTH = (("n", "batch"), ("problems", "batch"), ("m", "rows"), ("rows", "rows"), ("elements", "batch"))
+# The dim a sample multiplies, in the order tried, and what Operator.batch calls that. The dim "batch" leaves the shape.
+_GROWTH = (("batch", "batch"), ("problems", "batch"), ("m", "rows"), ("rows", "rows"), ("elements", "batch"))
 _NO_KERNEL = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach, aten.lift_fresh, aten.alias)
 
 
@@ -179,13 +178,17 @@ def _flop(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     return 0
 
 
-def per_sample(small: list[RawOperator], large: list[RawOperator], batches: tuple[int, int], where: str) -> tuple[Operator, ...]:
+def per_sample(
+    small: list[RawOperator], large: list[RawOperator], batches: tuple[int, int], where: str
+) -> tuple[Operator, ...]:
     """Operators per sample from the same calls at two batches; identical ones are merged by `count`, in order of first use.
 
     Raises TraceError if the calls differ between the batches.
     """
     if [raw.function for raw in small] != [raw.function for raw in large]:
-        raise TraceError(f"{where} makes other calls at batch {batches[1]} than at {batches[0]}; it cannot be counted per sample")
+        raise TraceError(
+            f"{where} makes other calls at batch {batches[1]} than at {batches[0]}; it cannot be counted per sample"
+        )
     counts: dict[Operator, int] = {}
     for one, other in zip(small, large, strict=True):
         operator = _grown(one, other, batches[1] - batches[0])
@@ -206,17 +209,19 @@ def per_sample(small: list[RawOperator], large: list[RawOperator], batches: tupl
 
 def _grown(one: RawOperator, other: RawOperator, step: int) -> Operator:
     before, after = dict(one.shape), dict(other.shape)
-    batch = "none"
+    rates = {name: (after[name] - before[name]) // step for name in before}
     shape = dict(before)
-    for name, growth in _GROWTH:
-        if name in before and after[name] != before[name] and batch == "none" and (name != "n" or "c" in before or "q" in before):
-            batch = growth
-            shape[name] = (after[name] - before[name]) // step
-    if batch == "none" and other.activation_bytes != one.activation_bytes and one.kind == "memory_bound":
-        batch = "batch"  # a reduction over the batch to a fixed size
-        shape["elements"] = max(1, (other.activation_bytes - one.activation_bytes) // (4 * step))
-    if one.kind in ("convolution", "attention"):
-        shape.pop("n")
+    batch = "none"
+    growing = next(((name, growth) for name, growth in _GROWTH if rates.get(name)), None)
+    if growing is not None:
+        shape[growing[0]] = rates[growing[0]]
+        batch = growing[1]
+    elif one.kind == "matmul" and (rates["n"] or rates["k"]):  # the samples lie along the other side: count it transposed
+        side = "n" if rates["n"] else "k"
+        shape["m"], shape[side], batch = rates[side], before["m"], "rows"
+    elif one.kind == "memory_bound" and other.activation_bytes != one.activation_bytes:  # a sum over the batch, say
+        shape["elements"], batch = max(1, (other.activation_bytes - one.activation_bytes) // (4 * step)), "batch"
+    shape.pop("batch", None)
     grown = batch != "none"
     return Operator(
         kind=one.kind,

@@ -69,6 +69,7 @@ class Recording:
     output_spec: TreeSpec | None = None
     loss_start: int | None = None
     loss_value: int | None = None
+    logits_value: int | None = None
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -239,9 +240,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _autocast_state() -> tuple[tuple[str, torch.dtype, bool], ...]:
-    return tuple(
-        (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in ("cpu", "cuda")
-    )
+    return tuple((device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in ("cpu", "cuda"))
 
 
 @contextlib.contextmanager
@@ -386,7 +385,9 @@ def _explain(recorder: Recorder, error: Exception) -> str:
 def _fake_input(recorder: Recorder, leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    fake = leaf if isinstance(leaf, FakeTensor) else recorder.fakes.from_tensor(leaf.detach().requires_grad_(leaf.requires_grad))
+    fake = (
+        leaf if isinstance(leaf, FakeTensor) else recorder.fakes.from_tensor(leaf.detach().requires_grad_(leaf.requires_grad))
+    )
     if id(fake) in recorder._number:
         return fake
     number = recorder.add(fake)
@@ -430,6 +431,7 @@ def _note_loss(recorder: Recorder, output: Any, loss: str) -> None:
     number = recorder.add(target)
     recorder.recording.inputs.append(("target", number))
     recorder.recording.differentiable[number] = False
+    recorder.recording.logits_value = recorder.number_of(logits)
     recorder.recording.loss_start = recorder.current
     value = loss_sum(loss, logits, target)
     recorder.recording.loss_value = recorder.number_of(value)

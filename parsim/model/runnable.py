@@ -141,7 +141,8 @@ class Runnable:
         """Read parameters and buffers from `module` (of the same structure) from now on; returns self."""
         self._state = tuple((_holder(module, key), key.name.rpartition(".")[2], slot) for key, slot in self._state_keys)
         self._buffer_writes = tuple(
-            (_holder(module, StateKey("buffer", name)), name.rpartition(".")[2], slot) for name, slot in self._buffer_write_names
+            (_holder(module, StateKey("buffer", name)), name.rpartition(".")[2], slot)
+            for name, slot in self._buffer_write_names
         )
         return self
 
@@ -177,7 +178,7 @@ class Runnable:
         return f"Runnable({self.name}: {', '.join(self.input_names)} -> {', '.join(self.output_names)}; {len(self.ops)} calls)"
 
 
-def _holder(module: nn.Module, key: StateKey) -> Mapping[str, Any]:
+def _holder(module: nn.Module, key: StateKey) -> dict[str, Any]:
     path = key.name.rpartition(".")[0]
     try:
         owner = module.get_submodule(path)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from parsim.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from parsim.model.runnable import Runnable
     from parsim.model.traced import Traced

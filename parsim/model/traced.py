@@ -44,8 +44,8 @@ class Traced:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Inputs as the module takes them (a single dict stands for keyword inputs); with a loss, the target comes last."""
-        if len(args) == 1 and not kwargs and isinstance(args[0], Mapping):
-            args, kwargs = (), dict(args[0])
+        if not kwargs and isinstance(args[:1], tuple) and args and isinstance(args[0], Mapping):
+            kwargs, args = dict(args[0]), args[1:]
         recording = self._recording
         leaves = [leaf for leaf in flatten_inputs(args, kwargs)[0] if isinstance(leaf, Tensor)]
         names = [name for name, _ in recording.inputs]
@@ -110,7 +110,9 @@ def model_of(
     if not module.training:
         module.train()
     try:
-        small, large = (measure(module, *with_batch(args, kwargs, batch), granularity=granularity, loss=loss) for batch in BATCHES)
+        small, large = (
+            measure(module, *with_batch(args, kwargs, batch), granularity=granularity, loss=loss) for batch in BATCHES
+        )
     finally:
         for part, mode in modes:
             part.training = mode

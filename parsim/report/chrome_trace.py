@@ -76,7 +76,7 @@ def chrome_trace(graph: TaskGraph, timelines: Mapping[str, Timeline]) -> dict[st
                     metadata += _metadata("thread", pid, thread, label, thread)
                     for span in lane_spans:
                         events += _events(graph.tasks[span.task], span, pid, thread, number * len(graph.tasks))
-    events.sort(key=lambda event: (event["ts"], event["pid"], event["tid"], -event.get("dur", 0.0), event["ph"] != "X"))
+    events.sort(key=lambda event: (event["ts"], event["pid"], event["tid"], event.get("dur", 0.0), event["ph"] != "X"))
     return {"traceEvents": metadata + events, "displayTimeUnit": "ms"}
 
 

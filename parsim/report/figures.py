@@ -18,7 +18,7 @@ from plotly.subplots import make_subplots
 from parsim.graph.task import Resource, parse_resource
 from parsim.graph.taskgraph import TaskGraph
 from parsim.report.chrome_trace import stream_order, task_label
-from parsim.report.tables import CATEGORIES, format_error, interval_texts, memory_lines, plan_text
+from parsim.report.tables import CATEGORIES, format_error, interval_texts, line_name, memory_lines, plan_text
 from parsim.timeline import Timeline
 from parsim.units import GIB, KIB, MIB, format_bytes, format_seconds
 from parsim.work import kind_of
@@ -61,7 +61,7 @@ MEMORY_COLOURS = {
 }
 PREDICTED, MEASURED = BLUE, "#4a5560"
 
-ROW_PX = 19
+ROW_PX = 20
 MAX_ROWS = 96
 MAX_BARS = 8000
 MAX_LABELLED_BARS = 600
@@ -125,7 +125,7 @@ def timeline_figure(graph: TaskGraph, timelines: Mapping[str, Timeline]) -> go.F
         minor={"tickvals": lines, "showgrid": True, "gridcolor": "#d5dae0"},
     )
     figure.update_xaxes(range=[0, longest_s / scale * 1.005 or 1], zeroline=False, ticksuffix=f" {unit}")
-    figure.update_layout(barmode="overlay", uniformtext={"minsize": 9, "mode": "hide"})
+    figure.update_layout(barmode="overlay", uniformtext={"minsize": 8, "mode": "hide"})
     return _styled(figure, height + 60, top=30)
 
 
@@ -194,7 +194,7 @@ def memory_figure(memory: Sequence[Mapping[str, Any]], *, measured_bytes: Sequen
         values = [lines.get(name, 0) for lines in amounts]
         if not any(values):
             continue
-        shown = html.escape(name.removesuffix("_bytes").replace("_", " "))
+        shown = html.escape(line_name(name))
         figure.add_trace(
             go.Bar(
                 name=shown,
@@ -214,7 +214,7 @@ def memory_figure(memory: Sequence[Mapping[str, Any]], *, measured_bytes: Sequen
                 mode="markers",
                 marker={"symbol": "diamond", "size": 10, "color": "white", "line": {"color": INK, "width": 2}},
                 customdata=[
-                    [format_bytes(value), format_error((peak - value) / value)]
+                    [format_bytes(value), format_error((peak - value) / value if value else None)]
                     for peak, value in zip(peaks, measured_bytes, strict=True)
                 ],
                 hovertemplate="%{x} measured peak<br>%{customdata[0]}<br>error %{customdata[1]}<extra></extra>",
@@ -415,6 +415,7 @@ def _gantt_trace(kind: str, bars: Sequence[Bar], scale: float, in_legend: bool, 
         insidetextanchor="middle",
         textangle=0,
         constraintext="inside",
+        insidetextfont={"size": 10},
         customdata=[bar.hover for bar in bars],
         hovertemplate="%{customdata}<extra></extra>",
     )

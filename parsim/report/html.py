@@ -162,7 +162,9 @@ def _section(section: ReportSection, number: int, drawn: list[go.Figure]) -> str
 
 def _run(run: ReportRun, drawn: list[go.Figure], *, opened: bool) -> str:
     parts = [f"<details{' open' if opened else ''}><summary>{_run_title(run)}</summary>"]
-    timelines = {name: line for name, line in (("Predicted", run.predicted), ("Measured", run.measured)) if line is not None}
+    several = run.comparison is not None and run.comparison["measured_step_s"]["steps"] > 1
+    lines = {"Predicted": run.predicted, "Measured (one step)" if several else "Measured": run.measured}
+    timelines = {name: line for name, line in lines.items() if line is not None}
     parts.append("<h4>Timeline of one step</h4>")
     if run.graph is not None and timelines:
         caption = (
@@ -240,7 +242,7 @@ def _table(table: tables.ReportTable) -> str:
 
 
 def _classes(column: tables.Column, text: str = "", place: int | None = None) -> str:
-    flags = {"number": column.numeric, "wraps": column.wraps, "head": place == 0, "long": len(text) > 16}
+    flags = {"number": column.numeric, "wraps": column.wraps, "head": place == 0, "long": len(text) > 13}
     names = [name for name, holds in flags.items() if holds]
     return f' class="{" ".join(names)}"' if names else ""
 

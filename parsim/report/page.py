@@ -68,9 +68,10 @@ figcaption { color: var(--soft); font-size: 12.5px; }
   tr.chosen td { background: none; }
   td, td.number, td.wraps { display: block; padding: 0; border: 0; text-align: left; white-space: normal; min-width: 0; }
   td::before { content: attr(data-label); display: block; color: var(--soft); font-weight: 400; font-size: 11.5px; }
-  td.head { grid-column: 1 / -1; font-weight: 600; font-size: 15px; }
+  td.long { grid-column: span 2; }
+  td.wraps, td.head { grid-column: 1 / -1; }
+  td.head { font-weight: 600; font-size: 15px; }
   td.head::before { display: none; }
-  td.wraps, td.long { grid-column: 1 / -1; }
 }
 @media print { body { background: white; } header, section { border: 0; break-inside: avoid; } }
 """

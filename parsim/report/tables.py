@@ -7,9 +7,10 @@ Each function takes the dictionaries that JSON results hold and returns a `Repor
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 NOTHING = "–"
 TEXT_WIDTH = 120
+READABLE = 36
+MEMORY_COLUMNS = 8
+MARK = "> "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +72,7 @@ def strategy_table(
         step, interval = interval_texts(result["step_s"])
         rows.append(
             (
-                f"> {result['strategy']}" if number == mark else str(result["strategy"]),
+                f"{MARK}{result['strategy']}" if number == mark else str(result["strategy"]),
                 plan_text(result.get("plan")),
                 step,
                 interval,
@@ -80,7 +84,7 @@ def strategy_table(
                 "; ".join(filter(None, [str(result.get("reason", "")), *map(str, result.get("warnings", ()))])) or NOTHING,
             )
         )
-    notes = ["> the choice"] if mark is not None else []
+    notes = [f"{MARK}the choice"] if mark is not None else []
     notes.append("comm.: communication that no computation hides, share of the step; peak memory: of the fullest rank")
     sources = {
         str(result["strategy"]): sources_text(result["cost_sources"]) for result in results if result.get("cost_sources")
@@ -197,31 +201,35 @@ def memory_table(
     measured_bytes: Sequence[int] = (),
     title: str = "Peak memory by rank",
 ) -> ReportTable:
-    """One row per rank, one column per line, from RankMemory as dictionaries; with the measured peak if there is one."""
-    lines = list(dict.fromkeys(name for rank in memory for name in memory_lines(rank)))
-    measured_columns = [Column(name="measured", numeric=True), Column(name="error", numeric=True)] if measured_bytes else []
-    columns = (
-        Column(name="rank", numeric=True),
-        *(Column(name=name.removesuffix("_bytes").replace("_", " "), numeric=True) for name in lines),
-        Column(name="peak", numeric=True),
-        *measured_columns,
-        Column(name="limit", numeric=True),
-    )
-    rows = []
+    """One row per line and one column per rank (equal ranks share one), from RankMemory as dictionaries.
+
+    With the measured peak if there is one; of more than MEMORY_COLUMNS different columns, the fullest.
+    """
+    groups: dict[tuple[object, ...], list[int]] = {}
     for number, rank in enumerate(memory):
-        amounts = memory_lines(rank)
-        peak = sum(amounts.values())
-        measured = (
-            [format_bytes(measured_bytes[number]), format_error((peak - measured_bytes[number]) / measured_bytes[number])]
-            if measured_bytes
-            else []
-        )
-        limit = rank.get("limit_bytes")
-        cells = [format_bytes(amounts.get(name, 0)) for name in lines]
-        rows.append(
-            (str(rank["rank"]), *cells, format_bytes(peak), *measured, NOTHING if limit is None else format_bytes(limit))
-        )
-    return ReportTable(title=title, columns=columns, rows=tuple(rows))
+        key = (*memory_lines(rank).items(), rank.get("limit_bytes"), measured_bytes[number] if measured_bytes else None)
+        groups.setdefault(key, []).append(number)
+    peaks = [sum(memory_lines(rank).values()) for rank in memory]
+    shown = sorted(sorted(groups.values(), key=lambda group: -peaks[group[0]])[:MEMORY_COLUMNS])
+    amounts = [memory_lines(memory[group[0]]) for group in shown]
+    names = list(dict.fromkeys(name for lines in amounts for name in lines))
+    rows = [[line_name(name), *(format_bytes(lines.get(name, 0)) for lines in amounts)] for name in names]
+    rows.append(["peak", *(format_bytes(peaks[group[0]]) for group in shown)])
+    if measured_bytes:
+        pairs = [(peaks[group[0]], measured_bytes[group[0]]) for group in shown]
+        rows.append(["measured peak", *(format_bytes(measured) for _, measured in pairs)])
+        rows.append(["error", *(format_error((peak - measured) / measured if measured else None) for peak, measured in pairs)])
+    limits = [memory[group[0]].get("limit_bytes") for group in shown]
+    rows.append(["device limit", *(NOTHING if limit is None else format_bytes(limit) for limit in limits)])
+    headings = [_ranks_text([memory[number]["rank"] for number in group]) for group in shown]
+    columns = (Column(name="line"), *(Column(name=heading, numeric=True) for heading in headings))
+    notes = (f"the {len(shown)} fullest of {len(groups)} different ranks",) if len(shown) < len(groups) else ()
+    return ReportTable(title=title, columns=columns, rows=tuple(map(tuple, rows)), emphasised=(len(names),), notes=notes)
+
+
+def line_name(name: str) -> str:
+    """`optimizer_state` -> `optimizer state`."""
+    return name.removesuffix("_bytes").replace("_", " ")
 
 
 def memory_lines(rank: Mapping[str, Any]) -> dict[str, float]:
@@ -311,7 +319,8 @@ def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTa
         rows.append(("optimizer", str(len(optimizers)), what, _spread([point.spread for point in optimizers])))
     if profile.compute.operator_points or profile.compute.operator_fits:
         fits = profile.compute.operator_fits
-        what = ", ".join(dict.fromkeys(f"{fit.kind} ({fit.phase})" for fit in fits)) or "no fit"
+        kinds = ", ".join(dict.fromkeys(f"{fit.kind} {fit.phase}" for fit in fits))
+        what = f"fitted: {kinds}; the spread is about the fit" if fits else "not fitted"
         spread = _spread([fit.relative_sigma for fit in fits])
         rows.append(("operators", str(len(profile.compute.operator_points)), what, spread))
     collectives = profile.communication.points
@@ -382,6 +391,14 @@ def _origin_text(origin: Mapping[str, Any]) -> str:
     return ", ".join(named + [f"{key} {origin[key]}" for key in ("bucket", "microbatch", "replica", "stage") if key in origin])
 
 
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-3`, `ranks 0,2`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    consecutive = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+    return f"ranks {ranks[0]}-{ranks[-1]}" if consecutive else f"ranks {','.join(map(str, ranks))}"
+
+
 def _percent_or_nothing(fraction: float | None) -> str:
     return NOTHING if fraction is None else format_percent(fraction)
 
@@ -399,14 +416,17 @@ def _is_chosen(result: Mapping[str, Any], chosen: Mapping[str, Any] | str | None
     return chosen is not None and (result["strategy"] == chosen if isinstance(chosen, str) else result == chosen)
 
 
-def to_rich(table: ReportTable) -> Table:
-    """For a terminal; rich decides on the width."""
+def to_rich(table: ReportTable, width: int | None = None) -> Table:
+    """For a terminal `width` characters wide (None: as wide as it is)."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(title=table.title, title_justify="left", caption="\n".join(table.notes) or None, caption_justify="left")
+    table = _folded(table, shutil.get_terminal_size().columns if width is None else width)
+    notes = "\n".join(table.notes) or None
+    drawn = Table(title=table.title, title_justify="left", caption=notes, caption_justify="left", box=SIMPLE_HEAD)
     for column in table.columns:
-        drawn.add_column(column.name, justify="right" if column.numeric else "left", no_wrap=not column.wraps)
+        drawn.add_column(column.name, justify="right" if column.numeric else "left", no_wrap=column.numeric)
     for number, row in enumerate(table.rows):
         drawn.add_row(*(Text(cell) for cell in row), style="bold" if number in table.emphasised else None)
     return drawn
@@ -414,15 +434,13 @@ def to_rich(table: ReportTable) -> Table:
 
 def to_text(table: ReportTable, width: int = TEXT_WIDTH) -> str:
     """Plain text, the same on every machine; the columns that wrap share what `width` characters leave (at least 16 each)."""
-    natural = [
-        max(len(column.name), *(len(row[number]) for row in table.rows), 0) for number, column in enumerate(table.columns)
-    ]
+    table = _folded(table, width)
+    sizes = _natural_sizes(table)
     wrapping = [number for number, column in enumerate(table.columns) if column.wraps]
-    spare = width - 2 * (len(natural) - 1) - sum(size for number, size in enumerate(natural) if number not in wrapping)
-    sizes = list(natural)
+    spare = width - 2 * (len(sizes) - 1) - sum(size for number, size in enumerate(sizes) if number not in wrapping)
     for place, number in enumerate(wrapping):
         share = max(16, spare // (len(wrapping) - place))
-        sizes[number] = min(natural[number], share)
+        sizes[number] = min(sizes[number], share)
         spare -= sizes[number]
     lines = [table.title, ""] if table.title else []
     lines.append(_line([column.name for column in table.columns], table.columns, sizes))
@@ -433,8 +451,23 @@ def to_text(table: ReportTable, width: int = TEXT_WIDTH) -> str:
         ]
         for part in range(max(map(len, cells))):
             lines.append(_line([cell[part] if part < len(cell) else "" for cell in cells], table.columns, sizes))
-    lines += ["", *(piece for note in table.notes for piece in textwrap.wrap(note, width))] if table.notes else []
-    return "\n".join(lines) + "\n"
+    pieces = [piece for note in table.notes for piece in textwrap.wrap(note, width, subsequent_indent="  ")]
+    return "\n".join([*lines, "", *pieces] if pieces else lines) + "\n"
+
+
+def _folded(table: ReportTable, width: int) -> ReportTable:
+    """Where a last, wrapping column would be squeezed below READABLE characters, its texts become notes instead."""
+    sizes = _natural_sizes(table)
+    left = width - 2 * (len(sizes) - 1) - sum(sizes[:-1])
+    if not table.columns[-1].wraps or left >= min(READABLE, sizes[-1]):
+        return table
+    notes = tuple(f"{row[0].removeprefix(MARK)}: {row[-1]}" for row in table.rows if row[-1] != NOTHING)
+    rows = tuple(row[:-1] for row in table.rows)
+    return replace(table, columns=table.columns[:-1], rows=rows, notes=(*notes, *table.notes))
+
+
+def _natural_sizes(table: ReportTable) -> list[int]:
+    return [max(len(column.name), *(len(row[n]) for row in table.rows), 0) for n, column in enumerate(table.columns)]
 
 
 def _line(cells: Sequence[str], columns: Sequence[Column], sizes: Sequence[int]) -> str:

@@ -23,6 +23,7 @@ from parsim.schedule.memory import plan_memory
 from parsim.schedule.problem import Problem
 from parsim.schedule.result import Interval, PlanResult
 from parsim.simulate import dynamic, static
+from parsim.simulate.compile import compile_graph
 from parsim.timeline import Timeline
 
 REPEATED_STEPS = 4
@@ -58,17 +59,19 @@ def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: i
             "ask for more devices or a smaller mesh"
         )
     graph = lower(plan, problem.model)
-    estimates = tuple(price([(task.work, task.resources[0].rank) for task in graph.tasks], problem.costs))
+    costs = problem.costs(plan.world_size)
+    estimates = tuple(price([(task.work, task.resources[0].rank) for task in graph.tasks], costs))
     medians = medians_s(estimates)
-    overlap = problem.costs.overlap
+    overlap = costs.overlap
+    compiled = compile_graph(graph)
     engines = {"static": static.simulate, "dynamic": dynamic.simulate}
-    timeline = engines[engine](graph, medians, overlap=overlap)
-    step_s = float(static.step_times_s(graph, medians[None, :], steps=REPEATED_STEPS, overlap=overlap)[0])
+    timeline = engines[engine](compiled, medians, overlap=overlap)
+    step_s = float(static.step_times_s(compiled, medians[None, :], steps=REPEATED_STEPS, overlap=overlap)[0])
     interval = Interval(median=step_s, p05=step_s, p95=step_s)
     if samples:
         draws = sample_durations_s(estimates, samples, SEED)
-        interval = Interval.of(step_s, static.step_times_s(graph, draws, steps=REPEATED_STEPS, overlap=overlap))
-    parts = breakdown(graph, timeline)
+        interval = Interval.of(step_s, static.step_times_s(compiled, draws, steps=REPEATED_STEPS, overlap=overlap))
+    parts = breakdown(compiled, timeline)
     fractions = step_fractions(parts)
     layout = Layout(plan, problem.model)
     memory = plan_memory(layout, problem.cluster, precision=problem.precision, optimizer=problem.optimizer)
@@ -86,7 +89,7 @@ def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: i
         plan=plan,
         warnings=_warnings(estimates, memory),
         reason=reason,
-        lower_bound_s=lower_bound_s(graph, medians),
+        lower_bound_s=lower_bound_s(compiled, medians),
     )
     return Evaluation(result=result, graph=graph, estimates=estimates, timeline=timeline, memory=memory, breakdown=tuple(parts))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from parsim.costs.costs import Costs
 from parsim.costs.memory import rank_memory
 from parsim.errors import ScheduleError
 from parsim.model.component import Component
@@ -157,6 +158,10 @@ class _StageCosts:
     microbatches: int
     order: str
 
+    @property
+    def _costs(self) -> Costs:
+        return self.problem.costs(self.mesh.size)
+
     @cached_property
     def _up_to_s(self) -> dict[str, list[float]]:
         """Per device type: time of the first i components, forward and backward of one microbatch."""
@@ -170,7 +175,7 @@ class _StageCosts:
 
     def _component_s(self, component: Component, rank: int) -> float:
         return sum(
-            self.problem.costs.estimate(Compute(component=component.name, phase=phase, samples=self.samples), rank).median_s
+            self._costs.estimate(Compute(component=component.name, phase=phase, samples=self.samples), rank).median_s
             for phase in (Phase.FORWARD, Phase.BACKWARD)
         )
 
@@ -216,4 +221,4 @@ class _StageCosts:
         after = {value for component in model.components[place:] for value in component.inputs}
         size = sum(model.value[name].size_bytes(self.samples) for name in after if model.value[name].producer in before)
         transfer = SendRecv(source=0, destination=self.mesh.dp, size_bytes=size)
-        return self.problem.costs.estimate(transfer, 0).median_s
+        return self._costs.estimate(transfer, 0).median_s

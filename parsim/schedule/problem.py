@@ -20,6 +20,18 @@ class Problem:
     precision: str = "fp32"
     optimizer: str = "sgd_momentum"
 
+    def costs(self, ranks: int) -> Costs:
+        """Prices under the load of `ranks` ranks that compute at once."""
+        if ranks not in self._costs:
+            self._costs[ranks] = Costs(
+                model=self.model,
+                cluster=self.cluster,
+                precision=self.precision,
+                optimizer=self.optimizer,
+                ranks_active=ranks,
+            )
+        return self._costs[ranks]
+
     @cached_property
-    def costs(self) -> Costs:
-        return Costs(model=self.model, cluster=self.cluster, precision=self.precision, optimizer=self.optimizer)
+    def _costs(self) -> dict[int, Costs]:
+        return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from fractions import Fraction
 from random import Random
@@ -172,7 +173,7 @@ def test_nothing_is_done_twice_at_once_and_all_work_is_done(timed: tuple[TaskGra
     start, end = per_task(graph, timeline)
     assert len(timeline) == sum(len(task.resources) for task in graph.tasks)
     for order in graph.issue_order.values():
-        for earlier, later in zip(order, order[1:], strict=False):
+        for earlier, later in itertools.pairwise(order):
             assert end[earlier] <= start[later]
     for task in graph.tasks:
         assert all(end[need] <= start[task.index] for need in task.dependencies)
@@ -192,7 +193,7 @@ def test_lower_bound_and_critical_path(timed: tuple[TaskGraph, list[float]]) -> 
         length += durations[index]
     assert length == timeline.makespan_s, "summed from the front, the path is the schedule's own arithmetic"
     before = graph.predecessors()
-    assert all(earlier in before[later] for earlier, later in zip(path, path[1:], strict=False))
+    assert all(earlier in before[later] for earlier, later in itertools.pairwise(path))
     assert not path or not before[path[0]]
 
 

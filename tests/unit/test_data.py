@@ -260,7 +260,7 @@ class TestCifar:
 
     def test_a_packed_archive_is_recognised(self, tmp_path: Path) -> None:
         (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"")
-        with pytest.raises(DataError, match="tar -xzf cifar-10-python.tar.gz"):
+        with pytest.raises(DataError, match=r"tar -xzf cifar-10-python\.tar\.gz"):
             load_dataset("cifar10", input_shape=(3, 32, 32), target=TEN, root=tmp_path)
 
     @pytest.mark.parametrize("layout", ["binary", "python2", "4"])

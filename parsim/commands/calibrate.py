@@ -1,0 +1,99 @@
+"""`parsim calibrate`: measure this machine and write its hardware profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from parsim.commands.output import JsonFlag, Overrides, print_json, print_tables, progress
+from parsim.config import RunConfig, load_config, parse_numbers
+from parsim.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from parsim.hardware.profile import Profile
+
+SMALLEST_SHARE = 64
+"""Local batches down to this part of the global batch are measured: a plan cuts its batch into so many parts at most."""
+DEFAULT_BATCHES = (1, 4, 16)
+
+CalibrationCase = tuple[ModelSpec, tuple[int, ...]]
+
+
+def calibrate(
+    out: Annotated[Path, typer.Option(metavar="PROFILE.json", help="The profile to write.")],
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN.toml]...", help="Measure the models, batches and optimizers of these.")
+    ] = None,
+    models: Annotated[list[str] | None, typer.Option("--model", help="Measure this model of the zoo; may be repeated.")] = None,
+    batches: Annotated[str | None, typer.Option(help="Local batches of every --model, e.g. 1,4,16.")] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="gloo on CPU cores, or NCCL on GPUs.")] = "cpu",
+    nproc: Annotated[int | None, typer.Option(help="Ranks that measure at once; left out: one per device or core.")] = None,
+    optimizers: Annotated[list[str] | None, typer.Option("--optimizer", help="Measured too; may be repeated.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes: a first look.")] = False,
+    overrides: Overrides = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure components, optimizer steps and collectives of this machine."""
+    from calibration.calibrate import CalibrationRequest
+    from calibration.calibrate import calibrate as measure
+
+    if not files and not models:
+        raise typer.BadParameter("name what to measure: a RUN.toml, or --model with --batches")
+    configs = [load_config(file, overrides or []) for file in files or []]
+    named = tuple(optimizers or ()) + tuple(config.training.optimizer for config in configs) or ("sgd_momentum",)
+    request = CalibrationRequest(
+        models=calibration_cases(configs, models or [], parse_numbers("--batches", batches) if batches else DEFAULT_BATCHES),
+        device=device,
+        nproc=nproc or _ranks(configs, device),
+        optimizers=tuple(dict.fromkeys(named)),
+        quick=quick,
+    )
+    with progress(f"Calibrating {len(request.models)} model(s) on {request.nproc} {device} rank(s)") as say:
+        profile = measure(request, out, on_line=say)
+    if as_json:
+        print_json({"profile": str(out), "name": profile.name, "points": _points(profile)})
+        return
+    from parsim.report.tables import calibration_table
+
+    print_tables([calibration_table(profile)])
+    print(f'Profile: {out}; use it with cluster.profile = "{out}"')
+
+
+def calibration_cases(configs: list[RunConfig], models: list[str], batches: tuple[int, ...]) -> tuple[CalibrationCase, ...]:
+    """Each model once, with every local batch that one of its plans may use."""
+    wanted: dict[ModelSpec, set[int]] = {}
+    for config in configs:
+        wanted.setdefault(config.model_spec, set()).update(local_batches(config.training.global_batch))
+    for name in models:
+        wanted.setdefault(ModelSpec(name=name), set()).update(batches)
+    return tuple((spec, tuple(sorted(sizes))) for spec, sizes in wanted.items())
+
+
+def local_batches(global_batch: int) -> set[int]:
+    """The global batch and its halves, quarters, ... down to a 64th: replicas and microbatches divide it so."""
+    parts = (2**power for power in range(SMALLEST_SHARE.bit_length()))
+    return {global_batch // part for part in parts if global_batch % part == 0}
+
+
+def _ranks(configs: list[RunConfig], device: str) -> int:
+    """The most devices a file asks for by number; else one rank per GPU or core."""
+    asked = [len(chosen) if isinstance(chosen, list) else chosen for config in configs if (chosen := config.devices)]
+    if asked:
+        return max(asked)
+    if device == "cuda":
+        import torch
+
+        return max(1, torch.cuda.device_count())
+    from parsim.execute.pinning import available_cores
+
+    return len(available_cores())
+
+
+def _points(profile: Profile) -> dict[str, int]:
+    return {
+        "components": len(profile.compute.components),
+        "optimizers": len(profile.compute.optimizers),
+        "collectives": len(profile.communication.points),
+    }

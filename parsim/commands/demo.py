@@ -1,0 +1,279 @@
+"""`parsim demo`: the main job, end to end, on whatever this machine has.
+
+(a) Which way of training ResNet-50 and ViT-B/16 on eight V100s is fastest, and why the others lose. (b) The same question
+for a small ResNet and a small ViT on this machine: calibrate, plan, train for real under the chosen plan and two others,
+and show how close the prediction was beside the noise floor of the measurement. (c) A report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from parsim.commands.output import JsonFlag, print_json, print_tables, progress
+from parsim.config import RunConfig, parse_config
+from parsim.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from parsim.commands.run_folder import RunFolder
+    from parsim.commands.workflow import Answer
+    from parsim.execute.measurement import Measurement
+    from parsim.hardware.profile import Profile
+    from parsim.report.compare import Comparison
+    from parsim.report.html import ReportSection
+    from parsim.schedule.evaluate import Evaluation
+    from parsim.schedule.search import Search
+
+WHAT_IF = """\
+[model]
+name = "{model}"
+[cluster]
+profile = "dgx1-v100-32gb"
+devices = 8
+[training]
+global_batch = 1024
+precision = "fp32"
+optimizer = "{optimizer}"
+"""
+
+REAL = """\
+[model]
+name = "{model}"
+[cluster]
+profile = "{profile}"
+devices = {devices}
+[training]
+global_batch = 32
+optimizer = "sgd_momentum"
+learning_rate = 0.01
+dataset = "digits"
+"""
+
+WHAT_IF_MODELS = (("resnet50", "sgd_momentum"), ("vit_b_16", "adam"))
+REAL_MODELS = ("resnet_small", "vit_small")
+GLOBAL_BATCH = 32
+LOCAL_BATCHES = (32, 16, 8, 4)
+PLANS_RUN = 3
+ROUNDS = 12
+STEPS_PER_ROUND = 4
+WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealRun:
+    """One plan of part (b) with what was measured of it."""
+
+    model: str
+    evaluation: Evaluation
+    seen: Measurement
+    comparison: Comparison
+
+    def to_dict(self) -> dict[str, Any]:
+        result, comparison = self.evaluation.result, self.comparison.to_dict()
+        return {
+            "model": self.model,
+            "strategy": result.strategy,
+            "plan_summary": result.plan.summary(),
+            **comparison,
+            "losses": list(self.seen.losses),
+        }
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the profile, the runs and report.html.")] = Path("parsim-demo"),
+    nproc: Annotated[int, typer.Option(min=2, max=8, help="Processes of the real runs.")] = 2,
+    as_json: JsonFlag = False,
+) -> None:
+    """The main job, end to end, on whatever this machine has."""
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError("the demo trains for real and needs torch; pip install 'parsim[torch]'")
+    from parsim.report.tables import validation_table
+
+    what_if = [_what_if(model, optimizer) for model, optimizer in WHAT_IF_MODELS]
+    if not as_json:
+        for config, found in what_if:
+            _print_strategies(config, found, f"{config.model.name} on 8 V100s, global batch 1024")
+    profile_path = out / "profile.json"
+    profile = _calibrate(profile_path, nproc)
+    real: list[tuple[Answer, list[RealRun]]] = []
+    for model in REAL_MODELS:
+        asked = _plan_here(model, profile_path, nproc)
+        if not as_json and asked.search is not None:
+            _print_strategies(asked.config, asked.search, f"{model} on this machine, global batch {GLOBAL_BATCH}")
+        real.append((asked, _run_plans(asked, out / model)))
+    rows = [run for _, runs in real for run in runs]
+    report = out / "report.html"
+    _write_report(report, what_if, real, profile)
+    if as_json:
+        strategies = {config.model.name: found.to_dict()["candidates"] for config, found in what_if}
+        strategies |= {
+            asked.config.model.name: asked.search.to_dict()["candidates"] for asked, _ in real if asked.search is not None
+        }
+        print_json({"strategies": strategies, "runs": [run.to_dict() for run in rows], "report": str(report)})
+        return
+    print_tables(
+        [validation_table([(run.model, run.evaluation.result.plan.summary(), run.comparison.to_dict()) for run in rows])]
+    )
+    for run in rows:
+        if run.seen.losses:
+            first, last = run.seen.losses[0], run.seen.losses[-1]
+            print(f"{run.model} under {run.evaluation.result.strategy}: loss {first:.3f} -> {last:.3f}")
+    print(f"report: {report}")
+
+
+def _what_if(model: str, optimizer: str) -> tuple[RunConfig, Search]:
+    from parsim.commands.workflow import answer
+
+    config = parse_config(WHAT_IF.format(model=model, optimizer=optimizer), where=f"{model} on V100")
+    with progress(f"Planning {model} on 8 V100s"):
+        asked = answer(config)
+    assert asked.search is not None, "the demo's file leaves the plan to the search"
+    return config, asked.search
+
+
+def _print_strategies(config: RunConfig, found: Search, title: str) -> None:
+    from parsim.report.tables import strategy_table
+
+    chosen = None if found.chosen is None else found.chosen.result.to_dict()
+    print_tables([strategy_table([entry.result.to_dict() for entry in found.candidates], chosen=chosen, title=title)])
+    if found.chosen is None:
+        print(f"{config.model.name}: no plan fits.")
+        return
+    result = found.chosen.result
+    runner_up = next((entry.result for entry in found.candidates[1:] if entry.result.fits), None)
+    why = f"; {runner_up.strategy} is {runner_up.reason}" if runner_up is not None else ""
+    print(f"chosen: {result.plan.summary()}{why}\n")
+
+
+def _calibrate(path: Path, nproc: int) -> Profile:
+    from calibration.calibrate import calibrate
+    from calibration.request import CalibrationRequest
+    from parsim.model.spec import ModelSpec
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    request = CalibrationRequest(
+        models=tuple((ModelSpec(name=name), LOCAL_BATCHES) for name in REAL_MODELS), nproc=nproc, device="cpu"
+    )
+    with progress(f"Calibrating this machine with {nproc} processes") as say:
+        return calibrate(request, path, on_line=say)
+
+
+def _plan_here(model: str, profile: Path, nproc: int) -> Answer:
+    from parsim.commands.workflow import answer
+
+    config = parse_config(REAL.format(model=model, profile=profile.resolve(), devices=nproc), where=f"{model} here")
+    with progress(f"Planning {model} on this machine"):
+        return answer(config)
+
+
+def _run_plans(asked: Answer, path: Path) -> list[RealRun]:
+    """Train under the chosen plan and the best of other families, interleaved in one launch."""
+    from dataclasses import replace
+
+    from parsim.commands.run_folder import RunFolder
+    from parsim.commands.workflow import device_kind, judge, launch_job, measured, run_spec
+    from parsim.execute.job import Job
+
+    assert asked.search is not None, "the demo's file leaves the plan to the search"
+    evaluations = [entry for entry in asked.search.candidates if entry.result.fits][:PLANS_RUN]
+    folder: RunFolder = RunFolder(path)
+    folder.write_question(asked.config, asked.problem.model, evaluations[0].result.plan, asked.problem.cluster.profile)
+    names = [entry.result.strategy for entry in evaluations]
+    job = Job(
+        output=str(path.resolve()),
+        mode="measure",
+        runs=tuple(
+            run_spec(replace(asked, evaluation=entry), name, folder.model)
+            for name, entry in zip(names, evaluations, strict=True)
+        ),
+        steps=STEPS_PER_ROUND,
+        rounds=ROUNDS,
+        warmup_steps=WARMUP_STEPS,
+        device=device_kind(asked),
+    )
+    with progress(f"Training {asked.config.model.name} for real under {', '.join(names)}") as say:
+        launch_job(job, folder, say)
+    runs = []
+    for name, entry in zip(names, evaluations, strict=True):
+        seen = measured(folder, name, entry)
+        runs.append(
+            RealRun(model=asked.config.model.name, evaluation=entry, seen=seen, comparison=judge(asked.problem, entry, seen))
+        )
+    return runs
+
+
+def _write_report(
+    path: Path,
+    what_if: Sequence[tuple[RunConfig, Search]],
+    real: Sequence[tuple[Answer, list[RealRun]]],
+    profile: Profile,
+) -> None:
+    from parsim.commands.write_report import report_facts
+    from parsim.report.html import ReportData, write_report
+    from parsim.report.tables import calibration_table
+
+    with progress("Writing the report"):
+        sections = [_what_if_section(config, found) for config, found in what_if]
+        sections += [_real_section(asked, runs) for asked, runs in real]
+        data = ReportData(
+            title="parsim demo",
+            facts=report_facts(),
+            summary=_summary(what_if, real),
+            sections=sections,
+            extra_tables=(calibration_table(profile),),
+        )
+        write_report(data, path)
+
+
+def _summary(what_if: Sequence[tuple[RunConfig, Search]], real: Sequence[tuple[Answer, list[RealRun]]]) -> list[str]:
+    from parsim.units import format_percent, format_seconds
+
+    lines = []
+    for config, found in what_if:
+        if found.chosen is not None:
+            result = found.chosen.result
+            step = format_seconds(result.step_s.median)
+            lines.append(f"{config.model.name} on 8 V100s: {result.plan.summary()} is fastest, {step} a step (predicted).")
+    for asked, runs in real:
+        errors = [abs(run.comparison.step.relative_error or 0.0) for run in runs]
+        worst = format_percent(max(errors))
+        lines.append(f"{asked.config.model.name} here: {len(runs)} plans run for real; the largest step error is {worst}.")
+    return lines
+
+
+def _what_if_section(config: RunConfig, found: Search) -> ReportSection:
+    from parsim.commands.write_report import report_run
+    from parsim.report.html import ReportSection
+
+    shown = [found.chosen] if found.chosen is not None else []
+    return ReportSection(
+        model=config.model.name,
+        title=f"{config.model.name} on 8 V100s (what if)",
+        text=f"Global batch {config.training.global_batch}, {config.training.optimizer}, {config.training.precision}; "
+        "no V100 was there: costs come from published measurements.",
+        results=[entry.result.to_dict() for entry in found.candidates],
+        chosen=None if found.chosen is None else found.chosen.result.to_dict(),
+        runs=[report_run(entry, None, None) for entry in shown],
+    )
+
+
+def _real_section(asked: Answer, runs: Sequence[RealRun]) -> ReportSection:
+    from parsim.commands.write_report import report_run
+    from parsim.report.html import ReportSection
+
+    assert asked.search is not None, "the demo's file leaves the plan to the search"
+    return ReportSection(
+        model=asked.config.model.name,
+        title=f"{asked.config.model.name} on this machine (run for real)",
+        text=f"Global batch {asked.config.training.global_batch}, digits; every plan ran {ROUNDS} interleaved rounds of "
+        f"{STEPS_PER_ROUND} steps.",
+        results=[entry.result.to_dict() for entry in asked.search.candidates],
+        chosen=asked.evaluation.result.to_dict(),
+        runs=[report_run(run.evaluation, run.seen, run.comparison) for run in runs],
+    )

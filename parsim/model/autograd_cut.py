@@ -1,0 +1,138 @@
+"""Forward and backward of one component with the autograd graph cut at its boundary. Shared by executor and calibration.
+
+The forward runs on detached leaves; the backward starts at the component's own outputs. Gradients are those of the uncut
+module bitwise, if the gradients of a value are summed consumer by consumer in reverse execution order: autograd adds
+them up in that order, so what later consumers contributed goes *into* the backward of the earlier ones (`so_far`), where
+it heads the sum, instead of being added afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from parsim.errors import TraceError
+from parsim.model.runnable import Runnable
+
+
+class _Entry(torch.autograd.Function):
+    """Identity at the entry of a component; its backward hands the gradient over and goes no further.
+
+    Unlike a leaf's `.grad` it keeps the gradient's memory layout, which decides how the kernels below sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, box: list[Tensor]) -> Tensor:
+        ctx.box = box
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.box.append(gradients[0])
+        return None, None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Saved:
+    """What the backward of one forward needs. Neither inputs nor outputs are kept: only where gradients enter and leave.
+
+    Attributes:
+        entries: per input where its gradient arrives, and the list it is put in; None without a gradient.
+        edges: per output where its gradient enters; None without a gradient.
+    """
+
+    entries: tuple[tuple[GradientEdge, list[Tensor]] | None, ...]
+    edges: tuple[GradientEdge | None, ...]
+
+
+def forward_component(runnable: Runnable, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Saved]:
+    """Run `runnable` on detached copies (sharing memory) of `inputs`, in the order of `runnable.input_names`.
+
+    An input gets a gradient if the recording says one flows through it, or if it requires one itself.
+
+    Returns:
+        Detached outputs in the order of `runnable.output_names`, and what `backward_component` needs. With gradients
+        switched off (evaluation) nothing is saved.
+    """
+    training = torch.is_grad_enabled()
+    given: list[Tensor] = []
+    entries: list[tuple[GradientEdge, list[Tensor]] | None] = []
+    for value, flows in zip(inputs, runnable.input_differentiable, strict=True):
+        entry = None
+        cut = value.detach()
+        if training and (flows or value.requires_grad):
+            box: list[Tensor] = []
+            cut = _Entry.apply(cut.requires_grad_(), box)  # type: ignore[no-untyped-call]
+            entry = (get_gradient_edge(cut), box)
+        given.append(cut)
+        entries.append(entry)
+    outputs = runnable(given)
+    edges = tuple(get_gradient_edge(value) if value.requires_grad else None for value in outputs)
+    return tuple(value.detach() for value in outputs), Saved(tuple(entries), edges)
+
+
+def backward_component(
+    saved: Saved, output_gradients: Sequence[Tensor | None], so_far: Sequence[Tensor | None] | None = None
+) -> tuple[Tensor | None, ...]:
+    """Accumulate parameter gradients into `.grad`; return the gradient of each input.
+
+    Args:
+        output_gradients: per output; None where nothing flowed back.
+        so_far: per input the gradient that components executed *later* have already contributed; the returned gradient
+            includes it. None (or an entry None) for nothing yet.
+
+    Returns:
+        Per input the total so far, None for an input without a gradient; possibly the same memory as a gradient given.
+        A second backward on the same `saved` is an error of torch.
+
+    Raises:
+        TraceError: if the numbers of gradients do not match the forward.
+    """
+    so_far = so_far if so_far is not None else (None,) * len(saved.entries)
+    if len(output_gradients) != len(saved.edges) or len(so_far) != len(saved.entries):
+        raise TraceError(
+            f"the forward had {len(saved.edges)} outputs and {len(saved.entries)} inputs, but gradients came for "
+            f"{len(output_gradients)} and {len(so_far)}; give one (or None) for each"
+        )
+    roots: list[GradientEdge] = []
+    gradients: list[Tensor] = []
+    for edge, gradient in zip(saved.edges, output_gradients, strict=True):
+        if edge is not None and gradient is not None:
+            roots.append(edge)
+            gradients.append(gradient)
+    if not roots:
+        return tuple(so_far)
+    for entry, gradient in zip(saved.entries, so_far, strict=True):
+        if entry is not None and gradient is not None:
+            roots.append(entry[0])
+            gradients.append(gradient)
+    torch.autograd.backward(roots, gradients)
+    return tuple(entry[1].pop() if entry is not None and entry[1] else None for entry in saved.entries)
+
+
+def forward_components(components: Sequence[Runnable], inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Saved]]:
+    """Every component in order: all values by name (inputs included), and what each backward needs."""
+    values = dict(inputs)
+    saved = []
+    for component in components:
+        outputs, kept = forward_component(component, [values[name] for name in component.input_names])
+        values.update(zip(component.output_names, outputs, strict=True))
+        saved.append(kept)
+    return values, saved
+
+
+def backward_components(
+    components: Sequence[Runnable], saved: Sequence[Saved], gradients: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Every component in reverse order; `gradients` are those of the model's outputs. Returns them for every value."""
+    found: dict[str, Tensor | None] = dict(gradients)
+    for component, kept in zip(reversed(components), reversed(saved), strict=True):
+        given = [found.get(name) for name in component.output_names]
+        so_far = [found.get(name) for name in component.input_names]
+        found.update(zip(component.input_names, backward_component(kept, given, so_far), strict=True))
+    return {name: gradient for name, gradient in found.items() if gradient is not None}

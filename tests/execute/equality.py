@@ -1,0 +1,157 @@
+"""Run many plans for real in one launch and compare each with single-process training."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from parsim.execute.checkpoint import latest_checkpoint, load_state
+from parsim.execute.job import Job, RunSpec
+from parsim.execute.launch import launch
+from parsim.execute.measurement import RankRecord
+from parsim.execute.reference import ReferenceResult, largest_difference, train_reference
+from parsim.execute.worker import run_dataset
+from parsim.model.model import Model
+from parsim.model.spec import ModelSpec, load_model
+from parsim.plan.mesh import Mesh
+from parsim.plan.plan import Plan, Stage
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model under one plan."""
+
+    spec: ModelSpec
+    plan: Plan
+    dataset: str = "digits"
+    optimizer: str = "sgd_momentum"
+    learning_rate: float = 0.02
+    dtype: str = "float64"
+
+    def __str__(self) -> str:
+        return f"{self.spec.name} {self.plan.summary()} {self.optimizer} {self.dtype}"
+
+
+def even_plan(
+    spec: ModelSpec, mesh: Mesh, *, strategy: str, batch: int, microbatches: int = 1, order: str = "1f1b", bucket_bytes: int = 2**14
+) -> Plan:
+    """Stages of as equal a number of components as can be."""
+    names = [component.name for component in load_model(spec).components]
+    cuts = [round(number * len(names) / mesh.pp) for number in range(mesh.pp + 1)]
+    stages = tuple(
+        Stage(components=tuple(names[first:last]), ranks=mesh.stage_ranks(number))
+        for number, (first, last) in enumerate(itertools.pairwise(cuts))
+    )
+    return Plan(
+        strategy=strategy,
+        mesh=mesh,
+        stages=stages,
+        global_batch=batch,
+        microbatches=microbatches,
+        pipeline_order=order,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def run_cases(cases: Sequence[Case], folder: Path, *, steps: int) -> list[RunSpec]:
+    """All cases in one launch, `steps` steps each; their states and losses lie under the folder."""
+    runs = []
+    models: dict[ModelSpec, Path] = {}
+    for number, case in enumerate(cases):
+        if case.spec not in models:
+            models[case.spec] = folder / f"model-{len(models)}.json"
+            load_model(case.spec).save(models[case.spec])
+        runs.append(
+            RunSpec(
+                name=f"case{number}",
+                model=case.spec,
+                model_path=str(models[case.spec]),
+                plan=case.plan,
+                optimizer=case.optimizer,
+                learning_rate=case.learning_rate,
+                dataset=case.dataset,
+                dtype=case.dtype,
+                seed=number,
+            )
+        )
+    job = Job(
+        output=str(folder), mode="measure", runs=tuple(runs), steps=steps - 1, rounds=1, warmup_steps=0, keep_state=True
+    )
+    path = folder / "job.json"
+    job.save(path)
+    launch(path, job.world_size, timeout_s=500)
+    return runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Largest absolute differences from the reference."""
+
+    parameters: float
+    optimizer: float
+    buffers: float
+    losses: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.parameters, self.optimizer, self.buffers, self.losses)
+
+
+def compare_case(case: Case, run: RunSpec, folder: Path, *, steps: int) -> Difference:
+    """What the ranks ended with, against plain training in this process."""
+    expected = train_reference(
+        case.spec,
+        case.plan,
+        run_dataset(run, "train"),
+        optimizer=case.optimizer,
+        learning_rate=case.learning_rate,
+        dtype=DTYPES[case.dtype],
+        seed=run.seed,
+        steps=steps,
+    )
+    found = latest_checkpoint(folder / run.name / "checkpoints")
+    assert found is not None
+    assert found.step == steps
+    trained = trained_names(load_model(case.spec))
+    state = load_state(found)
+    parameters = largest_difference(expected.parameters, dict(state.weights), trained)
+    optimizer = max(
+        (largest_difference(expected.optimizer_state[name], dict(state.optimizer[name])) for name in trained), default=0.0
+    )
+    return Difference(
+        parameters=parameters,
+        optimizer=optimizer if case.optimizer != "sgd" else 0.0,
+        buffers=_buffer_difference(case, expected, folder / run.name / "checkpoints"),
+        losses=_loss_difference(case, run, expected, folder),
+    )
+
+
+def trained_names(model: Model) -> list[str]:
+    return [parameter.name for parameter in model.parameters]
+
+
+def _buffer_difference(case: Case, expected: ReferenceResult, checkpoints: Path) -> float:
+    found = latest_checkpoint(checkpoints)
+    assert found is not None
+    worst = 0.0
+    for rank in range(case.plan.world_size):
+        own = load_state(found, rank=rank).buffers
+        entry = torch.load(found.folder / f"rank-{rank:04d}.pt", weights_only=True)["buffers"]
+        mine = {name: own[name] for name in entry}
+        replica = expected.buffers[case.plan.replica_of_rank(rank)]
+        worst = max(worst, largest_difference(replica, mine, list(mine)))
+    return worst
+
+
+def _loss_difference(case: Case, run: RunSpec, expected: ReferenceResult, folder: Path) -> float:
+    """The first step is the one the memory was measured in; its loss is not kept."""
+    last = range(case.plan.world_size - case.plan.mesh.dp, case.plan.world_size)
+    losses = np.sum([RankRecord.load(folder / run.name, rank).losses for rank in last], axis=0)
+    return float(np.abs(losses - np.array(expected.losses[1:])).max())

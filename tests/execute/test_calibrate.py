@@ -1,0 +1,322 @@
+"""Calibration: pure statistics against known parameters, and a real quick calibration of this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from calibration.build_profile import (
+    all_reduce_sizes,
+    build_profile,
+    collective_points,
+    drift_sigma,
+    overlap_factors,
+    robust_sigma,
+    typical_step,
+)
+from calibration.calibrate import CalibrationRequest, calibrate
+from calibration.fit_collectives import fit_regimes
+from calibration.measure_collectives import collective_groups, merged_seconds, transfer_pairs
+from calibration.measure_components import make_case, optimizer_cases, sweep_record
+from calibration.measure_overlap import communication_factor, computation_factor
+from calibration.request import active_levels
+from parsim.costs.collectives import regimes_s
+from parsim.errors import ConfigError, ExecutionError
+from parsim.execute.streams import TaskTime
+from parsim.graph.taskgraph import work_text
+from parsim.hardware.profile import load_profile, save_profile
+from parsim.model.spec import ModelSpec, build_module, example_batch, load_model
+
+MLP = ModelSpec(name="mlp", input_shape=(1, 32, 32))
+REQUEST = CalibrationRequest(models=((MLP, (4, 8)),), quick=True)
+
+
+# --- the request ------------------------------------------------------------------------------------------------------
+
+
+def test_request_round_trips_as_json() -> None:
+    request = CalibrationRequest(
+        models=((MLP, (8, 4)), (ModelSpec(name="gpt_small"), (2,))), nproc=4, optimizers=("adam", "sgd"), sizes_bytes=(1024,)
+    )
+    assert CalibrationRequest.from_json(request.to_json()) == request
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"device": "cudo"}, "cuda"),
+        ({"precision": "fp16"}, "fp32 or fp64"),
+        ({"nproc": 0}, "nproc must be >= 1"),
+        ({"models": ()}, "no model"),
+        ({"models": ((MLP, ()),)}, "local batches"),
+        ({"models": ((MLP, (0,)),)}, "local batches"),
+        ({"optimizers": ()}, "sgd_momentum"),
+        ({"sizes_bytes": (4,)}, ">= 8 bytes"),
+        ({"min_rounds": 9, "max_rounds": 2}, "min_rounds"),
+    ],
+)
+def test_bad_requests_teach(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        CalibrationRequest(**{"models": ((MLP, (4,)),), **change})
+
+
+def test_unknown_optimizer_and_missing_folder_are_refused_before_measuring(tmp_path: Path) -> None:
+    bad = CalibrationRequest(models=((MLP, (4,)),), optimizers=("adamx",))
+    with pytest.raises(ConfigError, match="adamw"):
+        calibrate(bad, tmp_path / "p.json")
+    with pytest.raises(ConfigError, match="no folder"):
+        calibrate(REQUEST, tmp_path / "none" / "p.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_levels_groups_and_pairs() -> None:
+    assert active_levels(1, 2) == (1,)
+    assert active_levels(2, 2) == (1, 2)
+    assert active_levels(4, 2) == (1, 2, 4)
+    assert active_levels(4, 16) == (1, 4)
+    assert collective_groups(1) == ()
+    assert collective_groups(6) == ((0, 1), (0, 1, 2, 3), (0, 1, 2, 3, 4, 5))
+    assert transfer_pairs(2, 2) == ((0, 1), (1, 0))
+    assert transfer_pairs(4, 2) == ((0, 1), (1, 0), (0, 2), (2, 0))
+    assert transfer_pairs(1, 2) == ()
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def test_robust_sigma_of_a_normal_and_of_outliers() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.normal(1.0, 0.05, 20_000)
+    assert robust_sigma(values) == pytest.approx(0.05, rel=0.05)
+    values[:2000] *= 30
+    assert robust_sigma(values) == pytest.approx(0.05, rel=0.25)
+    assert robust_sigma([1.0, 2.0]) == 0.0
+
+
+def test_typical_step_recovers_tasks_spread_and_total() -> None:
+    """Tasks of known times and noise under a common drift: medians within 1%, spread without the drift, total exact."""
+    rng = np.random.default_rng(1)
+    true = np.array([5e-4, 2e-3, 1e-3, 0.0, 4e-3] * 6)
+    noise = np.exp(0.04 * rng.standard_normal((400, len(true))))
+    drift = np.exp(0.10 * rng.standard_normal((400, 1)))
+    table = true * noise * drift
+    seconds, spread = typical_step(table)
+    assert np.allclose(seconds, true, rtol=0.02)
+    assert np.allclose(spread[true > 0], 0.04, rtol=0.2)
+    assert seconds.sum() == pytest.approx(np.median(table.sum(axis=1)), rel=1e-12)
+
+
+def test_drift_is_the_spread_of_rounds_not_of_repeats() -> None:
+    rng = np.random.default_rng(2)
+    factors = np.exp(0.08 * rng.standard_normal(300))
+    sweeps = [
+        {"model": 0, "samples": samples, "ranks_active": 2, "round": number, "seconds": [samples * factor * noise]}
+        for number, factor in enumerate(factors)
+        for samples in (4, 8, 16)
+        for noise in np.exp(0.02 * rng.standard_normal(4))
+    ]
+    assert drift_sigma({"ranks": [{"sweeps": sweeps}]}) == pytest.approx(0.08, rel=0.15)
+
+
+def test_merged_seconds_run_from_last_ready_to_last_end() -> None:
+    one = [[TaskTime(1, "dp", 1.0, 4.0), TaskTime(2, "dp", 4.0, 6.0)]]
+    other = [[TaskTime(1, "dp", 2.5, 4.1), TaskTime(2, "dp", 4.1, 5.9)]]
+    assert merged_seconds([one, other], 2) == [[pytest.approx(1.6), pytest.approx(1.9)]]
+
+
+def test_collective_points_and_fit_recover_alpha_and_beta() -> None:
+    alpha, beta = 3e-4, 2e-9
+    rng = np.random.default_rng(3)
+    entries = [
+        {
+            "operation": "all_reduce",
+            "group": [0, 1],
+            "size_bytes": size,
+            "seconds": ((alpha + beta * size) * np.exp(0.02 * rng.standard_normal((40, 3)))).tolist(),
+        }
+        for size in (2**power for power in range(10, 26))
+    ]
+    points = collective_points(entries)
+    assert all(0.01 < point.spread < 0.03 and point.repeats == 120 for point in points if point.spread is not None)
+    (fit,) = fit_regimes(points, source="collective_fit")
+    for size in (1500, 100_000, 3_000_000, 30_000_000):
+        assert regimes_s(fit.regimes, size) == pytest.approx(alpha + beta * size, rel=0.03)
+
+
+def test_overlap_factors_from_constructed_times() -> None:
+    """Two tasks of 1 s and 2 s take 1.5 and 3 beside calls of 0.2 s that take 0.5."""
+    alone = [[TaskTime(0, "compute", 0.0, 1.0), TaskTime(1, "compute", 1.0, 3.0)]] * 3
+    steps = [([TaskTime(0, "compute", 10.0, 11.5), TaskTime(1, "compute", 11.5, 14.5)], 4.5)]
+    calls = [TaskTime(number, "dp", 9.8 + 0.5 * number, 10.3 + 0.5 * number) for number in range(12)]
+    together = {"steps": steps, "calls": calls}
+    assert computation_factor(alone, together) == pytest.approx(1.5)
+    usual = [TaskTime(number, "dp", 0.2 * number, 0.2 * number + 0.2) for number in range(5)]
+    assert communication_factor([usual, usual], [together, together]) == pytest.approx(2.5)
+    assert computation_factor(alone, {"steps": steps, "calls": []}) is None
+    factors = overlap_factors(
+        [{"computation": [1.5, 1.7, None], "communication": 2.5}, {"computation": [0.9], "communication": None}]
+    )
+    assert factors is not None
+    assert (factors.compute_factor, factors.communication_factor) == (1.5, 2.5)
+    assert overlap_factors([]) is None
+
+
+def test_gradient_totals_join_the_sizes() -> None:
+    model = load_model(MLP)
+    size = 4 * model.parameter_count
+    assert size in all_reduce_sizes([model], (1024, 2 * size), 4)
+    assert size not in all_reduce_sizes([model], (1024, size // 4), 4)
+
+
+# --- one rank, in this process ----------------------------------------------------------------------------------------
+
+
+def test_measuring_trains_exactly_as_plain_torch_does() -> None:
+    """Four measured steps leave the weights that four plain SGD steps on the mean loss leave (float64)."""
+    import torch
+
+    request = CalibrationRequest(models=((MLP, (6,)),), precision="fp64")
+    case = make_case(0, MLP, load_model(MLP), 6, request, torch.device("cpu"))
+    optimizers = optimizer_cases(case.stage, ("sgd_momentum", "adam"))
+    records = []
+    for number in range(4):
+        records.append(sweep_record(case, *case.step()))
+        optimizers[number % len(optimizers)].step()
+    torch.manual_seed(request.seed)
+    module = build_module(MLP).double().train()
+    inputs, target = example_batch(MLP, 6, seed=request.seed, dtype=torch.float64)
+    from calibration.measure_components import LEARNING_RATE
+
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    for _ in range(4):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(module(*inputs), target).backward()
+        optimizer.step()
+    for name, parameter in module.named_parameters():
+        assert torch.allclose(case.stage.parameters[name], parameter, rtol=0, atol=1e-12), name
+    for record in records:
+        assert len(record["seconds"]) == len(case.graph.tasks)
+        assert sum(record["seconds"]) <= record["wall_s"]
+        assert min(record["seconds"]) >= 0
+
+
+def test_optimizer_cases_cover_halves_and_the_whole() -> None:
+    import torch
+
+    request = CalibrationRequest(models=((MLP, (2,)),))
+    case = make_case(0, MLP, load_model(MLP), 2, request, torch.device("cpu"))
+    cases = optimizer_cases(case.stage, ("sgd",))
+    whole, first, second = cases
+    assert whole.elements == load_model(MLP).parameter_count == first.elements + second.elements
+    assert whole.tensors == first.tensors + second.tensors
+
+
+def synthetic_raw(request: CalibrationRequest) -> dict[str, Any]:
+    """What the ranks would leave if every task took (place in the graph + 1) ms, twice that with two ranks active."""
+    import torch
+
+    model = load_model(MLP)
+    cases, sweeps = [], []
+    for samples in request.models[0][1]:
+        case = make_case(0, MLP, model, samples, request, torch.device("cpu"))
+        texts = [work_text(task.work) for task in case.graph.tasks]
+        cases.append({"model": 0, "samples": samples, "tasks": texts})
+        for active in (1, 2):
+            for number in range(5):
+                place = {"model": 0, "samples": samples, "ranks_active": active, "round": number}
+                seconds = [1e-3 * active * (place + 1) for place in range(len(texts))]
+                sweeps.append({**place, "seconds": seconds, "gap_s": 2e-5, "rest_s": 3e-4, "wall_s": sum(seconds)})
+    facts = {"name": "x", "memory_bytes": 8e9, "context_bytes": 2e8, "peak_flop_per_s": 9e10, "copy_bytes_per_s": 2e10}
+    entry = {"model": 0, "samples": 4, "ranks_active": 2, "round": 0}
+    steps = [{**entry, "optimizer": "sgd_momentum", "elements": 100, "tensors": 2, "seconds": 1e-4}]
+    collectives = [
+        {"operation": operation, "group": [0, 1], "size_bytes": size, "seconds": [[1e-4 + 1e-9 * size] * 3] * 5}
+        for operation in ("all_reduce", "send_recv")
+        for size in (1024, 65536, 1 << 20, 1 << 22)
+    ]
+    environment = {"processor": "P", "cores": 2, "system": "Linux", "versions": {"torch": "2"}}
+    return {
+        "ranks": [{"sweeps": sweeps, "optimizers": steps, "device": facts}] * 2,
+        "cases": cases,
+        "collectives": collectives,
+        "overlap": [{"computation": [1.2, 1.4], "communication": 1.6}],
+        "environment": environment,
+    }
+
+
+def test_profile_holds_exactly_what_was_measured(tmp_path: Path) -> None:
+    raw = json.loads(json.dumps(synthetic_raw(REQUEST)))
+    profile = build_profile(raw, REQUEST, [load_model(MLP)], created="now", command="c", name="p")
+    save_profile(profile, tmp_path / "p.json")
+    assert load_profile(str(tmp_path / "p.json")) == profile
+    texts = raw["cases"][0]["tasks"]
+    for point in profile.compute.components:
+        place = texts.index(f"{point.phase} {point.component} x4")
+        assert point.seconds == pytest.approx(1e-3 * point.ranks_active * (place + 1), rel=1e-9)
+        assert point.spread == pytest.approx(0.0, abs=1e-12)
+        assert point.repeats == 10
+    assert {point.source for point in profile.compute.optimizers} == {"steps", "optimizer_steps"}
+    assert profile.host is not None
+    assert (profile.host.task_s, profile.host.step_s) == (2e-5, 3e-4)
+    assert profile.overlap is not None
+    assert profile.overlap.compute_factor == pytest.approx(1.3)
+    assert len(profile.devices) == 2
+    assert check_complete(profile, REQUEST) == 2 * 2 * 2 * len(load_model(MLP).components)
+
+
+def check_complete(profile: Any, request: CalibrationRequest) -> int:
+    """Every (component, phase, batch, active ranks) has one point, with a positive median; returns how many there are."""
+    points = profile.compute.components
+    keys = {(p.fingerprint, p.model, p.component, p.phase, p.samples, p.ranks_active) for p in points}
+    assert len(keys) == len(points)
+    for spec, batches in request.models:
+        model = load_model(spec)
+        for component in model.components:
+            for phase in ("forward", "backward"):
+                for samples in batches:
+                    for active in active_levels(request.nproc, 2):
+                        assert (component.fingerprint, model.name, component.name, phase, samples, active) in keys
+    assert all(point.seconds > 0 and point.spread >= 0 for point in points)
+    return len(points)
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_quick_calibration_of_this_machine(tmp_path: Path, nproc: int) -> None:
+    request = CalibrationRequest(models=((MLP, (4, 8)),), nproc=nproc, quick=True, compute_budget_s=1.0)
+    lines: list[str] = []
+    calibrate(request, tmp_path / "here.json", on_line=lines.append)
+    profile = load_profile(str(tmp_path / "here.json"))
+    check_complete(profile, request)
+    assert profile.name == "here"
+    assert len(profile.devices) == nproc
+    assert {fit.operation for fit in profile.communication.fits} == (set() if nproc == 1 else {"all_reduce", "send_recv"})
+    assert (profile.overlap is None) == (nproc == 1)
+    whole = load_model(MLP).parameter_count
+    assert {whole} < {point.elements for point in profile.compute.optimizers}
+    assert any("rounds" in line for line in lines)
+    assert [path.name for path in tmp_path.iterdir()] == ["here.json"]
+
+
+@pytest.mark.slow
+def test_a_failing_rank_leaves_no_file_and_one_message(tmp_path: Path) -> None:
+    """GPUs that are not there: the ranks fail, the old profile stays."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    out = tmp_path / "here.json"
+    out.write_text("old")
+    with pytest.raises(ExecutionError, match="GPU"):
+        calibrate(CalibrationRequest(models=((MLP, (4,)),), device="cuda", quick=True), out)
+    assert out.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["here.json"]

@@ -1,0 +1,334 @@
+"""Checkpoints: complete or not there, resumable bit for bit, and under another plan."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parsim.errors import ExecutionError
+from parsim.execute.checkpoint import (
+    RankState,
+    latest_checkpoint,
+    load_state,
+    optimizer_state,
+    restore_optimizer,
+    restore_rng,
+    restore_tensors,
+    rng_state,
+    save_checkpoint,
+    write_atomically,
+)
+
+
+def _network(seed: int = 0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3), torch.nn.ReLU(), torch.nn.Linear(8, 3)
+    )
+
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "sgd_momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+}
+
+
+def _train(network: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Uses dropout, so the random state matters; the data is a function of the step."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(10, 6, generator=generator)
+        optimizer.zero_grad()
+        network(inputs).square().mean().backward()
+        optimizer.step()
+
+
+def _state(network: torch.nn.Module, optimizer: torch.optim.Optimizer) -> RankState:
+    parameters = dict(network.named_parameters())
+    return RankState(
+        weights=parameters,
+        buffers=dict(network.named_buffers()),
+        optimizer=optimizer_state(optimizer, parameters),
+        rng=rng_state(),
+    )
+
+
+def _restore(network: torch.nn.Module, optimizer: torch.optim.Optimizer, state: RankState) -> None:
+    parameters = dict(network.named_parameters())
+    restore_tensors(parameters, state.weights)
+    restore_tensors(dict(network.named_buffers()), state.buffers)
+    restore_optimizer(optimizer, parameters, state.optimizer)
+    restore_rng(state.rng)
+
+
+def _save(folder: Path, step: int, value: float = 1.0, world_size: int = 1, ranks: range | None = None) -> None:
+    """Rank r holds weight "w{r}", every rank a buffer "mean" of its own."""
+    for rank in ranks if ranks is not None else range(world_size):
+        state = RankState(
+            weights={f"w{rank}": torch.full((3,), value + rank)}, buffers={"mean": torch.tensor([float(rank)])}, rng=rng_state()
+        )
+        save_checkpoint(folder, step, state, seed=5, rank=rank, world_size=world_size)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resumed_training_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path, name: str) -> None:
+    whole = _network()
+    optimizer = OPTIMIZERS[name](whole.parameters())
+    _train(whole, optimizer, range(7))
+    save_checkpoint(tmp_path, 7, _state(whole, optimizer), seed=3, rank=0, world_size=1)
+    _train(whole, optimizer, range(7, 15))
+
+    checkpoint = latest_checkpoint(tmp_path)
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.seed, checkpoint.world_size) == (7, 3, 1)
+    resumed = _network(seed=99)
+    optimizer = OPTIMIZERS[name](resumed.parameters())
+    _restore(resumed, optimizer, load_state(checkpoint, rank=0))
+    _train(resumed, optimizer, range(checkpoint.step, 15))
+    for key, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[key]), key
+
+
+def test_another_plan_takes_each_tensor_by_its_global_name(tmp_path: Path) -> None:
+    """Written by a pipeline of two stages, read back by one process, and by stages cut elsewhere."""
+    network = _network()
+    optimizer = OPTIMIZERS["adam"](network.parameters())
+    _train(network, optimizer, range(3))
+    parameters, buffers = dict(network.named_parameters()), dict(network.named_buffers())
+    states = optimizer_state(optimizer, parameters)
+    for rank, layers in enumerate((("0.", "1."), ("4.",))):
+        chosen = {key: value for key, value in parameters.items() if key.startswith(layers)}
+        state = RankState(
+            weights=chosen,
+            buffers={key: value for key, value in buffers.items() if key.startswith(layers)},
+            optimizer={key: states[key] for key in chosen},
+        )
+        save_checkpoint(tmp_path, 3, state, seed=0, rank=rank, world_size=2)
+    checkpoint = latest_checkpoint(tmp_path)
+    assert checkpoint is not None
+    resumed = _network(seed=1)
+    second = OPTIMIZERS["adam"](resumed.parameters())
+    _restore(resumed, second, load_state(checkpoint))
+    for one in (network, resumed):
+        one[2].p = 0.0  # type: ignore[assignment]
+    _train(network, optimizer, range(3, 9))
+    _train(resumed, second, range(3, 9))
+    for key, value in network.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[key]), key
+    part = load_state(checkpoint, ["1.weight", "4.bias"])
+    assert set(part.weights) == set(part.optimizer) == {"1.weight", "4.bias"}
+    assert not part.buffers
+    assert not part.rng
+
+
+def test_replicas_keep_their_own_buffers_and_random_state(tmp_path: Path) -> None:
+    _save(tmp_path, 4, world_size=3)
+    checkpoint = latest_checkpoint(tmp_path)
+    assert checkpoint is not None
+    for rank in range(3):
+        state = load_state(checkpoint, rank=rank)
+        assert state.buffers["mean"].item() == rank
+        assert "cpu" in state.rng
+        assert sorted(state.weights) == ["w0", "w1", "w2"]
+    assert load_state(checkpoint).buffers["mean"].item() == 0
+
+
+def test_views_are_saved_without_the_buffer_they_look_into(tmp_path: Path) -> None:
+    flat = torch.zeros(1_000_000)
+    save_checkpoint(tmp_path, 1, RankState(weights={"w": flat[:4].view(2, 2)}), seed=0, rank=0, world_size=1)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.pt")) < 10_000
+
+
+class TestSpoiltCheckpoints:
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        assert latest_checkpoint(tmp_path) is None
+        assert latest_checkpoint(tmp_path / "nowhere") is None
+
+    @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+    def test_a_truncated_file_gives_way_to_the_one_before(self, tmp_path: Path, kept: float) -> None:
+        _save(tmp_path, 10, world_size=2)
+        _save(tmp_path, 20, world_size=2)
+        path = tmp_path / "step-00000020" / "rank-0001.pt"
+        content = path.read_bytes()
+        path.write_bytes(content[: int(len(content) * kept)])
+        with pytest.warns(UserWarning, match=r"step-00000020 is not used: rank-0001\.pt has"):
+            checkpoint = latest_checkpoint(tmp_path)
+        assert checkpoint is not None
+        assert checkpoint.step == 10
+
+    def test_a_flipped_bit_is_noticed(self, tmp_path: Path) -> None:
+        _save(tmp_path, 10)
+        path = tmp_path / "step-00000010" / "rank-0000.pt"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        with pytest.warns(UserWarning, match="damaged"):
+            assert latest_checkpoint(tmp_path) is None
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}', "\x00"])
+    def test_a_broken_entry_is_passed_over(self, tmp_path: Path, text: str) -> None:
+        _save(tmp_path, 10)
+        _save(tmp_path, 20)
+        (tmp_path / "step-00000020" / "rank-0000.json").write_text(text)
+        with pytest.warns(UserWarning, match="cannot be read"):
+            checkpoint = latest_checkpoint(tmp_path)
+        assert checkpoint is not None
+        assert checkpoint.step == 10
+
+    def test_a_rank_that_did_not_finish(self, tmp_path: Path) -> None:
+        _save(tmp_path, 10, world_size=3)
+        _save(tmp_path, 20, world_size=3, ranks=range(2))
+        with pytest.warns(UserWarning, match="rank 2 of 3 has not finished"):
+            checkpoint = latest_checkpoint(tmp_path)
+        assert checkpoint is not None
+        assert checkpoint.step == 10
+
+    def test_parts_of_two_attempts_are_not_mixed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+        _save(tmp_path, 10, world_size=2, ranks=range(1))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        _save(tmp_path, 10, world_size=2, ranks=range(1, 2))
+        with pytest.warns(UserWarning, match="has not finished"):
+            assert latest_checkpoint(tmp_path) is None
+        _save(tmp_path, 10, world_size=2, ranks=range(1))
+        assert latest_checkpoint(tmp_path) is not None
+
+    def test_leftovers_of_a_larger_plan_do_no_harm(self, tmp_path: Path) -> None:
+        _save(tmp_path, 10, value=1.0, world_size=4)
+        _save(tmp_path, 10, value=7.0, world_size=2)
+        checkpoint = latest_checkpoint(tmp_path)
+        assert checkpoint is not None
+        assert checkpoint.world_size == 2
+        assert sorted(load_state(checkpoint).weights) == ["w0", "w1"]
+        assert load_state(checkpoint).weights["w1"][0].item() == 8.0
+
+    def test_other_files_in_the_folder_are_left_alone(self, tmp_path: Path) -> None:
+        (tmp_path / "step-notes").mkdir()
+        (tmp_path / "notes.txt").write_text("mine")
+        for step in (1, 2, 3, 4):
+            _save(tmp_path, step)
+        assert latest_checkpoint(tmp_path) is not None
+        assert (tmp_path / "notes.txt").read_text() == "mine"
+        assert (tmp_path / "step-notes").is_dir()
+
+    def test_a_file_damaged_after_the_check_is_an_error(self, tmp_path: Path) -> None:
+        _save(tmp_path, 10)
+        checkpoint = latest_checkpoint(tmp_path)
+        assert checkpoint is not None
+        path = tmp_path / "step-00000010" / "rank-0000.pt"
+        path.write_bytes(b"x" * path.stat().st_size)
+        with pytest.raises(ExecutionError, match="older checkpoint"):
+            load_state(checkpoint)
+
+    def test_loading_runs_no_code(self, tmp_path: Path) -> None:
+        class Attack:
+            def __reduce__(self) -> tuple[object, tuple[str]]:
+                return (os.mkdir, (str(tmp_path / "ran"),))
+
+        _save(tmp_path, 10)
+        checkpoint = latest_checkpoint(tmp_path)
+        assert checkpoint is not None
+        path = tmp_path / "step-00000010" / "rank-0000.pt"
+        torch.save({"weights": {"w0": Attack()}}, path)
+        entry = path.with_suffix(".json")
+        entry.write_text(json.dumps({**json.loads(entry.read_text()), "size_bytes": path.stat().st_size}))
+        with pytest.raises(ExecutionError):
+            load_state(checkpoint)
+        assert not (tmp_path / "ran").exists()
+
+
+def test_only_the_newest_complete_ones_are_kept(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        _save(tmp_path, step, world_size=2)
+    _save(tmp_path, 40, world_size=2, ranks=range(1))
+    assert [place.name for place in sorted(tmp_path.iterdir())] == ["step-00000020", "step-00000030", "step-00000040"]
+
+
+@given(plan=st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=1, max_size=8))
+@settings(max_examples=40)
+def test_the_newest_whole_checkpoint_survives_any_history(
+    tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[int, bool]]
+) -> None:
+    """Saves at growing steps, some of which only rank 0 of 2 finished: the last whole one is what is found."""
+    folder = tmp_path_factory.mktemp("history")
+    step, whole = 0, None
+    for gap, finished in plan:
+        step += gap
+        _save(folder, step, world_size=2, ranks=range(2 if finished else 1))
+        whole = step if finished else whole
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = latest_checkpoint(folder)
+    assert (found.step if found else None) == whole
+
+
+def test_missing_names_and_wrong_shapes_are_named(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    checkpoint = latest_checkpoint(tmp_path)
+    assert checkpoint is not None
+    with pytest.raises(ExecutionError, match=r"holds no 'head\.weight'"):
+        load_state(checkpoint, ["w0", "head.weight"])
+    with pytest.raises(ExecutionError, match=r"shape \(3,\) in the checkpoint and \(4,\) in the model"):
+        restore_tensors({"w0": torch.zeros(4)}, load_state(checkpoint).weights)
+    with pytest.raises(ExecutionError, match="holds no 'x'"):
+        restore_tensors({"x": torch.zeros(4)}, load_state(checkpoint).weights)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "result"
+    path.write_bytes(b"old")
+
+    def fail(file: object) -> None:
+        file.write(b"half")  # type: ignore[attr-defined]
+        raise ValueError("disk full")
+
+    with pytest.raises(ValueError, match="disk full"):
+        write_atomically(path, fail)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_unwritable_folder_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExecutionError, match="rank 0 cannot write its checkpoint"):
+        _save(tmp_path / "file", 1)
+
+
+def _save_forever(folder: Path) -> None:
+    for step in range(1, 10**6):
+        state = RankState(weights={"w": torch.full((200_000,), float(step))})
+        save_checkpoint(folder, step, state, seed=0, rank=0, world_size=1)
+
+
+@pytest.mark.slow
+def test_a_process_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    for trial in range(15):
+        folder = tmp_path / str(trial)
+        process = context.Process(target=_save_forever, args=(folder,))
+        process.start()
+        deadline = time.monotonic() + 20
+        while not (folder / "step-00000003").exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.0013 * trial)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            checkpoint = latest_checkpoint(folder)
+        assert checkpoint is not None
+        weights = load_state(checkpoint).weights["w"]
+        assert torch.equal(weights, torch.full((200_000,), float(checkpoint.step)))
