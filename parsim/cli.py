@@ -17,7 +17,9 @@ from parsim.commands.cost import cost
 from parsim.commands.doctor import doctor
 from parsim.commands.plan import plan
 from parsim.commands.report import report
+from parsim.commands.run import run
 from parsim.commands.simulate import simulate
+from parsim.commands.validate import validate
 from parsim.errors import ParsimError
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
@@ -26,6 +28,8 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "cost": cost,
     "plan": plan,
     "simulate": simulate,
+    "run": run,
+    "validate": validate,
     "report": report,
 }
 

@@ -85,13 +85,13 @@ def random_durations_s(random: Random, n: int, *, on_grid: bool) -> list[float]:
 
 
 @st.composite
-def task_graphs(draw: st.DrawFn, *, most_ranks: int = 6, most_tasks: int = 30) -> TaskGraph:
+def task_graphs(draw: st.DrawFn, *, most_ranks: int = 6, most_tasks: int = 16) -> TaskGraph:
     """Runnable graphs; see `random_graph`."""
     return random_graph(draw(st.randoms(use_true_random=False)), most_ranks=most_ranks, most_tasks=most_tasks)
 
 
 @st.composite
-def timed_graphs(draw: st.DrawFn, *, most_ranks: int = 6, most_tasks: int = 30) -> tuple[TaskGraph, list[float]]:
+def timed_graphs(draw: st.DrawFn, *, most_ranks: int = 6, most_tasks: int = 16) -> tuple[TaskGraph, list[float]]:
     """A runnable graph and seconds for each of its tasks (on the grid, or any finite doubles up to 1e6)."""
     graph = draw(task_graphs(most_ranks=most_ranks, most_tasks=most_tasks))
     on_grid = st.integers(0, 8).map(lambda count: count * GRID_S)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from random import Random
 
 import numpy as np
+from numpy.typing import NDArray
 
 from parsim.errors import CostError
 
 MAX_RING_DEVICES = 8
+PEELINGS = 100
 
 Ring = tuple[int, ...]
 
@@ -28,8 +31,9 @@ def pack_rings(lanes: Sequence[Sequence[int]]) -> tuple[Ring, ...]:
     Returns:
         The rings, each the vertices in order from 0 on (a ring that occurs twice is listed twice); () if there is none.
 
-    The count is the optimum of an integer programme over all Hamiltonian cycles (HiGHS proves it); which of several
-    optimal packings is returned is not specified. Leaves out rings that pass through devices outside the group.
+    The count is exact: no vertex has lanes for more rings, or it is the optimum of an integer programme over all Hamiltonian
+    cycles (HiGHS proves it). Which of several optimal packings is returned is not specified. Leaves out rings that pass
+    through devices outside the group.
 
     Raises:
         CostError: if n is out of range or the matrix is not square.
@@ -46,15 +50,61 @@ def pack_rings(lanes: Sequence[Sequence[int]]) -> tuple[Ring, ...]:
 
 @lru_cache(maxsize=4096)
 def _pack(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
+    size = len(lanes)
+    most = min(*map(sum, lanes), *(sum(row[b] for row in lanes) for b in range(size)))
+    if most == 0:
+        return ()
+    return _peel(lanes, most) or _optimal(lanes)
+
+
+def _peel(lanes: Sequence[Sequence[int]], target: int) -> tuple[Ring, ...]:
+    """`target` rings taken off one after the other, the widest lanes first; () if no attempt gets that far."""
+    random = Random(0)
+    for _ in range(PEELINGS):
+        free = [list(row) for row in lanes]
+        rings: list[Ring] = []
+        while len(rings) < target and (ring := _any_ring(free, random)):
+            for a, b in _arcs(ring):
+                free[a][b] -= 1
+            rings.append(ring)
+        if len(rings) == target:
+            return tuple(rings)
+    return ()
+
+
+def _any_ring(free: Sequence[Sequence[int]], random: Random) -> Ring:
+    """A Hamiltonian cycle of the free lanes, or ()."""
+    walk = [0]
+    unseen = set(range(1, len(free)))
+
+    def extend() -> bool:
+        here = walk[-1]
+        if not unseen:
+            return free[here][0] > 0
+        options = [vertex for vertex in sorted(unseen) if free[here][vertex] > 0]
+        random.shuffle(options)
+        for vertex in sorted(options, key=lambda vertex: -free[here][vertex]):
+            walk.append(vertex)
+            unseen.remove(vertex)
+            if extend():
+                return True
+            unseen.add(vertex)
+            walk.pop()
+        return False
+
+    return tuple(walk) if extend() else ()
+
+
+def _optimal(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
+    """The integer programme: how often each Hamiltonian cycle is used, within the lanes."""
     cycles = hamiltonian_cycles(lanes)
-    if len(cycles) <= 1:
-        return tuple(cycle for cycle in cycles for _ in range(min(lanes[a][b] for a, b in _arcs(cycle))))
+    if not cycles:
+        return ()
     from scipy.optimize import Bounds, LinearConstraint, milp  # 0.3 s: imported where it is used
 
-    size = len(lanes)
-    used = [(a, b) for a in range(size) for b in range(size) if a != b and lanes[a][b] > 0]
+    used = [(a, b) for a in range(len(lanes)) for b in range(len(lanes)) if a != b and lanes[a][b] > 0]
     row = {arc: number for number, arc in enumerate(used)}
-    incidence = np.zeros((len(used), len(cycles)))
+    incidence: NDArray[np.float64] = np.zeros((len(used), len(cycles)))
     for column, cycle in enumerate(cycles):
         for arc in _arcs(cycle):
             incidence[row[arc], column] = 1.0

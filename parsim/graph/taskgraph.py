@@ -133,8 +133,9 @@ def to_text(graph: TaskGraph) -> str:
         lines.append(f"{task.index} {where} | {work_text(task.work)} | {after} | {origin}")
         for resource in task.resources:
             listed.setdefault(resource, []).append(task.index)
-    for resource, order in graph.issue_order.items():
-        if list(order) != listed[resource]:
+    for resource, in_list in listed.items():
+        order = graph.issue_order[resource]
+        if list(order) != in_list:
             lines.append(f"order {resource} {','.join(map(str, order))}")
     return "\n".join(lines) + "\n"
 

@@ -40,10 +40,10 @@ def _encode(node: Any) -> Any:
 def _table(records: Any) -> Any:
     if not isinstance(records, list) or len(records) < TABLE_MIN_ROWS:
         return _encode(records)
-    names = list(records[0])
-    if any(list(record) != names for record in records):
+    if not all(isinstance(record, dict) and list(record) == list(records[0]) for record in records):
         return _encode(records)
-    constant = [name for name in names if all(record[name] == records[0][name] for record in records)]
+    names = list(records[0])
+    constant = [name for name in names if len({json.dumps(record[name]) for record in records}) == 1]
     columns = [name for name in names if name not in constant]
     return {
         "constants": {name: records[0][name] for name in constant},

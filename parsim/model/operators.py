@@ -112,11 +112,11 @@ _GROWTH = (("batch", "batch"), ("problems", "batch"), ("m", "rows"), ("rows", "r
 _NO_KERNEL = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach, aten.lift_fresh, aten.alias)
 
 
-class OperatorMode(TorchDispatchMode):
+class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Collects RawOperators while a Recorder records."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self.operators: list[RawOperator] = []
         tensors = recorder.recording.tensors
@@ -174,7 +174,7 @@ def _flop(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
     if packet in _RULES and _RULES[packet][0] == "attention":
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))  # type: ignore[no-untyped-call]
     return 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -252,7 +253,7 @@ def _fake_state(recorder: Recorder) -> Iterator[None]:
     try:
         for path, owner in module.named_modules():
             for kind, holder in (("parameter", owner._parameters), ("buffer", owner._buffers)):
-                entries: dict[str, Tensor | None] = holder  # type: ignore[assignment]
+                entries: dict[str, Tensor | None] = holder
                 for key, real in entries.items():
                     if real is None:
                         continue
@@ -289,15 +290,21 @@ def _note_buffer_writes(recorder: Recorder, kept: list[Any]) -> None:
                 recorder.recording.buffer_writes[f"{path}.{key}" if path else key] = number
 
 
+def _enter(recorder: Recorder, name: str, *_: Any) -> None:
+    recorder.enter(name)
+
+
+def _leave(recorder: Recorder, *_: Any) -> None:
+    recorder.leave()
+
+
 @contextlib.contextmanager
 def _module_hooks(recorder: Recorder) -> Iterator[None]:
     handles = []
     try:
         for name, module in recorder.module.named_modules():
-            handles.append(
-                module.register_forward_pre_hook(lambda _m, _a, name=name: recorder.enter(name), prepend=True)  # type: ignore[misc]
-            )
-            handles.append(module.register_forward_hook(lambda _m, _a, _o: recorder.leave(), always_call=True))
+            handles.append(module.register_forward_pre_hook(partial(_enter, recorder, name), prepend=True))
+            handles.append(module.register_forward_hook(partial(_leave, recorder), always_call=True))
         yield
     finally:
         for handle in handles:

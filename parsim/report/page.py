@@ -89,7 +89,7 @@ PAGE_SCRIPT = """
     place.dataset.drawn = "true";
     const figure = figures[Number(place.dataset.figure)];
     const narrow = window.matchMedia("(max-width: 640px)").matches;
-    if (narrow) { figure.layout.font.size = 11; figure.layout.margin.r = 12; figure.layout.dragmode = false; }
+    if (narrow) { figure.layout.font.size = 11; figure.layout.dragmode = false; }
     Plotly.newPlot(place, figure.data, figure.layout, narrow ? {...config, displayModeBar: false} : config)
       .then(() => window.setTimeout(next, 0));
   }

@@ -40,7 +40,14 @@ class Case:
 
 
 def even_plan(
-    spec: ModelSpec, mesh: Mesh, *, strategy: str, batch: int, microbatches: int = 1, order: str = "1f1b", bucket_bytes: int = 2**14
+    spec: ModelSpec,
+    mesh: Mesh,
+    *,
+    strategy: str,
+    batch: int,
+    microbatches: int = 1,
+    order: str = "1f1b",
+    bucket_bytes: int = 2**14,
 ) -> Plan:
     """Stages of as equal a number of components as can be."""
     names = [component.name for component in load_model(spec).components]
@@ -81,9 +88,7 @@ def run_cases(cases: Sequence[Case], folder: Path, *, steps: int) -> list[RunSpe
                 seed=number,
             )
         )
-    job = Job(
-        output=str(folder), mode="measure", runs=tuple(runs), steps=steps - 1, rounds=1, warmup_steps=0, keep_state=True
-    )
+    job = Job(output=str(folder), mode="measure", runs=tuple(runs), steps=steps - 1, rounds=1, warmup_steps=0, keep_state=True)
     path = folder / "job.json"
     job.save(path)
     launch(path, job.world_size, timeout_s=500)

@@ -33,7 +33,7 @@ from parsim.graph.taskgraph import work_text
 from parsim.hardware.profile import load_profile, save_profile
 from parsim.model.spec import ModelSpec, build_module, example_batch, load_model
 
-MLP = ModelSpec(name="mlp", input_shape=(1, 32, 32))
+MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
 REQUEST = CalibrationRequest(models=((MLP, (4, 8)),), quick=True)
 
 

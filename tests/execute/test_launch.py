@@ -89,6 +89,16 @@ if __name__ == "__main__":
 Actions = list[list[object]]
 
 
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Temporary files of these launches go here, for us to see what is left, also by parents that are killed."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
 def _job(folder: Path, *ranks: Actions) -> Path:
     (folder / "launch_test_worker.py").write_text(WORKER)
     path = folder / "JOB.json"
@@ -128,11 +138,10 @@ def _wait(condition: object, within_s: float = 30.0) -> bool:
 
 def _failure(folder: Path, *ranks: Actions, timeout_s: float = 60.0) -> str:
     """Launch, expect an ExecutionError, and see that nothing is left; returns the message."""
-    before = set(Path(tempfile.gettempdir()).glob("parsim-launch-*"))
     with pytest.raises(ExecutionError) as caught:
         _launch(_job(folder, *ranks), len(ranks), timeout_s=timeout_s)
     assert [pid for pid in _pids(folder) if _alive(pid)] == []
-    assert set(Path(tempfile.gettempdir()).glob("parsim-launch-*")) <= before
+    assert list(Path(tempfile.gettempdir()).glob("parsim-launch-*")) == []
     return str(caught.value)
 
 

@@ -72,7 +72,9 @@ def test_a_relayed_ring_against_the_log_it_was_fitted_to(profile: Profile, clust
     model = profile.communication.link_model
     assert model is not None
     rate = cluster.profile.link_kinds["smp"].bandwidth_bytes_per_s.value
-    large = [point for point in profile.communication.points if point.source == "nccl-log-4-pcie" and point.size_bytes >= 16 * MIB]
+    large = [
+        point for point in profile.communication.points if point.source == "nccl-log-4-pcie" and point.size_bytes >= 16 * MIB
+    ]
     assert len(large) == 8
     for point in large:
         assert 1.5 * point.size_bytes / rate == pytest.approx(point.seconds, rel=0.03)
@@ -126,7 +128,9 @@ def test_missing_tables_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_points_are_a_spread_not_a_line(profile: Profile) -> None:
     """The reason for regimes: the best single line through 1-16 MiB at 8 GPUs misses a point by more than 10%."""
-    points = [p for p in profile.communication.points if p.source == "vtrain" and len(p.group) == 8 and p.size_bytes <= 16 * MIB]
+    points = [
+        p for p in profile.communication.points if p.source == "vtrain" and len(p.group) == 8 and p.size_bytes <= 16 * MIB
+    ]
     size = np.array([point.size_bytes for point in points], dtype=float)
     seconds = np.array([point.seconds for point in points])
     columns = np.column_stack([np.ones(len(size)), size]) / seconds[:, None]

@@ -63,10 +63,10 @@ def test_a_deadlock_prints_the_grid(simulate: Engine) -> None:
         simulate(from_text(CROSSED), [1.0] * 5)
     assert str(caught.value).splitlines() == [
         "deadlock: issue orders wait for one another, 3 of 5 tasks can never start",
-        "rank | compute           | dp",
-        "0    | done              | *1 all_reduce 8 B over 0,1",
-        "1    | *3 backward a x1  | *2 all_gather 8 B over 0,1",
-        "2    | done              |",
+        "rank | compute          | dp",
+        "0    | done             | *1 all_reduce 8 B over 0,1",
+        "1    | *3 backward a x1 | *2 all_gather 8 B over 0,1",
+        "2    | done             |",
         "(* = blocked head of its resource)",
         "task 1 (all_reduce 8 B over 0,1 on r0.dp r1.dp) needs r1.dp, where task 2 is first",
         "task 2 (all_gather 8 B over 0,1 on r0.dp r1.dp) needs r0.dp, where task 1 is first",

@@ -195,7 +195,7 @@ def planned(cli: Cli, run_file: Path) -> dict[str, Any]:
     [
         (lambda plan: plan.pop("mesh"), (r"is not a plan: 'mesh'",)),
         (lambda plan: plan.update(schema_version=99), (r"schema_version must be 1, got 99",)),
-        (lambda plan: plan["stages"][0]["components"].__setitem__(0, "layers.9"), (r"names component 'layers\.9'",)),
+        (lambda plan: plan["stages"][0]["components"].__setitem__(0, "layers.99"), (r"names component 'layers\.99'",)),
         (lambda plan: plan["stages"].pop(), (r"mesh has pp=4, but the plan lists 3 stages",)),
         (
             lambda plan: plan.update(global_batch=128),

@@ -63,6 +63,11 @@ class Bottleneck(nn.Module):
         return out
 
 
+def _stage(block: type[BasicBlock] | type[Bottleneck], depth: int, inputs: int, width: int, stride: int) -> nn.Sequential:
+    rest = (block(block.expansion * width, width, 1) for _ in range(depth - 1))
+    return nn.Sequential(block(inputs, width, stride), *rest)
+
+
 class ResNet(nn.Module):
     """Stem, four stages of blocks, global average pool, classifier.
 
@@ -86,16 +91,14 @@ class ResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU()
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if large_stem else nn.Identity()
-        inputs = width
-        for number, depth in enumerate(depths):
-            stage_width = width * 2**number
-            blocks: list[nn.Module] = []
-            for place in range(depth):
-                blocks.append(block(inputs, stage_width, stride=2 if number > 0 and place == 0 else 1))
-                inputs = stage_width * block.expansion
-            setattr(self, f"layer{number + 1}", nn.Sequential(*blocks))
+        widths = [width * 2**number for number in range(4)]
+        inputs = [width, *(block.expansion * size for size in widths)]
+        self.layer1 = _stage(block, depths[0], inputs[0], widths[0], stride=1)
+        self.layer2 = _stage(block, depths[1], inputs[1], widths[1], stride=2)
+        self.layer3 = _stage(block, depths[2], inputs[2], widths[2], stride=2)
+        self.layer4 = _stage(block, depths[3], inputs[3], widths[3], stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(inputs, num_classes)
+        self.fc = nn.Linear(inputs[4], num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -1,0 +1,160 @@
+"""`parsim run` of what cannot run, and of a rank that dies: one message, exit 1, no process left, no half-written file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+RUN_TOML = """
+[model]
+name = "{model}"
+input_shape = [1, 32, 32]
+[cluster]
+profile = "profile.json"
+devices = 2
+[training]
+global_batch = 8
+steps = 4
+[plan]
+strategy = "{strategy}"
+"""
+
+MORTAL = '''
+"""A model whose forward kills rank 1 of a real run."""
+import os, signal
+from torch import nn
+
+class Mortal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(1024, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    def forward(self, x):
+        if os.environ.get("RANK") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.layers(x)
+'''
+
+
+def cpu_profile(*, memory_bytes: float = 8e9, uncovered: bool = False) -> dict[str, Any]:
+    """Two CPU ranks with datasheet peaks and gloo lines: enough to price any model, and true of no machine.
+
+    `uncovered`: measured peaks instead, so that a component that was not measured has no price.
+    """
+
+    def number(value: float) -> dict[str, Any]:
+        return {"value": value, "source": "sheet"}
+
+    def line(operation: str) -> dict[str, Any]:
+        return {
+            "operation": operation,
+            "group_size": 2,
+            "algorithm": "ring",
+            "regimes": [{"max_size_bytes": None, "latency_s": 1e-4, "seconds_per_byte": 1e-9}],
+            "relative_sigma": 0.1,
+            "min_size_bytes": 1,
+            "max_size_bytes": 10**9,
+            "source": "sheet",
+        }
+
+    return {
+        "schema_version": 1,
+        "name": "two-cores",
+        "description": "for tests",
+        "provenance": {"created": "2026", "command": "by hand", "machine": "none"},
+        "sources": {"sheet": {"kind": "measurement" if uncovered else "datasheet", "text": "made up for a test"}},
+        "device_types": {
+            "core": {
+                "kind": "cpu",
+                "memory_bytes": number(memory_bytes),
+                "memory_bandwidth_bytes_per_s": number(1e10),
+                "context_bytes": number(1e6),
+                "peak_flop_per_s": {"fp32": number(5e10)},
+            }
+        },
+        "devices": [{"index": 0, "type": "core"}, {"index": 1, "type": "core"}],
+        "communication": {"backend": "gloo", "uses_cores": True, "fits": [line("all_reduce"), line("send_recv")]},
+    }
+
+
+def write_question(folder: Path, *, model: str = "mlp", strategy: str = "dp", profile: dict[str, Any] | None = None) -> None:
+    (folder / "RUN.toml").write_text(RUN_TOML.format(model=model, strategy=strategy))
+    (folder / "profile.json").write_text(json.dumps(profile or cpu_profile()))
+    (folder / "mortal.py").write_text(MORTAL)
+
+
+def parsim(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "parsim", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def processes_that_name(text: str) -> list[str]:
+    """Command lines of running processes with `text` in them; zombies have none."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:  # it ended while we looked
+                continue
+            if text in command:
+                found.append(command)
+    return found
+
+
+def assert_refused(run: subprocess.CompletedProcess[str], *patterns: str) -> None:
+    assert run.returncode == 1, run.stderr
+    assert run.stdout == ""
+    assert "Traceback" not in run.stderr, run.stderr
+    assert len(re.findall(r"^parsim: ", run.stderr, re.MULTILINE)) == 1
+    for pattern in patterns:
+        assert re.search(pattern, run.stderr), f"{pattern!r} is not in: {run.stderr}"
+
+
+def test_more_processes_than_the_plan(tmp_path: Path) -> None:
+    write_question(tmp_path)
+    run = parsim(tmp_path, "run", "RUN.toml", "--nproc", "3", "--out", "kept", "--json")
+    assert_refused(run, r"--nproc 3 is more processes than the plan has ranks \(2", r"use --nproc 2")
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_plan_that_cannot_fit(tmp_path: Path) -> None:
+    write_question(tmp_path, profile=cpu_profile(memory_bytes=5e6))
+    run = parsim(tmp_path, "run", "RUN.toml", "--nproc", "2", "--out", "kept")
+    pattern = r"rank \d needs [\d.]+ MiB of 4\.77 MiB \([\d.]+ MiB too much\); its largest line is [\w ]+, [\d.]+ MiB"
+    assert_refused(run, r"cannot fit", pattern, r"use more devices or microbatches")
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_component_no_cost_is_known_for(tmp_path: Path) -> None:
+    write_question(tmp_path, profile=cpu_profile(uncovered=True))
+    run = parsim(tmp_path, "run", "RUN.toml", "--nproc", "2", "--out", "kept")
+    assert_refused(run, r"layers\.0", r"core", r"parsim calibrate")
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked up in /proc")
+@pytest.mark.parametrize("strategy", ["dp", "mp"])
+def test_a_rank_that_dies(tmp_path: Path, strategy: str) -> None:
+    write_question(tmp_path, model="mortal:Mortal", strategy=strategy)
+    run = parsim(tmp_path, "run", "RUN.toml", "--nproc", "2", "--out", "kept")
+    assert_refused(run, r"rank 1", r"SIGKILL|signal 9|killed")
+    deadline = time.monotonic() + 10
+    while (left := processes_that_name(str(tmp_path))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+    assert list(tmp_path.rglob("*.partial")) == []
+    assert not (tmp_path / "kept" / "result.json").exists()
+    for path in (tmp_path / "kept").glob("*.json"):
+        json.loads(path.read_text())

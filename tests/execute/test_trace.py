@@ -1,0 +1,322 @@
+"""Running the components in order equals the module, bit by bit: outputs, gradients of parameters and inputs, buffers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the torch extra")
+
+from torch import Tensor, nn  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from parsim.errors import TraceError  # noqa: E402
+from parsim.model import record, trace  # noqa: E402
+from parsim.model.autograd_cut import backward_components, forward_components  # noqa: E402
+from parsim.model.losses import loss_sum  # noqa: E402
+from parsim.model.spec import ModelSpec, build_module, example_batch, load_model, loss_of  # noqa: E402
+from tests.execute.traced_modules import CASES, ManyConsumers, TiedWeights  # noqa: E402
+
+SMALL = ("resnet_small", "vit_small", "gpt_small", "bert_small", "vgg_small", "mlp")
+
+
+def differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def assert_same_state(one: nn.Module, other: nn.Module) -> None:
+    for (name, expected), (_, found) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert (expected.grad is None) == (found.grad is None), name
+        assert expected.grad is None or torch.equal(expected.grad, found.grad), f"gradient of {name}"
+    for (name, expected), (_, found) in zip(one.named_buffers(), other.named_buffers(), strict=True):
+        assert torch.equal(expected, found), f"buffer {name}"
+
+
+def leaves_like(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs)
+
+
+def assert_equal_to_module(module: nn.Module, inputs: tuple[Tensor, ...], granularity: str) -> None:
+    """Twice in a row, so that buffers of the first forward are seen by the second."""
+    expected_module, cut_module, whole_module = (copy.deepcopy(module) for _ in range(3))
+    cut_components = record(cut_module, leaves_like(inputs), granularity=granularity)
+    traced = trace(whole_module, leaves_like(inputs), granularity=granularity)
+    for seed in (1, 2):
+        given, cut_given, whole_given = (leaves_like(inputs) for _ in range(3))
+        for copied in (expected_module, cut_module, whole_module):
+            copied.zero_grad()
+        torch.manual_seed(seed)
+        expected = [leaf for leaf in tree_leaves(expected_module(*given)) if isinstance(leaf, Tensor)]
+        after = torch.get_rng_state()
+
+        torch.manual_seed(seed)
+        values, saved = forward_components(cut_components, {f"input:{n}": x for n, x in enumerate(cut_given)})
+        assert torch.equal(torch.get_rng_state(), after), "the same random numbers are consumed"
+        torch.manual_seed(seed)
+        whole = [leaf for leaf in tree_leaves(traced(*whole_given)) if isinstance(leaf, Tensor)]
+        outputs = [values[name] for name in traced.model.outputs]
+        for reference, found, uncut in zip(expected, outputs, whole, strict=True):
+            assert torch.equal(reference, found)
+            assert torch.equal(reference, uncut)
+
+        gradients = [torch.randn(y.shape, dtype=y.dtype) for y in expected if y.requires_grad]
+        torch.autograd.backward([y for y in expected if y.requires_grad], [g.clone() for g in gradients])
+        torch.autograd.backward([y for y in whole if y.requires_grad], [g.clone() for g in gradients])
+        names = [name for name, y in zip(traced.model.outputs, expected, strict=True) if y.requires_grad]
+        found_gradients = backward_components(cut_components, saved, dict(zip(names, gradients, strict=True)))
+        assert_same_state(expected_module, cut_module)
+        assert_same_state(expected_module, whole_module)
+        for number, (x, uncut) in enumerate(zip(given, whole_given, strict=True)):
+            if x.grad is not None:
+                assert torch.equal(x.grad, found_gradients[f"input:{number}"])
+                assert torch.equal(x.grad, uncut.grad)
+
+
+@pytest.mark.parametrize("granularity", ["block", "layer"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", CASES)
+def test_awkward_modules(name: str, training: bool, granularity: str) -> None:
+    factory, shapes = CASES[name]
+    torch.manual_seed(0)
+    module = factory().train(training)
+    for batch in (2, 5):
+        assert_equal_to_module(module, tuple(torch.randn(batch, *shape) for shape in shapes), granularity)
+
+
+@pytest.mark.parametrize("granularity", ["block", "layer"])
+@pytest.mark.parametrize("name", SMALL)
+def test_zoo(name: str, granularity: str) -> None:
+    spec = ModelSpec(name=name)
+    torch.manual_seed(0)
+    module = build_module(spec)
+    for batch, training in ((2, True), (3, True), (2, False)):
+        assert_equal_to_module(module.train(training), example_batch(spec, batch)[0], granularity)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_zoo_with_loss_in_float64(name: str) -> None:
+    """The components named in the Model are those recorded, and the last is the summed loss."""
+    spec = ModelSpec(name=name)
+    torch.manual_seed(0)
+    expected_module = build_module(spec).double()
+    module = copy.deepcopy(expected_module)
+    inputs, target = example_batch(spec, 3, dtype=torch.float64)
+    components = record(module, inputs, loss=loss_of(spec))
+    model = load_model(spec)
+    assert [c.name for c in components] == [c.name for c in model.components]
+    for component, described in zip(components, model.components, strict=True):
+        assert component.input_names == described.inputs
+        assert component.output_names == described.outputs
+        assert component.parameter_names == tuple(p.name for p in described.parameters)
+        assert component.output_differentiable == tuple(model.value[v].differentiable for v in described.outputs)
+    expected = loss_sum(loss_of(spec), expected_module(*inputs), target)
+    expected.backward()
+    values, saved = forward_components(components, {"input:0": inputs[0], "target": target})
+    assert torch.equal(values["loss:0"], expected)
+    backward_components(components, saved, {"loss:0": torch.ones_like(expected)})
+    assert_same_state(expected_module, module)
+
+
+def test_dropout_of_the_zoo() -> None:
+    for name in ("vit_small", "gpt_small", "bert_small", "vgg_small", "mlp"):
+        spec = ModelSpec(name=name, args=(("dropout", 0.2),))
+        torch.manual_seed(0)
+        assert_equal_to_module(build_module(spec), example_batch(spec, 2)[0], "block")
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    module = TiedWeights()
+    tokens = torch.randint(11, (4, 3))
+    traced = trace(module, tokens, granularity="layer")
+    assert [c.name for c in traced.model.components] == ["embed", "middle", "out"]
+    assert traced.components[0].parameter_names == traced.components[2].parameter_names == ("embed.weight",)
+    assert traced.model.parameter_count == sum(p.numel() for p in module.parameters())
+    assert_equal_to_module(module, (tokens,), "layer")
+
+
+def test_keyword_inputs() -> None:
+    factory, shapes = CASES["several"]
+    module = factory()
+    inputs = {"left": torch.randn(3, *shapes[0]), "right": torch.randn(3, *shapes[1]), "scale": 3.0}
+    traced = trace(module, inputs)
+    expected, found = module(**inputs), traced(inputs)
+    assert isinstance(found, Mapping)
+    assert found["size"] == 3
+    for one, other in zip(tree_leaves(expected), tree_leaves(found), strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+def test_names() -> None:
+    """Readable, unique, without whitespace; calls of one block are numbered; merged components keep the first name."""
+
+    def names(case: str, granularity: str) -> list[str]:
+        factory, shapes = CASES[case]
+        components = record(factory(), tuple(torch.randn(2, *shape) for shape in shapes), granularity=granularity)
+        return [component.name for component in components]
+
+    assert names("called_twice", "layer") == ["first.0", "first.0#2", "last"]
+    assert names("in_place_across", "block") == ["one", "three"]
+    assert names("dropouts", "block") == ["blocks.0", "blocks.1", "blocks.2"]
+    assert names("attention", "block") == ["attention", "encoder.layers.0", "encoder.layers.1", "out"]
+
+    odd = nn.Sequential()
+    odd.add_module("my layer", nn.Linear(3, 3))
+    odd.add_module("loss", nn.Linear(3, 3))
+    assert [c.name for c in record(odd, torch.randn(2, 3), loss="mse")] == ["my_layer", "loss_", "loss"]
+
+
+def test_live_parameters_and_bind() -> None:
+    """An optimizer step, a parameter replaced by another, and another module of the same structure are all seen."""
+    torch.manual_seed(0)
+    module = ManyConsumers()
+    x = torch.randn(4, 7)
+    components = record(module, x)
+
+    def output() -> Tensor:
+        return forward_components(components, {"input:0": x})[0][components[-1].output_names[0]]
+
+    with torch.no_grad():
+        module.a.weight.mul_(2.0)
+    assert torch.equal(output(), module(x))
+    module.b.weight = nn.Parameter(torch.randn(7, 7))
+    assert torch.equal(output(), module(x))
+    other = ManyConsumers()
+    for component in components:
+        component.bind(other)
+    assert torch.equal(output(), other(x))
+    with pytest.raises(TraceError, match="same structure"):
+        components[0].bind(nn.Linear(2, 2))
+
+
+def test_recording_leaves_no_trace() -> None:
+    """Weights, buffers, gradients, hooks, attributes and the random state are as before, also after a failure."""
+
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm1d(4)
+            self.last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = self.bn(x) + torch.rand_like(x)
+            if x.shape[1] != 4:
+                raise ValueError("four features")
+            return self.last
+
+    module = Remembers()
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    identities = [id(tensor) for tensor in (*module.parameters(), *module.buffers())]
+    torch.manual_seed(5)
+    rng = torch.get_rng_state()
+    trace(module, torch.randn(3, 4, generator=torch.Generator()))
+    with pytest.raises(TraceError, match="failed on the example inputs"):
+        trace(module, torch.zeros(3, 5))
+    assert torch.equal(rng, torch.get_rng_state())
+    assert module.last is None
+    assert identities == [id(tensor) for tensor in (*module.parameters(), *module.buffers())]
+    assert all(torch.equal(state[name], tensor) for name, tensor in module.state_dict().items())
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in module.modules())
+    assert "apply" in vars(torch.autograd.Function)
+    assert torch.autograd.Function.apply.__module__ == "torch.autograd.function"
+
+
+def test_outputs_are_freed_early() -> None:
+    """Between forward and backward nothing is kept but what autograd keeps."""
+    import weakref
+
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    components = record(module, torch.randn(4, 8))
+    x = torch.randn(4, 8)
+    y = components[1]([components[0]([x])[0]])[0]
+    held = weakref.ref(y)
+    assert held() is y
+    from parsim.model.autograd_cut import forward_component
+
+    middle, _ = forward_component(components[0], [x])
+    last, saved = forward_component(components[1], middle)
+    storage = weakref.ref(last[0].untyped_storage())
+    del y, last, middle
+    assert held() is None
+    assert storage() is None
+    assert saved.edges[0] is not None
+
+
+def test_evaluation_saves_nothing() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    components = record(module, torch.randn(4, 8))
+    with torch.no_grad():
+        values, saved = forward_components(components, {"input:0": torch.randn(4, 8)})
+    assert all(edge is None for kept in saved for edge in kept.edges)
+    assert not values[components[-1].output_names[0]].requires_grad
+
+
+class TestErrors:
+    """Each names the module and the reason."""
+
+    def test_data_dependent(self) -> None:
+        class Branches(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc = nn.Linear(3, 3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.fc(x) if x.sum() > 0 else x
+
+        with pytest.raises(TraceError, match=r"Branches.*looks at the values"):
+            trace(Branches(), torch.randn(2, 3))
+        with pytest.raises(TraceError, match=r"1 \(Branches\).*looks at the values"):
+            record(nn.Sequential(nn.Linear(3, 3), Branches()), torch.randn(2, 3))
+
+    def test_hidden_parameter(self) -> None:
+        class Hidden(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weights = [torch.randn(3, 3, requires_grad=True)]
+
+            def forward(self, x: Tensor) -> Tensor:
+                return x @ self.weights[0]
+
+        with pytest.raises(TraceError, match=r"Hidden.*not a registered parameter"):
+            record(Hidden(), torch.randn(2, 3))
+
+    def test_batch_coupled(self) -> None:
+        class Contrastive(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.fc = nn.Linear(3, 3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.fc(x)
+                return torch.softmax(y @ y.T, dim=1)
+
+        with pytest.raises(TraceError, match="not linear in the batch"):
+            trace(Contrastive(), torch.randn(2, 3))
+        record(Contrastive(), torch.randn(2, 3))
+
+    def test_opaque_output(self) -> None:
+        class Box:
+            def __init__(self, tensor: Tensor) -> None:
+                self.tensor = tensor
+
+        class Boxes(nn.Module):
+            def forward(self, x: Tensor) -> Box:
+                return Box(x + 1)
+
+        with pytest.raises(TraceError, match="returns a Box"):
+            record(Boxes(), torch.randn(2, 3))
+
+    def test_granularity(self) -> None:
+        with pytest.raises(TraceError, match="block or layer"):
+            record(nn.Linear(2, 2), torch.randn(2, 2), granularity="operator")
+
+    def test_nothing_to_cut(self) -> None:
+        with pytest.raises(TraceError, match="no torch call"):
+            record(nn.Identity(), torch.randn(2, 2))
+
+    def test_wrong_number_of_inputs(self) -> None:
+        (component,) = record(nn.Linear(2, 2), torch.randn(2, 2))
+        with pytest.raises(TraceError, match="takes 1 inputs"):
+            component([])

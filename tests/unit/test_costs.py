@@ -1,0 +1,261 @@
+"""Costs: the dispatch over Work, host overhead, loading, memoisation, and what it says when no cost is known."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from parsim.costs import Costs, Estimate, price
+from parsim.costs.collectives import estimate_collective, estimate_send_recv
+from parsim.costs.compute import estimate_compute, estimate_optimizer
+from parsim.errors import CostError
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.profile import (
+    CollectiveFit,
+    Communication,
+    ComponentPoint,
+    Compute,
+    HostOverhead,
+    Overlap,
+    Profile,
+    Regime,
+    load_profile,
+)
+from parsim.work import Collective, LoadBatch, OptimizerStep, Phase, SendRecv, Work
+from parsim.work import Compute as ComputeWork
+from tests.models import chain_model
+
+MODEL = chain_model()
+FORWARD = ComputeWork(component="c0", phase=Phase.FORWARD, samples=32)
+BACKWARD = ComputeWork(component="c0", phase=Phase.BACKWARD, samples=32)
+STEP = OptimizerStep(elements=10**6, tensors=4)
+
+
+@pytest.fixture(scope="module")
+def v100() -> Cluster:
+    return cluster_from_profile(load_profile("dgx1-v100-32gb"))
+
+
+def gloo_profile(**changes: object) -> Profile:
+    """Two CPUs with a measured component and a fit for groups of two."""
+    number = {"value": 1e10, "source": "x"}
+    fit = CollectiveFit(
+        operation="all_reduce",
+        group_size=2,
+        algorithm="gloo",
+        regimes=[
+            Regime(max_size_bytes=1000, latency_s=1e-3, seconds_per_byte=0.0),
+            Regime(max_size_bytes=None, latency_s=5e-4, seconds_per_byte=1e-6),
+        ],
+        relative_sigma=0.05,
+        repeat_sigma=0.2,
+        min_size_bytes=10,
+        max_size_bytes=10**6,
+        source="x",
+    )
+    point = ComponentPoint(
+        fingerprint=MODEL.components[0].fingerprint,
+        model="chain",
+        component="c0",
+        phase="forward",
+        samples=32,
+        device_type="toy",
+        precision="fp32",
+        seconds=2e-3,
+        spread=0.1,
+        repeats=10,
+        source="x",
+    )
+    document = Profile.model_validate(
+        {
+            "schema_version": 1,
+            "name": "gloo",
+            "description": "for tests",
+            "provenance": {"created": "today", "command": "none", "machine": "none"},
+            "sources": {"x": {"kind": "measurement", "text": "made up"}},
+            "device_types": {
+                "toy": {
+                    "kind": "cpu",
+                    "memory_bytes": number,
+                    "memory_bandwidth_bytes_per_s": number,
+                    "context_bytes": number,
+                    "peak_flop_per_s": {"fp32": number},
+                }
+            },
+            "devices": [{"index": index, "type": "toy"} for index in range(4)],
+            "communication": Communication(backend="gloo", fits=[fit]).model_dump(),
+            "compute": Compute(components=[point]).model_dump(),
+        }
+    )
+    return document.model_copy(update=changes)
+
+
+# --- dispatch ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        FORWARD,
+        BACKWARD,
+        STEP,
+        Collective(operation="all_reduce", group=(0, 1), size_bytes=2**20),
+        SendRecv(source=0, destination=1, size_bytes=2**20),
+        LoadBatch(samples=32, size_bytes=2**20),
+    ],
+    ids=lambda work: type(work).__name__,
+)
+def test_every_kind_of_work_has_a_price(v100: Cluster, work: Work) -> None:
+    estimate = Costs(MODEL, v100).estimate(work, 0)
+    assert estimate.median_s > 0
+    assert estimate.source in ("measured", "fitted", "published")
+    assert estimate.detail
+
+
+def test_costs_are_those_of_the_parts(v100: Cluster) -> None:
+    costs, device, profile = Costs(MODEL, v100), v100.devices[0], v100.profile
+    assert costs.estimate(FORWARD, 0) == estimate_compute(FORWARD, MODEL.component("c0"), device, profile, "fp32")
+    assert costs.estimate(STEP, 3) == estimate_optimizer(STEP, "sgd_momentum", device, profile, "fp32")
+    collective = Collective(operation="all_reduce", group=(0, 3), size_bytes=2**24)
+    assert costs.estimate(collective, 0) == estimate_collective(collective, v100)
+    transfer = SendRecv(source=2, destination=6, size_bytes=2**24)
+    assert costs.estimate(transfer, 2) == estimate_send_recv(transfer, v100)
+
+
+def test_precision_and_optimizer_matter(v100: Cluster) -> None:
+    assert Costs(MODEL, v100, optimizer="adam").estimate(STEP, 0).median_s > Costs(MODEL, v100).estimate(STEP, 0).median_s
+    wide = ComputeWork(component="c1", phase=Phase.FORWARD, samples=10**5)
+    assert Costs(MODEL, v100, "amp_fp16").estimate(wide, 0).median_s < Costs(MODEL, v100, "fp32").estimate(wide, 0).median_s
+
+
+def test_ranks_are_places_in_the_device_list(v100: Cluster) -> None:
+    """Ranks 0 and 1 on GPUs 0 and 3 have two links; on GPUs 0 and 1 one."""
+    other = cluster_from_profile(v100.profile, [0, 3])
+    work = SendRecv(source=0, destination=1, size_bytes=2**30)
+    ratio = Costs(MODEL, v100).estimate(work, 0).median_s / Costs(MODEL, other).estimate(work, 0).median_s
+    assert ratio == pytest.approx(2.0, rel=0.01)
+
+
+# --- host, overlap, loading -------------------------------------------------------------------------------------------
+
+
+def test_host_seconds_are_added_to_computation_only() -> None:
+    plain = Costs(MODEL, cluster_from_profile(gloo_profile()))
+    slow = Costs(MODEL, cluster_from_profile(gloo_profile(host=HostOverhead(task_s=1e-4, step_s=0.0, source="x"))))
+    assert slow.estimate(FORWARD, 0).median_s == pytest.approx(plain.estimate(FORWARD, 0).median_s + 1e-4, rel=1e-12)
+    assert slow.estimate(FORWARD, 0).source == plain.estimate(FORWARD, 0).source == "measured"
+    collective = Collective(operation="all_reduce", group=(0, 1), size_bytes=100)
+    assert slow.estimate(collective, 0) == plain.estimate(collective, 0)
+
+
+def test_overlap_factors_come_from_the_profile(v100: Cluster) -> None:
+    assert dataclasses.astuple(Costs(MODEL, v100).overlap) == (1.0, 1.0)
+    overlap = Overlap(compute_factor=1.2, communication_factor=1.5, source="x")
+    measured = Costs(MODEL, cluster_from_profile(gloo_profile(overlap=overlap))).overlap
+    assert (measured.compute, measured.communication) == (1.2, 1.5)
+
+
+def test_a_batch_comes_over_pcie_or_from_memory(v100: Cluster) -> None:
+    size = 12 * 10**9
+    pcie = v100.profile.link_kinds["pcie"].bandwidth_bytes_per_s.value
+    assert Costs(MODEL, v100).estimate(LoadBatch(samples=1, size_bytes=size), 0).median_s == pytest.approx(
+        size / pcie, rel=1e-4
+    )
+    host = HostOverhead(task_s=1e-3, step_s=0.0, source="x")
+    cpu = Costs(MODEL, cluster_from_profile(gloo_profile(host=host)))
+    load = cpu.estimate(LoadBatch(samples=1, size_bytes=10**9), 0)
+    assert load.median_s == pytest.approx(0.1 + 1e-3, rel=1e-12)
+    assert "not measured" in load.detail
+
+
+# --- gloo fits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(0, 1e-3), (100, 1e-3), (1000, 1e-3), (1001, 1.501e-3), (10**6, 1.0005)])
+def test_piecewise_lines_by_size(size: int, seconds: float) -> None:
+    costs = Costs(MODEL, cluster_from_profile(gloo_profile()))
+    estimate = costs.estimate(Collective(operation="all_reduce", group=(2, 1), size_bytes=size), 1)
+    assert estimate.median_s == pytest.approx(seconds, rel=1e-9)
+    assert estimate.repeat_sigma == 0.2
+    assert estimate.extrapolated == (size < 10)
+
+
+def test_outside_the_measured_sizes_the_spread_widens() -> None:
+    costs = Costs(MODEL, cluster_from_profile(gloo_profile()))
+
+    def spread(size: int) -> tuple[bool, float]:
+        estimate = costs.estimate(Collective(operation="all_reduce", group=(0, 1), size_bytes=size), 0)
+        return estimate.extrapolated, sum(sigma for _, sigma in estimate.parameters)
+
+    assert spread(10**5) == (False, 0.05)
+    assert spread(10**7)[0]
+    assert spread(10**7)[1] > 0.05
+
+
+# --- no cost known ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (
+            Collective(operation="all_reduce", group=(0, 1, 2), size_bytes=8),
+            r"profile gloo has no measured all_reduce over 3 ranks \(measured group sizes: 2\); measure it with "
+            r"`parsim calibrate --nproc 3`",
+        ),
+        (Collective(operation="broadcast", group=(0, 1), size_bytes=8), r"no measured broadcast over 2 ranks .*sizes: none"),
+        (SendRecv(source=0, destination=1, size_bytes=8), "no measured send_recv over 2 ranks"),
+        (Collective(operation="all_reduce", group=(0, 9), size_bytes=8), "names rank 9, but the cluster has ranks 0 to 3"),
+        (ComputeWork(component="c1", phase=Phase.FORWARD, samples=7), r"c1.*7 samples|7.*c1"),
+        (ComputeWork(component="c9", phase=Phase.FORWARD, samples=7), r"'c9': chain has no such component; did you mean"),
+        (STEP, "no cost is known for a step of sgd_momentum"),
+    ],
+    ids=["group size", "operation", "send_recv", "rank", "component", "unknown component", "optimizer"],
+)
+def test_an_unknown_cost_says_what_and_how_to_get_it(work: Work, message: str) -> None:
+    costs = Costs(MODEL, cluster_from_profile(gloo_profile()))
+    with pytest.raises(CostError, match=message):
+        costs.estimate(work, 0)
+
+
+def test_a_rank_outside_the_cluster(v100: Cluster) -> None:
+    with pytest.raises(CostError, match="rank 8 is outside the cluster's ranks 0 to 7"):
+        Costs(MODEL, v100).estimate(FORWARD, 8)
+
+
+# --- pricing ----------------------------------------------------------------------------------------------------------
+
+
+def test_pricing_keeps_the_order_and_prices_once(v100: Cluster) -> None:
+    """One object per distinct work and device type: shared draws need it, and 10,000 tasks must not cost 10,000 searches."""
+    costs = Costs(MODEL, v100)
+    works: list[tuple[Work, int]] = [(FORWARD, 0), (BACKWARD, 0), (FORWARD, 1), (STEP, 5), (FORWARD, 0)]
+    estimates = price(works, costs)
+    assert [estimate == costs.estimate(work, rank) for (work, rank), estimate in zip(works, estimates, strict=True)] == [
+        True
+    ] * 5
+    assert estimates[0] is estimates[2] is estimates[4]
+    assert price([], costs) == []
+
+
+def test_pricing_tells_placements_apart(v100: Cluster) -> None:
+    costs = Costs(MODEL, v100)
+    pairs: list[tuple[Work, int]] = [
+        (SendRecv(source=0, destination=1, size_bytes=2**24), 0),
+        (SendRecv(source=0, destination=3, size_bytes=2**24), 0),
+        (SendRecv(source=0, destination=5, size_bytes=2**24), 0),
+    ]
+    one, two, relayed = (estimate.median_s for estimate in price(pairs, costs))
+    assert two < one < relayed
+
+
+def test_pricing_reports_the_first_unknown(v100: Cluster) -> None:
+    with pytest.raises(CostError, match="no such component"):
+        price([(FORWARD, 0), (ComputeWork(component="zz", phase=Phase.FORWARD, samples=1), 0)], Costs(MODEL, v100))
+
+
+def test_estimates_are_plain_values(v100: Cluster) -> None:
+    estimate = Costs(MODEL, v100).estimate(FORWARD, 0)
+    assert estimate == Estimate(**{field.name: getattr(estimate, field.name) for field in dataclasses.fields(Estimate)})
+    assert hash(estimate) == hash(Costs(MODEL, v100).estimate(FORWARD, 1))

@@ -1,0 +1,252 @@
+"""report.html: one file, nothing fetched, everything escaped, every gap explained; and, slowly, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from plotly.offline import get_plotlyjs
+from report_samples import (
+    HOSTILE,
+    RESNET,
+    durations_s,
+    measured_run,
+    memory_of,
+    report_data,
+    results,
+    run_in_order,
+    step_graph,
+)
+
+from parsim.report import figures
+from parsim.report.html import ReportData, ReportRun, ReportSection, report_html, write_report
+
+VOID = {"meta", "link", "br", "img", "input"}
+
+
+class Page(HTMLParser):
+    """Checks nesting; collects attributes that could fetch something, and the visible text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.text: list[str] = []
+        self.scripts = 0
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.scripts += tag == "script"
+        self.references += [value or "" for name, value in attributes if name in ("src", "href", "srcset", "data", "action")]
+        assert not [name for name, _ in attributes if name.startswith("on")], "event handlers come from the script alone"
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.text.append(data)
+
+
+def parsed(page: str) -> Page:
+    parser = Page()
+    parser.feed(page.replace(get_plotlyjs(), ""))
+    assert parser.open == []
+    return parser
+
+
+def figures_of(page: str) -> list[dict[str, Any]]:
+    """The figures as the page's script reads them."""
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return list(json.loads(found[1]))
+
+
+def test_the_page_is_whole_and_fetches_nothing() -> None:
+    page = report_html(report_data())
+    parser = parsed(page)
+    assert parser.scripts == 3, "the figures, plotly once, the page's own"
+    assert all(reference.startswith(("#", "data:")) for reference in parser.references)
+    assert "default-src 'none'" in page
+    assert not re.search(r"@import|url\(", page.split("</style>")[0])
+    assert page.count("plotly.js v") == 1
+    drawn = figures_of(page)
+    assert len(re.findall(r'data-figure="\d+"', page)) == len(drawn)
+    for section in report_data().sections:
+        assert section.title in parser.text
+
+
+def test_hostile_names_are_text() -> None:
+    data = report_data()
+    bad = "<img src=x onerror=alert(1)>"
+    section = ReportSection(
+        model=bad,
+        title=bad,
+        text=bad,
+        results=[{**results(RESNET)[0], "reason": bad, "strategy": bad, "plan": bad}],
+        runs=[ReportRun(label=bad, plan=bad, absent={"timeline": bad, "memory": bad})],
+        absent={"strategies": bad},
+    )
+    page = report_html(ReportData(title=bad, facts=[(bad, bad)], summary=[bad], sections=[*data.sections, section]))
+    parser = parsed(page)
+    assert HOSTILE in " ".join(parser.text)
+    before_plotly = page[: page.index("plotly.js v")]
+    assert "<img" not in before_plotly
+    assert "alert('x')</script>" not in before_plotly
+    for figure in figures_of(page):
+        assert "<script" not in json.dumps(figure)
+        assert "<img" not in json.dumps(figure)
+
+
+def test_what_is_missing_is_explained() -> None:
+    reasons = {
+        "timeline": "no line",
+        "measured": "no run",
+        "breakdown": "no parts",
+        "memory": "no bytes",
+        "comparison": "no error",
+    }
+    run = ReportRun(label="dp", absent=reasons)
+    section = ReportSection(model="m", title="m here", runs=[run], absent={"strategies": "no choice"})
+    text = " ".join(parsed(report_html(ReportData(title="t", sections=[section]))).text)
+    for reason in (*reasons.values(), "no choice", "No run was measured"):
+        assert reason in text
+    bare = ReportData(title="t", sections=[ReportSection(model="m", title="m", runs=[ReportRun(label="dp")])])
+    text = " ".join(parsed(report_html(bare)).text)
+    for words in (
+        "No timeline was kept",
+        "was not run",
+        "No breakdown",
+        "Memory was not predicted",
+        "No strategies were compared",
+    ):
+        assert words in text
+    assert figures_of(report_html(ReportData(title="nothing at all"))) == []
+
+
+def test_it_is_written_atomically(tmp_path: Path) -> None:
+    write_report(ReportData(title="t"), tmp_path / "report.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_timeline_has_one_trace_per_kind_and_a_bar_per_span() -> None:
+    graph = step_graph(RESNET, pp=2, dp=2, microbatches=4)
+    timeline = run_in_order(graph, durations_s(graph, 1e-3))
+    figure = figures.timeline_figure(graph, {"Predicted": timeline, "Measured": timeline})
+    assert [trace.name for trace in figure.data] == ["load", "forward", "backward", "optimizer", "all_reduce", "send_recv"] * 2
+    assert sum(len(trace.x) for trace in figure.data) == 2 * len(timeline)
+    assert sum(trace.showlegend for trace in figure.data) == 6
+    ends = [base + length for trace in figure.data for base, length in zip(trace.base, trace.x, strict=True)]
+    assert max(ends) == pytest.approx(1e3 * timeline.makespan_s), "milliseconds"
+    forward = figure.data[1]
+    assert forward.customdata[0].startswith("F stem mb0<br>")
+    assert set(forward.text) == {"0", "1", "2", "3"}
+    single = step_graph(RESNET[:3], dp=2)
+    labels = figures.timeline_figure(single, {"Predicted": run_in_order(single, durations_s(single, 1e-3))}).data
+    assert {text for trace in labels for text in trace.text} == {*RESNET[:3], "0", ""}
+
+
+def test_long_timelines_stay_small() -> None:
+    """Tens of thousands of spans become few bars that cover the same time; many ranks are cut and the title says so."""
+    graph = step_graph([f"c{number}" for number in range(80)], dp=8, microbatches=16)
+    seconds = durations_s(graph, 1e-6)
+    timeline = run_in_order(graph, seconds)
+    assert len(timeline) > 20_000
+    figure = figures.timeline_figure(graph, {"Predicted": timeline})
+    assert sum(len(trace.x) for trace in figure.data) < figures.MAX_BARS
+    forward = next(trace for trace in figure.data if trace.name == "forward")
+    total = sum(seconds[task.index] for task in graph.tasks if getattr(task.work, "phase", None) == "forward")
+    unit = 1e-3 if timeline.makespan_s >= 1e-3 else 1e-6
+    assert sum(forward.x) * unit == pytest.approx(total, rel=0.01)
+    assert "forward tasks" in forward.customdata[0]
+    wide = step_graph(["a"], dp=60)
+    figure = figures.timeline_figure(wide, {"Predicted": run_in_order(wide, durations_s(wide, 1e-3))})
+    assert "ranks 0 to 31 of 60" in figure.layout.annotations[0].text
+    assert len(figure.layout.yaxis.tickvals) == 96
+
+
+def test_memory_shows_the_limit_unless_it_is_far_away() -> None:
+    near = figures.memory_figure(memory_of(2, 4 * 2**30), measured_bytes=[3 * 2**30, 3 * 2**30])
+    assert [trace.name for trace in near.data][-2:] == ["measured peak", "device limit"]
+    assert near.data[-1].y == (4.0, 4.0)
+    bars = np.sum([trace.y for trace in near.data if trace.type == "bar"], axis=0)
+    peaks = [sum(size for _, size in rank["lines"]) / 2**30 for rank in memory_of(2, 1)]
+    assert bars == pytest.approx(peaks)
+    far = figures.memory_figure(memory_of(2, 2**40))
+    assert "device limit" not in [trace.name for trace in far.data]
+    assert "device limit 1024 GiB" in far.layout.yaxis.title.text
+
+
+def test_the_breakdown_stacks_to_the_step() -> None:
+    run = measured_run("dp", RESNET[:4], pp=1, dp=2, microbatches=1, seed=1, steps=1)
+    figure = figures.breakdown_figure({"predicted": run.predicted_breakdown, "measured": run.measured_breakdown})
+    assert run.predicted is not None
+    assert run.measured is not None
+    steps = [run.predicted.makespan_s, run.measured.makespan_s] * 2
+    assert np.sum([trace.x for trace in figure.data], axis=0) / 1e3 == pytest.approx(steps)
+    assert list(figure.layout.yaxis.ticktext) == ["r0 predicted", "r0 measured", "r1 predicted", "r1 measured"]
+
+
+def test_kinds_of_task_have_colours_of_their_own() -> None:
+    assert len(set(figures.KIND_COLOURS.values())) == len(figures.KIND_COLOURS)
+    assert len(set(figures.MEMORY_COLOURS.values())) == len(figures.MEMORY_COLOURS)
+    assert len(set(figures.CATEGORY_COLOURS.values())) == len(figures.CATEGORY_COLOURS)
+
+
+CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_in_a_browser(tmp_path: Path, width: int) -> None:
+    """Draws every figure without a console message or a request, fits the width, and its legend hides traces."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    write_report(report_data(), tmp_path / "report.html")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+    flags += ["--disable-component-update", "--disable-sync"]
+    problems: list[str] = []
+    requests: list[str] = []
+    with playwright.sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=flags)
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto((tmp_path / "report.html").as_uri())
+        page.wait_for_selector("body[data-ready]", state="attached")
+        page.evaluate("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
+        page.wait_for_function(
+            "document.querySelectorAll('.plot .main-svg').length > 0 && !document.querySelector('.plot:empty')"
+        )
+        drawn = page.evaluate(
+            "[...document.querySelectorAll('.plot')].map((plot) => plot.querySelectorAll('.main-svg').length)"
+        )
+        widths = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+        legend = page.locator("figure:has(button[data-trace=forward])").first
+        legend.locator("button[data-trace=forward]").click()
+        hidden = page.evaluate(
+            "[...document.querySelectorAll('figure')].find((figure) => figure.querySelector('button[data-trace=forward]'))"
+            ".querySelector('.plot').data.find((trace) => trace.name === 'forward').visible"
+        )
+        clipped = page.evaluate(
+            "[...document.querySelectorAll('.plot .ytick text, .plot .xtick text')].filter((text) => {"
+            " const box = text.getBoundingClientRect(), plot = text.closest('.plot').getBoundingClientRect();"
+            " return box.left < plot.left - 1 || box.right > plot.right + 1 || box.bottom > plot.bottom + 1; }).map((text) => text.textContent)"
+        )
+        browser.close()
+    assert problems == []
+    assert requests == [(tmp_path / "report.html").as_uri()]
+    assert len(drawn) > 15
+    assert all(drawn)
+    assert widths[0] <= widths[1], "the page scrolls sideways"
+    assert hidden is False
+    assert clipped == []
