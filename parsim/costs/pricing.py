@@ -9,17 +9,20 @@ from parsim.costs.estimate import Estimate
 from parsim.work import Collective, LoadBatch, SendRecv, Work
 
 
-def price(work_of_ranks: Iterable[tuple[Work, int]], costs: Costs) -> list[Estimate]:
+def price(
+    work_of_ranks: Iterable[tuple[Work, int]], costs: Costs, known: dict[Hashable, Estimate] | None = None
+) -> list[Estimate]:
     """Estimates in the order given, memoised per distinct work and device type (communication: per work, which names its
     ranks; loading: per device, whose path to the host it takes).
 
     Args:
         work_of_ranks: (work, rank) per task; for communication any rank of it will do.
+        known: estimates of earlier calls with the same `costs`, read and added to; None starts anew.
 
     Raises:
         CostError: as `Costs.estimate`.
     """
-    known: dict[Hashable, Estimate] = {}
+    known = {} if known is None else known
     estimates: list[Estimate] = []
     for work, rank in work_of_ranks:
         key = _key(work, rank, costs)

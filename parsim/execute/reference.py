@@ -5,7 +5,7 @@ It replays what a plan leaves to choice: microbatches as normalisation groups, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,12 +57,13 @@ def train_reference(
         for replica, buffers in enumerate(replicas):
             _load(dict(module.named_buffers()), buffers)
             for microbatch in range(plan.microbatches):
-                inputs, targets = data.batch(part(indices, replica=replica, dp=plan.mesh.dp, microbatch=microbatch, microbatches=plan.microbatches))
+                own = part(indices, replica=replica, dp=plan.mesh.dp, microbatch=microbatch, microbatches=plan.microbatches)
+                inputs, targets = data.batch(own)
                 tensor = torch.from_numpy(inputs)
                 if tensor.is_floating_point():
                     tensor = tensor.to(dtype)
                 loss = loss_sum(loss_of(spec), module(tensor), torch.from_numpy(targets)) / plan.global_batch
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.item()
             replicas[replica] = _clone(dict(module.named_buffers()))
         updater.step()
@@ -74,7 +75,7 @@ def train_reference(
     return ReferenceResult(parameters=_clone(named), optimizer_state=state, buffers=tuple(replicas), losses=tuple(losses))
 
 
-def _clone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _clone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 

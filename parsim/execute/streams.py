@@ -177,7 +177,7 @@ class CudaStreams:
         with torch.cuda.stream(on):
             for dependency in dependencies:
                 on.wait_event(self._events[dependency][2])
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record(on)
             if self._base is None:
                 torch.cuda.synchronize(self._device)

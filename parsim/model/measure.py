@@ -179,5 +179,5 @@ def _component(
         buffer_bytes=sum(_nbytes(recording.tensors[number]) for number in buffers),
         saved_activation_bytes=rate,
         saved_fixed_bytes=fixed,
-        operators=per_sample(small.operators_of(one), large.operators_of(other), batches, one.name),
+        operators=per_sample(small.operators_of(one), large.operators_of(other), large.batch - small.batch),
     )

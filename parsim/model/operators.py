@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from parsim.errors import TraceError
 from parsim.model.component import Operator
 from parsim.model.record import Recorder, storage_key, tensors_in
 
@@ -178,20 +177,23 @@ def _flop(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     return 0
 
 
-def per_sample(
-    small: list[RawOperator], large: list[RawOperator], batches: tuple[int, int], where: str
-) -> tuple[Operator, ...]:
-    """Operators per sample from the same calls at two batches; identical ones are merged by `count`, in order of first use.
+def per_sample(small: list[RawOperator], large: list[RawOperator], step: int) -> tuple[Operator, ...]:
+    """Operators per sample from the calls at two batches that differ by `step` samples.
 
-    Raises TraceError if the calls differ between the batches.
+    Identical ones are merged by `count`, in order of first use. A function called more often at the larger batch (a loop
+    over the samples) becomes one memory-bound operator with the right flop and bytes.
     """
-    if [raw.function for raw in small] != [raw.function for raw in large]:
-        raise TraceError(
-            f"{where} makes other calls at batch {batches[1]} than at {batches[0]}; it cannot be counted per sample"
-        )
+    grown: list[tuple[int, Operator]] = []
+    place = {id(raw): number for number, raw in enumerate(large)}
+    for function in dict.fromkeys(raw.function for raw in (*small, *large)):
+        ones = [raw for raw in small if raw.function == function]
+        others = [raw for raw in large if raw.function == function]
+        if len(ones) == len(others):
+            grown += [(place[id(other)], _grown(one, other, step)) for one, other in zip(ones, others, strict=True)]
+        else:
+            grown.append((place[id(others[0])] if others else len(large), _lump(ones, others, step)))
     counts: dict[Operator, int] = {}
-    for one, other in zip(small, large, strict=True):
-        operator = _grown(one, other, batches[1] - batches[0])
+    for _, operator in sorted(grown, key=lambda entry: entry[0]):
         counts[operator] = counts.get(operator, 0) + 1
     return tuple(
         Operator(
@@ -204,6 +206,18 @@ def per_sample(
             count=count,
         )
         for operator, count in counts.items()
+    )
+
+
+def _lump(ones: list[RawOperator], others: list[RawOperator], step: int) -> Operator:
+    moved = max(0, sum(raw.activation_bytes for raw in others) - sum(raw.activation_bytes for raw in ones)) // step
+    return Operator(
+        kind="memory_bound",
+        shape=(("elements", max(1, moved // 8)),),
+        batch="batch",
+        forward_flop=float(max(0, sum(raw.flop for raw in others) - sum(raw.flop for raw in ones)) // step),
+        activation_bytes=moved,
+        parameter_bytes=0,
     )
 
 

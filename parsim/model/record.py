@@ -140,9 +140,10 @@ class Recorder(TorchFunctionMode):
         self.stack.append(len(self.recording.calls))
         self.recording.calls.append(Call(name, self._calls_of[name], parent))
 
-    def leave(self) -> None:
-        """The module that started last has ended."""
-        self.stack.pop()
+    def leave(self, name: str) -> None:
+        """The module has ended, and with it those in it that ended by an exception it caught."""
+        while self.recording.calls[self.stack.pop()].module != name:
+            pass
 
     def add(self, tensor: Tensor) -> int:
         """Give a tensor a value number; it is kept alive, so its identity stays its own."""
@@ -294,8 +295,8 @@ def _enter(recorder: Recorder, name: str, *_: Any) -> None:
     recorder.enter(name)
 
 
-def _leave(recorder: Recorder, *_: Any) -> None:
-    recorder.leave()
+def _leave(recorder: Recorder, name: str, *_: Any) -> None:
+    recorder.leave(name)
 
 
 @contextlib.contextmanager
@@ -304,7 +305,7 @@ def _module_hooks(recorder: Recorder) -> Iterator[None]:
     try:
         for name, module in recorder.module.named_modules():
             handles.append(module.register_forward_pre_hook(partial(_enter, recorder, name), prepend=True))
-            handles.append(module.register_forward_hook(partial(_leave, recorder), always_call=True))
+            handles.append(module.register_forward_hook(partial(_leave, recorder, name)))
         yield
     finally:
         for handle in handles:

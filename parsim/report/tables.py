@@ -60,7 +60,7 @@ def strategy_table(
         Column(name="step", numeric=True),
         Column(name="90% interval", numeric=True),
         Column(name="samples/s", numeric=True),
-        Column(name="comm.", numeric=True),
+        Column(name="communication", numeric=True),
         Column(name="bubble", numeric=True),
         Column(name="peak memory", numeric=True),
         Column(name="fits"),
@@ -77,7 +77,7 @@ def strategy_table(
                 step,
                 interval,
                 format_rate(result["throughput_samples_per_s"]["median"]),
-                format_percent(result["communication_fraction"]),
+                f"{format_percent(result['communication_fraction'])} of {format_percent(result['communication_busy_fraction'])}",
                 format_percent(result["bubble_fraction"]),
                 format_bytes(max(result["peak_memory_bytes"], default=0)),
                 "yes" if result["fits"] else "NO",
@@ -85,7 +85,8 @@ def strategy_table(
             )
         )
     notes = [f"{MARK}the choice"] if mark is not None else []
-    notes.append("comm.: communication that no computation hides, share of the step; peak memory: of the fullest rank")
+    notes.append("communication: its share of the step that no computation hides, of its whole share")
+    notes.append("peak memory: of the fullest rank")
     sources = {
         str(result["strategy"]): sources_text(result["cost_sources"]) for result in results if result.get("cost_sources")
     }
@@ -364,7 +365,7 @@ def plan_text(plan: object) -> str:
 def sources_text(sources: Mapping[str, float]) -> str:
     """`measured 92%, fitted 8%`, the largest share first."""
     ranked = sorted(sources.items(), key=lambda item: -item[1])
-    return ", ".join(f"{source} {100 * share:.0f}%" for source, share in ranked if share > 0)
+    return ", ".join(f"{source} {100 * share:.0f}%" for source, share in ranked if share >= 0.005)
 
 
 def interval_texts(interval: Mapping[str, float]) -> tuple[str, str]:

@@ -12,7 +12,6 @@ from parsim.analyze.bounds import lower_bound_s
 from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
 from parsim.costs.estimate import Estimate
 from parsim.costs.memory import RankMemory
-from parsim.costs.pricing import price
 from parsim.costs.uncertainty import medians_s, sample_durations_s
 from parsim.errors import PlanError
 from parsim.graph.layout import Layout
@@ -60,7 +59,7 @@ def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: i
         )
     graph = lower(plan, problem.model)
     costs = problem.costs(plan.world_size)
-    estimates = tuple(price([(task.work, task.resources[0].rank) for task in graph.tasks], costs))
+    estimates = tuple(problem.price([(task.work, task.resources[0].rank) for task in graph.tasks], plan.world_size))
     medians = medians_s(estimates)
     overlap = costs.overlap
     compiled = compile_graph(graph)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from parsim.costs.costs import Costs
+from parsim.costs.estimate import Estimate
+from parsim.costs.pricing import price
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
+from parsim.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,14 @@ class Problem:
                 ranks_active=ranks,
             )
         return self._costs[ranks]
+
+    def price(self, work_of_ranks: Iterable[tuple[Work, int]], ranks: int) -> list[Estimate]:
+        """Estimates in order; what one plan has asked is known for the next. Raises CostError."""
+        return price(work_of_ranks, self.costs(ranks), self._known.setdefault(ranks, {}))
+
+    @cached_property
+    def _known(self) -> dict[int, dict[Hashable, Estimate]]:
+        return {}
 
     @cached_property
     def _costs(self) -> dict[int, Costs]:

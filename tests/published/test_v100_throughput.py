@@ -35,13 +35,13 @@ RESNET50 = [
     ("fp32", 128, (356.0, 367.29, 348.62), 0.15),  # thr-dle-0383, thr-dlperf-0004, thr-dlperf-0007
     ("amp_fp16", 256, (1200.0, 1156.0), 0.15),  # thr-dle-0372, thr-dle-0384; 802.9 (thr-dlperf-0037) is loader-bound
 ]
-# Sequence length 128. The mixed-precision rows are missed by far: what surrounds the kernels (casts, loss scaling, launches
-# that a faster device no longer hides) is not in the operators. The bound is what was measured, not what is wanted.
+# Sequence length 128. The mixed-precision rows are missed by 17-18%: what surrounds the kernels (casts, loss scaling, launches
+# that faster kernels no longer hide) is not in the operators. The bound there is what was measured, not the wanted 15%.
 BERT_BASE = [
     ("fp32", 32, (119.6,), 0.15),  # thr-dlperf-0067
     ("fp32", 48, (121.94,), 0.15),  # thr-dlperf-0091
-    ("amp_fp16", 64, (444.51, 426.53), 0.35),  # thr-dlperf-0251, thr-dlperf-0256
-    ("amp_fp16", 96, (462.35, 465.23), 0.35),  # thr-dlperf-0259, thr-dlperf-0264
+    ("amp_fp16", 64, (444.51, 426.53), 0.25),  # thr-dlperf-0251, thr-dlperf-0256
+    ("amp_fp16", 96, (462.35, 465.23), 0.25),  # thr-dlperf-0259, thr-dlperf-0264
 ]
 
 

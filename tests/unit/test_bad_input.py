@@ -221,14 +221,14 @@ def test_a_plan_cut_off_in_the_middle(cli: Cli, run_file: Path, tmp_path: Path) 
     assert_refused(outcome, r"plan\.json is not a plan", folder=tmp_path, left={"RUN.toml", "plan.json"})
 
 
+def with_tiny_memory(document: dict[str, Any]) -> None:
+    for entry in document["device_types"].values():
+        entry["memory_bytes"]["value"] = 1e6
+
+
 def test_a_plan_that_does_not_fit_is_a_result(cli: Cli, run_file: Path, tmp_path: Path) -> None:
     """fits: false with the rank and the line of memory, exit 0; only `run` refuses it."""
-
-    def tiny(document: dict[str, Any]) -> None:
-        for entry in document["device_types"].values():
-            entry["memory_bytes"]["value"] = 1e6
-
-    edited_profile(tmp_path / "tiny.json", tiny)
+    edited_profile(tmp_path / "tiny.json", with_tiny_memory)
     outcome = cli("simulate", str(run_file), "--set", "cluster.profile=tiny.json", "--json")
     assert outcome.status == 0, outcome.stderr
     document = json.loads(outcome.stdout)
@@ -236,6 +236,20 @@ def test_a_plan_that_does_not_fit_is_a_result(cli: Cli, run_file: Path, tmp_path
     assert any(re.search(r"rank \d+ needs .* of .*largest line", warning) for warning in document["warnings"])
     refused = cli("plan", str(run_file), "--set", "cluster.profile=tiny.json", "--out", "plan.json")
     assert_refused(refused, r"no plan fits, so plan\.json is not written", folder=tmp_path, left={"RUN.toml", "tiny.json"})
+
+
+def test_run_of_a_plan_that_cannot_fit(cli: Cli, run_file: Path, tmp_path: Path) -> None:
+    edited_profile(tmp_path / "tiny.json", with_tiny_memory)
+    outcome = cli("run", str(run_file), "--set", "cluster.profile=tiny.json", "--nproc", "4", "--out", "kept")
+    worst = r"rank \d needs [\d.]+ \wiB of 977 KiB \([\d.]+ \wiB too much\); its largest line is [\w ]+, [\d.]+ \wiB"
+    patterns = (r"cannot fit", worst, r"use more devices or microbatches")
+    assert_refused(outcome, *patterns, folder=tmp_path, left={"RUN.toml", "tiny.json"})
+
+
+def test_run_with_more_processes_than_the_plan(cli: Cli, run_file: Path, tmp_path: Path) -> None:
+    arguments = ("--set", "plan.strategy=dp", "--nproc", "5", "--out", "kept")
+    patterns = (r"--nproc 5 is more processes than the plan has ranks \(4", r"use --nproc 4")
+    assert_refused(cli("run", str(run_file), *arguments), *patterns, folder=tmp_path, left={"RUN.toml"})
 
 
 def test_out_names_a_folder_with_something_in_it(cli: Cli, run_file: Path, tmp_path: Path) -> None:

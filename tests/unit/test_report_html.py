@@ -204,6 +204,12 @@ def test_kinds_of_task_have_colours_of_their_own() -> None:
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 
 
+CLIPPED = """[...document.querySelectorAll('.plot .ytick text, .plot .xtick text')].filter((text) => {
+  const box = text.getBoundingClientRect(), plot = text.closest('.plot').getBoundingClientRect();
+  return box.left < plot.left - 1 || box.right > plot.right + 1 || box.bottom > plot.bottom + 1;
+}).map((text) => text.textContent)"""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium")
 @pytest.mark.parametrize("width", [1280, 390])
@@ -237,11 +243,7 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
             "[...document.querySelectorAll('figure')].find((figure) => figure.querySelector('button[data-trace=forward]'))"
             ".querySelector('.plot').data.find((trace) => trace.name === 'forward').visible"
         )
-        clipped = page.evaluate(
-            "[...document.querySelectorAll('.plot .ytick text, .plot .xtick text')].filter((text) => {"
-            " const box = text.getBoundingClientRect(), plot = text.closest('.plot').getBoundingClientRect();"
-            " return box.left < plot.left - 1 || box.right > plot.right + 1 || box.bottom > plot.bottom + 1; }).map((text) => text.textContent)"
-        )
+        clipped = page.evaluate(CLIPPED)
         browser.close()
     assert problems == []
     assert requests == [(tmp_path / "report.html").as_uri()]

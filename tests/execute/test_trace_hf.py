@@ -1,0 +1,96 @@
+"""Hugging Face models built from an offline config: bitwise equality, names, and the way through a ModelSpec."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the torch extra")
+transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+
+from parsim.errors import ModelError, TraceError  # noqa: E402
+from parsim.model import trace  # noqa: E402
+from parsim.model.spec import ModelSpec, build_module, example_batch, load_model, loss_of  # noqa: E402
+from tests.execute.test_trace import assert_equal_to_module  # noqa: E402
+
+pytestmark = pytest.mark.hf
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "vit": {
+        "model_type": "vit",
+        "architectures": ["ViTForImageClassification"],
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "image_size": 16,
+        "patch_size": 4,
+        "num_channels": 3,
+        "num_labels": 7,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 16,
+        "vocab_size": 50,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+}
+
+
+@pytest.fixture(params=list(CONFIGS))
+def spec(request: pytest.FixtureRequest, tmp_path: Path) -> ModelSpec:
+    path = tmp_path / request.param / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(CONFIGS[request.param]))
+    return ModelSpec(name=str(path))
+
+
+@pytest.mark.parametrize("granularity", ["block", "layer"])
+def test_bitwise(spec: ModelSpec, granularity: str) -> None:
+    """GPT-2 has dropout 0.1 by default, so the random numbers are compared too."""
+    torch.manual_seed(0)
+    module = build_module(spec)
+    for batch, training in ((2, True), (3, True), (2, False)):
+        assert_equal_to_module(module.train(training), example_batch(spec, batch)[0], granularity)
+
+
+def test_model_of_a_config(spec: ModelSpec) -> None:
+    model = load_model(spec)
+    assert model.components[-1].name == "loss"
+    assert loss_of(spec) == "cross_entropy"
+    assert sum("layer" in c.name or ".h." in c.name for c in model.components) == 2, [c.name for c in model.components]
+    used = {p.name for p in model.parameters}
+    module = build_module(spec)
+    assert used == {name for name, _ in module.named_parameters()}
+    assert model.parameter_count == sum(p.numel() for p in module.parameters())
+
+
+def test_arguments_replace_the_config(spec: ModelSpec) -> None:
+    changed = ModelSpec(name=spec.name, args=(("num_hidden_layers", 3),))
+    assert len(load_model(changed).components) == len(load_model(spec).components) + 1
+
+
+def test_cache_output_is_explained() -> None:
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, n_positions=8, vocab_size=9)
+    with pytest.raises(TraceError, match="use_cache = False"):
+        trace(transformers.GPT2LMHeadModel(config), torch.zeros(2, 4, dtype=torch.long))
+
+
+def test_broken_configs(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with pytest.raises(ModelError, match=r"no Hugging Face config at"):
+        build_module(ModelSpec(name=str(path)))
+    path.write_text("{}")
+    with pytest.raises(ModelError, match="model_type and architectures"):
+        build_module(ModelSpec(name=str(path)))
+    path.write_text(json.dumps({**CONFIGS["vit"], "architectures": ["ViTForDreaming"]}))
+    with pytest.raises(ModelError, match="ViTForDreaming"):
+        build_module(ModelSpec(name=str(path)))
