@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from calibration.build_profile import all_reduce_sizes
-from calibration.measure_collectives import Bench, make_bench, measure_all
+from calibration.measure_collectives import COLLECTIVES, EXECUTED, Bench, make_bench, measure_all
 from calibration.measure_components import DTYPES, Case, make_case, measure_rounds
 from calibration.measure_device import measure_device
 from calibration.measure_overlap import measure_overlap
@@ -48,9 +48,9 @@ def main(job_path: Path) -> None:
     groups = make_groups([(f"level {active}", tuple(range(active))) for active in levels])
     own = {active: groups.get((f"level {active}", tuple(range(active)))) for active in levels}
     mine: dict[str, Any] = measure_rounds(cases, own, request, device, lambda line: _say(place, line))
-    bench = make_bench(device, DTYPES[request.precision], cores, 0.1 if request.quick else 0.35)
+    bench = make_bench(device, DTYPES[request.precision], cores, 0.1 if request.quick else 0.3)
     overlap = _overlaps(cases, bench, request, place)
-    operations = ("all_reduce",) if request.quick else ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    operations = EXECUTED if request.quick else tuple(COLLECTIVES)
     sizes = all_reduce_sizes(models, request.collective_sizes_bytes, bench.dtype.itemsize)
     collectives = measure_all(bench, sizes, operations, lambda line: _say(place, line))
     gathered: list[Any] = [None] * place.world_size

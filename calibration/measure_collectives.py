@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from parsim.execute.streams import CudaStreams, Streams, TaskTime, ThreadStreams
 
 BACK_TO_BACK = 3
 BURN_S = 0.002
-SECONDS_PER_SIZE = 0.35
 MIN_REPEATS, MAX_REPEATS = 6, 40
 
 
@@ -50,7 +49,7 @@ def make_streams(device: torch.device) -> Streams:
     return CudaStreams(device) if device.type == "cuda" else ThreadStreams()
 
 
-def make_bench(device: torch.device, dtype: torch.dtype, cores: int, seconds_per_size: float = SECONDS_PER_SIZE) -> Bench:
+def make_bench(device: torch.device, dtype: torch.dtype, cores: int, seconds_per_size: float) -> Bench:
     """Groups for everything that will be measured; a collective call, made by every rank."""
     world_size = dist.get_world_size()
     collectives, pairs = collective_groups(world_size), transfer_pairs(world_size, cores)
@@ -118,6 +117,9 @@ COLLECTIVES: dict[str, Callable[[Bench, int, dist.ProcessGroup], Callable[[], No
 }
 """What is measured, by name: a function that prepares the arrays and returns the blocking call."""
 
+EXECUTED = ("all_reduce",)
+"""What plans run today: three in a row and with all repeats; the rest for `parsim cost` alone."""
+
 
 def _drop(_: object) -> None:
     """The calls return a Work or nothing, an operation of a stream nothing."""
@@ -168,6 +170,7 @@ def _repeat(bench: Bench, calls: Sequence[tuple[str, Callable[[], None]]], group
     try:
         repeats, done = 2, 0
         while done < repeats:
+            begin_s = time.perf_counter()
             dist.barrier(group=group)
             for number, (stream, call) in enumerate(calls, start=1):
                 streams.submit(number, stream, [0], call)
@@ -175,8 +178,7 @@ def _repeat(bench: Bench, calls: Sequence[tuple[str, Callable[[], None]]], group
             times = {entry.task: entry for entry in streams.finish()}
             done += 1
             if done == 2:
-                taken = max(times[number].end_s for number in range(1, len(calls) + 1)) - times[1].ready_s + 2 * BURN_S
-                repeats = 2 + _agreed_repeats(bench, taken, group)
+                repeats = 2 + _agreed_repeats(bench, time.perf_counter() - begin_s, group)
             elif done > 2:
                 kept.append([times[number] for number in range(1, len(calls) + 1)])
     finally:
@@ -231,11 +233,12 @@ def measure_all(
     seconds [repeat][place in the chain]. On rank 0; the other ranks return an empty list."""
     entries: list[dict[str, Any]] = []
     for operation in operations:
+        often = operation in EXECUTED
+        shared = bench if often else replace(bench, seconds_per_size=bench.seconds_per_size / 3)
         for ranks in bench.dp:
-            chain = BACK_TO_BACK if operation == "all_reduce" else 1
             on_line(f"{operation} over {len(ranks)} ranks: {len(sizes_bytes)} sizes")
             for size_bytes in sizes_bytes:
-                seconds = measure_collective(bench, operation, ranks, size_bytes, back_to_back=chain)
+                seconds = measure_collective(shared, operation, ranks, size_bytes, back_to_back=BACK_TO_BACK if often else 1)
                 entries += _entry(operation, ranks, size_bytes, seconds)
     for pair in bench.sends:
         on_line(f"send_recv {pair[0]} to {pair[1]}: {len(sizes_bytes)} sizes")

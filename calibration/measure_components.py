@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,54 +150,50 @@ def measure_rounds(
     """Interleaved rounds until the budget is spent; called by every rank, returns what this rank measured.
 
     Args:
-        levels: group by the number of ranks that compute at once (ranks 0..k-1), None on the others, which wait in a barrier.
+        levels: group by the number of ranks that compute at once (ranks 0..k-1), None on the others, which wait in a
+            barrier. The first round warms up and is not kept.
     """
     optimizers = {number: optimizer_cases(stage, request.optimizers) for number, stage in _stages(cases).items()}
+    found: dict[str, list[dict[str, Any]]] = {"sweeps": [], "optimizers": []}
     streams = make_streams(device)
-    sweeps: list[dict[str, Any]] = []
-    steps: list[dict[str, Any]] = []
-    begin_s, done, turn = time.perf_counter(), 0, 0
-    while True:
-        kept = done > 0
-        for case in cases:
+    begin_s, rounds = time.perf_counter(), -1
+    while rounds < 0 or _go_on(rounds, time.perf_counter() - begin_s, request, device):
+        for turn, case in enumerate(cases, start=rounds + 1):
             choices = optimizers[case.number]
             chosen = choices[turn % len(choices)] if choices else None
-            turn += 1
-            for active, group in levels.items():
-                dist.barrier()
-                if group is None:
-                    continue
-                place = {"model": case.number, "samples": case.samples, "ranks_active": active, "round": done}
-                records = _visit(case, group)
-                taken_s = _timed(streams, chosen, group) if chosen else 0.0
-                if kept:
-                    sweeps += [{**place, **record} for record in records]
-                if kept and chosen:
-                    entry = {"optimizer": chosen.optimizer, "elements": chosen.elements, "tensors": chosen.tensors}
-                    steps.append({**place, **entry, "seconds": taken_s})
-        spent_s = time.perf_counter() - begin_s
-        done += 1
-        if done == 1:
-            on_line(f"components: warm-up round took {spent_s:.1f} s")
-        if not _go_on(done - 1, spent_s, request, device):
-            break
+            for entry, kind in _visit(case, levels, chosen, streams):
+                if rounds >= 0:
+                    found[kind].append({"model": case.number, "samples": case.samples, "round": rounds, **entry})
+        if rounds < 0:
+            on_line(f"components: warm-up round took {time.perf_counter() - begin_s:.1f} s")
+        rounds += 1
     streams.close()
-    on_line(f"components: {done - 1} rounds over {len(cases)} cases in {spent_s:.1f} s")
-    return {"sweeps": sweeps, "optimizers": steps}
+    on_line(f"components: {rounds} rounds over {len(cases)} cases in {time.perf_counter() - begin_s:.1f} s")
+    return found
 
 
 def _stages(cases: Sequence[Case]) -> dict[int, StageReplica]:
     return {case.number: case.stage for case in reversed(cases)}
 
 
-def _visit(case: Case, group: dist.ProcessGroup) -> list[dict[str, Any]]:
-    records = []
-    for number in range(WARM_STEPS + KEPT_STEPS):
-        dist.barrier(group=group)
-        times, wall_s = case.step()
-        if number >= WARM_STEPS:
-            records.append(sweep_record(case, times, wall_s))
-    return records
+def _visit(
+    case: Case, levels: Mapping[int, dist.ProcessGroup | None], chosen: OptimizerCase | None, streams: Streams
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Steps of one case: with every rank active (the first warms the caches), then once at each lower level."""
+    for active in sorted(levels, reverse=True):
+        dist.barrier()
+        group = levels[active]
+        if group is None:
+            continue
+        warm, kept = (WARM_STEPS, KEPT_STEPS) if active == max(levels) else (0, 1)
+        for number in range(warm + kept):
+            dist.barrier(group=group)
+            times, wall_s = case.step()
+            if number >= warm:
+                yield {"ranks_active": active, **sweep_record(case, times, wall_s)}, "sweeps"
+        if chosen is not None:
+            what = {"optimizer": chosen.optimizer, "elements": chosen.elements, "tensors": chosen.tensors}
+            yield {"ranks_active": active, **what, "seconds": _timed(streams, chosen, group)}, "optimizers"
 
 
 def _timed(streams: Streams, chosen: OptimizerCase, group: dist.ProcessGroup) -> float:
@@ -209,7 +205,7 @@ def _timed(streams: Streams, chosen: OptimizerCase, group: dist.ProcessGroup) ->
 
 
 def _go_on(rounds: int, spent_s: float, request: CalibrationRequest, device: torch.device) -> bool:
-    """Rank 0 decides for all."""
+    """Whether one more round is wanted and affordable; rank 0 decides for all."""
     next_ends_s = spent_s * (rounds + 2) / (rounds + 1)
     more = rounds < request.min_rounds or (rounds < request.max_rounds and next_ends_s <= request.budget_s)
     flag = torch.tensor([int(more)], device=device)

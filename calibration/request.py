@@ -34,7 +34,7 @@ class CalibrationRequest:
     precision: str = "fp32"
     quick: bool = False
     sizes_bytes: tuple[int, ...] = ()
-    compute_budget_s: float = 30.0
+    compute_budget_s: float = 25.0
     min_rounds: int = 3
     max_rounds: int = 40
     granularity: str = "block"

@@ -70,6 +70,7 @@ def _protocol(
             "tuner_hop_s": rounded(hop_us * MICRO),
             "tuner_efficiency": rounded(efficiency),
             "source": source,
+            "tuner_source": "nccl-tuner",
         }
     )
 

@@ -231,7 +231,8 @@ def _train(job: Job, entry: RankRun, place: Place) -> None:
             _save(folder, entry)
         if place.rank == place.world_size - 1 and (time.monotonic() - said > SAY_EVERY_S or done == job.steps):
             said = time.monotonic()
-            _say({"step": f"{done}/{job.steps}", "loss": f"{entry.losses[-1]:.4f}"})
+            replicas = entry.layout.plan.mesh.dp
+            _say({"step": f"{done}/{job.steps}", "loss of the last replica": f"{entry.losses[-1] * replicas:.4f}"})
     dist.barrier()
     if place.rank == 0:
         last = checkpoint.latest_checkpoint(folder)

@@ -140,6 +140,7 @@ class LinkProtocol(Record):
     tuner_hop_s: NonNegative
     tuner_efficiency: Positive
     source: str
+    tuner_source: str
 
 
 class LinkModel(Record):
@@ -307,9 +308,9 @@ class Profile(Record):
 
 
 def _source_keys(node: object) -> set[str]:
-    """All values under a key `source`, anywhere below `node`."""
+    """All values under a key `source` or `..._source`, anywhere below `node`."""
     if isinstance(node, dict):
-        own = {value for key, value in node.items() if key == "source" and isinstance(value, str)}
+        own = {value for key, value in node.items() if key.endswith("source") and isinstance(value, str)}
         return own.union(*(_source_keys(value) for value in node.values()))
     if isinstance(node, list):
         return set[str]().union(*(_source_keys(value) for value in node))
@@ -328,10 +329,15 @@ def load_profile(name_or_path: str) -> Profile:
     if path.suffix == ".json" or os.sep in name_or_path:
         if not path.is_file():
             raise ProfileError(f"no profile file {path}; write one with `parsim calibrate --out {path}`")
-        return parse_profile(path.read_text(), str(path))
+        try:
+            return parse_profile(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ProfileError(
+                f"cannot read profile {path}: {error}; give a JSON file written by `parsim calibrate`"
+            ) from error
     if name_or_path not in shipped_profiles():
         raise ProfileError(f"unknown profile {name_or_path!r}{near_matches(name_or_path, shipped_profiles())}")
-    text = importlib.resources.files("hardware_profiles").joinpath(f"{name_or_path}.json").read_text()
+    text = importlib.resources.files("hardware_profiles").joinpath(f"{name_or_path}.json").read_text("utf-8")
     return parse_profile(text, name_or_path)
 
 
@@ -351,7 +357,7 @@ def parse_profile(text: str, where: str) -> Profile:
 def save_profile(profile: Profile, path: Path) -> None:
     """Write atomically: a stopped process leaves the old file or the new one."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(to_text(profile.model_dump(mode="json")))
+    partial.write_text(to_text(profile.model_dump(mode="json")), encoding="utf-8")
     partial.replace(path)
 
 

@@ -133,13 +133,14 @@ def report_html(data: ReportData) -> str:
 
 def _header(data: ReportData) -> str:
     facts = "".join(f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in data.facts)
+    facts = f'<dl class="facts">{facts}</dl>' if facts else ""
     summary = "".join(f"<p>{html.escape(text)}</p>" for text in data.summary)
     links = [("validation", "Predicted against measured")]
     links += [(f"section-{number}", section.title) for number, section in enumerate(data.sections)]
     links += [("more", "What the numbers rest on")] if data.extra_tables else []
     navigation = "".join(f'<a href="#{anchor}">{html.escape(text)}</a>' for anchor, text in links)
     return (
-        f'<header><h1>{html.escape(data.title)}</h1><div class="summary">{summary}</div><dl class="facts">{facts}</dl>'
+        f'<header><h1>{html.escape(data.title)}</h1><div class="summary">{summary}</div>{facts}'
         f"<nav>{navigation}</nav>"
         "<noscript><p>The tables need nothing; the figures need JavaScript, all of it in this file.</p></noscript></header>"
     )
@@ -192,9 +193,9 @@ def _run(run: ReportRun, drawn: list[go.Figure], *, opened: bool) -> str:
     else:
         parts.append(_absent(run.absent.get("memory", "Memory was not predicted for this plan.")))
     parts.append("</div></div>")
-    if run.comparison is None:
-        parts.append(_absent(run.absent.get("comparison", "Not measured: no error to show.")))
-    else:
+    if run.comparison is None and (run.measured is not None or "comparison" in run.absent):
+        parts.append(_absent(run.absent.get("comparison", "The prediction was not compared with the measurement.")))
+    elif run.comparison is not None:
         parts.append("<h4>Error by kind of task</h4>")
         caption = "Seconds per step, summed over the tasks of a kind; beside the bars the error of the sum."
         parts.append(_figure(drawn, figures.kinds_figure(run.comparison), caption))

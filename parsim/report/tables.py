@@ -77,7 +77,7 @@ def strategy_table(
                 step,
                 interval,
                 format_rate(result["throughput_samples_per_s"]["median"]),
-                f"{format_percent(result['communication_fraction'])} of {format_percent(result['communication_busy_fraction'])}",
+                " of ".join(format_percent(result[key]) for key in ("communication_fraction", "communication_busy_fraction")),
                 format_percent(result["bubble_fraction"]),
                 format_bytes(max(result["peak_memory_bytes"], default=0)),
                 "yes" if result["fits"] else "NO",

@@ -303,6 +303,7 @@ def protocol(algorithm: str, name: str, base: float, hop: float, share: float, *
             "tuner_hop_s": hop,
             "tuner_efficiency": share,
             "source": "x",
+            "tuner_source": "x",
         }
     )
 

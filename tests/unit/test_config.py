@@ -175,7 +175,7 @@ scalars = st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=Fal
 def test_the_resolved_config_reads_back_equal(args: dict[str, Any], batch: int, rate: float) -> None:
     document = tomllib.loads(BASE)
     document["model"]["args"] = args
-    document["training"].update(global_batch=batch, learning_rate=rate)
+    document["training"].update(global_batch=16 * batch, learning_rate=rate)
     document["plan"] = {"strategy": "custom", "mesh": {"dp": 8}, "microbatches": 2}
     config = RunConfig.model_validate(document)
     again = parse_config(config.to_toml())

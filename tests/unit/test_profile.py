@@ -141,6 +141,13 @@ def test_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
         load_profile(str(tmp_path / "mine.json"))
 
 
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "binary.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ProfileError, match=r"cannot read profile .*binary\.json"):
+        load_profile(str(path))
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1, 2", '{"name": nope}', "not json at all"])
 def test_text_that_is_not_json(text: str) -> None:
     with pytest.raises(ProfileError, match=r"profile broken\.json is not JSON: .* at line \d+ column \d+; mend it"):
