@@ -39,7 +39,7 @@ class Bench:
     dtype: torch.dtype
     dp: Mapping[tuple[int, ...], dist.ProcessGroup | None]
     sends: Mapping[tuple[int, int], dist.ProcessGroup | None]
-    seconds_per_size: float = SECONDS_PER_SIZE
+    seconds_per_size: float
 
     def elements(self, size_bytes: int) -> int:
         return max(1, size_bytes // self.dtype.itemsize)

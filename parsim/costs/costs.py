@@ -67,7 +67,20 @@ class Costs:
 
     def _compute(self, work: Compute, device: Device) -> Estimate:
         component = self._component(work.component)
-        return estimate_compute(work, component, device, self.cluster.profile, self.precision, self.ranks_active)
+        return estimate_compute(
+            work,
+            component,
+            device,
+            self.cluster.profile,
+            self.precision,
+            self.ranks_active,
+            input_gradient=self._has_input_gradient(component),
+        )
+
+    def _has_input_gradient(self, component: Component) -> bool:
+        """Whether its backward hands a gradient on: not that of a component which reads the batch alone."""
+        values = (self.model.value[name] for name in component.inputs)
+        return any(value.producer is not None and value.differentiable for value in values)
 
     def _component(self, name: str) -> Component:
         index = self.model.component_index

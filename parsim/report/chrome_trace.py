@@ -5,8 +5,8 @@ sending to the receiving span of a transfer. Times are rounded to whole nanoseco
 that touch still do. Spans of one stream that overlap (clocks of several hosts) are moved to an extra thread each, as
 the viewers cannot draw them on one.
 
-Source: "Trace Event Format" as far as used here: ph, ts, dur, pid, tid, name, cat, args; metadata process_name,
-process_sort_index, thread_name, thread_sort_index; flow events s and f with bp = e.
+Used of the trace event format: ph, ts, dur, pid, tid, name, cat, args; metadata process_name, process_sort_index,
+thread_name, thread_sort_index; flow events s and f with bp = e. The test of this module states the schema.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 from parsim.errors import ModelError, TraceError  # noqa: E402
 from parsim.model import trace  # noqa: E402
 from parsim.model.spec import ModelSpec, build_module, example_batch, load_model, loss_of  # noqa: E402
-from tests.execute.test_trace import assert_equal_to_module  # noqa: E402
+from tests.execute.bitwise import assert_equal_to_module  # noqa: E402
 
 pytestmark = pytest.mark.hf
 

@@ -1,0 +1,208 @@
+"""What the commands print: one JSON document with the promised keys, text for people, progress on stderr only."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parsim.cli import COMMANDS, main
+from parsim.commands.calibrate import calibration_cases, local_batches
+from parsim.config import parse_config
+from parsim.costs.collectives import busbw_bytes_per_s
+from parsim.model.spec import ModelSpec
+from parsim.plan.plan import Plan
+
+RUN_TOML = """
+[model]
+name = "resnet50"
+args = { num_classes = 100 }
+[cluster]
+profile = "dgx1-v100-32gb"
+devices = 4
+[training]
+global_batch = 64
+"""
+
+RESULT_KEYS = {
+    "strategy",
+    "step_s",
+    "throughput_samples_per_s",
+    "communication_fraction",
+    "communication_busy_fraction",
+    "exposed_communication_s",
+    "bubble_fraction",
+    "peak_memory_bytes",
+    "fits",
+    "cost_sources",
+    "plan",
+    "warnings",
+}
+
+Call = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+    """Call `parsim ARGS` in a folder that holds RUN.toml; returns stdout and stderr of a call that ends with 0."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "RUN.toml").write_text(RUN_TOML)
+
+    def run(*arguments: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        captured = capsys.readouterr()
+        assert not ending.value.code, captured.err
+        return captured.out, captured.err
+
+    return run
+
+
+def result_of(call: Call, *arguments: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(call(*arguments, "--json")[0])
+    return document
+
+
+def assert_is_result(document: dict[str, Any]) -> None:
+    assert document.keys() >= RESULT_KEYS
+    for key in ("step_s", "throughput_samples_per_s"):
+        interval = document[key]
+        assert interval["p05"] <= interval["median"] <= interval["p95"]
+    assert sum(document["cost_sources"].values()) == pytest.approx(1)
+
+
+def test_help_names_every_command(call: Call) -> None:
+    out, _ = call("--help")
+    assert all(name in out for name in COMMANDS)
+    for name in COMMANDS:
+        assert "--json" in call(name, "--help")[0]
+
+
+def test_version(call: Call) -> None:
+    assert call("--version")[0].startswith("parsim 0.")
+
+
+def test_doctor(call: Call) -> None:
+    document = result_of(call, "doctor")
+    assert document["environment"]["versions"]["python"] == sys.version.split()[0]
+    for check in document["checks"]:
+        assert check["ok"] or check["fix"], f"{check['name']} is missing and nothing says how to get it"
+    text, progress = call("doctor")
+    assert all(check["name"] in text for check in document["checks"])
+    assert "Looking" in progress
+    assert "Looking" not in text
+
+
+def test_plan_ranks_the_families_and_keeps_the_chosen_one(call: Call, tmp_path: Path) -> None:
+    document = result_of(call, "plan", "RUN.toml", "--out", "plan.json")
+    assert [candidate["fits"] for candidate in document["candidates"]] == [True] * len(document["candidates"])
+    medians = [candidate["step_s"]["median"] for candidate in document["candidates"]]
+    assert medians == sorted(medians)
+    assert {candidate["strategy"] for candidate in document["candidates"]} == {"single", "dp", "mp", "hp"}
+    for candidate in document["candidates"]:
+        assert_is_result(candidate)
+        assert candidate["reason"]
+    assert document["chosen"]["step_s"]["median"] == medians[0]
+    assert document["status"] in ("best_of_candidates", "optimal")
+    assert 0 <= document["gap"] <= 1
+    assert json.loads(Plan.load(tmp_path / "plan.json").to_json()) == document["chosen"]["plan"]
+
+
+def test_plan_says_why_in_words(call: Call) -> None:
+    text, progress = call("plan", "RUN.toml", "--top", "3")
+    assert "Chosen: adaptive" in text
+    assert "slower by" in text
+    assert "Chosen" not in progress
+
+
+def test_simulating_the_plan_that_was_kept_gives_its_prediction_again(call: Call) -> None:
+    chosen = result_of(call, "plan", "RUN.toml", "--set", "plan.strategy=hp", "--out", "plan.json")["chosen"]
+    again = result_of(call, "simulate", "RUN.toml", "--strategy", "./plan.json")
+    assert_is_result(again)
+    assert again["step_s"] == chosen["step_s"]
+    assert again["plan"] == chosen["plan"]
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp", "mp", "hp", "adaptive"])
+def test_simulate_breaks_the_step_down(call: Call, strategy: str) -> None:
+    document = result_of(call, "simulate", "RUN.toml", "--strategy", strategy)
+    assert_is_result(document)
+    assert document["strategy"] == strategy
+    ranks = len(document["peak_memory_bytes"])
+    assert [rank["rank"] for rank in document["breakdown"]] == list(range(ranks))
+    for rank in document["breakdown"]:
+        categories = ("compute_s", "load_s", "host_s", "exposed_communication_s", "bubble_s", "idle_s")
+        assert sum(rank[category] for category in categories) == pytest.approx(rank["step_s"])
+    for rank, peak in zip(document["memory"], document["peak_memory_bytes"], strict=True):
+        assert sum(rank["lines"].values()) == rank["total_bytes"] == peak
+    assert document["critical_path"]
+
+
+def test_both_engines_print_one_breakdown(call: Call) -> None:
+    static, dynamic = (
+        result_of(call, "simulate", "RUN.toml", "--strategy", "hp", "--engine", e) for e in ("static", "dynamic")
+    )
+    assert static["plan"] == dynamic["plan"]
+    assert static["critical_path"] == dynamic["critical_path"]
+    for one, other in zip(static["breakdown"], dynamic["breakdown"], strict=True):
+        assert one == pytest.approx(other)
+
+
+def test_a_plan_by_hand(call: Call) -> None:
+    changes = ("plan.strategy=custom", "plan.mesh={ pp = 2, dp = 2 }", "plan.microbatches=4", "plan.pipeline_order=gpipe")
+    arguments = [part for change in changes for part in ("--set", change)]
+    document = result_of(call, "simulate", "RUN.toml", *arguments)
+    plan = document["plan"]
+    assert (plan["strategy"], plan["mesh"], plan["microbatches"]) == ("custom", {"pp": 2, "dp": 2, "tp": 1}, 4)
+    assert plan["pipeline_order"] == "gpipe"
+    assert result_of(call, "plan", "RUN.toml", *arguments)["chosen"]["plan"] == plan
+
+
+def test_simulate_keeps_a_folder_that_report_draws_again(call: Call, tmp_path: Path) -> None:
+    call("simulate", "RUN.toml", "--strategy", "dp", "--out", "kept")
+    folder = tmp_path / "kept"
+    trace = (folder / "trace.json").read_text()
+    assert json.loads(trace)["traceEvents"]
+    result = json.loads((folder / "result.json").read_text())
+    assert_is_result(result)
+    for name in ("trace.json", "report.html"):
+        (folder / name).unlink()
+    call("report", "kept")
+    assert (folder / "trace.json").read_text() == trace
+    page = (folder / "report.html").read_text()
+    assert "resnet50" in page
+    assert list(folder.rglob("*.partial")) == []
+
+
+def test_cost_of_a_collective(call: Call) -> None:
+    size = 2**26
+    arguments = ("cost", "dgx1-v100-32gb", "--collective", "all_reduce", "--size-bytes", str(size), "--ranks", "0,1,2,3")
+    row = result_of(call, *arguments)
+    assert row["seconds"]["p05"] < row["seconds"]["median"] < row["seconds"]["p95"]
+    assert row["busbw_bytes_per_s"] == pytest.approx(busbw_bytes_per_s("all_reduce", size, 4, row["seconds"]["median"]))
+    assert row["algorithm"] in ("ring", "tree")
+    assert row["source"] in ("measured", "fitted", "published")
+    assert "all_reduce" in call(*arguments)[0]
+
+
+def test_cost_of_every_component(call: Call) -> None:
+    document = result_of(call, "cost", "dgx1-v100-32gb", "--model", "resnet50", "--batch", "32")
+    rows = document["rows"]
+    assert [row["phase"] for row in rows] == ["forward", "backward"] * (len(rows) // 2) + ["optimizer"]
+    assert all(row["seconds"]["median"] > 0 for row in rows)
+
+
+def test_calibration_measures_each_model_once_at_every_local_batch_a_plan_may_use() -> None:
+    text = RUN_TOML.replace("resnet50", "mlp").replace("num_classes = 100", "")
+    configs = [parse_config(text), parse_config(text, ["training.global_batch=24"])]
+    cases = calibration_cases(configs, ["vit_small", "vit_small"], (4, 2))
+    assert cases == (
+        (ModelSpec(name="mlp"), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)),
+        (ModelSpec(name="vit_small"), (2, 4)),
+    )
+    assert local_batches(7) == {7}
