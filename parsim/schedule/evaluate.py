@@ -28,6 +28,8 @@ from parsim.timeline import Timeline
 REPEATED_STEPS = 4
 SAMPLES = 200
 SEED = 0
+WORTH_SAYING = 0.01
+"""A warning about extrapolated tasks is given from this share of all task seconds on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +115,8 @@ def _warnings(estimates: Sequence[Estimate], memory: Sequence[RankMemory]) -> tu
         worst = max(over, key=lambda entry: entry.excess_bytes)
         warnings.append(f"does not fit: {worst.describe()}")
     outside = np.array([estimate.extrapolated for estimate in estimates], dtype=bool)
-    if outside.any():
-        share = float(medians_s(estimates)[outside].sum() / max(medians_s(estimates).sum(), 1e-30))
+    share = float(medians_s(estimates)[outside].sum() / max(medians_s(estimates).sum(), 1e-30))
+    if share >= WORTH_SAYING:
         example = next(estimate.detail for estimate in estimates if estimate.extrapolated)
         warnings.append(f"{100 * share:.0f}% of the task time lies outside the measured range, e.g. {example}")
     return tuple(warnings)

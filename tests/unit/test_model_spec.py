@@ -112,7 +112,8 @@ class TestWithTorch:
             "def classifier(width=8):\n    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 4))\n"
             "def regression():\n    return nn.Sequential(nn.Linear(6, 1))\n"
             "def tokens():\n    return nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 9))\n"
-            "def curious():\n    layer = nn.Linear(6, 3)\n    layer.weight.data.mul_(layer.weight.max().item())\n    return layer\n"
+            "def curious():\n    layer = nn.Linear(6, 3)\n"
+            "    layer.weight.data.mul_(layer.weight.max().item())\n    return layer\n"
             "def nothing():\n    return 3\n"
         )
         monkeypatch.syspath_prepend(str(tmp_path))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra")
@@ -123,8 +125,9 @@ def test_fixed_work_and_fixed_values() -> None:
             return self.out(x + positions)
 
     model = model_of(Positions(), 9, 4)
-    assert model.value["scale:0"].fixed_bytes == 9 * 4 * F32
-    assert model.value["scale:0"].bytes_per_sample == 0
+    assert model.value["table:0"].fixed_bytes == 9 * 4 * F32
+    assert model.value["table:0"].bytes_per_sample == 0
+    assert model.value["scale:0"].bytes_per_sample == 9 * 4 * F32, "the sum with the samples joins the component before it"
     (lookup,) = operators(model.components[0], "embedding")
     assert lookup.batch == "none"
     assert model.forward_flop == 2 * 9 * 4 * 2, "only what grows with the samples is counted per sample"
@@ -184,7 +187,7 @@ def test_saved_activations_agree_with_real_autograd() -> None:
 
 
 def layers(widths: list[int]) -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths, widths[1:], strict=False)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(widths)))
 
 
 @settings(max_examples=15, deadline=None)
@@ -193,7 +196,7 @@ def test_independent_of_batch_and_consistent(widths: list[int], batch: int) -> N
     module = layers(widths)
     model = model_of(module, widths[0], batch=batch, loss="mse")
     assert model == model_of(module, widths[0], batch=batch + 1, loss="mse")
-    assert model.forward_flop == sum(2 * a * b for a, b in zip(widths, widths[1:], strict=False))
+    assert model.forward_flop == sum(2 * a * b for a, b in itertools.pairwise(widths))
     assert model.parameter_count == sum(p.numel() for p in module.parameters())
     fine = model_of(module, widths[0], batch=batch, granularity="layer", loss="mse")
     assert fine.forward_flop == model.forward_flop
