@@ -43,7 +43,8 @@ SOURCES: Mapping[str, tuple[str, str]] = {
     ),
     "optimizer_steps": (
         "measurement",
-        "optimizer step and zeroing of the flat gradients, over halves and the whole of a model, right after training steps",
+        "optimizer step and zeroing of the flat gradients, over halves and the whole of a model, right after training steps; "
+        "scaled by what the whole took inside training steps over what it took here",
     ),
     "collectives": (
         "measurement",
@@ -184,21 +185,25 @@ def component_points(
 
 
 def optimizer_points(raw: Mapping[str, Any], request: CalibrationRequest, device_type: str) -> list[OptimizerPoint]:
-    """Whole-model steps as they occurred in training steps, and the separate ones over parts of models."""
-    found: dict[tuple[str, int, int, int], list[float]] = {}
-    inside: set[tuple[str, int, int, int]] = set()
-    works = {(case["model"], case["samples"]): [parse_work(text) for text in case["tasks"]] for case in raw["cases"]}
-    for (number, samples, active), table in _tables(raw).items():
-        for place, work in enumerate(works[number, samples]):
-            if isinstance(work, OptimizerStep):
-                key = (request.optimizers[0], work.elements, work.tensors, active)
-                found.setdefault(key, []).extend(table[:, place].tolist())
-                inside.add(key)
+    """Every optimizer over the whole and over parts of each model, as long as it takes inside a training step.
+
+    The request's first optimizer ran inside the measured steps, over whole models. All else was timed apart, with other
+    arrays in the caches, and is scaled by what the same whole step took inside over what it took apart.
+    """
+    inside = _optimizer_inside(raw)
+    apart: dict[tuple[int, int], dict[tuple[str, int, int], list[float]]] = {}
     for rank in raw["ranks"]:
         for step in rank["optimizers"]:
-            key = (step["optimizer"], step["elements"], step["tensors"], step["ranks_active"])
-            if key not in inside:
-                found.setdefault(key, []).append(step["seconds"])
+            place, what = (step["model"], step["ranks_active"]), (step["optimizer"], step["elements"], step["tensors"])
+            apart.setdefault(place, {}).setdefault(what, []).append(step["seconds"])
+    found: dict[tuple[str, int, int, int], tuple[list[float], str]] = {}
+    for (number, active), (elements, tensors, seconds) in inside.items():
+        whole = (request.optimizers[0], elements, tensors)
+        separate = apart.get((number, active), {})
+        scale = float(np.median(seconds) / np.median(separate[whole])) if whole in separate else 1.0
+        for what, values in separate.items():
+            found.setdefault((*what, active), ([], "optimizer_steps"))[0].extend(scale * value for value in values)
+        found[(*whole, active)] = (seconds, "steps")
     return [
         OptimizerPoint(
             optimizer=optimizer,
@@ -209,10 +214,22 @@ def optimizer_points(raw: Mapping[str, Any], request: CalibrationRequest, device
             seconds=float(np.median(seconds)),
             spread=robust_sigma(seconds),
             repeats=len(seconds),
-            source="steps" if (optimizer, elements, tensors, active) in inside else "optimizer_steps",
+            source=source,
         )
-        for (optimizer, elements, tensors, active), seconds in sorted(found.items())
+        for (optimizer, elements, tensors, active), (seconds, source) in sorted(found.items())
     ]
+
+
+def _optimizer_inside(raw: Mapping[str, Any]) -> dict[tuple[int, int], tuple[int, int, list[float]]]:
+    """By (model, ranks active): elements, tensors, and the seconds of the optimizer's task in all measured steps."""
+    works = {(case["model"], case["samples"]): [parse_work(text) for text in case["tasks"]] for case in raw["cases"]}
+    found: dict[tuple[int, int], tuple[int, int, list[float]]] = {}
+    for (number, samples, active), table in _tables(raw).items():
+        for place, work in enumerate(works[number, samples]):
+            if isinstance(work, OptimizerStep):
+                entry = found.setdefault((number, active), (work.elements, work.tensors, []))
+                entry[2].extend(table[:, place].tolist())
+    return found
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
@@ -236,6 +253,12 @@ def drift_sigma(raw: Mapping[str, Any]) -> float:
             relative.setdefault(number, []).append(value / usual)
     means = [float(np.mean(values)) for values in relative.values()]
     return max(MIN_DRIFT_SIGMA, robust_sigma(means))
+
+
+def other_share(raw: Mapping[str, Any]) -> float:
+    """Share of the measured steps' wall time in which the rank did not have its core; 0 on an idle machine."""
+    sweeps = [sweep for rank in raw["ranks"] for sweep in rank["sweeps"]]
+    return max(0.0, 1.0 - float(sum(sweep["cpu_s"] for sweep in sweeps)) / float(sum(sweep["wall_s"] for sweep in sweeps)))
 
 
 def host_overhead(raw: Mapping[str, Any]) -> HostOverhead:

@@ -11,17 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from calibration.build_profile import build_profile
+from calibration.build_profile import build_profile, other_share
 from calibration.request import CalibrationRequest
 from parsim.errors import ConfigError, ExecutionError, MissingDependencyError, near_matches
 from parsim.execute.launch import launch
 from parsim.execute.pinning import available_cores
 from parsim.hardware.profile import Profile, save_profile
 from parsim.model.spec import load_model
+from parsim.units import format_percent
 
 __all__ = ["CalibrationRequest", "calibrate"]
 
 RANKS_PER_CORE = 4
+BUSY_SHARE = 0.05
 TIMEOUT_S = 1800.0
 
 
@@ -49,6 +51,9 @@ def calibrate(request: CalibrationRequest, out: Path, *, on_line: Callable[[str]
             model.save(job.parent / f"model-{number}.json")
         launch(job, request.nproc, module="calibration", timeout_s=TIMEOUT_S, on_line=say)
         raw = _read_raw(job.parent / "raw.json")
+    share = other_share(raw)
+    if request.device == "cpu" and request.nproc <= len(available_cores()) and share > BUSY_SHARE:
+        say(f"warning: other programs had {format_percent(share)} of the cores meanwhile; for a quiet machine, calibrate again")
     profile = build_profile(
         raw,
         request,

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,14 @@ LEARNING_RATE = 1e-5
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
+class StepTimes(NamedTuple):
+    """Times of the tasks of one step, and its wall and processor seconds as a whole."""
+
+    tasks: list[TaskTime]
+    wall_s: float
+    cpu_s: float
+
+
 @dataclass(kw_only=True)
 class Case:
     """One model at one local batch on this rank, ready to train step after step.
@@ -54,11 +62,10 @@ class Case:
     streams: Streams
     batch: Mapping[str, Tensor]
 
-    def step(self) -> tuple[list[TaskTime], float]:
-        """Times of the tasks, and the wall seconds of the whole step."""
-        start_s = time.perf_counter()
+    def step(self) -> StepTimes:
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         _, times = self.program.step(lambda _: self.batch)
-        return times, time.perf_counter() - start_s
+        return StepTimes(times, time.perf_counter() - start_s, time.process_time() - start_cpu_s)
 
 
 def one_rank_plan(model: Model, samples: int) -> Plan:
@@ -88,16 +95,16 @@ def make_case(
     return Case(number=number, samples=samples, graph=graph, program=program, stage=stage, streams=streams, batch=batch)
 
 
-def sweep_record(case: Case, times: Sequence[TaskTime], wall_s: float) -> dict[str, Any]:
+def sweep_record(case: Case, step: StepTimes) -> dict[str, Any]:
     """Seconds of every task of the graph, the median gap between tasks, and what else the step took."""
     seconds = [0.0] * len(case.graph.tasks)
-    for entry in times:
+    for entry in step.tasks:
         seconds[entry.task] = entry.end_s - entry.ready_s
-    computed = sorted((entry for entry in times if entry.stream == COMPUTE), key=lambda entry: entry.ready_s)
+    computed = sorted((entry for entry in step.tasks if entry.stream == COMPUTE), key=lambda entry: entry.ready_s)
     gaps = [later.ready_s - earlier.end_s for earlier, later in itertools.pairwise(computed)]
     gap_s = max(0.0, statistics.median(gaps)) if gaps else 0.0
-    rest_s = max(0.0, wall_s - sum(seconds) - gap_s * len(gaps))
-    return {"seconds": seconds, "gap_s": gap_s, "rest_s": rest_s, "wall_s": wall_s}
+    rest_s = max(0.0, step.wall_s - sum(seconds) - gap_s * len(gaps))
+    return {"seconds": seconds, "gap_s": gap_s, "rest_s": rest_s, "wall_s": step.wall_s, "cpu_s": step.cpu_s}
 
 
 # --- optimizers over parts of a model ---------------------------------------------------------------------------------
@@ -188,9 +195,9 @@ def _visit(
         warm, kept = (WARM_STEPS, KEPT_STEPS) if active == max(levels) else (0, 1)
         for number in range(warm + kept):
             dist.barrier(group=group)
-            times, wall_s = case.step()
+            step = case.step()
             if number >= warm:
-                yield {"ranks_active": active, **sweep_record(case, times, wall_s)}, "sweeps"
+                yield {"ranks_active": active, **sweep_record(case, step)}, "sweeps"
         if chosen is not None:
             what = {"optimizer": chosen.optimizer, "elements": chosen.elements, "tensors": chosen.tensors}
             yield {"ranks_active": active, **what, "seconds": _timed(streams, chosen, group)}, "optimizers"

@@ -31,7 +31,7 @@ def measure_overlap(case: Case, bench: Bench, size_bytes: int) -> dict[str, Any]
     call = partial(_all_reduce, array, group)
     steps_alone = _run(case, bench, group, steps=ALONE_STEPS, calls=0, call=call)
     calls_alone = _run(case, bench, group, steps=0, calls=ALONE_CALLS, call=call)
-    step_s = statistics.median(wall_s for _, wall_s in steps_alone["steps"])
+    step_s = statistics.median(step.wall_s for step in steps_alone["steps"])
     call_s = statistics.median(entry.end_s - entry.ready_s for entry in calls_alone["calls"])
     calls = _agreed(min(MAX_CALLS, max(4, int(TOGETHER_STEPS * step_s / call_s))), bench)
     together = _run(case, bench, group, steps=TOGETHER_STEPS, calls=calls, call=call)
@@ -41,7 +41,7 @@ def measure_overlap(case: Case, bench: Bench, size_bytes: int) -> dict[str, Any]
     if bench.rank != 0:
         return None
     computing = [
-        computation_factor([times for times, _ in entry["steps_alone"]["steps"]], entry["together"]) for entry in gathered
+        computation_factor([step.tasks for step in entry["steps_alone"]["steps"]], entry["together"]) for entry in gathered
     ]
     communicating = communication_factor(
         [entry["calls_alone"]["calls"] for entry in gathered], [entry["together"] for entry in gathered]
@@ -85,15 +85,15 @@ def computation_factor(alone: Sequence[Sequence[TaskTime]], together: dict[str, 
     for times in alone[1:]:
         for entry in times:
             usual.setdefault(entry.task, []).append(entry.end_s - entry.ready_s)
-    beside = [entry for times, _ in together["steps"] for entry in times if entry.ready_s >= begin_s and entry.end_s <= end_s]
+    beside = [entry for step in together["steps"] for entry in step.tasks if entry.ready_s >= begin_s and entry.end_s <= end_s]
     expected = sum(statistics.median(usual[entry.task]) for entry in beside)
     return sum(entry.end_s - entry.ready_s for entry in beside) / expected if expected > 0 else None
 
 
 def communication_factor(alone: Sequence[Sequence[TaskTime]], together: Sequence[dict[str, Any]]) -> float | None:
     """Median time of the calls that ran wholly beside computation on every rank, over the median alone."""
-    begin_s = max(min(entry.ready_s for times, _ in rank["steps"] for entry in times) for rank in together)
-    end_s = min(max(entry.end_s for times, _ in rank["steps"] for entry in times) for rank in together)
+    begin_s = max(min(entry.ready_s for step in rank["steps"] for entry in step.tasks) for rank in together)
+    end_s = min(max(entry.end_s for step in rank["steps"] for entry in step.tasks) for rank in together)
     usual = merged_seconds([[list(times)] for times in alone], len(alone[0]))[0][1:]
     calls = [list(rank["calls"]) for rank in together]
     merged = merged_seconds([[times] for times in calls], len(calls[0]))[0]

@@ -7,9 +7,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "parsim").rglob("*.py")) + sorted((ROOT / "calibration").rglob("*.py"))
@@ -56,6 +55,7 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -78,29 +78,34 @@ def layer_of(path: Path) -> str:
     return parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_imports_point_only_up_the_list(path: Path) -> None:
-    inside = path.is_relative_to(ROOT / "parsim")
-    own = layer_of(path) if inside else ""
-    if inside and own != "__init__":
-        assert own in LEVEL, f"{relative(path)} belongs to no layer; add it to LAYERS where its imports allow"
-    for line, module in imported_modules(path):
-        package, _, rest = module.partition(".")
-        if package == "calibration" and inside:
-            assert own in ("commands", "cli"), f"{relative(path)}:{line}: calibration imports parsim, never the reverse"
-        if package == "parsim" and inside and rest:
-            target = rest.split(".")[0]
-            if target == "__version__":
-                continue
-            assert LEVEL[target] <= LEVEL[own], f"{relative(path)}:{line} imports {module}, which lies further down the list"
+def test_imports_point_only_up_the_list() -> None:
+    wrong: list[str] = []
+    for path in SOURCES:
+        inside = path.is_relative_to(ROOT / "parsim")
+        own = layer_of(path) if inside else ""
+        if inside and own != "__init__" and own not in LEVEL:
+            wrong.append(f"{relative(path)} belongs to no layer; add it to LAYERS where its imports allow")
+            continue
+        for line, module in imported_modules(path):
+            package, _, rest = module.partition(".")
+            if inside and package == "calibration" and own != "commands":
+                wrong.append(f"{relative(path)}:{line}: calibration imports parsim, never the reverse")
+            if inside and package == "parsim" and rest and rest != "__version__" and LEVEL[rest.split(".")[0]] > LEVEL[own]:
+                wrong.append(f"{relative(path)}:{line} imports {module}, which lies further down the list")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.is_relative_to(ROOT / "parsim")], ids=relative)
-def test_calibration_is_imported_only_when_used(path: Path) -> None:
-    for node in tree(path).body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            assert not any(name.split(".")[0] == "calibration" for name in names), f"{relative(path)}:{node.lineno}"
+def test_calibration_is_imported_only_when_used() -> None:
+    wrong = [
+        f"{relative(path)}:{node.lineno}"
+        for path in SOURCES
+        if path.is_relative_to(ROOT / "parsim")
+        for node in tree(path).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        if name.split(".")[0] == "calibration"
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_import_cycle_between_modules() -> None:
@@ -156,46 +161,61 @@ def place_in_all(name: str) -> tuple[int, str]:
     return (0 if name.isupper() else 1 if name[:1].isupper() else 2, name)
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if "__all__" in path.read_text()], ids=relative)
-def test_all_is_sorted_and_complete(path: Path) -> None:
-    module = tree(path)
-    exported = exported_names(module)
-    assert exported is not None, f"{relative(path)}: __all__ must be a plain list of names"
-    assert exported == sorted(exported, key=place_in_all), f"{relative(path)}: sort __all__ (ruff check --fix does)"
-    defined: set[str] = set()
+def test_all_is_sorted_and_complete() -> None:
+    wrong: list[str] = []
+    for path in SOURCES:
+        module = tree(path)
+        exported = exported_names(module)
+        if exported is None:
+            continue
+        if exported != sorted(exported, key=place_in_all):
+            wrong.append(f"{relative(path)}: sort __all__ (ruff check --fix does)")
+        own = {node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        if absent := set(exported) - own - bound_names(module):
+            wrong.append(f"{relative(path)}: __all__ names what is not there: {sorted(absent)}")
+        if forgotten := {name for name in own if not name.startswith("_")} - set(exported):
+            wrong.append(f"{relative(path)}: __all__ leaves out {sorted(forgotten)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def bound_names(module: ast.Module) -> set[str]:
+    """Names that assignments and imports at module level make."""
+    names: set[str] = set()
     for node in module.body:
         match node:
-            case ast.FunctionDef() | ast.ClassDef():
-                defined.add(node.name)
             case ast.Assign():
-                defined.update(target.id for target in node.targets if isinstance(target, ast.Name))
+                names.update(target.id for target in node.targets if isinstance(target, ast.Name))
             case ast.AnnAssign(target=ast.Name(id=name)):
-                defined.add(name)
+                names.add(name)
             case ast.ImportFrom() | ast.Import():
-                defined.update(alias.asname or alias.name for alias in node.names)
-    assert set(exported) <= defined, f"{relative(path)}: __all__ names what is not there: {set(exported) - defined}"
-    own = {node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    public = {name for name in own if not name.startswith("_")}
-    assert public <= set(exported), f"{relative(path)}: __all__ leaves out {sorted(public - set(exported))}"
+                names.update(alias.asname or alias.name for alias in node.names)
+    return names
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_a_file_reads_in_one_sitting(path: Path) -> None:
-    lines = len(path.read_text().splitlines())
-    assert lines < 500, f"{relative(path)} has {lines} lines: it has two subjects; split it"
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length < 90, f"{relative(path)}:{node.lineno} {node.name} has {length} lines; split it"
+def test_a_file_reads_in_one_sitting() -> None:
+    wrong: list[str] = []
+    for path in SOURCES:
+        lines = len(path.read_text().splitlines())
+        if lines >= 500:
+            wrong.append(f"{relative(path)} has {lines} lines: it has two subjects; split it")
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length >= 90:
+                    wrong.append(f"{relative(path)}:{node.lineno} {node.name} has {length} lines; split it")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_names_say_what_a_thing_is(path: Path) -> None:
+def test_names_say_what_a_thing_is() -> None:
     vague = re.compile(r"utils?|helpers?|managers?|handlers?|misc|common", re.IGNORECASE)
-    assert not vague.fullmatch(path.stem), f"{relative(path)}: name the file after its subject"
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.ClassDef):
-            assert not re.search(r"(Manager|Helper|Handler|Utils?)$", node.name), f"{relative(path)}:{node.lineno} {node.name}"
+    wrong = [f"{relative(path)}: name the file after its subject" for path in SOURCES if vague.fullmatch(path.stem)]
+    wrong += [
+        f"{relative(path)}:{node.lineno} {node.name}"
+        for path in SOURCES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef) and re.search(r"(Manager|Helper|Handler|Utils?)$", node.name)
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def swallows(handler: ast.ExceptHandler) -> bool:
@@ -207,21 +227,24 @@ def swallows(handler: ast.ExceptHandler) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_nothing_is_left_unfinished(path: Path) -> None:
-    text = path.read_text()
-    assert not re.search(r"\b(TODO|FIXME|XXX|HACK)\b", text), f"{relative(path)}: finish it or open an issue"
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.ExceptHandler):
-            assert node.type is not None, f"{relative(path)}:{node.lineno}: say which exception"
-            assert not swallows(node), f"{relative(path)}:{node.lineno}: an error is swallowed; say what it means"
-        if isinstance(node, ast.Name):
-            assert node.id != "NotImplementedError", f"{relative(path)}:{node.lineno}: no stubs"
+def test_nothing_is_left_unfinished() -> None:
+    wrong: list[str] = []
+    for path in SOURCES:
+        if re.search(r"\b(TODO|FIXME|XXX|HACK)\b", path.read_text()):
+            wrong.append(f"{relative(path)}: finish it or open an issue")
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ExceptHandler) and node.type is None:
+                wrong.append(f"{relative(path)}:{node.lineno}: say which exception")
+            if isinstance(node, ast.ExceptHandler) and swallows(node):
+                wrong.append(f"{relative(path)}:{node.lineno}: an error is swallowed; say what it means")
+            if isinstance(node, ast.Name) and node.id == "NotImplementedError":
+                wrong.append(f"{relative(path)}:{node.lineno}: no stubs")
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if path.name != "__init__.py"], ids=relative)
-def test_every_module_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(tree(path)), f"{relative(path)} has no docstring"
+def test_every_module_says_what_it_is() -> None:
+    wrong = [relative(path) for path in SOURCES if path.name != "__init__.py" and not ast.get_docstring(tree(path))]
+    assert not wrong, f"no docstring: {', '.join(wrong)}"
 
 
 def tracked_files() -> list[Path]:

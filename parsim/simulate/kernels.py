@@ -7,8 +7,6 @@ IEEE doubles, so that the engines can be equal bitwise.
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 from numba import njit
 
@@ -67,56 +65,75 @@ def run_plain(g, durations, floor, start, end):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
+def set_next(tree, resource, second):  # type: ignore[no-untyped-def]
+    """Note when the next event of a resource is due. `tree` is a tournament: the root, tree[1], is the earliest of all."""
+    node = len(tree) // 2 + resource
+    tree[node] = second
+    while node > 1:
+        node //= 2
+        earliest = min(tree[2 * node], tree[2 * node + 1])
+        if tree[node] == earliest:
+            return
+        tree[node] = earliest
+
+
+@njit(cache=True, nogil=True)
+def earliest_resource(tree):  # type: ignore[no-untyped-def]
+    """A resource whose event is due at tree[1]."""
+    node, leaves = 1, len(tree) // 2
+    while node < leaves:
+        node = 2 * node if tree[2 * node] == tree[node] else 2 * node + 1
+    return node - leaves
+
+
+@njit(cache=True, nogil=True)
 def run_with_overlap(g, factors, durations, floor, start, end):  # type: ignore[no-untyped-def]
     """Fill start and end, following every task's rate from instant to instant.
 
     Per instant: everything that ends and starts in it, until nothing more does; then the tasks whose slowdown changed
-    get what is left of them priced at the new rate. A heap entry (second, task, stamp) is the end of a task if the stamp
-    is the task's latest, stale if it is an older one, and with stamp -1 the release of a task's first resource.
+    get what is left of them priced at the new rate. The event of a resource is the end of the task it holds as the first
+    of that task's resources, or the second from which it is free.
     """
-    n, world = len(g.kind), len(g.rank_resources.offsets) - 1
+    n, world, resources = len(g.kind), len(g.rank_resources.offsets) - 1, len(g.last)
     waiting = g.before.offsets[1:] - g.before.offsets[:-1]
-    left, since, stamp = np.zeros(n), np.zeros(n), np.zeros(n, dtype=np.int64)
-    slowed = np.zeros(n, dtype=np.bool_)
-    holder = np.full(len(g.last), -1, dtype=np.int64)
+    left, since, slowed = np.zeros(n), np.zeros(n), np.zeros(n, dtype=np.bool_)
+    holder, first = np.full(resources, -1, dtype=np.int64), np.full(resources, -1, dtype=np.int64)
     active = np.zeros((3, world), dtype=np.int64)
     changed, changed_count, is_changed = np.empty(world, dtype=np.int64), 0, np.zeros(world, dtype=np.bool_)
     ready, ready_count = np.empty(n, dtype=np.int64), 0
-    heap = [(0.0, 0, 0) for _ in range(0)]
+    leaves = 1
+    while leaves < resources:
+        leaves *= 2
+    tree = np.full(2 * leaves, np.inf)
     for task in range(n):
-        release = 0.0
         for k in range(g.heads.offsets[task], g.heads.offsets[task + 1]):
-            release = max(release, floor[g.heads.values[k]])
-        if release > 0.0:
-            waiting[task] += 1
-            heapq.heappush(heap, (release, task, -1))
+            if floor[g.heads.values[k]] > 0.0:
+                waiting[task] += 1
+                first[g.heads.values[k]] = task
+                set_next(tree, g.heads.values[k], floor[g.heads.values[k]])
         if waiting[task] == 0:
             ready[ready_count] = task
             ready_count += 1
     now = 0.0
     while True:
-        while ready_count > 0 or (len(heap) > 0 and heap[0][0] <= now):
+        while ready_count > 0 or tree[1] <= now:
             if ready_count > 0:  # a task starts
                 ready_count -= 1
-                task = ready[ready_count]
-                start[task] = now
+                task, step = ready[ready_count], 1
+                start[task], since[task], left[task] = now, now, durations[task]
                 end[task] = now + durations[task]
-                left[task] = durations[task]
-                since[task] = now
-                step = 1
-                heapq.heappush(heap, (end[task], task, stamp[task]))
+                set_next(tree, g.resources.values[g.resources.offsets[task]], end[task])
             else:
-                _, task, entry = heapq.heappop(heap)
-                if entry == -1:  # its first resource is free
-                    waiting[task] -= 1
-                    if waiting[task] == 0:
-                        ready[ready_count] = task
+                resource = earliest_resource(tree)
+                set_next(tree, resource, np.inf)
+                task, step = holder[resource], -1
+                if task == -1:  # the resource is free from now on
+                    waiting[first[resource]] -= 1
+                    if waiting[first[resource]] == 0:
+                        ready[ready_count] = first[resource]
                         ready_count += 1
                     continue
-                if entry != stamp[task]:
-                    continue
-                step = -1  # a task ends
-                for k in range(g.after.offsets[task], g.after.offsets[task + 1]):
+                for k in range(g.after.offsets[task], g.after.offsets[task + 1]):  # a task ends
                     later = g.after.values[k]
                     waiting[later] -= 1
                     if waiting[later] == 0:
@@ -145,17 +162,13 @@ def run_with_overlap(g, factors, durations, floor, start, end):  # type: ignore[
                     continue
                 factor = factors[0] if g.kind[task] == _COMPUTING else factors[1]
                 left[task] = max(0.0, left[task] - (now - since[task]) / (1.0 if slow else factor))
-                since[task] = now
-                slowed[task] = slow
+                since[task], slowed[task] = now, slow
                 end[task] = now + left[task] * (factor if slow else 1.0)
-                stamp[task] += 1
-                heapq.heappush(heap, (end[task], task, stamp[task]))
+                set_next(tree, g.resources.values[g.resources.offsets[task]], end[task])
         changed_count = 0
-        while len(heap) > 0 and heap[0][2] != -1 and heap[0][2] != stamp[heap[0][1]]:
-            heapq.heappop(heap)
-        if len(heap) == 0:
+        if tree[1] == np.inf:
             return
-        now = heap[0][0]
+        now = tree[1]
 
 
 @njit(cache=True, nogil=True)

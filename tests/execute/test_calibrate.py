@@ -16,6 +16,8 @@ from calibration.build_profile import (
     build_profile,
     collective_points,
     drift_sigma,
+    optimizer_points,
+    other_share,
     overlap_factors,
     robust_sigma,
     typical_step,
@@ -23,7 +25,7 @@ from calibration.build_profile import (
 from calibration.calibrate import CalibrationRequest, calibrate
 from calibration.fit_collectives import fit_regimes
 from calibration.measure_collectives import collective_groups, merged_seconds, transfer_pairs
-from calibration.measure_components import make_case, optimizer_cases, sweep_record
+from calibration.measure_components import StepTimes, make_case, optimizer_cases, sweep_record
 from calibration.measure_overlap import communication_factor, computation_factor
 from calibration.request import active_levels
 from parsim.costs.collectives import regimes_s
@@ -152,7 +154,7 @@ def test_collective_points_and_fit_recover_alpha_and_beta() -> None:
 def test_overlap_factors_from_constructed_times() -> None:
     """Two tasks of 1 s and 2 s take 1.5 and 3 beside calls of 0.2 s that take 0.5."""
     alone = [[TaskTime(0, "compute", 0.0, 1.0), TaskTime(1, "compute", 1.0, 3.0)]] * 3
-    steps = [([TaskTime(0, "compute", 10.0, 11.5), TaskTime(1, "compute", 11.5, 14.5)], 4.5)]
+    steps = [StepTimes([TaskTime(0, "compute", 10.0, 11.5), TaskTime(1, "compute", 11.5, 14.5)], 4.5, 4.5)]
     calls = [TaskTime(number, "dp", 9.8 + 0.5 * number, 10.3 + 0.5 * number) for number in range(12)]
     together = {"steps": steps, "calls": calls}
     assert computation_factor(alone, together) == pytest.approx(1.5)
@@ -186,7 +188,7 @@ def test_measuring_trains_exactly_as_plain_torch_does() -> None:
     optimizers = optimizer_cases(case.stage, ("sgd_momentum", "adam"))
     records = []
     for number in range(4):
-        records.append(sweep_record(case, *case.step()))
+        records.append(sweep_record(case, case.step()))
         optimizers[number % len(optimizers)].step()
     torch.manual_seed(request.seed)
     module = build_module(MLP).double().train()
@@ -217,6 +219,26 @@ def test_optimizer_cases_cover_halves_and_the_whole() -> None:
     assert whole.tensors == first.tensors + second.tensors
 
 
+def test_optimizer_parts_are_scaled_to_the_inside_of_a_step() -> None:
+    """The whole takes 4 ms inside and 2 ms apart, so a part of 1 ms apart counts 2 ms."""
+    sweep = {"model": 0, "samples": 4, "ranks_active": 1, "round": 0, "seconds": [4e-3]}
+    apart = {"model": 0, "samples": 4, "ranks_active": 1, "round": 0}
+    steps = [
+        {**apart, "optimizer": name, "elements": elements, "tensors": 2, "seconds": seconds}
+        for name, elements, seconds in (("sgd", 100, 2e-3), ("sgd", 60, 1e-3), ("adam", 100, 3e-3))
+    ]
+    raw = {
+        "ranks": [{"sweeps": [sweep], "optimizers": steps}],
+        "cases": [{"model": 0, "samples": 4, "tasks": ["optimizer 100 elements in 2"]}],
+    }
+    request = CalibrationRequest(models=((MLP, (4,)),), optimizers=("sgd", "adam"))
+    points = {(p.optimizer, p.elements): p for p in optimizer_points(raw, request, "cpu-core")}
+    assert points["sgd", 100].seconds == pytest.approx(4e-3)
+    assert points["sgd", 60].seconds == pytest.approx(2e-3)
+    assert points["adam", 100].seconds == pytest.approx(6e-3)
+    assert (points["sgd", 100].source, points["sgd", 60].source) == ("steps", "optimizer_steps")
+
+
 def synthetic_raw(request: CalibrationRequest) -> dict[str, Any]:
     """What the ranks would leave if every task took (place in the graph + 1) ms, twice that with two ranks active."""
     import torch
@@ -231,7 +253,7 @@ def synthetic_raw(request: CalibrationRequest) -> dict[str, Any]:
             for number in range(5):
                 place = {"model": 0, "samples": samples, "ranks_active": active, "round": number}
                 seconds = [1e-3 * active * (place + 1) for place in range(len(texts))]
-                sweeps.append({**place, "seconds": seconds, "gap_s": 2e-5, "rest_s": 3e-4, "wall_s": sum(seconds)})
+                sweeps.append({**place, "seconds": seconds, "gap_s": 2e-5, "rest_s": 3e-4, "wall_s": 1.0, "cpu_s": 0.75})
     facts = {"name": "x", "memory_bytes": 8e9, "context_bytes": 2e8, "peak_flop_per_s": 9e10, "copy_bytes_per_s": 2e10}
     entry = {"model": 0, "samples": 4, "ranks_active": 2, "round": 0}
     steps = [{**entry, "optimizer": "sgd_momentum", "elements": 100, "tensors": 2, "seconds": 1e-4}]
@@ -267,6 +289,7 @@ def test_profile_holds_exactly_what_was_measured(tmp_path: Path) -> None:
     assert profile.overlap is not None
     assert profile.overlap.compute_factor == pytest.approx(1.3)
     assert len(profile.devices) == 2
+    assert other_share(raw) == pytest.approx(0.25)
     assert check_complete(profile, REQUEST) == 2 * 2 * 2 * len(load_model(MLP).components)
 
 
