@@ -171,11 +171,10 @@ def measure_rounds(
             for entry, kind in _visit(case, levels, chosen, streams):
                 if rounds >= 0:
                     found[kind].append({"model": case.number, "samples": case.samples, "round": rounds, **entry})
-        if rounds < 0:
-            on_line(f"components: warm-up round took {time.perf_counter() - begin_s:.1f} s")
         rounds += 1
+        spent_s = time.perf_counter() - begin_s
+        on_line(f"components: round {rounds} of {len(cases)} cases, {spent_s:.1f} of about {request.budget_s:.0f} s")
     streams.close()
-    on_line(f"components: {rounds} rounds over {len(cases)} cases in {time.perf_counter() - begin_s:.1f} s")
     return found
 
 

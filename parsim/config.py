@@ -51,7 +51,7 @@ class ModelSection(Section):
     """[model]: what is trained."""
 
     name: Annotated[str, Field(strict=True, min_length=1)]
-    """A model of the zoo, "package.module:factory", or the path of a Hugging Face config.json."""
+    """A model of the zoo, "package.module:factory", the path of a Hugging Face config.json or of a Model saved as JSON."""
     args: dict[str, Scalar] = {}
     """Keyword arguments of the model."""
     input_shape: tuple[Count, ...] | None = None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parsim.config import RunConfig, mesh_of
-from parsim.errors import PlanError
+from parsim.errors import ConfigError, PlanError
 from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
 
 if TYPE_CHECKING:
+    from parsim.model.model import Model
     from parsim.schedule.problem import Problem
     from parsim.schedule.search import Search
 
@@ -17,17 +20,42 @@ def problem_of(config: RunConfig) -> Problem:
     """Load the model and the profile that the file names. Raises ModelError, ProfileError."""
     from parsim.hardware.cluster import cluster_from_profile
     from parsim.hardware.profile import load_profile
-    from parsim.model.spec import load_model
     from parsim.schedule.problem import Problem
 
     cluster = cluster_from_profile(load_profile(config.cluster.profile), config.devices)
     return Problem(
-        model=load_model(config.model_spec),
+        model=model_of(config),
         cluster=cluster,
         global_batch=config.training.global_batch,
         precision=config.training.precision,
         optimizer=config.training.optimizer,
     )
+
+
+def model_of(config: RunConfig) -> Model:
+    """The Model of [model]; a JSON that Model.save wrote is read as it is, without torch.
+
+    Raises:
+        ModelError: an unknown or broken model. ConfigError: arguments for a model that is read from a file.
+    """
+    from parsim.model.model import Model
+    from parsim.model.spec import load_model
+
+    path = Path(config.model.name)
+    if path.suffix != ".json" or not is_saved_model(path):
+        return load_model(config.model_spec)
+    if config.model.args or config.model.input_shape is not None:
+        raise ConfigError(f"{path} holds a finished Model: model.args and model.input_shape cannot change it; drop them")
+    return Model.load(path)
+
+
+def is_saved_model(path: Path) -> bool:
+    """True for a file of Model.save, false for a Hugging Face config."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # whoever reads it next says what is wrong with it
+        return False
+    return isinstance(document, dict) and "components" in document
 
 
 def fixed_plan(problem: Problem, config: RunConfig) -> Plan | None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from parsim.errors import TraceError
 from parsim.model.component import LOSS
-from parsim.model.record import Call, Recording, storage_key
+from parsim.model.recorder import Call, Recording, storage_key
 from parsim.model.runnable import Op, Runnable, renumber
 
 GRANULARITIES = ("block", "layer")

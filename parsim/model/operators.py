@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from parsim.model.component import Operator
-from parsim.model.record import Recorder, storage_key, tensors_in
+from parsim.model.recorder import Recorder, storage_key, tensors_in
 
 Dims = tuple[tuple[str, int], ...]
 aten = torch.ops.aten

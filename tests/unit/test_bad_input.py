@@ -215,6 +215,18 @@ def test_a_broken_plan_file(
     assert_refused(outcome, *patterns, folder=tmp_path, left={"RUN.toml", "plan.json"})
 
 
+def test_a_saved_model_that_is_broken_or_given_arguments(cli: Cli, run_file: Path, tmp_path: Path) -> None:
+    model = load_model(ModelSpec(name="mlp"))
+    model.save(tmp_path / "mine.json")
+    named = ("plan", str(run_file), "--set", "model.name=mine.json")
+    outcome = cli(*named, "--set", "model.args.width=3")
+    assert_refused(outcome, r"mine\.json holds a finished Model.*drop", folder=tmp_path, left={"RUN.toml", "mine.json"})
+    document = json.loads(model.to_json())
+    document["components"][0].pop("operators")
+    (tmp_path / "mine.json").write_text(json.dumps(document))
+    assert_refused(cli(*named), r"mine\.json is not a model", folder=tmp_path, left={"RUN.toml", "mine.json"})
+
+
 def test_a_plan_cut_off_in_the_middle(cli: Cli, run_file: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(planned(cli, run_file))[:100])
     outcome = cli("simulate", str(run_file), "--set", "plan.strategy=./plan.json")

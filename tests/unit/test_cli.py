@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from parsim.cli import COMMANDS, main
 from parsim.commands.calibrate import calibration_cases, local_batches
 from parsim.config import parse_config
 from parsim.costs.collectives import busbw_bytes_per_s
-from parsim.model.spec import ModelSpec
+from parsim.model.spec import ModelSpec, load_model
 from parsim.plan.plan import Plan
 
 RUN_TOML = """
@@ -161,6 +162,26 @@ def test_a_plan_by_hand(call: Call) -> None:
     assert (plan["strategy"], plan["mesh"], plan["microbatches"]) == ("custom", {"pp": 2, "dp": 2, "tp": 1}, 4)
     assert plan["pipeline_order"] == "gpipe"
     assert result_of(call, "plan", "RUN.toml", *arguments)["chosen"]["plan"] == plan
+
+
+def without_torch(folder: Path, *arguments: str) -> dict[str, Any]:
+    """The JSON of `parsim ARGS` in a process where torch, scikit-learn and transformers cannot be imported."""
+    absent = "sys.modules.update(dict.fromkeys(('torch', 'sklearn', 'transformers')))"
+    code = f"import sys; {absent}; sys.argv = {['parsim', *arguments, '--json']!r}; from parsim.cli import main; main()"
+    run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    document: dict[str, Any] = json.loads(run.stdout)
+    return document
+
+
+def test_a_preset_and_a_model_saved_as_json_plan_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "RUN.toml").write_text(RUN_TOML)
+    chosen = without_torch(tmp_path, "plan", "RUN.toml")["chosen"]
+    assert_is_result(chosen)
+    load_model(ModelSpec(name="resnet50", args=(("num_classes", 100),))).save(tmp_path / "mine.json")
+    (tmp_path / "MINE.toml").write_text(RUN_TOML.replace('"resnet50"', '"mine.json"').replace("args", "# args"))
+    assert without_torch(tmp_path, "plan", "MINE.toml")["chosen"] == chosen
+    assert_is_result(without_torch(tmp_path, "simulate", "MINE.toml", "--strategy", "hp"))
 
 
 def test_simulate_keeps_a_folder_that_report_draws_again(call: Call, tmp_path: Path) -> None:
