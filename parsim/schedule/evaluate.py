@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.analyze.bounds import lower_bound_s
+from parsim.analyze.bounds import busiest_resource_s
 from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
 from parsim.costs.estimate import Estimate
 from parsim.costs.memory import RankMemory
@@ -90,7 +90,7 @@ def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: i
         plan=plan,
         warnings=_warnings(estimates, memory),
         reason=reason,
-        lower_bound_s=lower_bound_s(compiled, medians),
+        lower_bound_s=busiest_resource_s(compiled, medians),
     )
     return Evaluation(result=result, graph=graph, estimates=estimates, timeline=timeline, memory=memory, breakdown=tuple(parts))
 

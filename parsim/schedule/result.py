@@ -42,6 +42,7 @@ class PlanResult:
         step_s: the mean step of a run of many steps. peak_memory_bytes: per rank.
         cost_sources: share of all task seconds by source ("measured", "fitted", "published").
         reason: why it was chosen, or why it lost.
+        lower_bound_s: work of the busiest resource: no order of this plan's tasks has a shorter mean step.
     """
 
     strategy: str
