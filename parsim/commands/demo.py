@@ -48,13 +48,13 @@ profile = "{profile}"
 devices = {devices}
 [training]
 global_batch = 32
-optimizer = "sgd_momentum"
-learning_rate = 0.01
+optimizer = "{optimizer}"
+learning_rate = {learning_rate}
 dataset = "digits"
 """
 
 WHAT_IF_MODELS = (("resnet50", "sgd_momentum"), ("vit_b_16", "adam"))
-REAL_MODELS = ("resnet_small", "vit_small")
+REAL_MODELS = (("resnet_small", "sgd_momentum", 0.01), ("vit_small", "adamw", 0.001))
 GLOBAL_BATCH = 32
 LOCAL_BATCHES = (32, 16, 8, 4)
 PLANS_RUN = 3
@@ -102,8 +102,17 @@ def demo(
     profile_path = out / "profile.json"
     profile = _calibrate(profile_path, nproc)
     real: list[tuple[Answer, list[RealRun]]] = []
-    for model in REAL_MODELS:
-        asked = _plan_here(model, profile_path, nproc)
+    for model, optimizer, learning_rate in REAL_MODELS:
+        asked = _plan_here(
+            REAL.format(
+                model=model,
+                profile=profile_path.resolve(),
+                devices=nproc,
+                optimizer=optimizer,
+                learning_rate=learning_rate,
+            ),
+            model,
+        )
         if not as_json and asked.search is not None:
             _print_strategies(asked.config, asked.search, f"{model} on this machine, global batch {GLOBAL_BATCH}")
         real.append((asked, _run_plans(asked, out / model)))
@@ -158,16 +167,19 @@ def _calibrate(path: Path, nproc: int) -> Profile:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     request = CalibrationRequest(
-        models=tuple((ModelSpec(name=name), LOCAL_BATCHES) for name in REAL_MODELS), nproc=nproc, device="cpu"
+        models=tuple((ModelSpec(name=name), LOCAL_BATCHES) for name, _, _ in REAL_MODELS),
+        optimizers=tuple(dict.fromkeys(optimizer for _, optimizer, _ in REAL_MODELS)),
+        nproc=nproc,
+        device="cpu",
     )
     with progress(f"Calibrating this machine with {nproc} processes") as say:
         return calibrate(request, path, on_line=say)
 
 
-def _plan_here(model: str, profile: Path, nproc: int) -> Answer:
+def _plan_here(text: str, model: str) -> Answer:
     from parsim.commands.workflow import answer
 
-    config = parse_config(REAL.format(model=model, profile=profile.resolve(), devices=nproc), where=f"{model} here")
+    config = parse_config(text, where=f"{model} here")
     with progress(f"Planning {model} on this machine"):
         return answer(config)
 

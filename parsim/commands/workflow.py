@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.commands.question import fixed_plan, problem_of, search_plans
+from parsim.commands.question import fixed_plan, is_saved_model, problem_of, search_plans
 from parsim.commands.run_folder import RunFolder, write_json
 from parsim.config import RunConfig
-from parsim.errors import DoesNotFitError, ExecutionError, PlanError
+from parsim.costs.memory import RankMemory
+from parsim.errors import DoesNotFitError, ExecutionError, ModelError, PlanError
 from parsim.execute.environment import describe_environment
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.launch import launch
@@ -58,7 +59,7 @@ def answer(config: RunConfig) -> Answer:
 def check_runnable(asked: Answer, nproc: int | None) -> None:
     """Raise unless the plan fits its devices and takes `nproc` processes (None: as many as it needs).
 
-    Raises: DoesNotFitError, PlanError.
+    Raises: DoesNotFitError, ModelError, PlanError.
     """
     plan = asked.evaluation.result.plan
     over = [memory for memory in asked.evaluation.memory if not memory.fits]
@@ -67,6 +68,11 @@ def check_runnable(asked: Answer, nproc: int | None) -> None:
         raise DoesNotFitError(
             f"the plan ({plan.summary()}) cannot fit: {worst.describe()}; use more devices or microbatches, a smaller "
             "training.global_batch, or another plan.strategy"
+        )
+    if is_saved_model(Path(asked.config.model.name)):
+        raise ModelError(
+            f"{asked.config.model.name} is a saved Model: it can be planned and simulated, but holds no module to train; "
+            "name a model of the zoo, package.module:factory or a Hugging Face config.json"
         )
     if nproc is not None and nproc != plan.world_size:
         more = "more" if nproc > plan.world_size else "fewer"
@@ -125,7 +131,7 @@ def measured(folder: RunFolder, run: str, evaluation: Evaluation) -> Measurement
 
 
 def judge(problem: Problem, evaluation: Evaluation, seen: Measurement) -> Comparison:
-    """Predicted against measured, task by task. Peak memory is compared without the framework's context.
+    """Predicted against measured, task by task; of peak memory what lies in tensors, which is what can be measured alike.
 
     Raises: ExecutionError if no step was recorded.
     """
@@ -138,10 +144,15 @@ def judge(problem: Problem, evaluation: Evaluation, seen: Measurement) -> Compar
         seen.timelines,
         predicted_step=evaluation.result.step_s,
         measured_step=[float(value) for value in seen.step_s],
-        predicted_memory_bytes=[memory.total_bytes - memory.line("context") for memory in evaluation.memory],
+        predicted_memory_bytes=[tensor_bytes(memory) for memory in evaluation.memory],
         measured_memory_bytes=seen.peak_bytes if all(seen.peak_bytes) else (),
         kind_intervals=kind_intervals_s(evaluation.graph, durations),
     )
+
+
+def tensor_bytes(memory: RankMemory) -> int:
+    """What an allocator of tensors sees of a rank's memory: all but the framework's context and the communication library."""
+    return memory.total_bytes - memory.line("context") - memory.line("communication")
 
 
 def typical_step(seen: Measurement) -> int:
@@ -173,8 +184,3 @@ def reopen(path: Path) -> tuple[RunFolder, Answer, str]:
     evaluation = evaluate(problem, plan)
     name = Job.load(folder.job).runs[0].name
     return folder, Answer(config=config, problem=problem, evaluation=evaluation, search=None), name
-
-
-def losses_text(losses: Sequence[float]) -> str:
-    """First and last loss, for people."""
-    return f"loss {losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "no loss recorded"

@@ -211,8 +211,8 @@ class Recorder(TorchFunctionMode):
         finally:
             self.suspended = suspended
         changed = [tensor for tensor, version in zip(given, versions, strict=True) if tensor._version != version]
-        if in_place and isinstance(args[0], Tensor) and all(tensor is not args[0] for tensor in changed):
-            changed.append(args[0])
+        if in_place and not isinstance(args[0], FakeTensor) and all(tensor is not args[0] for tensor in changed):
+            changed.append(args[0])  # a real constant: the fake call changed a copy
         made = list(tensors_in(result))
         if made or changed or name == "__set__":
             fresh = self._write(function, args, kwargs, given, changed, made)

@@ -218,6 +218,16 @@ class TestErrors:
         with pytest.raises(TraceError, match=r"1 \(Branches\).*looks at the values"):
             record(nn.Sequential(nn.Linear(3, 3), Branches()), torch.randn(2, 3))
 
+    def test_constant_overwritten_with_data(self) -> None:
+        class Overwrites(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                longest = torch.zeros(1, dtype=torch.long)
+                longest[0] = x.argmax()
+                return x[:, : int(longest)] + 1
+
+        with pytest.raises(TraceError, match=r"Overwrites.*looks at the values"):
+            record(Overwrites(), torch.randn(2, 3))
+
     def test_hidden_parameter(self) -> None:
         class Hidden(nn.Module):
             def __init__(self) -> None:

@@ -42,6 +42,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "bos_token_id": 0,
         "eos_token_id": 0,
     },
+    "llama": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16,
+        "vocab_size": 50,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
 }
 
 
@@ -66,7 +79,7 @@ def test_model_of_a_config(spec: ModelSpec) -> None:
     model = load_model(spec)
     assert model.components[-1].name == "loss"
     assert loss_of(spec) == "cross_entropy"
-    assert sum("layer" in c.name or ".h." in c.name for c in model.components) == 2, [c.name for c in model.components]
+    assert sum(".layer" in c.name or ".h." in c.name for c in model.components) == 2, [c.name for c in model.components]
     used = {p.name for p in model.parameters}
     module = build_module(spec)
     assert used == {name for name, _ in module.named_parameters()}

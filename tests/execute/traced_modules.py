@@ -151,6 +151,26 @@ class Frozen(nn.Module):
         return self.out(torch.stack(rows).flatten(1) + positions + self.scale.to(x.dtype) + self.mean)
 
 
+class LooksAtConstants(nn.Module):
+    """Values that depend on neither inputs nor weights may be looked at; a plain constant is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(5, 5)
+        self.two = nn.Linear(5, 5)
+        self.calls = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device)
+        segments = (positions[1:] - positions[:-1] != 1).cumsum(0)
+        self.calls[0] = 0.25
+        x = self.one(x) if bool((segments == 0).all()) else x * torch.nan
+        limits = torch.zeros(2, dtype=torch.long)
+        limits[1] = 3
+        x = self.two(x[:, : int(limits[1])].repeat(1, 2)[:, :5])
+        return x * (positions < limits.max().item()) + self.calls
+
+
 class Cube(torch.autograd.Function):
     """A backward of its own, on purpose not the derivative."""
 
@@ -187,6 +207,7 @@ CASES: dict[str, tuple[type[nn.Module], tuple[tuple[int, ...], ...]]] = {
     "several": (SeveralInputsAndOutputs, ((4,), (3,))),
     "attention": (Attention, ((5, 8),)),
     "frozen": (Frozen, ((6,),)),
+    "looks_at_constants": (LooksAtConstants, ((5,),)),
     "custom_function": (CustomFunction, ((5, 4),)),
 }
 """Name -> module and the shape of one sample of each input."""

@@ -1,4 +1,4 @@
-"""What a rank is set up with: environment, pinning, optimizers."""
+"""What a rank is set up with: environment and pinning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.errors import ConfigError
 from parsim.execute.environment import describe_environment, machine_line, resident_bytes, versions
 from parsim.execute.pinning import available_cores, core_of_rank
 
@@ -64,6 +63,7 @@ def test_ranks_are_spread_evenly(cores: list[int], ranks: int) -> None:
 
 
 def test_prepare_rank_pins_one_core_and_one_thread() -> None:
+    pytest.importorskip("torch")
     code = (
         "import os, torch; from parsim.execute.pinning import prepare_rank, available_cores; "
         "cores = available_cores(); pinning = prepare_rank(3, 4); "
@@ -77,6 +77,7 @@ def test_prepare_rank_pins_one_core_and_one_thread() -> None:
 
 
 def test_freed_memory_is_kept() -> None:
+    pytest.importorskip("torch")
     code = """
 import resource, torch
 from parsim.execute.pinning import keep_freed_memory
@@ -95,85 +96,3 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     if kept == "False":
         pytest.skip("no glibc here")
     assert int(faults) < 1000, "48 MiB five times over are 61,440 pages if they are mapped anew"
-
-
-class TestOptimizer:
-    torch = pytest.importorskip("torch")
-
-    def parameters(self, dtype: object = None) -> list:
-        torch = self.torch
-        generator = torch.Generator().manual_seed(1)
-        shapes = [(3, 4), (5,), (2, 2, 2)]
-        return [torch.nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for s in shapes]
-
-    def test_unknown_name_teaches(self) -> None:
-        from parsim.execute.optimizer import make_optimizer, state_bytes_per_element
-
-        with pytest.raises(ConfigError, match="sgd_momentum"):
-            make_optimizer("sgd_momentun", self.parameters(), 0.1)
-        with pytest.raises(ConfigError, match="adam"):
-            state_bytes_per_element("adamm")
-
-    def test_flat_gradients_are_views_that_autograd_adds_into(self) -> None:
-        from parsim.execute.optimizer import flat_gradients
-
-        parameters = self.parameters()
-        flat = flat_gradients(parameters)
-        for _ in range(2):
-            sum((p**2).sum() for p in parameters).backward()
-        expected = self.torch.cat([4 * p.detach().flatten() for p in parameters])
-        assert self.torch.equal(flat, expected)
-        flat.zero_()
-        assert all(not p.grad.any() for p in parameters)
-
-    def test_sgd_momentum_closed_form(self) -> None:
-        """With a constant gradient g: x_k = x_0 - lr g sum_{i<k} (1 - 0.9^(i+1)) / 0.1."""
-        from parsim.execute.optimizer import flat_gradients, make_optimizer
-
-        parameters = self.parameters()
-        start = [p.detach().clone() for p in parameters]
-        flat = flat_gradients(parameters)
-        flat.fill_(0.5)
-        optimizer = make_optimizer("sgd_momentum", parameters, 0.01)
-        for _ in range(7):
-            optimizer.step()
-        moved = 0.01 * 0.5 * sum((1 - 0.9 ** (i + 1)) / 0.1 for i in range(7))
-        for before, parameter in zip(start, parameters, strict=True):
-            self.torch.testing.assert_close(parameter.detach(), before - moved, rtol=0, atol=1e-13)
-
-    def test_adam_first_step_is_the_learning_rate(self) -> None:
-        from parsim.execute.optimizer import flat_gradients, make_optimizer
-
-        for name, decay in (("adam", 0.0), ("adamw", 0.01)):
-            parameters = self.parameters()
-            start = [p.detach().clone() for p in parameters]
-            flat_gradients(parameters).fill_(3.0)
-            make_optimizer(name, parameters, 0.1).step()
-            for before, parameter in zip(start, parameters, strict=True):
-                self.torch.testing.assert_close(parameter.detach(), before * (1 - 0.1 * decay) - 0.1, rtol=0, atol=1e-8)
-
-    @pytest.mark.parametrize("name", ["sgd", "sgd_momentum", "adam", "adamw"])
-    def test_state_bytes_are_what_torch_allocates(self, name: str) -> None:
-        from parsim.execute.optimizer import flat_gradients, make_optimizer, state_bytes_per_element
-
-        parameters = self.parameters()
-        flat = flat_gradients(parameters)
-        flat.fill_(1.0)
-        optimizer = make_optimizer(name, parameters, 0.1)
-        optimizer.step()
-        held = sum(
-            value.nbytes
-            for state in optimizer.state.values()
-            for key, value in state.items()
-            if self.torch.is_tensor(value) and key != "step"
-        )
-        assert held == state_bytes_per_element(name, 8) * flat.numel()
-
-    def test_tied_parameters_are_updated_once(self) -> None:
-        from parsim.execute.optimizer import distinct, make_optimizer
-
-        parameter = self.torch.nn.Parameter(self.torch.zeros(2))
-        parameter.grad = self.torch.ones(2)
-        make_optimizer("sgd", [parameter, parameter], 1.0).step()
-        assert parameter.tolist() == [-1.0, -1.0]
-        assert len(distinct([parameter, parameter])) == 1

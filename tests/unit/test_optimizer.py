@@ -1,0 +1,82 @@
+"""The optimizers by name, against closed forms and what torch allocates."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from parsim.errors import ConfigError
+from parsim.execute.optimizer import distinct, flat_gradients, make_optimizer, state_bytes_per_element
+
+
+def make_parameters() -> list:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(3, 4), (5,), (2, 2, 2)]
+    return [torch.nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for s in shapes]
+
+
+def test_unknown_name_teaches() -> None:
+    with pytest.raises(ConfigError, match="sgd_momentum"):
+        make_optimizer("sgd_momentun", make_parameters(), 0.1)
+    with pytest.raises(ConfigError, match="adam"):
+        state_bytes_per_element("adamm")
+
+
+def test_flat_gradients_are_views_that_autograd_adds_into() -> None:
+    parameters = make_parameters()
+    flat = flat_gradients(parameters)
+    for _ in range(2):
+        sum((p**2).sum() for p in parameters).backward()
+    expected = torch.cat([4 * p.detach().flatten() for p in parameters])
+    assert torch.equal(flat, expected)
+    flat.zero_()
+    assert all(not p.grad.any() for p in parameters)
+
+
+def test_sgd_momentum_closed_form() -> None:
+    """With a constant gradient g: x_k = x_0 - lr g sum_{i<k} (1 - 0.9^(i+1)) / 0.1."""
+    parameters = make_parameters()
+    start = [p.detach().clone() for p in parameters]
+    flat = flat_gradients(parameters)
+    flat.fill_(0.5)
+    optimizer = make_optimizer("sgd_momentum", parameters, 0.01)
+    for _ in range(7):
+        optimizer.step()
+    moved = 0.01 * 0.5 * sum((1 - 0.9 ** (i + 1)) / 0.1 for i in range(7))
+    for before, parameter in zip(start, parameters, strict=True):
+        torch.testing.assert_close(parameter.detach(), before - moved, rtol=0, atol=1e-13)
+
+
+def test_adam_first_step_is_the_learning_rate() -> None:
+    for name, decay in (("adam", 0.0), ("adamw", 0.01)):
+        parameters = make_parameters()
+        start = [p.detach().clone() for p in parameters]
+        flat_gradients(parameters).fill_(3.0)
+        make_optimizer(name, parameters, 0.1).step()
+        for before, parameter in zip(start, parameters, strict=True):
+            torch.testing.assert_close(parameter.detach(), before * (1 - 0.1 * decay) - 0.1, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd_momentum", "adam", "adamw"])
+def test_state_bytes_are_what_torch_allocates(name: str) -> None:
+    parameters = make_parameters()
+    flat = flat_gradients(parameters)
+    flat.fill_(1.0)
+    optimizer = make_optimizer(name, parameters, 0.1)
+    optimizer.step()
+    held = sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if torch.is_tensor(value) and key != "step"
+    )
+    assert held == state_bytes_per_element(name, 8) * flat.numel()
+
+
+def test_tied_parameters_are_updated_once() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    make_optimizer("sgd", [parameter, parameter], 1.0).step()
+    assert parameter.tolist() == [-1.0, -1.0]
+    assert len(distinct([parameter, parameter])) == 1
