@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 from parsim.errors import ConfigError
 from parsim.execute.optimizer import distinct, flat_gradients, make_optimizer, state_bytes_per_element
 
 
-def make_parameters() -> list:
+def make_parameters() -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
     shapes = [(3, 4), (5,), (2, 2, 2)]
     return [torch.nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for s in shapes]
