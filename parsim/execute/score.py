@@ -10,7 +10,7 @@ from parsim.execute.checkpoint import RankState, restore_tensors
 from parsim.execute.job import RunSpec
 from parsim.execute.stage import seeded_module
 from parsim.model.losses import loss_sum
-from parsim.model.record import logits_of
+from parsim.model.recording import logits_of
 from parsim.model.spec import loss_of
 
 BATCH = 64

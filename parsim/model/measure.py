@@ -20,8 +20,8 @@ from parsim.model.component import Component, Parameter, Value
 from parsim.model.cut import Interval, cut, final_values, value_names
 from parsim.model.model import Model
 from parsim.model.operators import OperatorMode, RawOperator, per_sample
-from parsim.model.record import run_recorded
 from parsim.model.recorder import Recorder, Recording, storage_key
+from parsim.model.recording import run_recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

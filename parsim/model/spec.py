@@ -207,7 +207,7 @@ def _foreign_interface(spec: ModelSpec) -> Interface:
     import torch
     from torch import nn
 
-    from parsim.model.record import run_recorded
+    from parsim.model.recording import run_recorded
 
     module = _build_fake(spec)
     shape = spec.input_shape or _config_shape(module)

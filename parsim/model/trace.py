@@ -50,7 +50,7 @@ def record(
     """Only the runnable components, for the batch, training mode, dtype and device of now. Arguments as for `trace`."""
     require_torch("record a module")
     from parsim.model.cut import cut, runnables
-    from parsim.model.record import run_recorded
+    from parsim.model.recording import run_recorded
 
     args, kwargs = split_inputs(example_inputs)
     recording = run_recorded(module, args, kwargs, loss=loss)

@@ -13,8 +13,8 @@ from parsim.errors import TraceError
 from parsim.model.cut import cut, runnables, value_names
 from parsim.model.measure import combine, measure
 from parsim.model.model import Model
-from parsim.model.record import flatten_inputs, run_recorded
 from parsim.model.recorder import Recording
+from parsim.model.recording import flatten_inputs, run_recorded
 from parsim.model.runnable import Ref, Runnable
 
 BATCHES = (2, 3)
