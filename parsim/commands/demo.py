@@ -43,6 +43,7 @@ optimizer = "{optimizer}"
 REAL = """\
 [model]
 name = "{model}"
+args = {args}
 [cluster]
 profile = "{profile}"
 devices = {devices}
@@ -54,12 +55,15 @@ dataset = "digits"
 """
 
 WHAT_IF_MODELS = (("resnet50", "sgd_momentum"), ("vit_b_16", "adam"))
-REAL_MODELS = (("resnet_small", "sgd_momentum", 0.01), ("vit_small", "adamw", 0.001))
+REAL_MODELS: tuple[tuple[str, dict[str, int], str, float], ...] = (
+    ("resnet_small", {}, "sgd_momentum", 0.01),
+    ("vit_small", {"patch": 8}, "adamw", 0.001),
+)
 GLOBAL_BATCH = 32
 LOCAL_BATCHES = (32, 16, 8, 4)
 PLANS_RUN = 3
 ROUNDS = 12
-STEPS_PER_ROUND = 4
+STEPS_PER_ROUND = 6
 WARMUP_STEPS = 3
 
 
@@ -102,10 +106,11 @@ def demo(
     profile_path = out / "profile.json"
     profile = _calibrate(profile_path, nproc)
     real: list[tuple[Answer, list[RealRun]]] = []
-    for model, optimizer, learning_rate in REAL_MODELS:
+    for model, args, optimizer, learning_rate in REAL_MODELS:
         asked = _plan_here(
             REAL.format(
                 model=model,
+                args="{ " + ", ".join(f"{name} = {value}" for name, value in args.items()) + " }",
                 profile=profile_path.resolve(),
                 devices=nproc,
                 optimizer=optimizer,
@@ -167,8 +172,8 @@ def _calibrate(path: Path, nproc: int) -> Profile:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     request = CalibrationRequest(
-        models=tuple((ModelSpec(name=name), LOCAL_BATCHES) for name, _, _ in REAL_MODELS),
-        optimizers=tuple(dict.fromkeys(optimizer for _, optimizer, _ in REAL_MODELS)),
+        models=tuple((ModelSpec(name=name, args=tuple(args.items())), LOCAL_BATCHES) for name, args, _, _ in REAL_MODELS),
+        optimizers=tuple(dict.fromkeys(optimizer for _, _, optimizer, _ in REAL_MODELS)),
         nproc=nproc,
         device="cpu",
     )
