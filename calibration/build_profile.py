@@ -33,7 +33,10 @@ from parsim.work import Compute as ComputeWork
 from parsim.work import OptimizerStep
 
 FloatArray = NDArray[np.float64]
-MIN_DRIFT_SIGMA = 0.01
+MIN_DRIFT_SIGMA = 0.08
+"""A calibration of a minute cannot see how the machine drifts from one minute to the next. Assumed until a history of
+validations says better: on a 2-core virtual machine, means of 60 steps of one and the same program, launched again some ten
+seconds later, lay between 34.5 and 42.5 ms and between 47.8 and 53.7 ms (2026-11-21), relative deviations of about 8%."""
 
 SOURCES: Mapping[str, tuple[str, str]] = {
     "steps": (
@@ -53,7 +56,11 @@ SOURCES: Mapping[str, tuple[str, str]] = {
     ),
     "collective_fit": ("derived", "piecewise alpha-beta through the points of `collectives`"),
     "overlap": ("measurement", "training steps beside all_reduces, over the same alone; median over models and sizes"),
-    "drift": ("derived", "robust spread of the rounds' total times around their median, over all cases"),
+    "drift": (
+        "derived",
+        "drift: spread of the rounds' total times, over all cases, but no less than an assumed 8%, since a short calibration "
+        "cannot see slow drifts; ranks: spread of one rank's step against the others' in the same step",
+    ),
     "host": ("measurement", "gaps between the tasks of a step, and what else a step takes; medians"),
     "matmul": ("measurement", "square matrix product with every rank busy, best of a few"),
     "copy": ("measurement", "copy between two 64 MiB arrays with every rank busy, bytes read plus written, best of a few"),
@@ -103,7 +110,7 @@ def build_profile(
             optimizers=optimizer_points(raw, request, device_type),
         ),
         overlap=overlap_factors(raw["overlap"]),
-        noise=Noise(drift_sigma=drift_sigma(raw), source="drift"),
+        noise=Noise(drift_sigma=drift_sigma(raw), rank_sigma=rank_sigma(raw), source="drift"),
         host=host_overhead(raw),
     )
 
@@ -124,6 +131,13 @@ def robust_sigma(values: Sequence[float] | FloatArray) -> float:
     return float(1.4826 * np.median(np.abs(array - centre)) / centre)
 
 
+def trimmed_mean(values: FloatArray) -> float:
+    """Mean without the lowest and the highest tenth."""
+    ordered = np.sort(values)
+    cut = len(ordered) // 10
+    return float(ordered[cut : len(ordered) - cut].mean())
+
+
 # --- components -------------------------------------------------------------------------------------------------------
 
 
@@ -142,13 +156,14 @@ def typical_step(table: FloatArray) -> tuple[FloatArray, FloatArray]:
     Args:
         table: seconds [repeat, task] of one step program.
 
-    Each task's median is scaled by a common factor, so that the tasks add up to the median step: medians of skewed times
-    add up to less. The spread is taken after dividing out how slow its repeat was as a whole, which is drift, not noise of
-    the task.
+    Each task's median is scaled by a common factor, so that the tasks add up to the *mean* step: the mean of many steps is
+    what a prediction is for, and times are skewed (slow steps are slower than fast ones are fast). The mean leaves out the
+    slowest tenth and the fastest tenth of the repeats. The spread is taken after dividing out how slow its repeat was as a
+    whole, which is drift, not noise of the task.
     """
     medians = np.median(table, axis=0)
     totals = table.sum(axis=1)
-    scale = float(np.median(totals) / medians.sum())
+    scale = trimmed_mean(totals) / float(medians.sum())
     steady = table * (np.median(totals) / totals)[:, None]
     spread = np.array([robust_sigma(column) for column in steady.T])
     return medians * scale, spread
@@ -238,7 +253,7 @@ def _optimizer_inside(raw: Mapping[str, Any]) -> dict[tuple[int, int], tuple[int
 def drift_sigma(raw: Mapping[str, Any]) -> float:
     """Relative spread of a round: the mean over cases of (its median step in the round / its median step over all rounds).
 
-    Leaves out drifts slower than the calibration itself.
+    No less than MIN_DRIFT_SIGMA, which stands for the drifts slower than the calibration itself.
     """
     totals: dict[tuple[int, int, int], dict[int, list[float]]] = {}
     for rank in raw["ranks"]:
@@ -252,7 +267,28 @@ def drift_sigma(raw: Mapping[str, Any]) -> float:
         for number, value in medians.items():
             relative.setdefault(number, []).append(value / usual)
     means = [float(np.mean(values)) for values in relative.values()]
-    return max(MIN_DRIFT_SIGMA, robust_sigma(means))
+    spread = float(np.std(means, ddof=1)) if len(means) > 1 else 0.0
+    return max(MIN_DRIFT_SIGMA, robust_sigma(means), spread)
+
+
+def rank_sigma(raw: Mapping[str, Any]) -> float:
+    """Relative spread of a rank's step against the other ranks' in the same step; 0 with one rank.
+
+    Standard deviation over ranks of the logarithm of the step, pooled over all steps that ranks made side by side. Not a
+    robust one: the rare slow step is what the others wait for. Leaves out which core is the slower one for long.
+    """
+    steps: dict[tuple[int, int, int, int], dict[int, list[float]]] = {}
+    for number, rank in enumerate(raw["ranks"]):
+        for sweep in rank["sweeps"]:
+            if sweep["ranks_active"] > 1:
+                place = (sweep["model"], sweep["samples"], sweep["ranks_active"], sweep["round"])
+                steps.setdefault(place, {}).setdefault(number, []).append(sum(sweep["seconds"]))
+    deviations: list[float] = []
+    for by_rank in steps.values():
+        logs = np.log(np.array(list(zip(*by_rank.values(), strict=False))))
+        if logs.ndim == 2 and logs.shape[1] > 1:
+            deviations.extend(np.var(logs, axis=1, ddof=1).tolist())
+    return float(np.sqrt(np.mean(deviations))) if deviations else 0.0
 
 
 def other_share(raw: Mapping[str, Any]) -> float:

@@ -25,7 +25,8 @@ def sample_durations_s(
     The z of a parameter is standard normal, one per sample and parameter. Repeat noise is drawn per task and divided by
     sqrt(steps_averaged), as the interval is for the mean of that many steps.
 
-    Leaves out correlation between parameters, and that a maximum over noisy ranks exceeds the maximum of their means.
+    Leaves out correlation between parameters, and that a maximum over noisy ranks exceeds the maximum of their means:
+    that is what `rank_noise` is for.
     """
     rng = np.random.default_rng(seed)
     names = sorted({name for estimate in estimates for name, _ in estimate.parameters})
@@ -39,3 +40,20 @@ def sample_durations_s(
     exponent += rng.standard_normal((samples, len(estimates))) * repeat
     durations: NDArray[np.float64] = medians_s(estimates) * np.exp(exponent)
     return durations
+
+
+def rank_noise(ranks: Sequence[int | None], sigma: float, draws: int, seed: int) -> NDArray[np.float64]:
+    """Factors float64 [draws, n] of one step each: how slow the task's rank happened to be, with mean 1.
+
+    One log-normal factor per draw and rank; tasks of rank None (communication) keep 1.
+
+    Args:
+        sigma: relative spread of a rank's step against the others'.
+    """
+    world = 1 + max((rank for rank in ranks if rank is not None), default=-1)
+    shocks = np.random.default_rng(seed).standard_normal((draws, world))
+    by_rank = np.exp(sigma * shocks - sigma**2 / 2)
+    steady = np.ones((draws, 1))
+    columns = [world if rank is None else rank for rank in ranks]
+    factors: NDArray[np.float64] = np.concatenate([by_rank, steady], axis=1)[:, columns]
+    return factors

@@ -251,9 +251,16 @@ class Overlap(Record):
 
 
 class Noise(Record):
-    """drift_sigma: relative spread of the machine from run to run, shared by all computation."""
+    """How unsteady the machine is.
+
+    Attributes:
+        drift_sigma: relative spread from run to run, shared by all computation.
+        rank_sigma: relative spread of one rank's step against the other ranks' in the same step. Ranks that wait for
+            one another wait for the slowest, so it lengthens the mean step.
+    """
 
     drift_sigma: NonNegative
+    rank_sigma: NonNegative = 0.0
     source: str
 
 

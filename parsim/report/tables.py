@@ -332,6 +332,10 @@ def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTa
         rows.append((operation, str(len(points_of)), what, _spread(spreads)))
     if profile.noise is not None:
         rows.append(("drift", NOTHING, "of the whole machine from run to run", f"±{format_percent(profile.noise.drift_sigma)}"))
+        if profile.noise.rank_sigma:
+            rows.append(
+                ("ranks", NOTHING, "of one rank's step against the others'", f"±{format_percent(profile.noise.rank_sigma)}")
+            )
     if profile.overlap is not None:
         factors = (
             f"compute x{profile.overlap.compute_factor:.3g}, communication x{profile.overlap.communication_factor:.3g} "

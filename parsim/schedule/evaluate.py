@@ -12,7 +12,7 @@ from parsim.analyze.bounds import busiest_resource_s
 from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
 from parsim.costs.estimate import Estimate
 from parsim.costs.memory import RankMemory
-from parsim.costs.uncertainty import medians_s, sample_durations_s
+from parsim.costs.uncertainty import medians_s, rank_noise, sample_durations_s
 from parsim.errors import PlanError
 from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
@@ -24,8 +24,10 @@ from parsim.schedule.result import Interval, PlanResult
 from parsim.simulate import dynamic, static
 from parsim.simulate.compile import compile_graph
 from parsim.timeline import Timeline
+from parsim.work import is_communication
 
 REPEATED_STEPS = 4
+NOISY_STEPS = 64
 SAMPLES = 200
 SEED = 0
 WORTH_SAYING = 0.01
@@ -47,9 +49,10 @@ class Evaluation:
 def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: int = SAMPLES, reason: str = "") -> Evaluation:
     """Simulate one step of `plan`.
 
-    The step time is the mean of `REPEATED_STEPS` repeats with every resource's frontier carried over; the interval
-    comes from `samples` draws of the cost parameters (none: the interval is the median). Discrete choices stay as at
-    the medians.
+    The step time is the mean of `REPEATED_STEPS` repeats with every resource's frontier carried over, or where the profile
+    knows how unsteady single ranks are, the mean of `NOISY_STEPS` steps with that noise: ranks wait for the slowest. The
+    interval comes from `samples` draws of the cost parameters (none: the interval is the median). Discrete choices stay
+    as at the medians. The timeline and the breakdown are those of a step without noise.
 
     Raises:
         PlanError: more ranks than devices, or a plan that does not match the model. CostError: a task without a price.
@@ -67,11 +70,18 @@ def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: i
     compiled = compile_graph(graph)
     engines = {"static": static.simulate, "dynamic": dynamic.simulate}
     timeline = engines[engine](compiled, medians, overlap=overlap)
-    step_s = float(static.step_times_s(compiled, medians[None, :], steps=REPEATED_STEPS, overlap=overlap)[0])
+    steady_s = float(static.step_times_s(compiled, medians[None, :], steps=REPEATED_STEPS, overlap=overlap)[0])
+    sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
+    step_s = steady_s
+    if sigma and plan.world_size > 1:
+        computing = [None if is_communication(task.work) else task.resources[0].rank for task in graph.tasks]
+        noisy = medians * rank_noise(computing, sigma, NOISY_STEPS, SEED)
+        step_s = float(static.step_times_s(compiled, noisy, steps=REPEATED_STEPS, overlap=overlap).mean())
     interval = Interval(median=step_s, p05=step_s, p95=step_s)
     if samples:
         draws = sample_durations_s(estimates, samples, SEED)
-        interval = Interval.of(step_s, static.step_times_s(compiled, draws, steps=REPEATED_STEPS, overlap=overlap))
+        times = static.step_times_s(compiled, draws, steps=REPEATED_STEPS, overlap=overlap)
+        interval = Interval.of(step_s, times * (step_s / steady_s))
     parts = breakdown(compiled, timeline)
     fractions = step_fractions(parts)
     layout = Layout(plan, problem.model)
