@@ -1,0 +1,115 @@
+"""From what ranks wrote down to one Timeline, and the bytes that are alive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from parsim.errors import ExecutionError
+from parsim.execute.live_memory import LiveBytes
+from parsim.execute.measurement import RankRecord, load_measurement, merge_times
+from parsim.execute.streams import TaskTime, ThreadStreams
+from parsim.graph.lower import lower
+from parsim.plan.mesh import Mesh
+from parsim.plan.plan import Plan, Stage
+from tests.models import chain_model
+
+
+def test_a_collective_starts_when_its_last_rank_is_ready() -> None:
+    timeline = merge_times(
+        [
+            [TaskTime(0, "compute", 10.0, 11.0), TaskTime(2, "dp", 11.0, 14.5)],
+            [TaskTime(1, "compute", 10.5, 13.0), TaskTime(2, "dp", 13.0, 14.25)],
+        ]
+    )
+    spans = {(span.task, span.resource): (span.start_s, span.end_s) for span in timeline}
+    assert spans[2, "r0.dp"] == (3.0, 4.5)
+    assert spans[2, "r1.dp"] == (3.0, 4.25)
+    assert spans[0, "r0.compute"] == (0.0, 1.0)
+    assert timeline.source == "measured"
+
+
+def record(rank: int) -> RankRecord:
+    return RankRecord(
+        rank=rank,
+        rounds=[(1.0 + rank, 5.0 + rank, 4), (10.0, 12.0, 2)],
+        steps=[[TaskTime(0, "compute", 1.0, 2.0)]],
+        losses=[0.5, 0.25],
+        cpu_s=[3.0, 1.0],
+        peak_bytes=100 + rank,
+    )
+
+
+def test_records_round_trip_and_merge(tmp_path: Path) -> None:
+    plan = Plan(
+        strategy="dp",
+        mesh=Mesh(dp=2),
+        stages=(Stage(components=("c0", "loss"), ranks=(0, 1)),),
+        global_batch=4,
+    )
+    graph = lower(plan, chain_model((1e6,)))
+    record(0).save(tmp_path)
+    with pytest.raises(ExecutionError, match="rank 1 left no record"):
+        load_measurement(tmp_path, graph)
+    record(1).save(tmp_path)
+    assert RankRecord.load(tmp_path, 1) == record(1)
+    seen = load_measurement(tmp_path, graph)
+    assert seen.step_s.tolist() == [5.0 / 4, 1.0]  # from the first rank's start to the last rank's end
+    assert seen.losses == (1.0, 0.5)  # each replica holds its part of the mean
+    assert seen.peak_bytes == (100, 101)
+    assert seen.mean_step_s == pytest.approx(1.125)
+
+
+def test_streams_keep_dependencies_and_issue_order() -> None:
+    streams, seen = ThreadStreams(), []
+    streams.submit(2, "dp", [0], lambda: seen.append(2))
+    streams.submit(3, "dp", [], lambda: seen.append(3))
+    streams.compute(0, "compute", [], lambda: seen.append(0))
+    streams.compute(1, "compute", [2, 3], lambda: seen.append(1))
+    times = {entry.task: entry for entry in streams.finish()}
+    streams.close()
+    assert seen == [0, 2, 3, 1]
+    assert times[0].end_s <= times[2].ready_s <= times[2].end_s <= times[3].ready_s
+    assert times[3].end_s <= times[1].ready_s
+
+
+def test_a_failure_on_a_stream_ends_the_step() -> None:
+    streams = ThreadStreams()
+
+    def fail() -> None:
+        raise RuntimeError("the peer is gone")
+
+    streams.submit(0, "dp", [], fail)
+    with pytest.raises(RuntimeError, match="peer is gone"):
+        streams.compute(1, "compute", [0], lambda: None)
+    streams.close()
+
+
+def test_live_bytes_counts_births_and_deaths() -> None:
+    """x (4 kB) -> y = 2 x (4 kB); y dies; z is a view and costs nothing."""
+    with LiveBytes() as live:
+        x = torch.ones(1000)
+        y = x * 2
+        assert live.current_bytes == 8000
+        del y
+        z = x.view(10, 100)
+        assert live.current_bytes == 4000
+        assert live.peak_bytes == 8000
+        live.track(z)
+        assert live.current_bytes == 4000
+
+
+def test_live_bytes_sees_what_autograd_keeps() -> None:
+    weight = torch.ones(100, 100, requires_grad=True)
+    with LiveBytes() as live:
+        live.track(weight)
+        hidden = torch.relu(torch.ones(50, 100) @ weight)
+        loss = (hidden * hidden).sum()
+        del hidden
+        kept = live.current_bytes
+        assert kept >= 40_000 + 20_000  # the weight, and relu's output that its backward needs
+        loss.backward()
+        del loss
+        assert live.current_bytes == 80_000  # the weight and its gradient

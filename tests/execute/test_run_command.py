@@ -1,0 +1,74 @@
+"""The whole way on this machine, through the command line: calibrate, run, resume, validate, look at the files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RUN = """\
+[model]
+name = "mlp"
+args = {{ width = 64 }}
+[cluster]
+profile = "{profile}"
+devices = 2
+[training]
+global_batch = 16
+learning_rate = 0.02
+steps = {steps}
+[plan]
+strategy = "dp"
+"""
+
+
+def parsim(*arguments: str | Path) -> dict[str, Any]:
+    """Run a command with --json in a process of its own; it must succeed and print one document."""
+    done = subprocess.run(
+        [sys.executable, "-m", "parsim", *map(str, arguments), "--json"], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+def test_calibrate_run_resume_validate(tmp_path: Path) -> None:
+    profile, file, folder = tmp_path / "here.json", tmp_path / "run.toml", tmp_path / "out"
+    file.write_text(RUN.format(profile=profile, steps=12))
+    parsim("calibrate", file, "--out", profile, "--quick", "--nproc", "2")
+    first = parsim("run", file, "--nproc", "2", "--out", folder, "--checkpoint-every", "5")
+    assert first["comparison"]["measured"] > 0
+    assert first["comparison"]["kinds"].keys() >= {"forward", "backward", "all_reduce", "optimizer", "load"}
+    assert len(first["losses"]) == 12
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {
+        "config.toml",
+        "plan.json",
+        "result.json",
+        "timeline.json.gz",
+        "trace.json",
+        "report.html",
+        "environment.json",
+        "checkpoints",
+    }
+    assert not [name for name in names if name.endswith(".partial")]
+    trace = json.loads((folder / "trace.json").read_text())
+    assert {event["ph"] for event in trace["traceEvents"]} >= {"M", "X"}
+
+    longer = tmp_path / "longer.toml"
+    longer.write_text(RUN.format(profile=profile, steps=20))
+    resumed = parsim("run", longer, "--nproc", "2", "--out", folder, "--resume")
+    straight = parsim("run", longer, "--nproc", "2", "--out", tmp_path / "straight")
+    assert len(resumed["losses"]) == 8
+    assert resumed["losses"] == pytest.approx(straight["losses"][12:], abs=1e-6)
+    assert resumed["test_accuracy"] == pytest.approx(straight["test_accuracy"])
+
+    again = parsim("validate", tmp_path / "straight")
+    assert again["relative_error"] == pytest.approx((again["predicted"] - again["measured"]) / again["measured"])
+    assert {"predicted", "measured", "relative_error", "within_interval"} <= again["kinds"]["forward"].keys()

@@ -1,0 +1,153 @@
+"""What any scheduler must keep: families are what they say, the best is chosen, and losers know why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from parsim.errors import PlanError, ScheduleError
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.device import Device
+from parsim.hardware.profile import load_profile
+from parsim.model.spec import ModelSpec, load_model
+from parsim.plan.plan import Plan, check_plan
+from parsim.schedule.evaluate import evaluate
+from parsim.schedule.families import FAMILIES
+from parsim.schedule.problem import Problem
+from parsim.schedule.search import search
+from tests.models import chain_model
+
+
+def cluster(devices: int = 4, *, memory_bytes: int | None = None) -> Cluster:
+    """The first devices of the DGX-1, with as much memory as asked for."""
+    machine = cluster_from_profile(load_profile("dgx1-v100-32gb"), devices)
+    if memory_bytes is None:
+        return machine
+    small = tuple(
+        Device(index=device.index, type=replace(device.type, memory_bytes=memory_bytes), node=device.node)
+        for device in machine.devices
+    )
+    return replace(machine, devices=small)
+
+
+CHAIN = chain_model((4e9, 2e9, 6e9, 2e9, 2e9, 4e9), elements=2_000_000)
+
+
+def problem(devices: int = 4, *, batch: int = 64, memory_bytes: int | None = None) -> Problem:
+    return Problem(model=CHAIN, cluster=cluster(devices, memory_bytes=memory_bytes), global_batch=batch)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_member_of_a_family_is_valid_and_in_it(family: str) -> None:
+    question = problem(4)
+    plans = list(FAMILIES[family](question))
+    assert plans
+    for plan in plans:
+        check_plan(plan, CHAIN)
+        mesh = plan.mesh
+        assert plan.global_batch == 64
+        assert {
+            "single": mesh.size == 1,
+            "dp": mesh.pp == 1 and mesh.dp == 4,
+            "mp": mesh.dp == 1 and mesh.pp == 4,
+            "hp": mesh.pp > 1 and mesh.dp > 1 and mesh.size == 4,
+        }[family]
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_adaptive_is_never_predicted_slower_than_any_family(devices: int) -> None:
+    question = problem(devices)
+    chosen = search(question, ("adaptive",), samples=0).chosen
+    assert chosen is not None
+    assert chosen.result.strategy == "adaptive"
+    for family, plans in FAMILIES.items():
+        if family == "hp" and devices == 2:
+            continue
+        best = min(evaluate(question, plan, samples=0).result.step_s.median for plan in plans(question))
+        assert chosen.result.step_s.median <= best * (1 + 1e-12)
+
+
+def test_candidates_are_ranked_bounded_and_told_why_they_lost() -> None:
+    found = search(problem(4), samples=50)
+    medians = [entry.result.step_s.median for entry in found.candidates]
+    assert medians == sorted(medians)
+    assert found.chosen is not None
+    assert 0 < found.lower_bound_s <= medians[0]
+    assert 0 <= found.gap < 1
+    assert found.candidates[0].result.reason == "fastest plan that fits"
+    for loser in found.candidates[1:]:
+        assert loser.result.reason.startswith("slower by")
+        assert loser.result.lower_bound_s <= loser.result.step_s.median
+    for entry in found.candidates:
+        assert entry.result.step_s.p05 <= entry.result.step_s.median <= entry.result.step_s.p95
+
+
+def test_the_gap_compares_the_choice_with_the_bound() -> None:
+    found = search(problem(4), ("dp",), samples=0)
+    assert found.chosen is not None
+    median = found.chosen.result.step_s.median
+    assert found.gap == pytest.approx((median - found.lower_bound_s) / median)
+
+
+def test_where_replicas_do_not_fit_a_pipeline_is_chosen_and_the_reason_names_rank_and_line() -> None:
+    """Weights that fill a device twice over: only cutting the model helps."""
+    heavy = chain_model((4e9,) * 8, elements=120_000_000)
+    question = Problem(model=heavy, cluster=cluster(4, memory_bytes=8 * 2**30), global_batch=64)
+    found = search(question, samples=0)
+    assert found.chosen is not None
+    assert found.chosen.result.plan.mesh.pp > 1
+    losers = {entry.result.strategy: entry.result for entry in found.candidates if not entry.result.fits}
+    assert set(losers) >= {"single", "dp"}
+    assert "rank 0" in losers["dp"].reason
+    assert any(line in losers["dp"].reason for line in ("parameters", "gradients", "optimizer_state"))
+    assert losers["dp"].to_dict()["fits"] is False
+
+
+def test_nothing_fits_is_a_result_and_not_an_error() -> None:
+    found = search(problem(4, memory_bytes=2**20), samples=0)
+    assert found.chosen is None
+    assert found.status == "infeasible"
+    assert found.gap == 1.0
+    assert all(entry.result.reason.startswith("does not fit") for entry in found.candidates)
+
+
+def test_one_device_leaves_single_alone() -> None:
+    found = search(problem(1), samples=0)
+    assert [entry.result.strategy for entry in found.candidates] == ["single"]
+    assert set(dict(found.skipped)) == {"dp", "mp", "hp"}
+
+
+def test_bad_questions() -> None:
+    with pytest.raises(ScheduleError, match=r"did you mean .*dp"):
+        search(problem(2), ("pd",), samples=0)
+    with pytest.raises(ScheduleError, match="not divisible"):
+        search(problem(4, batch=6), ("dp",), samples=0)
+    plan = next(iter(FAMILIES["dp"](problem(4))))
+    with pytest.raises(PlanError, match="4 ranks"):
+        evaluate(problem(2), plan)
+
+
+def test_stages_follow_the_costs_not_the_count() -> None:
+    """Component c2 costs as much as three others: it shares its stage with fewer."""
+    plans = FAMILIES["mp"](problem(2))
+    sizes = {tuple(len(stage.components) for stage in plan.stages) for plan in plans}
+    assert all(first < last for first, last in sizes)
+
+
+def test_both_engines_give_one_result() -> None:
+    question = problem(4)
+    plan = next(plan for plan in FAMILIES["hp"](question) if plan.microbatches == 4)
+    static, dynamic = (evaluate(question, plan, engine=engine, samples=0) for engine in ("static", "dynamic"))
+    assert np.array_equal(static.timeline.end_s, dynamic.timeline.end_s)
+
+
+def test_resnet50_on_eight_v100s_scales_as_published() -> None:
+    """SEEDS S1.4.10 asks for the 8-GPU fp32 throughput within 10% of 2766 images/s (NVIDIA, DGX-1, PyTorch)."""
+    model = load_model(ModelSpec(name="resnet50"))
+    question = Problem(model=model, cluster=cluster(8), global_batch=1024)
+    found = search(question, ("dp",), samples=0)
+    assert found.chosen is not None
+    assert found.chosen.result.throughput_samples_per_s.median == pytest.approx(2766, rel=0.10)
