@@ -270,8 +270,11 @@ class TestBadInput:
         assert read_place({"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
 
 
+# A shell's background job, as some CI runs are, ignores SIGINT, and so would what it starts.
 PARENT = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
 from parsim.execute.launch import launch
 launch(Path(sys.argv[1]), 2, module="launch_test_worker", on_line=print, env={"PYTHONPATH": sys.argv[2]})
