@@ -127,12 +127,13 @@ def compare_case(case: Case, run: RunSpec, folder: Path, *, steps: int) -> Diffe
     trained = trained_names(load_model(case.spec))
     state = load_state(found)
     parameters = largest_difference(expected.parameters, dict(state.weights), trained)
+    held = expected.optimizer_state
     optimizer = max(
-        (largest_difference(expected.optimizer_state[name], dict(state.optimizer[name])) for name in trained), default=0.0
+        (largest_difference(held[name], dict(state.optimizer[name])) for name in trained if held[name]), default=0.0
     )
     return Difference(
         parameters=parameters,
-        optimizer=optimizer if case.optimizer != "sgd" else 0.0,
+        optimizer=optimizer,
         buffers=_buffer_difference(case, expected, folder / run.name / "checkpoints"),
         losses=_loss_difference(case, run, expected, folder),
     )
