@@ -13,8 +13,8 @@ from parsim.schedule.families import FAMILIES
 from parsim.schedule.problem import Problem
 from parsim.units import format_bytes, format_seconds
 
-PATIENCE = 3
-"""A family stops adding microbatches once this many plans in a row, all fitting, were slower than its best."""
+PATIENCE = 7
+"""A mesh is left once this many of its plans in a row, all fitting, were slower than its best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ def search(
 
 
 def _judge_family(problem: Problem, plans: Iterable[Plan]) -> list[Evaluation]:
-    """Evaluate members in order of microbatches; stop when more of them no longer help."""
+    """Evaluate members in order of microbatches; leave a mesh when more of them no longer help."""
     judged: list[Evaluation] = []
     best: float | None = None
     worse = 0
@@ -118,7 +118,7 @@ def _judge_family(problem: Problem, plans: Iterable[Plan]) -> list[Evaluation]:
     for plan in plans:
         if plan.mesh != mesh:
             mesh, best, worse = plan.mesh, None, 0
-        if worse > PATIENCE * 2:
+        if worse >= PATIENCE:
             continue
         evaluation = evaluate(problem, plan, samples=0)
         judged.append(evaluation)
