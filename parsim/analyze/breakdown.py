@@ -4,12 +4,13 @@ At every moment of the step a rank is in the first of these that holds:
 
     compute                a task on its compute stream runs (communication put on that stream does not count)
     exposed communication  own communication runs: a collective or transfer the rank takes part in
-    load                   the next compute task waits for a LoadBatch
+    load                   the next compute task waits for a LoadBatch, and the rank has begun its step
     bubble                 the next compute task waits for a pipeline peer: for a transfer that has not begun, since its
                            producer is not done, or directly for a task of another rank. Also: the rank of a pipeline has
-                           no compute task left while other ranks still work
+                           no compute task left while other ranks still work, or would wait for a load but has not begun
+                           its step (it may still be in the one before)
     idle                   it waits for anything else (a collective whose other ranks are not ready), or a rank without
-                           pipeline peers has nothing left to compute
+                           pipeline peers has not begun its step, or has nothing left to compute
     host                   everything the next compute task needs has ended, and it has not started; and the time after
                            the last span of all ranks, when the step is longer than the timeline
 
@@ -157,6 +158,9 @@ def _rank_breakdown(
 
     exposed = np.diff(covered_until(comm_start, comm_end, cuts), axis=0)
     load, bubble, idle, host = np.maximum(np.diff(cuts, axis=0) - exposed, 0.0).sum(axis=1)
+    not_begun = max(0.0, min(float(start.min()), float(cuts[1, 0]))) if len(start) else 0.0
+    load -= not_begun
+    bubble, idle = (bubble + not_begun, idle) if kinds.pipelined[rank] else (bubble, idle + not_begun)
     return RankBreakdown(
         rank=rank,
         compute_s=float((compute_end - compute_start).sum()),

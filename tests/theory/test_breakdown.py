@@ -114,10 +114,26 @@ def category_at(graph: TaskGraph, timeline: Timeline, rank: int, moment: float) 
     task = min(later, key=lambda span: order.index(span.task)).task
     pending = [need for need in graph.predecessors()[task] if ends[need] > moment]
     if any(kinds[need] == "LoadBatch" for need in pending):
-        return "load"
+        begun = moment >= min(span.start_s for span in own)
+        return "load" if begun else "bubble" if any(kinds[span.task] == "SendRecv" for span in own) else "idle"
     if any(kinds[need] == "SendRecv" or rank not in graph.tasks[need].ranks for need in pending):
         return "bubble"
     return "idle" if pending else "host"
+
+
+def test_a_rank_that_has_not_begun_its_step_is_not_loading() -> None:
+    """Rank 1 is still in the step before: its load starts at 3 and ends at 4."""
+    graph = from_text(
+        "world_size 2\n"
+        "0 r0.host | load x1 8 B | - | stage=0\n"
+        "1 r0.compute | forward a x1 | 0 | stage=0 component=a\n"
+        "2 r1.host | load x1 8 B | - | stage=0\n"
+        "3 r1.compute | forward a x1 | 2 | stage=0 component=a\n"
+    )
+    spans = [Span(0, "r0.host", 0, 1), Span(1, "r0.compute", 1, 5), Span(2, "r1.host", 3, 4), Span(3, "r1.compute", 4, 8)]
+    late = breakdown(graph, Timeline.from_spans(spans, "measured"))[1]
+    assert (late.load_s, late.idle_s, late.compute_s) == (1.0, 3.0, 4.0)
+    assert late.step_s == 8.0
 
 
 def test_categories_equal_a_moment_by_moment_reading() -> None:
