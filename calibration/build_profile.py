@@ -131,13 +131,6 @@ def robust_sigma(values: Sequence[float] | FloatArray) -> float:
     return float(1.4826 * np.median(np.abs(array - centre)) / centre)
 
 
-def trimmed_mean(values: FloatArray) -> float:
-    """Mean without the lowest and the highest tenth."""
-    ordered = np.sort(values)
-    cut = len(ordered) // 10
-    return float(ordered[cut : len(ordered) - cut].mean())
-
-
 # --- components -------------------------------------------------------------------------------------------------------
 
 
@@ -156,14 +149,13 @@ def typical_step(table: FloatArray) -> tuple[FloatArray, FloatArray]:
     Args:
         table: seconds [repeat, task] of one step program.
 
-    Each task's median is scaled by a common factor, so that the tasks add up to the *mean* step: the mean of many steps is
-    what a prediction is for, and times are skewed (slow steps are slower than fast ones are fast). The mean leaves out the
-    slowest tenth and the fastest tenth of the repeats. The spread is taken after dividing out how slow its repeat was as a
-    whole, which is drift, not noise of the task.
+    Each task's median is scaled by a common factor, so that the tasks add up to the *mean* step, tails included: the mean of
+    many steps is what a prediction is for, and a slow step is slower than a fast one is fast. The spread is taken after
+    dividing out how slow its repeat was as a whole, which is drift, not noise of the task.
     """
     medians = np.median(table, axis=0)
     totals = table.sum(axis=1)
-    scale = trimmed_mean(totals) / float(medians.sum())
+    scale = float(totals.mean() / medians.sum())
     steady = table * (np.median(totals) / totals)[:, None]
     spread = np.array([robust_sigma(column) for column in steady.T])
     return medians * scale, spread

@@ -21,7 +21,6 @@ from calibration.build_profile import (
     overlap_factors,
     rank_sigma,
     robust_sigma,
-    trimmed_mean,
     typical_step,
 )
 from calibration.calibrate import CalibrationRequest, calibrate
@@ -113,9 +112,7 @@ def test_typical_step_recovers_tasks_spread_and_total() -> None:
     seconds, spread = typical_step(table)
     assert np.allclose(seconds, true, rtol=0.02)
     assert np.allclose(spread[true > 0], 0.04, rtol=0.2)
-    totals = np.sort(table.sum(axis=1))
-    assert seconds.sum() == pytest.approx(totals[40:360].mean(), rel=1e-12)
-    assert trimmed_mean(np.array([5.0, 1.0, 100.0, 3.0, 2.0, 4.0, 6.0, 7.0, 8.0, -50.0])) == 4.5
+    assert seconds.sum() == pytest.approx(table.sum(axis=1).mean(), rel=1e-12)
 
 
 def test_rank_sigma_recovers_what_ranks_do_not_share() -> None:
