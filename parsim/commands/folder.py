@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from parsim.commands.run_folder import RunFolder, write_json
-from parsim.errors import ConfigError
 
 if TYPE_CHECKING:
     from parsim.commands.workflow import Answer
@@ -32,42 +31,14 @@ def describe(evaluation: Evaluation) -> dict[str, Any]:
 
 def write_prediction(folder: RunFolder, asked: Answer) -> None:
     """The question, result.json, predicted-timeline.json.gz, trace.json and report.html of a plan that was not run."""
+    from parsim.commands.write_report import write_run_files
     from parsim.execute.environment import describe_environment
 
     evaluation, problem = asked.evaluation, asked.problem
     folder.write_question(asked.config, problem.model, evaluation.result.plan, problem.cluster.profile)
     write_json(folder.result, describe(evaluation))
     write_json(folder.environment, describe_environment())
-    draw_prediction(folder, asked)
-
-
-def draw_prediction(folder: RunFolder, asked: Answer) -> None:
-    """predicted-timeline.json.gz, trace.json and report.html."""
-    from parsim.commands.write_report import report_facts, report_run
-    from parsim.report.chrome_trace import chrome_trace
-    from parsim.report.html import ReportData, ReportSection, write_report
-    from parsim.report.tables import calibration_table
-
-    evaluation, problem = asked.evaluation, asked.problem
-    evaluation.timeline.save(folder.predicted_timeline)
-    write_json(folder.trace, chrome_trace(evaluation.graph, {"predicted": evaluation.timeline}))
-    candidates = [evaluation] if asked.search is None else list(asked.search.candidates)
-    section = ReportSection(
-        model=problem.model.name,
-        title=f"{problem.model.name} on {problem.cluster.name}",
-        text=f"Global batch {problem.global_batch}, {problem.optimizer}, {problem.precision}.",
-        results=[candidate.result.to_dict() for candidate in candidates],
-        chosen=evaluation.result.to_dict(),
-        runs=(report_run(evaluation, None, None),),
-    )
-    data = ReportData(
-        title=f"{problem.model.name}: predicted",
-        facts=report_facts(),
-        summary=(f"Plan {evaluation.result.plan.summary()}.",),
-        sections=(section,),
-        extra_tables=(calibration_table(problem.cluster.profile),),
-    )
-    write_report(data, folder.report)
+    write_run_files(folder, asked)
 
 
 def redraw(folder: RunFolder) -> None:
@@ -76,35 +47,12 @@ def redraw(folder: RunFolder) -> None:
     Raises:
         ConfigError: it is no run folder.
     """
-    if not folder.job.is_file():
-        draw_prediction(folder, _asked_again(folder))
-        return
-    from parsim.commands.workflow import judge, measured, reopen
+    from parsim.commands.workflow import ask_again, judge, measured, reopen
     from parsim.commands.write_report import write_run_files
 
+    if not folder.job.is_file():
+        write_run_files(folder, ask_again(folder))
+        return
     folder, asked, name = reopen(folder.path)
     seen = measured(folder, name, asked.evaluation)
     write_run_files(folder, asked, seen, judge(asked.problem, asked.evaluation, seen))
-
-
-def _asked_again(folder: RunFolder) -> Answer:
-    from parsim.commands.workflow import Answer
-    from parsim.hardware.cluster import cluster_from_profile
-    from parsim.model.model import Model
-    from parsim.plan.plan import Plan
-    from parsim.schedule.evaluate import evaluate
-    from parsim.schedule.problem import Problem
-
-    config = folder.read_config()
-    for path in (folder.model, folder.plan, folder.profile):
-        if not path.is_file():
-            raise ConfigError(f"{folder.path} holds no {path.name}, so it is no whole run folder; simulate or run again")
-    plan = Plan.load(folder.plan)
-    problem = Problem(
-        model=Model.load(folder.model),
-        cluster=cluster_from_profile(folder.read_profile(), config.devices),
-        global_batch=plan.global_batch,
-        precision=config.training.precision,
-        optimizer=config.training.optimizer,
-    )
-    return Answer(config=config, problem=problem, evaluation=evaluate(problem, plan), search=None)

@@ -12,11 +12,13 @@ from parsim.commands.question import fixed_plan, is_saved_model, problem_of, sea
 from parsim.commands.run_folder import RunFolder, write_json
 from parsim.config import RunConfig
 from parsim.costs.memory import RankMemory
-from parsim.errors import DoesNotFitError, ExecutionError, ModelError, PlanError
+from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, PlanError
 from parsim.execute.environment import describe_environment
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.launch import launch
 from parsim.hardware.cluster import cluster_from_profile
+from parsim.model.model import Model
+from parsim.plan.plan import Plan
 from parsim.report.compare import Comparison, compare, kind_intervals_s
 from parsim.schedule.evaluate import Evaluation, evaluate, sampled_durations_s
 from parsim.schedule.problem import Problem
@@ -161,26 +163,33 @@ def typical_step(seen: Measurement) -> int:
     return order[len(order) // 2]
 
 
-def reopen(path: Path) -> tuple[RunFolder, Answer, str]:
-    """A run folder again: its question, priced anew from the profile and plan that lie in it, and the name of its run.
+def ask_again(folder: RunFolder) -> Answer:
+    """The question of a run folder, priced anew from the profile and plan that lie in it.
 
-    Raises: ConfigError if it is none; ExecutionError if it was never run.
+    Raises: ConfigError if it is no whole run folder.
     """
-    folder = RunFolder(path)
     config = folder.read_config()
-    if not folder.job.is_file():
-        raise ExecutionError(f"{path} was never run; use `parsim run` with --out {path}")
-    from parsim.model.model import Model
-    from parsim.plan.plan import Plan
-
-    model, plan = Model.load(folder.model), Plan.load(folder.plan)
+    for path in (folder.model, folder.plan, folder.profile):
+        if not path.is_file():
+            raise ConfigError(f"{folder.path} holds no {path.name}, so it is no whole run folder; simulate or run again")
+    plan = Plan.load(folder.plan)
     problem = Problem(
-        model=model,
+        model=Model.load(folder.model),
         cluster=cluster_from_profile(folder.read_profile(), config.devices),
         global_batch=plan.global_batch,
         precision=config.training.precision,
         optimizer=config.training.optimizer,
     )
-    evaluation = evaluate(problem, plan)
-    name = Job.load(folder.job).runs[0].name
-    return folder, Answer(config=config, problem=problem, evaluation=evaluation, search=None), name
+    return Answer(config=config, problem=problem, evaluation=evaluate(problem, plan), search=None)
+
+
+def reopen(path: Path) -> tuple[RunFolder, Answer, str]:
+    """A folder that was run: its question asked again, and the name of its run.
+
+    Raises: ConfigError if it is no run folder; ExecutionError if it was never run.
+    """
+    folder = RunFolder(path)
+    asked = ask_again(folder)
+    if not folder.job.is_file():
+        raise ExecutionError(f"{path} was never run; use `parsim run` with --out {path}")
+    return folder, asked, Job.load(folder.job).runs[0].name

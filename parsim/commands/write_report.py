@@ -21,28 +21,31 @@ if TYPE_CHECKING:
     from parsim.schedule.evaluate import Evaluation
 
 
-def write_run_files(folder: RunFolder, asked: Answer, seen: Measurement, comparison: Comparison) -> None:
-    """timeline.json.gz, predicted-timeline.json.gz, trace.json and report.html of one run."""
-    evaluation = asked.evaluation
-    step = seen.timelines[typical_step(seen)]
-    step.save(folder.timeline)
+def write_run_files(
+    folder: RunFolder, asked: Answer, seen: Measurement | None = None, comparison: Comparison | None = None
+) -> None:
+    """predicted-timeline.json.gz, trace.json and report.html; of a plan that was run also the measured timeline.json.gz."""
+    evaluation, problem = asked.evaluation, asked.problem
+    timelines = {"predicted": evaluation.timeline}
     evaluation.timeline.save(folder.predicted_timeline)
-    write_json(folder.trace, chrome_trace(evaluation.graph, {"predicted": evaluation.timeline, "measured": step}))
-    name = asked.problem.model.name
+    if seen is not None:
+        timelines["measured"] = seen.timelines[typical_step(seen)]
+        timelines["measured"].save(folder.timeline)
+    write_json(folder.trace, chrome_trace(evaluation.graph, timelines))
     section = ReportSection(
-        model=name,
-        title=f"{name} on {asked.problem.cluster.name}",
-        text=f"Global batch {asked.problem.global_batch}, {asked.problem.optimizer}, {asked.problem.precision}.",
+        model=problem.model.name,
+        title=f"{problem.model.name} on {problem.cluster.name}",
+        text=f"Global batch {problem.global_batch}, {problem.optimizer}, {problem.precision}.",
         results=_results(asked),
         chosen=evaluation.result.to_dict(),
         runs=(report_run(evaluation, seen, comparison),),
     )
     data = ReportData(
-        title=f"{name}: predicted and measured",
+        title=f"{problem.model.name}: {' and '.join(timelines)}",
         facts=report_facts(),
         summary=(f"Plan {evaluation.result.plan.summary()}.",),
         sections=(section,),
-        extra_tables=(calibration_table(asked.problem.cluster.profile),),
+        extra_tables=(calibration_table(problem.cluster.profile),),
     )
     write_report(data, folder.report)
 

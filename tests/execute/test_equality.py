@@ -65,7 +65,7 @@ FOUR_RANKS = [
 ]
 
 
-def check(cases: list[Case], folder: Path, *, steps: int = STEPS) -> None:
+def assert_equal_to_one_process(cases: list[Case], folder: Path, *, steps: int = STEPS) -> None:
     runs = run_cases(cases, folder, steps=steps)
     for item, run in zip(cases, runs, strict=True):
         difference = compare_case(item, run, folder, steps=steps)
@@ -74,19 +74,19 @@ def check(cases: list[Case], folder: Path, *, steps: int = STEPS) -> None:
 
 @pytest.mark.xdist_group("launch")
 def test_plans_on_two_processes_equal_one_process(tmp_path: Path) -> None:
-    check(QUICK, tmp_path)
+    assert_equal_to_one_process(QUICK, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_every_model_and_plan_on_two_processes(tmp_path: Path) -> None:
-    check(TWO_RANKS, tmp_path)
+    assert_equal_to_one_process(TWO_RANKS, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_every_model_and_plan_on_four_processes(tmp_path: Path) -> None:
-    check(FOUR_RANKS, tmp_path)
+    assert_equal_to_one_process(FOUR_RANKS, tmp_path)
 
 
 @pytest.mark.slow
