@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from calibration.request import CalibrationRequest, active_levels
 from parsim.execute.environment import describe_environment
 from parsim.execute.group import Place, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.pinning import available_cores, prepare_rank
+from parsim.files import write_text_atomically
 from parsim.graph.taskgraph import work_text
 from parsim.model.model import Model
 from parsim.units import MIB
@@ -63,9 +63,7 @@ def main(job_path: Path) -> None:
             "overlap": overlap,
             "environment": describe_environment(),
         }
-        partial = job_path.parent / "raw.json.partial"
-        partial.write_text(json.dumps(raw))
-        os.replace(partial, job_path.parent / "raw.json")
+        write_text_atomically(job_path.parent / "raw.json", json.dumps(raw))
     close_group(place)
 
 

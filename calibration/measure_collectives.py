@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parsim.execute.group import make_groups
-from parsim.execute.streams import CudaStreams, Streams, TaskTime, ThreadStreams
+from parsim.execute.streams import TaskTime, make_streams
 
 BACK_TO_BACK = 3
 BURN_S = 0.002
@@ -43,10 +43,6 @@ class Bench:
 
     def elements(self, size_bytes: int) -> int:
         return max(1, size_bytes // self.dtype.itemsize)
-
-
-def make_streams(device: torch.device) -> Streams:
-    return CudaStreams(device) if device.type == "cuda" else ThreadStreams()
 
 
 def make_bench(device: torch.device, dtype: torch.dtype, cores: int, seconds_per_size: float) -> Bench:

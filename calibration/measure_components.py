@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from calibration.measure_collectives import make_streams
 from calibration.request import CalibrationRequest
 from parsim.execute.optimizer import flat_gradients, make_optimizer
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica
-from parsim.execute.streams import Streams, TaskTime
+from parsim.execute.streams import Streams, TaskTime, make_streams
 from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
 from parsim.graph.task import COMPUTE

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from calibration.measure_collectives import make_streams
 from parsim.execute.environment import memory_limit_bytes, resident_bytes
+from parsim.execute.streams import make_streams
 from parsim.units import MIB
 
 MATMUL_SIDE = 1024

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from calibration.measure_collectives import Bench, make_streams, merged_seconds
+from calibration.measure_collectives import Bench, merged_seconds
 from calibration.measure_components import Case
-from parsim.execute.streams import TaskTime
+from parsim.execute.streams import TaskTime, make_streams
 
 ALONE_STEPS, TOGETHER_STEPS, ALONE_CALLS = 4, 3, 8
 MAX_CALLS = 2000

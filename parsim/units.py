@@ -41,14 +41,6 @@ def format_bandwidth(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
-def format_flop(flop: float) -> str:
-    """Decimal: 8.18 Gflop."""
-    for scale, unit in ((1e12, "Tflop"), (1e9, "Gflop"), (1e6, "Mflop"), (1e3, "kflop")):
-        if abs(flop) >= scale:
-            return f"{flop / scale:.3g} {unit}"
-    return f"{flop:.0f} flop"
-
-
 def format_count(count: float) -> str:
     """Decimal: 25.6 M."""
     for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -78,11 +78,3 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
     taken = time.monotonic() - started
     if taken > QUIET_S:
         print(f"{title}: {format_seconds(taken)}", file=sys.stderr, flush=True)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A stopped process leaves the old file or the new one, never half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from parsim.commands.output import JsonFlag, Overrides, RunFile, print_json, print_tables, progress, write_atomically
+from parsim.commands.output import JsonFlag, Overrides, RunFile, print_json, print_tables, progress
 from parsim.commands.question import fixed_plan, problem_of, search_plans
 from parsim.config import load_config
 from parsim.errors import ScheduleError
+from parsim.files import write_text_atomically
 from parsim.units import format_percent, format_seconds
 
 
@@ -34,7 +35,8 @@ def plan(
     if out is not None:
         if document["chosen"] is None:
             raise ScheduleError(f"no plan fits, so {out} is not written; {document['candidates'][0]['reason']}")
-        write_atomically(out, json.dumps(document["chosen"]["plan"], indent=1) + "\n")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(out, json.dumps(document["chosen"]["plan"], indent=1) + "\n")
     if as_json:
         print_json(document)
         return

@@ -9,6 +9,7 @@ from typing import Any
 
 from parsim.config import RunConfig, load_config
 from parsim.errors import ConfigError
+from parsim.files import write_text_atomically
 from parsim.hardware.profile import Profile, load_profile, save_profile
 from parsim.model.model import Model
 from parsim.plan.plan import Plan
@@ -109,6 +110,4 @@ def new_folder(path: Path | None, name: str) -> RunFolder:
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Atomically: a stopped process leaves the old file or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(document, indent=1))
-    partial.replace(path)
+    write_text_atomically(path, json.dumps(document, indent=1))

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from parsim.analyze.breakdown import breakdown
-from parsim.commands.run_folder import RunFolder, write_json
+from parsim.commands.run_folder import RunFolder
 from parsim.commands.workflow import Answer, typical_step
 from parsim.execute.environment import describe_environment, machine_line
-from parsim.report.chrome_trace import chrome_trace
+from parsim.report.chrome_trace import save_chrome_trace
 from parsim.report.compare import Comparison
 from parsim.report.html import ReportData, ReportRun, ReportSection, write_report
 from parsim.report.tables import calibration_table
@@ -31,7 +31,7 @@ def write_run_files(
     if seen is not None:
         timelines["measured"] = seen.timelines[typical_step(seen)]
         timelines["measured"].save(folder.timeline)
-    write_json(folder.trace, chrome_trace(evaluation.graph, timelines))
+    save_chrome_trace(folder.trace, evaluation.graph, timelines)
     section = ReportSection(
         model=problem.model.name,
         title=f"{problem.model.name} on {problem.cluster.name}",

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from parsim.errors import ExecutionError, ParsimError
 from parsim.execute.processes import PARENT_VARIABLE, die_with_parent
+from parsim.files import write_text_atomically
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -262,11 +263,8 @@ def _record(folder: Path, error: BaseException) -> None:
         traceback="".join(traceback.format_exception(error)),
     )
     print(f"{record.kind}: {message}", file=sys.stderr)
-    path = error_path(folder, record.rank)
-    temporary = path.with_suffix(".tmp")
     with contextlib.suppress(OSError):
-        temporary.write_text(json.dumps(asdict(record), indent=1))
-        os.replace(temporary, path)
+        write_text_atomically(error_path(folder, record.rank), json.dumps(asdict(record), indent=1))
 
 
 def _is_about_a_peer(error: BaseException | None) -> bool:

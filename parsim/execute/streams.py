@@ -185,3 +185,8 @@ class CudaStreams:
             operation()
             end.record(on)
             self._events[task] = (stream, start, end)
+
+
+def make_streams(device: torch.device) -> Streams:
+    """The streams of a rank that computes on `device`."""
+    return CudaStreams(device) if device.type == "cuda" else ThreadStreams()

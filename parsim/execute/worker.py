@@ -28,7 +28,7 @@ from parsim.execute.pinning import prepare_rank
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.score import score
 from parsim.execute.stage import StageReplica
-from parsim.execute.streams import CudaStreams, Streams, TaskTime, ThreadStreams
+from parsim.execute.streams import TaskTime, make_streams
 from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
 from parsim.graph.taskgraph import TaskGraph
@@ -59,7 +59,7 @@ class RankRun:
             seed=run.seed,
             device=device,
         )
-        self.streams: Streams = CudaStreams(device) if device.type == "cuda" else ThreadStreams()
+        self.streams = make_streams(device)
         self.program = RankProgram(graph, self.stage, self.streams, groups)
         self.data = run_dataset(run, "train")
         self.order = BatchOrder(n=len(self.data), global_batch=run.plan.global_batch, seed=run.seed)

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from parsim.errors import ProfileError, near_matches
+from parsim.files import write_text_atomically
 from parsim.hardware.tables import from_text, to_text
 
 SCHEMA_VERSION = 1
@@ -363,9 +364,7 @@ def parse_profile(text: str, where: str) -> Profile:
 
 def save_profile(profile: Profile, path: Path) -> None:
     """Write atomically: a stopped process leaves the old file or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(to_text(profile.model_dump(mode="json")), encoding="utf-8")
-    partial.replace(path)
+    write_text_atomically(path, to_text(profile.model_dump(mode="json")))
 
 
 def _short(value: object) -> str:

@@ -109,10 +109,6 @@ class Component:
         return sum(parameter.size_bytes for parameter in self.parameters)
 
     @property
-    def parameter_elements(self) -> int:
-        return sum(parameter.elements for parameter in self.parameters)
-
-    @property
     def fingerprint(self) -> str:
         """Equal for components that do the same work per sample, whatever their names: a measured cost is kept under it."""
         text = repr(

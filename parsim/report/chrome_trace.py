@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import GraphError
+from parsim.files import write_text_atomically
 from parsim.graph.task import COMPUTE, HOST, Task, parse_resource
 from parsim.graph.taskgraph import TaskGraph, work_text
 from parsim.timeline import Span, Timeline
@@ -82,9 +83,7 @@ def chrome_trace(graph: TaskGraph, timelines: Mapping[str, Timeline]) -> dict[st
 
 def save_chrome_trace(path: Path, graph: TaskGraph, timelines: Mapping[str, Timeline]) -> None:
     """Write `chrome_trace` as JSON, atomically."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(chrome_trace(graph, timelines), separators=(",", ":")))
-    partial.replace(path)
+    write_text_atomically(path, json.dumps(chrome_trace(graph, timelines), separators=(",", ":")))
 
 
 def stream_order(stream: str) -> tuple[int, str]:

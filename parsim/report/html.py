@@ -15,6 +15,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from parsim.files import write_text_atomically
 from parsim.graph.taskgraph import TaskGraph
 from parsim.report import figures, tables
 from parsim.report.page import PAGE_SCRIPT, PAGE_STYLE
@@ -84,9 +85,7 @@ class ReportData:
 
 def write_report(data: ReportData, path: Path) -> None:
     """Write report.html, atomically."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(report_html(data), encoding="utf-8")
-    partial.replace(path)
+    write_text_atomically(path, report_html(data))
 
 
 def report_html(data: ReportData) -> str:
