@@ -29,11 +29,16 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """One component, forward or backward, over `samples` local samples."""
+    """One component, forward or backward, over `samples` local samples; of a tensor-sharded one, one of `ways` shards.
+
+    `rule` names the component's Sharding ("" for the whole component, with ways 1).
+    """
 
     component: str
     phase: Phase
     samples: int
+    rule: str = ""
+    ways: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,48 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterShard:
+    """How one parameter or buffer is divided: dim `dim` consists of `blocks` equal runs, each cut into `ways` equal pieces.
+
+    Shard s holds piece s of every run. A fused query-key-value matrix has 3 runs; everything else has one.
+    """
+
+    name: str
+    dim: int
+    blocks: int = 1
+
+
+FULL = "full"
+PARTIAL = "partial"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """One way of dividing a component over `ways` ranks with no communication inside it (`parsim.model.narrow` does it).
+
+    Attributes:
+        rule: unique in the component: column, row, heads, vocabulary, channels_out, channels_in, follow, or several
+            joined by "+", in the order they apply.
+        limit: `ways` must divide it (heads, features, channels, vocabulary rows: the greatest common divisor).
+        inputs: per input what a shard needs: "full", or "shard:d" (its piece of dim d of that value, the batch being dim 0).
+        outputs: per output what a shard makes: "partial" (the sum over the shards is the value) or "shard:d".
+        parameters, buffers: those that are divided; what is not listed, every shard holds whole.
+        operators: numbers of the component's operators that are divided; the others run whole on every shard.
+        saved_activation_bytes, saved_fixed_bytes: of one shard = `whole` part + `divided` part / ways; here the divided part.
+    """
+
+    rule: str
+    limit: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[ParameterShard, ...] = ()
+    buffers: tuple[ParameterShard, ...] = ()
+    operators: tuple[int, ...] = ()
+    saved_activation_bytes: int = 0
+    saved_fixed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
     """A tensor that crosses a component boundary, or enters or leaves the model.
 
@@ -65,6 +107,7 @@ class Value:
         producer: the component that makes it; None for an input of the model.
         bytes_per_sample, fixed_bytes: size = samples * bytes_per_sample + fixed_bytes.
         differentiable: False for token ids, masks, positions.
+        batch_first: dim 0 is the samples, so that it can be cut into pieces of the batch and put together again.
         saved: its storage is counted in some component's saved activations.
     """
 
@@ -74,6 +117,7 @@ class Value:
     fixed_bytes: int = 0
     differentiable: bool = True
     saved: bool = True
+    batch_first: bool = True
 
     def size_bytes(self, samples: int) -> int:
         return self.bytes_per_sample * samples + self.fixed_bytes
@@ -88,6 +132,7 @@ class Component:
         buffer_bytes: running statistics and the like.
         saved_activation_bytes, saved_fixed_bytes: what its forward keeps for its backward, per sample and whatever the
             samples; a storage saved by two components belongs to the first.
+        shardings: the ways it can be tensor-sharded; none: it cannot.
     """
 
     name: str
@@ -98,6 +143,15 @@ class Component:
     saved_activation_bytes: int = 0
     saved_fixed_bytes: int = 0
     operators: tuple[Operator, ...] = ()
+    shardings: tuple[Sharding, ...] = ()
+
+    def sharding(self, rule: str) -> Sharding:
+        """Raises ModelError if the component has no such rule."""
+        for sharding in self.shardings:
+            if sharding.rule == rule:
+                return sharding
+        known = ", ".join(sharding.rule for sharding in self.shardings) or "none: it cannot be sharded"
+        raise ModelError(f"component {self.name} has no sharding rule {rule!r}; it has {known}")
 
     @property
     def forward_flop(self) -> float:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import ModelError
-from parsim.model.component import Component, Operator, Parameter, Value
+from parsim.model.component import Component, Operator, Parameter, ParameterShard, Sharding, Value
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,5 +129,19 @@ def _component(entry: dict[str, Any]) -> Component:
             "outputs": tuple(entry["outputs"]),
             "parameters": tuple(Parameter(**parameter) for parameter in entry["parameters"]),
             "operators": operators,
+            "shardings": tuple(_sharding(sharding) for sharding in entry["shardings"]),
+        }
+    )
+
+
+def _sharding(entry: dict[str, Any]) -> Sharding:
+    return Sharding(
+        **{
+            **entry,
+            "inputs": tuple(entry["inputs"]),
+            "outputs": tuple(entry["outputs"]),
+            "parameters": tuple(ParameterShard(**part) for part in entry["parameters"]),
+            "buffers": tuple(ParameterShard(**part) for part in entry["buffers"]),
+            "operators": tuple(entry["operators"]),
         }
     )

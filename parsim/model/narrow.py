@@ -1,0 +1,81 @@
+"""One shard of a component, as a component: what costs, memory and calibration see of a tensor-sharded one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from parsim.errors import ModelError
+from parsim.model.component import Component, Operator, Parameter, Sharding
+
+
+@lru_cache(maxsize=65536)
+def narrow(component: Component, rule: str, ways: int) -> Component:
+    """The component that one of `ways` shards under `rule` runs; the component itself for rule "" or one way.
+
+    Its operators, parameters and saved bytes are those of one shard, so its fingerprint tells it from the whole. Buffers are
+    counted whole. Values keep the sizes they have outside.
+
+    Raises:
+        ModelError: no such rule, or `ways` does not divide its limit.
+    """
+    if not rule or ways == 1:
+        return component
+    sharding = component.sharding(rule)
+    check_ways(component.name, sharding, ways)
+    divided = {part.name for part in sharding.parameters}
+    saved = component.saved_activation_bytes - sharding.saved_activation_bytes
+    fixed = component.saved_fixed_bytes - sharding.saved_fixed_bytes
+    return replace(
+        component,
+        parameters=tuple(_part(p, ways) if p.name in divided else p for p in component.parameters),
+        operators=tuple(
+            _divided(operator, ways, sharding) if number in sharding.operators else operator
+            for number, operator in enumerate(component.operators)
+        ),
+        saved_activation_bytes=saved + sharding.saved_activation_bytes // ways,
+        saved_fixed_bytes=fixed + sharding.saved_fixed_bytes // ways,
+        shardings=(),
+    )
+
+
+def check_ways(component: str, sharding: Sharding, ways: int) -> None:
+    """Raise ModelError unless the component can be cut into that many shards."""
+    if ways < 1 or sharding.limit % ways:
+        raise ModelError(
+            f"component {component} cannot be cut into {ways} shards by rule {sharding.rule}: {ways} must divide {sharding.limit}"
+        )
+
+
+def _part(parameter: Parameter, ways: int) -> Parameter:
+    return replace(parameter, elements=parameter.elements // ways)
+
+
+def _divided(operator: Operator, ways: int, sharding: Sharding) -> Operator:
+    """A kernel of one shard: flop, parameters and the divided dim shrink; see `_DIVIDED_DIM` for which dim that is."""
+    shape = dict(operator.shape)
+    for dim in _divided_dims(operator, sharding):
+        if shape.get(dim, 0) % ways == 0:
+            shape[dim] //= ways
+            break
+    return replace(
+        operator,
+        shape=tuple(shape.items()),
+        forward_flop=operator.forward_flop / ways,
+        activation_bytes=operator.activation_bytes // ways,
+        parameter_bytes=operator.parameter_bytes // ways,
+    )
+
+
+def _divided_dims(operator: Operator, sharding: Sharding) -> tuple[str, ...]:
+    """The dims a kernel of this kind may be cut along, in the order tried."""
+    inward = sharding.rule.endswith(("row", "channels_in"))
+    match operator.kind:
+        case "matmul":
+            return ("k", "n") if inward else ("n", "k")
+        case "convolution":
+            return ("c", "k") if inward else ("k", "c")
+        case "attention":
+            return ("heads",)
+        case _:
+            return ("elements", "rows")
