@@ -68,6 +68,19 @@ class ParameterShard:
     blocks: int = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorShard:
+    """An operator that is divided: `number` in the component's operators, cut along `dim` of its shape.
+
+    Flop and parameter bytes of a shard are those of the whole / ways; its activation bytes are the whole's, less the divided
+    part `activation_bytes`, plus that part / ways (a column-parallel matmul reads its whole input).
+    """
+
+    number: int
+    dim: str
+    activation_bytes: int
+
+
 FULL = "full"
 PARTIAL = "partial"
 
@@ -83,8 +96,8 @@ class Sharding:
         inputs: per input what a shard needs: "full", or "shard:d" (its piece of dim d of that value, the batch being dim 0).
         outputs: per output what a shard makes: "partial" (the sum over the shards is the value) or "shard:d".
         parameters, buffers: those that are divided; what is not listed, every shard holds whole.
-        operators: numbers of the component's operators that are divided; the others run whole on every shard.
-        saved_activation_bytes, saved_fixed_bytes: of one shard = `whole` part + `divided` part / ways; here the divided part.
+        operators: those that are divided; the others run whole on every shard.
+        saved_activation_bytes, saved_fixed_bytes: the part of the component's that is divided.
     """
 
     rule: str
@@ -93,7 +106,7 @@ class Sharding:
     outputs: tuple[str, ...]
     parameters: tuple[ParameterShard, ...] = ()
     buffers: tuple[ParameterShard, ...] = ()
-    operators: tuple[int, ...] = ()
+    operators: tuple[OperatorShard, ...] = ()
     saved_activation_bytes: int = 0
     saved_fixed_bytes: int = 0
 

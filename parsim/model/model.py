@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import ModelError
-from parsim.model.component import Component, Operator, Parameter, ParameterShard, Sharding, Value
+from parsim.model.component import Component, Operator, OperatorShard, Parameter, ParameterShard, Sharding, Value
 
 SCHEMA_VERSION = 2
 
@@ -142,6 +142,6 @@ def _sharding(entry: dict[str, Any]) -> Sharding:
             "outputs": tuple(entry["outputs"]),
             "parameters": tuple(ParameterShard(**part) for part in entry["parameters"]),
             "buffers": tuple(ParameterShard(**part) for part in entry["buffers"]),
-            "operators": tuple(entry["operators"]),
+            "operators": tuple(OperatorShard(**part) for part in entry["operators"]),
         }
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from parsim.errors import ModelError
-from parsim.model.component import Component, Operator, Parameter, Sharding
+from parsim.model.component import Component, Operator, OperatorShard, Parameter, Sharding
 
 
 @lru_cache(maxsize=65536)
@@ -24,13 +24,14 @@ def narrow(component: Component, rule: str, ways: int) -> Component:
     sharding = component.sharding(rule)
     check_ways(component.name, sharding, ways)
     divided = {part.name for part in sharding.parameters}
+    cut = {part.number: part for part in sharding.operators}
     saved = component.saved_activation_bytes - sharding.saved_activation_bytes
     fixed = component.saved_fixed_bytes - sharding.saved_fixed_bytes
     return replace(
         component,
         parameters=tuple(_part(p, ways) if p.name in divided else p for p in component.parameters),
         operators=tuple(
-            _divided(operator, ways, sharding) if number in sharding.operators else operator
+            _divided(operator, ways, cut[number]) if number in cut else operator
             for number, operator in enumerate(component.operators)
         ),
         saved_activation_bytes=saved + sharding.saved_activation_bytes // ways,
@@ -51,31 +52,13 @@ def _part(parameter: Parameter, ways: int) -> Parameter:
     return replace(parameter, elements=parameter.elements // ways)
 
 
-def _divided(operator: Operator, ways: int, sharding: Sharding) -> Operator:
-    """A kernel of one shard: flop, parameters and the divided dim shrink; see `_DIVIDED_DIM` for which dim that is."""
+def _divided(operator: Operator, ways: int, how: OperatorShard) -> Operator:
     shape = dict(operator.shape)
-    for dim in _divided_dims(operator, sharding):
-        if shape.get(dim, 0) % ways == 0:
-            shape[dim] //= ways
-            break
+    shape[how.dim] //= ways
     return replace(
         operator,
         shape=tuple(shape.items()),
         forward_flop=operator.forward_flop / ways,
-        activation_bytes=operator.activation_bytes // ways,
+        activation_bytes=operator.activation_bytes - how.activation_bytes + how.activation_bytes // ways,
         parameter_bytes=operator.parameter_bytes // ways,
     )
-
-
-def _divided_dims(operator: Operator, sharding: Sharding) -> tuple[str, ...]:
-    """The dims a kernel of this kind may be cut along, in the order tried."""
-    inward = sharding.rule.endswith(("row", "channels_in"))
-    match operator.kind:
-        case "matmul":
-            return ("k", "n") if inward else ("n", "k")
-        case "convolution":
-            return ("c", "k") if inward else ("k", "c")
-        case "attention":
-            return ("heads",)
-        case _:
-            return ("elements", "rows")

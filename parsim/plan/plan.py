@@ -10,21 +10,40 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from parsim.errors import PlanError, near_matches
+from parsim.errors import ModelError, PlanError, near_matches
+from parsim.model.component import Component
 from parsim.model.model import Model
+from parsim.model.narrow import check_ways
 from parsim.plan.mesh import Mesh
+from parsim.plan.placement import BATCH, Placement, parse_placement
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Consecutive components on a `dp x tp` grid of ranks (replica-major)."""
+    """Consecutive components on a `dp x tp` grid of ranks (replica-major), and how each lies on the tp axis.
+
+    `placements` is one per component; left out: all batch-sharded.
+    """
 
     components: tuple[str, ...]
     ranks: tuple[int, ...]
+    placements: tuple[Placement, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.placements and len(self.placements) != len(self.components):
+            raise PlanError(
+                f"a stage of {len(self.components)} components lists {len(self.placements)} placements; give one for each"
+            )
+        if all(placement == BATCH for placement in self.placements):
+            object.__setattr__(self, "placements", ())
+
+    def placed(self) -> tuple[tuple[str, Placement], ...]:
+        """Every component with its placement."""
+        return tuple(zip(self.components, self.placements or (BATCH,) * len(self.components), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +55,7 @@ class Plan:
         global_batch: samples per step over all replicas. microbatches: per replica.
         pipeline_order: a key of `parsim.plan.pipeline.PIPELINE_ORDERS`.
         bucket_bytes: a gradient bucket is closed once it holds this much.
+        zero_stage: 1 divides the optimizer state (and its step) over the ranks that hold the same parameters.
     """
 
     strategy: str
@@ -45,6 +65,7 @@ class Plan:
     microbatches: int = 1
     pipeline_order: str = "1f1b"
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    zero_stage: int = 0
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -56,8 +77,10 @@ class Plan:
                 raise PlanError(f"stage {number} holds no component; use fewer stages")
             if stage.ranks != self.mesh.stage_ranks(number):
                 raise PlanError(f"stage {number} must run on ranks {self.mesh.stage_ranks(number)}, got {stage.ranks}")
-        if self.mesh.tp != 1:
-            raise PlanError(f"mesh tp={self.mesh.tp}: no component can be tensor-sharded yet; set tp = 1")
+            for name, placement in stage.placed():
+                _check_axis(name, placement, self.mesh.tp)
+        if self.zero_stage not in (0, 1):
+            raise PlanError(f"zero_stage = {self.zero_stage}: 0 and 1 are built; stages 2 and 3 shard gradients and weights")
         if self.microbatches < 1 or self.bucket_bytes < 1:
             raise PlanError(f"microbatches ({self.microbatches}) and bucket_bytes ({self.bucket_bytes}) must be >= 1")
         parts = self.mesh.dp * self.microbatches
@@ -73,7 +96,7 @@ class Plan:
 
     @property
     def microbatch_samples(self) -> int:
-        """Samples of one microbatch on one replica: the local batch every component sees."""
+        """Samples of one microbatch on one replica, which its tp ranks share as their placements say."""
         return self.global_batch // (self.mesh.dp * self.microbatches)
 
     def stage_of_rank(self, rank: int) -> int:
@@ -82,13 +105,39 @@ class Plan:
     def replica_of_rank(self, rank: int) -> int:
         return rank // self.mesh.tp % self.mesh.dp
 
+    def shard_of_rank(self, rank: int) -> int:
+        """Place on the tp axis."""
+        return rank % self.mesh.tp
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether any component is placed otherwise than batch-sharded."""
+        return any(stage.placements for stage in self.stages)
+
     def summary(self) -> str:
         """`hp pp=2 dp=4 tp=1 mb=8x16 1f1b`."""
         order = f" {self.pipeline_order}" if self.mesh.pp > 1 else ""
-        return f"{self.strategy} {self.mesh} mb={self.microbatches}x{self.microbatch_samples}{order}"
+        zero = f" zero{self.zero_stage}" if self.zero_stage else ""
+        return f"{self.strategy} {self.mesh} mb={self.microbatches}x{self.microbatch_samples}{order}{zero}{self._placed()}"
+
+    def _placed(self) -> str:
+        """` [embed shard:vocabulary/4 | layer0..layer3 batch]`, or nothing where all are batch-sharded."""
+        if not self.is_mixed:
+            return ""
+        runs: list[tuple[Placement, list[str]]] = []
+        for stage in self.stages:
+            for name, placement in stage.placed():
+                if not runs or runs[-1][0] != placement:
+                    runs.append((placement, []))
+                runs[-1][1].append(name)
+        parts = [f"{names[0]}{f'..{names[-1]}' if len(names) > 1 else ''} {placement}" for placement, names in runs]
+        return f" [{' | '.join(parts)}]"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        document = asdict(self)
+        for entry, stage in zip(document["stages"], self.stages, strict=True):
+            entry["placements"] = [str(placement) for placement in stage.placements]
+        return {"schema_version": SCHEMA_VERSION, **document}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
@@ -106,7 +155,12 @@ class Plan:
                 raise PlanError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}; plan again")
             document["mesh"] = Mesh(**document["mesh"])
             document["stages"] = tuple(
-                Stage(components=tuple(stage["components"]), ranks=tuple(stage["ranks"])) for stage in document["stages"]
+                Stage(
+                    components=tuple(stage["components"]),
+                    ranks=tuple(stage["ranks"]),
+                    placements=tuple(parse_placement(text) for text in stage["placements"]),
+                )
+                for stage in document["stages"]
             )
             return cls(**document)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
@@ -119,11 +173,25 @@ class Plan:
         return cls.from_json(path.read_text(), str(path))
 
 
+def _check_axis(name: str, placement: Placement, tp: int) -> None:
+    """What can be said of a placement without the model."""
+    if placement.kind == "shard" and (placement.ways < 2 or tp % placement.ways):
+        raise PlanError(f"{name} {placement}: ways must be at least 2 and divide tp ({tp})")
+    if placement.kind == "place" and not 0 <= placement.shard < tp:
+        raise PlanError(f"{name} {placement}: tp rank {placement.shard} does not exist; tp is {tp}")
+    if placement.kind == "replicate" and tp == 1:
+        raise PlanError(f"{name} replicate: there is nothing to replicate over with tp = 1; write batch")
+
+
 def check_plan(plan: Plan, model: Model) -> None:
-    """Raise PlanError unless the stages hold exactly the model's components, in its order."""
+    """Raise PlanError unless the stages hold exactly the model's components, in its order, placed as they can be."""
     planned = [name for stage in plan.stages for name in stage.components]
     expected = [component.name for component in model.components]
     if planned == expected:
+        for stage in plan.stages:
+            for name, placement in stage.placed():
+                _check_placement(plan, model, name, placement)
+        _check_tied(plan, model)
         return
     unknown = [name for name in planned if name not in model.component_index]
     if unknown:
@@ -134,3 +202,48 @@ def check_plan(plan: Plan, model: Model) -> None:
     if missing:
         raise PlanError(f"the plan leaves out component {missing[0]!r} of {model.name}; every component needs a stage")
     raise PlanError(f"the plan's stages must keep the order of {model.name}'s components: {', '.join(expected)}")
+
+
+def _check_placement(plan: Plan, model: Model, name: str, placement: Placement) -> None:
+    """The rule exists, its sizes divide, and so do the samples."""
+    if placement.kind == "shard":
+        try:
+            check_ways(name, model.component(name).sharding(placement.rule), placement.ways)
+        except ModelError as error:
+            raise PlanError(f"{error}; or place it as batch, replicate or place:J") from error
+    pieces = plan.mesh.tp // placement.batch_ways(plan.mesh.tp)
+    if plan.microbatch_samples % pieces:
+        raise PlanError(
+            f"{name} {placement} cuts each microbatch of {plan.microbatch_samples} samples into {pieces} pieces, which does not "
+            f"divide; use fewer microbatches or a global_batch that is a multiple of "
+            f"{plan.mesh.dp * plan.microbatches * pieces}"
+        )
+
+
+def _check_tied(plan: Plan, model: Model) -> None:
+    """Components that share a parameter hold it alike, so that its gradients can be summed."""
+    held: dict[str, tuple[str, object]] = {}
+    placements = {name: placement for stage in plan.stages for name, placement in stage.placed()}
+    for component in model.components:
+        placement = placements[component.name]
+        for parameter in component.parameters:
+            how = holding(component, placement, parameter.name)
+            first, other = held.setdefault(parameter.name, (component.name, how))
+            if other != how:
+                raise PlanError(
+                    f"{first} ({placements[first]}) and {component.name} ({placement}) share the parameter {parameter.name} "
+                    "and would hold it differently; place them alike"
+                )
+
+
+def holding(component: Component, placement: Placement, parameter: str) -> tuple[object, ...]:
+    """What decides which part of a parameter a tp rank holds, and over which ranks its gradient is summed."""
+    match placement.kind:
+        case "shard":
+            for part in component.sharding(placement.rule).parameters:
+                if part.name == parameter:
+                    return ("shard", placement.ways, part.dim, part.blocks)
+            return ("batch",)
+        case "place":
+            return ("place", placement.shard)
+    return (placement.kind,)
