@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parsim.model.component import LOSS, Component, Operator, Parameter, Value
+from parsim.model.component import LOSS, Component, Operator, OperatorShard, Parameter, ParameterShard, Sharding, Value
 from parsim.model.model import Model
 
 
@@ -60,6 +60,46 @@ def residual_model(*, tied: bool = False) -> Model:
             )
         )
     return _with_loss("residual", components, values, "d:0")
+
+
+def sharded_model(*, width: int = 64, elements: int = 1024) -> Model:
+    """a -> b -> c -> d -> loss, d reads a too; a and c can be cut by column, b and d by row (d adds a's value, a residual)."""
+    reads = {"a": ("input:0",), "b": ("a:0",), "c": ("b:0",), "d": ("c:0", "b:0")}
+    values = [Value(name="input:0", producer=None, bytes_per_sample=4 * width, differentiable=False)]
+    components = []
+    for name, inputs in reads.items():
+        values.append(Value(name=f"{name}:0", producer=name, bytes_per_sample=4 * width))
+        column = name in "ac"
+        sharding = Sharding(
+            rule="column" if column else "row",
+            limit=16,
+            inputs=("full",) if column else ("shard:1", "full")[: len(inputs)],
+            outputs=("shard:1",) if column else ("partial",),
+            parameters=(ParameterShard(name=f"{name}.weight", dim=0 if column else 1),),
+            operators=(OperatorShard(number=0, dim="n" if column else "k", activation_bytes=256),),
+            saved_activation_bytes=0 if column else 4 * width,
+        )
+        components.append(
+            Component(
+                name=name,
+                inputs=inputs,
+                outputs=(f"{name}:0",),
+                parameters=(Parameter(name=f"{name}.weight", elements=elements), Parameter(name=f"{name}.bias", elements=16)),
+                saved_activation_bytes=4 * width,
+                operators=(
+                    Operator(
+                        kind="matmul",
+                        shape=(("m", 1), ("n", 64), ("k", 64)),
+                        batch="rows",
+                        forward_flop=2e6,
+                        activation_bytes=512,
+                        parameter_bytes=4 * elements,
+                    ),
+                ),
+                shardings=(sharding,),
+            )
+        )
+    return _with_loss("sharded", components, values, "d:0")
 
 
 def _with_loss(name: str, components: list[Component], values: list[Value], last: str) -> Model:

@@ -6,8 +6,6 @@ calls autograd on its own outputs only. A gradient bucket is a flat array whose 
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import torch
@@ -15,19 +13,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parsim.errors import ExecutionError
+from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
 from parsim.execute.stage import StageReplica
+from parsim.execute.store import Instance, Item, Store, batch_piece
 from parsim.execute.streams import Streams, TaskTime
+from parsim.graph.layout import Reading
 from parsim.graph.task import COMPUTE, HOST, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.autograd_cut import Saved, backward_component, forward_component
 from parsim.model.component import LOSS
+from parsim.plan.layout import ValueLayout
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
 
 BatchSource = Callable[[int], Mapping[str, Tensor]]
-"""Microbatch number -> the batch values (model inputs, "target") this rank's stage reads."""
-
-Place = tuple[str, int]
-"""(value, microbatch)."""
+"""Microbatch number -> the batch values (model inputs, "target") this rank reads: its `Layout.batch_ways` share."""
 
 
 class RankProgram:
@@ -57,33 +56,26 @@ class RankProgram:
         for task in local:
             stream = next(resource.stream for resource in task.resources if resource.rank == rank)
             self._tasks.append((task, stream, tuple(index for index in task.dependencies if index in indices)))
-        self._readers = self._count_readers()
-        self._lock = threading.Lock()
+        self._store = Store(stage.layout, rank, local)
+        self._reading: dict[tuple[str, str], Reading] = {
+            (name, value): reading
+            for value, readings in stage.layout.readings.items()
+            for reading in readings
+            for name in reading.components
+        }
         self._reset()
 
     def _reset(self) -> None:
-        self._values: dict[Place, Tensor] = {}
-        self._left: dict[Place, int] = {}
-        self._records: dict[Place, Saved] = {}
-        self._gradients: dict[Place, Tensor] = {}
-        self._received: dict[Place, list[tuple[int, Tensor]]] = defaultdict(list)
+        self._store.clear()
+        self._records: dict[tuple[str, int], Saved] = {}
+        self._growing: dict[tuple[Item, int], Tensor] = {}
         self._loss: list[Tensor] = []
-
-    def _count_readers(self) -> dict[str, int]:
-        """How often a value is read here (by components and sends) before it can be dropped."""
-        layout, stage = self._stage.layout, self._stage.number
-        readers: dict[str, int] = {}
-        for value, names in layout.consumers.items():
-            here = sum(layout.stage_of[name] == stage for name in names)
-            sends = len(layout.remote_stages[value]) if layout.stage_of_value[value] == stage else 0
-            readers[value] = here + sends
-        return readers
 
     def step(self, batch: BatchSource) -> tuple[float, list[TaskTime]]:
         """Run one training step.
 
         Returns:
-            The sum over this rank's samples of the loss (0 where the last stage is elsewhere), and the tasks' times.
+            The sum over this rank's samples of the loss (0 where another rank counts it), and the tasks' times.
         """
         self._reset()
         streams = self._streams
@@ -106,104 +98,161 @@ class RankProgram:
                 return lambda: self._load(batch)
             case OptimizerStep():
                 return self._stage.optimizer_step
+            case Collective() | SendRecv() if task.origin.hop is not None:
+                return lambda: self._hop(task)
             case Collective():
-                return lambda: self._reduce(task)
+                return lambda: self._synchronise(task)
             case SendRecv():
                 return lambda: self._transfer(task)
         raise ExecutionError(f"no way to run {task.work}; teach parsim.execute.runtime this work")
 
     def _load(self, batch: BatchSource) -> None:
+        layout = ValueLayout("full", self._stage.layout.batch_ways(self._stage.rank))
         for microbatch in range(self._stage.layout.plan.microbatches):
             for value, tensor in batch(microbatch).items():
-                self._put(value, microbatch, tensor)
-
-    def _put(self, value: str, microbatch: int, tensor: Tensor) -> None:
-        if self._readers[value]:
-            with self._lock:
-                self._values[value, microbatch] = tensor
-                self._left[value, microbatch] = self._readers[value]
-
-    def _take(self, value: str, microbatch: int) -> Tensor:
-        place = (value, microbatch)
-        with self._lock:
-            tensor = self._values[place]
-            self._left[place] -= 1
-            if not self._left[place]:
-                del self._values[place], self._left[place]
-        return tensor
+                self._store.put(Instance(Item(value), layout), microbatch, tensor)
 
     def _forward(self, task: Task) -> None:
         name, microbatch = _component_of(task)
         runnable = self._stage.runnables[name]
-        inputs = {value: self._take(value, microbatch) for value in dict.fromkeys(runnable.input_names)}
+        layout = self._stage.layout
+        inputs = {
+            value: self._taken(Instance(Item(value), layout.reads_in(name, value).value), microbatch)
+            for value in dict.fromkeys(runnable.input_names)
+        }
         for tensor in inputs.values():
             _used_here(tensor)
         outputs, record = forward_component(runnable, [inputs[value] for value in runnable.input_names])
-        if name in self._stage.layout.differentiable:
+        if name in layout.differentiable:
             self._records[name, microbatch] = record
-        if name == LOSS:
+        if name == LOSS and self._stage.loss_counts:
             self._loss.append(outputs[0])
         for value, tensor in zip(runnable.output_names, outputs, strict=True):
-            self._put(value, microbatch, tensor)
+            self._store.put(Instance(Item(value), layout.source[value].value), microbatch, tensor)
 
     def _backward(self, task: Task) -> None:
+        """Gradients of a value from readers that make it alike add up inside the backwards, see `backward_component`."""
         name, microbatch = _component_of(task)
         runnable = self._stage.runnables[name]
         record = self._records.pop((name, microbatch))
         outputs = [self._gradient_of(value, microbatch) for value in runnable.output_names]
         if name == LOSS:
             outputs = [self._stage.loss_gradient]
-        so_far = [self._gradients.pop((value, microbatch), None) for value in runnable.input_names]
+        items = [Item(value, self._reading[name, value]) for value in runnable.input_names]
+        so_far = [self._growing.pop((item, microbatch), None) for item in items]
         gradients = backward_component(record, outputs, so_far)
-        for value, gradient in zip(runnable.input_names, gradients, strict=True):
+        for item, gradient in zip(items, gradients, strict=True):
             if gradient is not None:
-                self._gradients[value, microbatch] = gradient
+                self._growing[item, microbatch] = gradient
+        for value, reading in self._stage.layout.completed_readings(self._stage.number, name):
+            item = Item(value, reading)
+            whole = self._growing.pop((item, microbatch), None)
+            if whole is not None:
+                self._store.put(Instance(item, reading.ends.gradient), microbatch, whole)
 
     def _gradient_of(self, value: str, microbatch: int) -> Tensor | None:
-        """Gradient of a value from all its readers, later stages first, as autograd would add them."""
-        local = self._gradients.pop((value, microbatch), None)
-        remote = sorted(self._received.pop((value, microbatch), []), key=lambda entry: -entry[0])
+        """Gradient of a value from all its readers, later ones first, as autograd would add them."""
         total: Tensor | None = None
-        for tensor in [tensor for _, tensor in remote] + ([local] if local is not None else []):
-            _used_here(tensor)
-            total = tensor if total is None else total + tensor
+        for instance in self._store.gradients(value):
+            tensor = self._store.take(instance, microbatch)
+            if tensor is not None:
+                _used_here(tensor)
+                total = tensor if total is None else total + tensor
         return total
 
-    def _reduce(self, task: Task) -> None:
-        assert isinstance(task.work, Collective)
-        bucket = task.origin.bucket
-        assert bucket is not None, "a collective of this vocabulary reduces a gradient bucket"
-        flat = self._stage.buckets[bucket]
-        _used_here(flat)
-        dist.all_reduce(flat, group=self._groups["dp", tuple(sorted(task.work.group))])
+    def _taken(self, instance: Instance, microbatch: int) -> Tensor:
+        """From the store; a gradient that no backward here has added to is zero."""
+        tensor = self._store.take(instance, microbatch)
+        if tensor is None:
+            assert instance.item.reading is not None, f"{instance.item.value} was not made before it is read"
+            return self._buffer(instance).zero_()
+        return tensor
 
-    def _transfer(self, task: Task) -> None:
-        work, origin = task.work, task.origin
-        assert isinstance(work, SendRecv)
-        assert origin.value is not None
-        assert origin.microbatch is not None
-        layout = self._stage.layout
-        home = layout.stage_of_value[origin.value]
-        is_gradient = home != origin.stage
-        ranks = (min(work.source, work.destination), max(work.source, work.destination))
-        if self._stage.rank == work.source:
-            if is_gradient:
-                tensor = self._gradients.pop((origin.value, origin.microbatch))
-            else:
-                tensor = self._take(origin.value, origin.microbatch)
-            tensor = tensor.contiguous()
-            _used_here(tensor)
-            dist.send(tensor, work.destination, group=self._groups[f"pp>{work.destination}", ranks])
-            return
-        shape, dtype = self._stage.value_shapes[origin.value]
+    def _buffer(self, instance: Instance) -> Tensor:
+        """Room for what another rank sends."""
+        shape, dtype = self._stage.local_shape(instance.item.value, instance.layout)
         buffer = torch.empty(shape, dtype=dtype, device=self._stage.device)
         self.on_receive(buffer)
-        dist.recv(buffer, work.source, group=self._groups[f"pp>{self._stage.rank}", ranks])
-        if is_gradient:
-            with self._lock:
-                self._received[origin.value, origin.microbatch].append((origin.stage, buffer))
+        return buffer
+
+    def _synchronise(self, task: Task) -> None:
+        """A gradient bucket: summed whole, or with ZeRO summed in parts, and later its parameters put together again."""
+        assert isinstance(task.work, Collective)
+        number = task.origin.bucket
+        assert number is not None, "a collective without a hop belongs to a gradient bucket"
+        group = self._groups["dp", tuple(sorted(task.work.group))]
+        match task.work.operation:
+            case "all_reduce":
+                flat = self._stage.flat_gradient(number)
+                _used_here(flat)
+                dist.all_reduce(flat, group=group)
+            case "reduce_scatter":
+                flat = self._stage.flat_gradient(number)
+                _used_here(flat)
+                reduce_scatter_flat(self._stage.gradient_chunk(number), flat, group)
+            case "all_gather":
+                flat = self._stage.flat_parameters(number)
+                _used_here(flat)
+                all_gather_flat(flat, self._stage.parameter_chunk(number), group)
+
+    def _hop(self, task: Task) -> None:
+        """One step of a conversion on the tp axis."""
+        origin, store = task.origin, self._store
+        assert origin.hop is not None
+        assert origin.microbatch is not None
+        before, after = store.before(task), store.after(task)
+        if isinstance(task.work, SendRecv):
+            self._message(task, before, after)
+            return
+        assert isinstance(task.work, Collective)
+        held = store.shard in origin.hop.source.holders(store.tp)
+        tensor = self._taken(before, origin.microbatch) if held else self._buffer(before)
+        _used_here(tensor)
+        group = self._groups["tp", tuple(sorted(task.work.group))]
+        made = run_hop(origin.hop, tensor, ranks=task.work.group, rank=self._stage.rank, group=group)
+        store.put(after, origin.microbatch, made)
+
+    def _message(self, task: Task, before: Instance, after: Instance) -> None:
+        """A point-to-point hop: a piece to or from the rank that has the whole, or the whole from one rank to another."""
+        work, origin, store = task.work, task.origin, self._store
+        assert isinstance(work, SendRecv)
+        assert origin.hop is not None
+        assert origin.microbatch is not None
+        group = self._groups["tp", tuple(sorted((work.source, work.destination)))]
+        plan = self._stage.layout.plan
+        scattered = origin.hop.operation == "scatter"
+        if self._stage.rank == work.source:
+            tensor = self._taken(before, origin.microbatch)
+            if scattered:
+                tensor = batch_piece(tensor, store.tp, plan.shard_of_rank(work.destination))
+            tensor = tensor.contiguous()
+            _used_here(tensor)
+            dist.send(tensor, work.destination, group=group)
+            return
+        gathered = origin.hop.operation == "gather"
+        buffer = self._buffer(before if gathered else after)
+        dist.recv(buffer, work.source, group=group)
+        if gathered:
+            store.put_piece(after, origin.microbatch, plan.shard_of_rank(work.source), buffer)
         else:
-            self._put(origin.value, origin.microbatch, buffer)
+            store.put(after, origin.microbatch, buffer)
+
+    def _transfer(self, task: Task) -> None:
+        """A value to a later stage, or a gradient to an earlier one."""
+        work, origin = task.work, task.origin
+        assert isinstance(work, SendRecv)
+        assert origin.microbatch is not None
+        moved = self._store.moved(task)
+        ranks = (min(work.source, work.destination), max(work.source, work.destination))
+        group = self._groups[f"pp>{work.destination}", ranks]
+        if self._stage.rank == work.source:
+            tensor = self._taken(moved, origin.microbatch).contiguous()
+            _used_here(tensor)
+            dist.send(tensor, work.destination, group=group)
+            return
+        buffer = self._buffer(moved)
+        dist.recv(buffer, work.source, group=group)
+        self._store.put(moved, origin.microbatch, buffer)
 
 
 def required_groups(graph: TaskGraph) -> list[tuple[str, tuple[int, ...]]]:
@@ -215,10 +264,10 @@ def required_groups(graph: TaskGraph) -> list[tuple[str, tuple[int, ...]]]:
     for task in graph.tasks:
         match task.work:
             case Collective():
-                needed["dp", tuple(sorted(task.work.group))] = None
+                needed[task.resources[0].stream, tuple(sorted(task.work.group))] = None
             case SendRecv():
                 ends = (min(task.work.source, task.work.destination), max(task.work.source, task.work.destination))
-                needed[f"pp>{task.work.destination}", ends] = None
+                needed[task.resources[0].stream, ends] = None
     return list(needed)
 
 

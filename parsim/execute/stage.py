@@ -1,4 +1,4 @@
-"""What one rank holds of a model under a plan: its stage's components, their parameters, gradient buckets, optimizer."""
+"""What one rank holds of a model under a plan: its components, their parameters, gradient buckets, optimizer."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ from torch import Tensor, nn
 
 from parsim.execute.optimizer import flat_gradients, make_optimizer
 from parsim.graph.layout import Layout
+from parsim.model.component import LOSS
+from parsim.model.pieces import piece
 from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec, build_module, example_batch, loss_of
 from parsim.model.trace import record
+from parsim.plan.layout import ValueLayout
 
 
 class StageReplica:
-    """The stage of `rank`, with weights from `seed` (equal on every rank), ready to run.
+    """What `rank` has of its stage, with weights from `seed` (equal on every rank), ready to run.
 
-    Components are recorded at the plan's microbatch, in training mode, on `device`. Parameters of other stages are
-    emptied, so that a rank's memory is its own stage's.
+    Components are recorded at the samples this rank sees of a microbatch, in training mode, on `device`; of a sharded one the
+    rank has its shard, with its pieces of parameters and buffers under their names. Parameters that the rank does not hold
+    are emptied, so that its memory is its own.
 
     Attributes:
-        runnables: by component name. value_shapes: (shape, dtype) of every value at the microbatch.
-        buckets: flat gradients by bucket number, of all buckets this stage holds.
+        runnables: by component name.
+        buckets: flat gradients by bucket number, of all buckets this rank takes part in.
         loss_gradient: d(mean loss over the global batch) / d(sum of losses) = 1 / global_batch.
+        loss_counts: whether this rank's losses are to be added up: false where another rank has the same ones, or it has none.
     """
 
     def __init__(
@@ -43,26 +48,52 @@ class StageReplica:
         self.number = layout.plan.stage_of_rank(rank)
         self.device = device
         self.module = seeded_module(spec, seed, dtype, device)
-        samples = layout.plan.microbatch_samples
-        inputs, target = example_batch(spec, samples, dtype=dtype, device=str(device))
-        runnables = record(self.module, inputs, granularity=layout.model.granularity, loss=loss_of(spec))
-        self.value_shapes = _shapes(self.module, runnables, inputs, target)
-        own = set(layout.plan.stages[self.number].components)
-        self.runnables: dict[str, Runnable] = {entry.name: entry for entry in runnables if entry.name in own}
+        own = layout.rank_components(rank)
+        shard = layout.plan.shard_of_rank(rank)
+        self._whole_shapes, recorded = _recordings(self.module, spec, layout, own, dtype, device)
+        self.runnables: dict[str, Runnable] = {}
+        for name in own:
+            placement, runnable = layout.placement[name], recorded[name]
+            if placement.kind == "shard":
+                from parsim.model.sharded import shard_runnable
+
+                sharding = layout.model.component(name).sharding(placement.rule)
+                runnable = shard_runnable(runnable, sharding, shard % placement.ways, placement.ways)
+            self.runnables[name] = runnable
         everything = dict(self.module.named_parameters(remove_duplicate=False))
-        self.parameters = {p.name: everything[p.name] for p in layout.stage_parameters(self.number)}
+        held = layout.rank_parameters(rank)
+        self.parameters = {parameter.name: everything[parameter.name] for parameter in held}
+        with torch.no_grad():
+            for parameter in held:
+                if parameter.part is not None:
+                    whole = everything[parameter.name]
+                    whole.data = piece(whole.data, parameter.part, parameter.shard, parameter.ways)
+        self._cut_buffers(shard)
         self._drop_other_parameters()
         self.buckets: dict[int, Tensor] = {
             bucket.number: flat_gradients([self.parameters[p.name] for p in bucket.parameters])
-            for bucket in layout.buckets
-            if self.number in bucket.stages
+            for bucket in layout.rank_buckets(rank)
         }
         self._optimizer = make_optimizer(optimizer, self.parameters.values(), learning_rate) if self.parameters else None
+        self.loss_counts = LOSS in own and (layout.placement[LOSS].kind != "replicate" or shard == 0)
         self.loss_gradient = torch.tensor(1.0 / layout.plan.global_batch, dtype=dtype, device=device)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         return self._optimizer
+
+    def local_shape(self, value: str, layout: ValueLayout) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what a rank that holds any has of one microbatch of a value in that layout."""
+        whole, dtype = self._whole_shapes[value]
+        shape = list(whole)
+        shape[0] = shape[0] * layout.ways // self.layout.plan.mesh.tp
+        if layout.form == "shard":
+            shape[layout.dim] //= layout.ways
+        return tuple(shape), dtype
+
+    def flat_gradient(self, bucket: int) -> Tensor:
+        """All gradients of a bucket as one flat array."""
+        return self.buckets[bucket]
 
     def optimizer_step(self) -> None:
         """Update, then zero the buckets for the next step."""
@@ -81,6 +112,18 @@ class StageReplica:
         state = [] if self._optimizer is None else [entry for held in self._optimizer.state.values() for entry in held.values()]
         tensors = [entry for entry in state if isinstance(entry, Tensor)]
         return [*self.parameters.values(), *self.buckets.values(), *self.buffers().values(), *tensors]
+
+    def _cut_buffers(self, shard: int) -> None:
+        """Running statistics of cut channels: this rank's piece."""
+        for name in self.runnables:
+            placement = self.layout.placement[name]
+            if placement.kind == "shard":
+                for part in self.layout.model.component(name).sharding(placement.rule).buffers:
+                    path, _, key = part.name.rpartition(".")
+                    holder = self.module.get_submodule(path)._buffers
+                    whole = holder[key]
+                    assert whole is not None
+                    holder[key] = piece(whole, part, shard % placement.ways, placement.ways)
 
     def _drop_other_parameters(self) -> None:
         own = {id(parameter) for parameter in self.parameters.values()}
@@ -102,9 +145,28 @@ def _restore(module: nn.Module, before: dict[str, Tensor]) -> None:
             tensor.copy_(before[name])
 
 
-def _shapes(
-    module: nn.Module, runnables: Sequence[Runnable], inputs: Sequence[Tensor], target: Tensor
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def _recordings(
+    module: nn.Module, spec: ModelSpec, layout: Layout, own: Sequence[str], dtype: torch.dtype, device: torch.device
+) -> tuple[Shapes, dict[str, Runnable]]:
+    """Shape and dtype of every value at the whole microbatch; and the components `own`, each at the samples it sees."""
+    shapes: Shapes = {}
+    found: dict[str, Runnable] = {}
+    whole = layout.plan.microbatch_samples
+    for samples in dict.fromkeys([whole, *(layout.local_samples(name) for name in own)]):
+        inputs, target = example_batch(spec, samples, dtype=dtype, device=str(device))
+        runnables = record(module, inputs, granularity=layout.model.granularity, loss=loss_of(spec))
+        if samples == whole:
+            shapes = _shapes(module, runnables, inputs, target)
+        found.update(
+            {entry.name: entry for entry in runnables if entry.name in own and layout.local_samples(entry.name) == samples}
+        )
+    return shapes, found
+
+
+def _shapes(module: nn.Module, runnables: Sequence[Runnable], inputs: Sequence[Tensor], target: Tensor) -> Shapes:
     """Shape and dtype of every value, from one run without gradients."""
     before = {name: tensor.clone() for name, tensor in module.named_buffers()}
     values: dict[str, Tensor] = {f"input:{number}": tensor for number, tensor in enumerate(inputs)}

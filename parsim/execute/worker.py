@@ -73,18 +73,26 @@ class RankRun:
     def step(self, *, keep: bool) -> None:
         """One training step on the next global batch; `keep` its task times and its loss."""
         indices = self.order.indices(self.step_number)
-        plan, replica = self.layout.plan, self.layout.plan.replica_of_rank(self.stage.rank)
-        wanted = self.layout.batch_values[self.stage.number]
+        plan, rank = self.layout.plan, self.stage.rank
+        wanted = tuple(self.layout.batch_layouts(rank))
+        ways = self.layout.batch_ways(rank)
 
         def batch(microbatch: int) -> Mapping[str, Tensor]:
-            own = part(indices, replica=replica, dp=plan.mesh.dp, microbatch=microbatch, microbatches=plan.microbatches)
-            return batch_values(self.data, own, wanted, DTYPES[self.run.dtype], self.stage.device)
+            whole = part(
+                indices,
+                replica=plan.replica_of_rank(rank),
+                dp=plan.mesh.dp,
+                microbatch=microbatch,
+                microbatches=plan.microbatches,
+            )
+            size = len(whole) * ways // plan.mesh.tp
+            first = plan.shard_of_rank(rank) // ways * size
+            return batch_values(self.data, whole[first : first + size], wanted, DTYPES[self.run.dtype], self.stage.device)
 
         loss, times = self.program.step(batch)
         self.step_number += 1
         if keep:
-            has_loss = self.stage.number == plan.mesh.pp - 1
-            self.losses.append(loss / plan.global_batch if has_loss else float("nan"))
+            self.losses.append(loss / plan.global_batch if self.stage.loss_counts else float("nan"))
             if len(self.recorded) < RECORDED_STEPS:
                 self.recorded.append(times)
 

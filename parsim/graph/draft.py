@@ -30,6 +30,9 @@ class Draft:
         self._number[key] = len(self._entries)
         self._entries.append((work, tuple(resources), tuple(dict.fromkeys(after)), origin))
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._number
+
     def finish(self) -> TaskGraph:
         """Numbers for keys. Raises GraphError if a key was never added."""
         tasks = []

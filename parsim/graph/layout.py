@@ -6,22 +6,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from parsim.model.component import Parameter
+from parsim.errors import PlanError
+from parsim.graph.holding import Bucket, HeldParameter, gradient_buckets, hold
 from parsim.model.model import Model
+from parsim.plan.layout import Ends, ValueLayout, conversion, input_ends, output_ends
+from parsim.plan.placement import Placement
 from parsim.plan.plan import Plan, check_plan
 
 
-class Bucket(NamedTuple):
-    """Gradients reduced together over `group` (all ranks that hold these parameters)."""
+class Reading(NamedTuple):
+    """Some components of one stage that read a value alike: in one layout, making its gradient in one layout."""
 
-    number: int
-    stages: tuple[int, ...]
-    group: tuple[int, ...]
-    parameters: tuple[Parameter, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(parameter.size_bytes for parameter in self.parameters)
+    stage: int
+    ends: Ends
+    components: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -33,9 +31,72 @@ class Layout:
 
     def __post_init__(self) -> None:
         check_plan(self.plan, self.model)
+        if self.plan.is_mixed:
+            self._check_conversions()
 
-    def rank(self, stage: int, replica: int) -> int:
-        return self.plan.mesh.rank(stage=stage, replica=replica)
+    def _check_conversions(self) -> None:
+        """Every value can be cut as its way from layout to layout asks."""
+        tp, samples = self.plan.mesh.tp, self.plan.microbatch_samples
+        for value in self.model.values:
+            for reading in self.readings[value.name]:
+                ways = self._ways_of(value.name, reading)
+                if ways and not (value.batch_first and value.bytes_per_sample):
+                    raise PlanError(
+                        f"value {value.name} has no samples along dim 0, so {', '.join(reading.components)} cannot read it in "
+                        f"another layout than {value.producer} makes it in; place them alike"
+                    )
+                pieces = max((tp // layout.ways for layout in ways), default=1)
+                if samples % pieces:
+                    raise PlanError(
+                        f"value {value.name} is cut into {pieces} pieces of the batch on its way to {reading.components[0]}, "
+                        f"which a microbatch of {samples} samples does not divide into; use fewer microbatches or place "
+                        f"{value.producer} and {reading.components[0]} alike"
+                    )
+
+    def _ways_of(self, value: str, reading: Reading) -> list[ValueLayout]:
+        """Every layout a value and its gradient pass through between its maker and a reading; none if they never change."""
+        if value not in self.source:
+            return []
+        made, tp = self.source[value], self.plan.mesh.tp
+        hops = conversion(made.value, reading.ends.value, tp)
+        if self.model.value[value].differentiable:
+            hops = hops + conversion(reading.ends.gradient, made.gradient, tp)
+        return [layout for hop in hops for layout in (hop.source, hop.target)]
+
+    def rank(self, stage: int, replica: int, shard: int = 0) -> int:
+        return self.plan.mesh.rank(stage=stage, replica=replica, shard=shard)
+
+    @cached_property
+    def placement(self) -> dict[str, Placement]:
+        return {name: placement for stage in self.plan.stages for name, placement in stage.placed()}
+
+    def runs_on(self, rank: int, component: str) -> bool:
+        """Whether the rank runs the component."""
+        if self.stage_of[component] != self.plan.stage_of_rank(rank):
+            return False
+        return self.placement[component].runs_on(self.plan.shard_of_rank(rank))
+
+    def runners(self, component: str, replica: int) -> tuple[int, ...]:
+        """The ranks of a replica that run the component."""
+        stage, tp = self.stage_of[component], self.plan.mesh.tp
+        return tuple(self.rank(stage, replica, shard) for shard in range(tp) if self.placement[component].runs_on(shard))
+
+    @cached_property
+    def _rank_components(self) -> dict[tuple[int, int], tuple[str, ...]]:
+        return {
+            (number, shard): tuple(name for name, placement in stage.placed() if placement.runs_on(shard))
+            for number, stage in enumerate(self.plan.stages)
+            for shard in range(self.plan.mesh.tp)
+        }
+
+    def rank_components(self, rank: int) -> tuple[str, ...]:
+        """What the rank runs, in execution order."""
+        return self._rank_components[self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank)]
+
+    def local_samples(self, component: str) -> int:
+        """Samples of one microbatch each rank that runs the component sees."""
+        tp = self.plan.mesh.tp
+        return self.plan.microbatch_samples * self.placement[component].batch_ways(tp) // tp
 
     @cached_property
     def stage_of(self) -> dict[str, int]:
@@ -72,36 +133,82 @@ class Layout:
         return tuple(name for name in self.consumers[value] if name in self.differentiable)
 
     @cached_property
-    def remote_stages(self) -> dict[str, tuple[int, ...]]:
-        """Other stages that read a value, each of which is sent it once."""
-        remote: dict[str, tuple[int, ...]] = {}
+    def source(self) -> dict[str, Ends]:
+        """In what layout each value that a component makes is made, and in what layout its gradient is wanted there."""
+        tp = self.plan.mesh.tp
+        return {
+            value: output_ends(component, self.placement[component.name], tp, number)
+            for component in self.model.components
+            for number, value in enumerate(component.outputs)
+        }
+
+    @cached_property
+    def _input_ends(self) -> dict[tuple[str, str], Ends]:
+        tp = self.plan.mesh.tp
+        return {
+            (component.name, value): input_ends(component, self.placement[component.name], tp, number)
+            for component in self.model.components
+            for number, value in enumerate(component.inputs)
+        }
+
+    def reads_in(self, component: str, value: str) -> Ends:
+        """The layouts of a value and its gradient at one of its readers."""
+        return self._input_ends[component, value]
+
+    @cached_property
+    def readings(self) -> dict[str, tuple[Reading, ...]]:
+        """Per value its readers, grouped by stage and layouts, in execution order of the first of each group."""
+        found: dict[str, tuple[Reading, ...]] = {}
         for value, names in self.consumers.items():
+            groups: dict[tuple[int, Ends], list[str]] = {}
+            for name in names:
+                groups.setdefault((self.stage_of[name], self.reads_in(name, value)), []).append(name)
+            found[value] = tuple(Reading(stage, ends, tuple(group)) for (stage, ends), group in groups.items())
+        return found
+
+    @cached_property
+    def remote_stages(self) -> dict[str, tuple[int, ...]]:
+        """Other stages that read a value."""
+        remote: dict[str, tuple[int, ...]] = {}
+        for value, readings in self.readings.items():
             home = self.stage_of_value[value]
-            stages = dict.fromkeys(self.stage_of[name] for name in names)
+            stages = dict.fromkeys(reading.stage for reading in readings)
             remote[value] = tuple(stage for stage in stages if home is not None and stage != home)
         return remote
 
-    @cached_property
-    def batch_values(self) -> tuple[tuple[str, ...], ...]:
-        """Per stage, the values it reads that come from the batch."""
-        reads: list[dict[str, None]] = [{} for _ in self.plan.stages]
-        for value, names in self.consumers.items():
+    def batch_layouts(self, rank: int) -> dict[str, tuple[ValueLayout, ...]]:
+        """The values of the batch that a rank's components read, and in which layouts."""
+        stage, shard, tp = self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank), self.plan.mesh.tp
+        found: dict[str, tuple[ValueLayout, ...]] = {}
+        for value, readings in self.readings.items():
             if self.stage_of_value[value] is None:
-                for name in names:
-                    reads[self.stage_of[name]][value] = None
-        return tuple(tuple(values) for values in reads)
+                layouts = dict.fromkeys(
+                    reading.ends.value
+                    for reading in readings
+                    if reading.stage == stage and shard in reading.ends.value.holders(tp)
+                )
+                if layouts:
+                    found[value] = tuple(layouts)
+        return found
 
-    def gradients_to_send(self, stage: int, name: str) -> tuple[str, ...]:
-        """Values of other stages whose gradient is complete in `stage` once the backward of `name` has run."""
-        values = []
+    def batch_ways(self, rank: int) -> int:
+        """How many neighbouring tp ranks load the same samples: enough for all that this rank's components read."""
+        layouts = [layout for found in self.batch_layouts(rank).values() for layout in found]
+        ways = max((layout.ways for layout in layouts), default=1)
+        nested = all(ways % layout.ways == 0 for layout in layouts)
+        return ways if nested else self.plan.mesh.tp
+
+    def completed_readings(self, stage: int, name: str) -> tuple[tuple[str, Reading], ...]:
+        """The values, each with the reading, whose gradient is complete once the backward of `name` has run in `stage`."""
+        found = []
         for value in dict.fromkeys(self.model.component(name).inputs):
-            home = self.stage_of_value[value]
-            if home is None or home == stage or not self.model.value[value].differentiable:
+            if self.stage_of_value[value] is None or not self.model.value[value].differentiable:
                 continue
-            here = [reader for reader in self.backward_consumers(value) if self.stage_of[reader] == stage]
-            if here and here[0] == name:
-                values.append(value)
-        return tuple(values)
+            for reading in self.readings[value]:
+                backward = [reader for reader in reading.components if reader in self.differentiable]
+                if reading.stage == stage and backward and backward[0] == name:
+                    found.append((value, reading))
+        return tuple(found)
 
     @cached_property
     def holders(self) -> dict[str, tuple[int, ...]]:
@@ -112,40 +219,42 @@ class Layout:
                 stages.setdefault(parameter.name, {})[self.stage_of[component.name]] = None
         return {name: tuple(numbers) for name, numbers in stages.items()}
 
-    def stage_parameters(self, stage: int) -> tuple[Parameter, ...]:
-        """Every parameter the stage holds, once."""
-        return tuple(parameter for parameter in self.model.parameters if stage in self.holders[parameter.name])
+    @cached_property
+    def _held(self) -> dict[tuple[int, int], tuple[HeldParameter, ...]]:
+        held: dict[tuple[int, int], tuple[HeldParameter, ...]] = {}
+        for place, names in self._rank_components.items():
+            found: dict[str, HeldParameter] = {}
+            for name in names:
+                component = self.model.component(name)
+                for parameter in component.parameters:
+                    found.setdefault(parameter.name, hold(component, self.placement[name], parameter, place[1]))
+            held[place] = tuple(found.values())
+        return held
+
+    def rank_parameters(self, rank: int) -> tuple[HeldParameter, ...]:
+        """What the rank holds of every parameter it has, each once."""
+        return self._held[self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank)]
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Gradient buckets in the order their gradients are complete: backwards through each stage, tied ones last.
+        """See `gradient_buckets`."""
+        return gradient_buckets(self.plan, self.model.components, self.placement, self.holders)
 
-        A bucket is closed once it holds `bucket_bytes`. A parameter is ready when the *first* component that uses it
-        has run its backward.
-        """
-        buckets: list[Bucket] = []
+    @cached_property
+    def _rank_buckets(self) -> dict[int, tuple[Bucket, ...]]:
+        found: dict[int, list[Bucket]] = {rank: [] for rank in range(self.plan.world_size)}
+        for bucket in self.buckets:
+            for rank in bucket.group:
+                found[rank].append(bucket)
+        return {rank: tuple(buckets) for rank, buckets in found.items()}
 
-        def close(stages: tuple[int, ...], parameters: list[Parameter]) -> None:
-            if parameters:
-                group = tuple(rank for stage in stages for rank in self.plan.stages[stage].ranks)
-                buckets.append(Bucket(len(buckets), stages, group, tuple(parameters)))
+    def rank_buckets(self, rank: int) -> tuple[Bucket, ...]:
+        """The buckets that hold the gradients of a rank's parameters."""
+        return self._rank_buckets[rank]
 
-        for stage in range(self.plan.mesh.pp):
-            held: list[Parameter] = []
-            for parameter in reversed(self.stage_parameters(stage)):
-                if len(self.holders[parameter.name]) == 1:
-                    held.append(parameter)
-                    if sum(p.size_bytes for p in held) >= self.plan.bucket_bytes:
-                        close((stage,), held)
-                        held = []
-            close((stage,), held)
-        tied: dict[tuple[int, ...], list[Parameter]] = {}
-        for parameter in self.model.parameters:
-            if len(self.holders[parameter.name]) > 1:
-                tied.setdefault(self.holders[parameter.name], []).append(parameter)
-        for stages, parameters in tied.items():
-            close(stages, parameters)
-        return tuple(buckets)
+    def is_divided(self, bucket: Bucket) -> bool:
+        """Whether the optimizer state of these parameters is spread over the group (ZeRO 1)."""
+        return self.plan.zero_stage >= 1 and len(bucket.group) > 1
 
     def completes(self, bucket: Bucket, stage: int) -> str | None:
         """The component whose backward is the last in `stage` to add to the bucket; None if none there has a backward."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 from parsim.graph.draft import Draft
 from parsim.graph.layout import Layout
 from parsim.graph.passes.compute import add_computation
-from parsim.graph.passes.gradients import add_gradient_reduction, add_optimizer
+from parsim.graph.passes.gradients import add_gradient_reduction, add_optimizer, add_parameter_gathering
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
 from parsim.plan.plan import Plan
 
-PASSES = (add_computation, add_gradient_reduction, add_optimizer)
+PASSES = (add_computation, add_gradient_reduction, add_optimizer, add_parameter_gathering)
 
 
 def lower(plan: Plan, model: Model) -> TaskGraph:
     """The task graph of one step. Raises PlanError if the plan does not fit the model.
 
-    A pass writes tasks in issue order: per rank loading and computation with the transfers behind it, then the gradient
-    buckets in the order they fill, then the optimizer.
+    A pass writes tasks in issue order: per rank loading and computation with the communication of values behind it, then
+    the gradient buckets in the order they fill, then the optimizer, then what gathers its result.
     """
     layout = Layout(plan, model)
     draft = Draft(world_size=plan.world_size)

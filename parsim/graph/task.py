@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from parsim.plan.layout import Hop, ValueLayout
 from parsim.work import Work
 
 
 class Resource(NamedTuple):
-    """An in-order queue of one rank: `compute`, `host`, `dp` (collectives of that mesh axis), `pp>3` (sends to rank 3),
+    """An in-order queue of one rank: `compute`, `host`, `dp`, `tp` (communication of that mesh axis), `pp>3` (sends to rank 3),
     `pp<1` (receives from rank 1). Prints as "r0.compute"."""
 
     rank: int
@@ -31,7 +32,11 @@ HOST = "host"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The way back from a task to the plan: stage, component (or bucket, or value), microbatch."""
+    """The way back from a task to the plan: stage, component (or bucket, or value), microbatch.
+
+    A communication of a value says so by `value`, or that it is the value's gradient; a conversion on the tp axis names its
+    `hop`. `layout` is that at the consuming end: in which it reads the value (of a transfer), or makes the gradient.
+    """
 
     stage: int
     replica: int | None = None
@@ -39,6 +44,9 @@ class Origin:
     microbatch: int | None = None
     value: str | None = None
     bucket: int | None = None
+    gradient: bool = False
+    layout: ValueLayout | None = None
+    hop: Hop | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import singledispatch
+from typing import Any
 
-from parsim.errors import GraphError
+from parsim.errors import GraphError, PlanError
 from parsim.graph.task import Origin, Resource, Task, parse_resource
+from parsim.plan.layout import parse_hop, parse_layout
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
 
 
@@ -75,7 +77,8 @@ def work_text(work: Work) -> str:
 
 @work_text.register
 def _(work: Compute) -> str:
-    return f"{work.phase.value} {work.component} x{work.samples}"
+    shard = f" {work.rule}/{work.ways}" if work.rule else ""
+    return f"{work.phase.value} {work.component}{shard} x{work.samples}"
 
 
 @work_text.register
@@ -102,8 +105,9 @@ def parse_work(text: str) -> Work:
     """Inverse of `work_text`."""
     if match := re.fullmatch(r"optimizer (\d+) elements in (\d+)", text):
         return OptimizerStep(elements=int(match[1]), tensors=int(match[2]))
-    if match := re.fullmatch(r"(forward|backward) (\S+) x(\d+)", text):
-        return Compute(phase=Phase(match[1]), component=match[2], samples=int(match[3]))
+    if match := re.fullmatch(r"(forward|backward) (\S+)(?: (\S+)/(\d+))? x(\d+)", text):
+        phase, component, rule, ways, samples = match.groups()
+        return Compute(phase=Phase(phase), component=component, samples=int(samples), rule=rule or "", ways=int(ways or 1))
     if match := re.fullmatch(r"send_recv (\d+) B (\d+)>(\d+)", text):
         return SendRecv(size_bytes=int(match[1]), source=int(match[2]), destination=int(match[3]))
     if match := re.fullmatch(r"load x(\d+) (\d+) B", text):
@@ -114,7 +118,18 @@ def parse_work(text: str) -> Work:
     raise GraphError(f"cannot read work {text!r}; write it as work_text prints it")
 
 
-_ORIGIN_FIELDS = ("stage", "replica", "component", "microbatch", "value", "bucket")
+_ORIGIN_FIELDS: dict[str, Callable[[str], Any]] = {
+    "stage": int,
+    "replica": int,
+    "component": str,
+    "microbatch": int,
+    "value": str,
+    "bucket": int,
+    "gradient": lambda text: text == "True",
+    "layout": parse_layout,
+    "hop": parse_hop,
+}
+"""What a printed task says of its origin, and how it is read back; what is None or False is left out."""
 
 
 def to_text(graph: TaskGraph) -> str:
@@ -126,7 +141,9 @@ def to_text(graph: TaskGraph) -> str:
     listed: dict[Resource, list[int]] = {}
     for task in graph.tasks:
         origin = " ".join(
-            f"{name}={getattr(task.origin, name)}" for name in _ORIGIN_FIELDS if getattr(task.origin, name) is not None
+            f"{name}={getattr(task.origin, name)}"
+            for name in _ORIGIN_FIELDS
+            if getattr(task.origin, name) is not None and getattr(task.origin, name) is not False
         )
         where = " ".join(map(str, task.resources))
         after = ",".join(map(str, task.dependencies)) or "-"
@@ -154,7 +171,7 @@ def from_text(text: str) -> TaskGraph:
                 order[parse_resource(resource)] = tuple(int(index) for index in listing.split(","))
             else:
                 tasks.append(_parse_task(line))
-        except (ValueError, TypeError, IndexError) as error:
+        except (ValueError, TypeError, IndexError, KeyError, PlanError) as error:
             raise GraphError(f"cannot read line {line!r}: {error}; write it as to_text prints it") from error
     default = TaskGraph(tasks=tuple(tasks), world_size=world_size)
     return (
@@ -168,16 +185,16 @@ def _parse_task(line: str) -> Task:
         raise GraphError(f"cannot read task {line!r}; four parts separated by | are needed")
     head, work, after, origin = parts
     index, *resources = head.split()
-    fields: dict[str, str | int] = {}
+    fields: dict[str, Any] = {}
     for item in origin.split():
         name, _, value = item.partition("=")
-        fields[name] = value if name in ("component", "value") else int(value)
+        fields[name] = _ORIGIN_FIELDS[name](value)
     return Task(
         index=int(index),
         work=parse_work(work),
         resources=tuple(parse_resource(resource) for resource in resources),
         dependencies=() if after == "-" else tuple(int(number) for number in after.split(",")),
-        origin=Origin(**fields),  # type: ignore[arg-type]
+        origin=Origin(**fields),
     )
 
 

@@ -12,6 +12,8 @@ executor's. Gradients of values have layouts of their own: where a shard reads a
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
 from typing import NamedTuple
 
 from parsim.errors import PlanError
@@ -20,7 +22,7 @@ from parsim.plan.placement import Placement
 
 
 class ValueLayout(NamedTuple):
-    """Prints as full/1 (pieces of the batch), full/4, partial/4, shard1/4, placed2."""
+    """Prints as full/1 (pieces of the batch), full/4, partial/4, shard1/4, placed2/4 (on rank 2 of 4)."""
 
     form: str
     ways: int
@@ -28,9 +30,8 @@ class ValueLayout(NamedTuple):
     rank: int = 0
 
     def __str__(self) -> str:
-        if self.form == "placed":
-            return f"placed{self.rank}"
-        return f"{self.form}{self.dim if self.form == 'shard' else ''}/{self.ways}"
+        number = {"shard": self.dim, "placed": self.rank}.get(self.form, "")
+        return f"{self.form}{number}/{self.ways}"
 
     def local_share(self, tp: int) -> float:
         """Bytes one holding rank has, as a share of the value of the whole microbatch."""
@@ -42,14 +43,15 @@ class ValueLayout(NamedTuple):
         return (self.rank,) if self.form == "placed" else tuple(range(tp))
 
 
-def parse_layout(text: str, tp: int) -> ValueLayout:
-    """Inverse of `str(layout)`."""
-    if text.startswith("placed"):
-        return ValueLayout("placed", tp, rank=int(text.removeprefix("placed")))
-    form, _, ways = text.partition("/")
-    if form.startswith("shard"):
-        return ValueLayout("shard", int(ways), dim=int(form.removeprefix("shard")))
-    return ValueLayout(form, int(ways))
+def parse_layout(text: str) -> ValueLayout:
+    """Inverse of `str(layout)`. Raises PlanError."""
+    match = re.fullmatch(r"(full|partial|shard|placed)(\d*)/(\d+)", text)
+    if match is None:
+        raise PlanError(f"cannot read layout {text!r}; write it as full/1, partial/4, shard1/4 or placed2/4")
+    number = int(match[2] or 0)
+    return ValueLayout(
+        match[1], int(match[3]), dim=number if match[1] == "shard" else 0, rank=number if match[1] == "placed" else 0
+    )
 
 
 PIECES = ValueLayout("full", 1)
@@ -101,11 +103,23 @@ def _unsharded(placement: Placement, tp: int) -> Ends:
 
 
 class Hop(NamedTuple):
-    """One step of a conversion. `operation` is a key of HOPS."""
+    """One step of a conversion. `operation` is a key of HOPS. Prints as all_gather_batch:full/1>full/4."""
 
     operation: str
     source: ValueLayout
     target: ValueLayout
+
+    def __str__(self) -> str:
+        return f"{self.operation}:{self.source}>{self.target}"
+
+
+def parse_hop(text: str) -> Hop:
+    """Inverse of `str(hop)`. Raises PlanError."""
+    operation, _, ends = text.partition(":")
+    source, _, target = ends.partition(">")
+    if operation not in HOPS:
+        raise PlanError(f"unknown hop {operation!r}; known: {', '.join(HOPS)}")
+    return Hop(operation, parse_layout(source), parse_layout(target))
 
 
 HOPS = {
@@ -126,8 +140,11 @@ HOPS = {
 LOCAL_HOPS = ("split_batch", "split_dim", "keep")
 
 
+@lru_cache(maxsize=65536)
 def conversion(source: ValueLayout, target: ValueLayout, tp: int) -> tuple[Hop, ...]:
     """The hops from one layout to another; none if they are equal. Nothing is ever turned into a partial.
+
+    The way to a layout passed on the way is the beginning of the way, so that two readers share what they have in common.
 
     Raises:
         PlanError: a target that is partial.
@@ -156,13 +173,15 @@ def _next(here: ValueLayout, target: ValueLayout, tp: int) -> Hop:
                 return hop("move", target)
             return hop("scatter", PIECES) if target == PIECES else hop("broadcast", ValueLayout("full", tp))
         case "partial":
-            if target == PIECES or (target.form == "full" and target.ways < here.ways):
+            if target == PIECES or _apart(here, target, tp):
                 return hop("reduce_scatter_batch", PIECES)
             if target.form == "shard" and target.ways == here.ways:
                 return hop("reduce_scatter_dim", target)
             return hop("all_reduce", ValueLayout("full", here.ways))
         case "shard":
-            return hop("all_to_all", PIECES) if target == PIECES else hop("all_gather_dim", ValueLayout("full", here.ways))
+            if target == PIECES or _apart(here, target, tp):
+                return hop("all_to_all", PIECES)
+            return hop("all_gather_dim", ValueLayout("full", here.ways))
     if target.form == "placed":
         if here.ways == tp:
             return hop("keep", target)
@@ -177,3 +196,10 @@ def _next(here: ValueLayout, target: ValueLayout, tp: int) -> Hop:
     if full_there.ways % here.ways == 0:
         return hop("all_gather_batch", full_there)
     return hop("split_batch", full_there if here.ways % full_there.ways == 0 else PIECES)
+
+
+def _apart(here: ValueLayout, target: ValueLayout, tp: int) -> bool:
+    """Whether the way leads over single pieces of the batch: neither layout's groups lie within the other's."""
+    if target.form == "placed":
+        return here.ways != tp
+    return bool(here.ways % target.ways and target.ways % here.ways)

@@ -214,8 +214,8 @@ def _check_placement(plan: Plan, model: Model, name: str, placement: Placement) 
     pieces = plan.mesh.tp // placement.batch_ways(plan.mesh.tp)
     if plan.microbatch_samples % pieces:
         raise PlanError(
-            f"{name} {placement} cuts each microbatch of {plan.microbatch_samples} samples into {pieces} pieces, which does not "
-            f"divide; use fewer microbatches or a global_batch that is a multiple of "
+            f"{name} {placement} cuts each microbatch of {plan.microbatch_samples} samples into {pieces} pieces, which does "
+            f"not divide; use fewer microbatches or a global_batch that is a multiple of "
             f"{plan.mesh.dp * plan.microbatches * pieces}"
         )
 

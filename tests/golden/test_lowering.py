@@ -54,14 +54,14 @@ world_size 2
 19 r1.compute | forward loss x2 | 13,18 | stage=1 replica=0 component=loss microbatch=1
 20 r1.compute | backward loss x2 | 16 | stage=1 replica=0 component=loss microbatch=0
 21 r1.compute | backward d x2 | 15,20 | stage=1 replica=0 component=d microbatch=0
-22 r1.pp>0 r0.pp<1 | send_recv 256 B 1>0 | 21 | stage=1 replica=0 microbatch=0 value=a:0
+22 r1.pp>0 r0.pp<1 | send_recv 256 B 1>0 | 21 | stage=1 replica=0 microbatch=0 value=a:0 gradient=True
 23 r1.compute | backward c x2 | 14,21 | stage=1 replica=0 component=c microbatch=0
-24 r1.pp>0 r0.pp<1 | send_recv 256 B 1>0 | 23 | stage=1 replica=0 microbatch=0 value=b:0
+24 r1.pp>0 r0.pp<1 | send_recv 256 B 1>0 | 23 | stage=1 replica=0 microbatch=0 value=b:0 gradient=True
 25 r1.compute | backward loss x2 | 19 | stage=1 replica=0 component=loss microbatch=1
 26 r1.compute | backward d x2 | 18,25 | stage=1 replica=0 component=d microbatch=1
-27 r1.pp>0 r0.pp<1 | send_recv 256 B 1>0 | 26 | stage=1 replica=0 microbatch=1 value=a:0
+27 r1.pp>0 r0.pp<1 | send_recv 256 B 1>0 | 26 | stage=1 replica=0 microbatch=1 value=a:0 gradient=True
 28 r1.compute | backward c x2 | 17,26 | stage=1 replica=0 component=c microbatch=1
-29 r1.pp>0 r0.pp<1 | send_recv 256 B 1>0 | 28 | stage=1 replica=0 microbatch=1 value=b:0
+29 r1.pp>0 r0.pp<1 | send_recv 256 B 1>0 | 28 | stage=1 replica=0 microbatch=1 value=b:0 gradient=True
 30 r0.compute | optimizer 300 elements in 2 | 12 | stage=0 replica=0
 31 r1.compute | optimizer 700 elements in 2 | 28 | stage=1 replica=0
 """

@@ -1,98 +1,91 @@
-"""Loading, forward and backward of every component and microbatch, in the stage's pipeline order, and the transfers
-between stages right behind the task that makes their data."""
+"""Loading, forward and backward of every component and microbatch, in the stage's pipeline order, and the communication of
+values and gradients right behind the task that makes them."""
 
 from __future__ import annotations
 
 from parsim.graph.draft import Draft, Key
 from parsim.graph.layout import Layout
+from parsim.graph.passes.convert import (
+    Moving,
+    add_arriving_gradient,
+    add_gradient_moves,
+    add_value_moves,
+    gradient_keys,
+    value_keys,
+)
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource
 from parsim.plan.pipeline import pipeline_actions
-from parsim.work import Compute, LoadBatch, Phase, SendRecv
+from parsim.work import Compute, LoadBatch, Phase
 
 
 def add_computation(draft: Draft, layout: Layout) -> None:
-    """Every rank: one LoadBatch if its stage reads the batch, then its actions."""
+    """Every rank: one LoadBatch if its components read the batch, then its actions; the tp ranks of a replica side by side."""
     plan = layout.plan
     for stage in range(plan.mesh.pp):
         actions = pipeline_actions(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches)
+        names = plan.stages[stage].components
         for replica in range(plan.mesh.dp):
-            _add_load(draft, layout, stage, replica)
+            for shard in range(plan.mesh.tp):
+                _add_load(draft, layout, layout.rank(stage, replica, shard))
             for action in actions:
-                names = plan.stages[stage].components
                 if action.phase is Phase.FORWARD:
                     for name in names:
-                        _add_forward(draft, layout, stage, replica, name, action.microbatch)
+                        _add_forward(draft, layout, replica, name, action.microbatch)
                 else:
                     for name in reversed(names):
                         if name in layout.differentiable:
-                            _add_backward(draft, layout, stage, replica, name, action.microbatch)
+                            _add_backward(draft, layout, replica, name, action.microbatch)
 
 
-def _add_load(draft: Draft, layout: Layout, stage: int, replica: int) -> None:
-    values = layout.batch_values[stage]
+def _add_load(draft: Draft, layout: Layout, rank: int) -> None:
+    values = layout.batch_layouts(rank)
     if not values:
         return
-    plan, rank = layout.plan, layout.rank(stage, replica)
-    samples = plan.microbatch_samples * plan.microbatches
-    size_bytes = sum(layout.model.value[name].size_bytes(samples) for name in values)
-    work = LoadBatch(samples=samples, size_bytes=size_bytes)
-    draft.add(("load", rank), work, [Resource(rank, HOST)], [], Origin(stage=stage, replica=replica))
+    plan = layout.plan
+    samples = plan.microbatch_samples * plan.microbatches * layout.batch_ways(rank) // plan.mesh.tp
+    work = LoadBatch(samples=samples, size_bytes=sum(layout.model.value[name].size_bytes(samples) for name in values))
+    origin = Origin(stage=plan.stage_of_rank(rank), replica=plan.replica_of_rank(rank))
+    draft.add(("load", rank), work, [Resource(rank, HOST)], [], origin)
 
 
-def _add_forward(draft: Draft, layout: Layout, stage: int, replica: int, name: str, microbatch: int) -> None:
-    rank, component = layout.rank(stage, replica), layout.model.component(name)
-    after: list[Key] = []
-    for value in component.inputs:
-        source = layout.stage_of_value[value]
-        if source is None:
-            after.append(("load", rank))
-        elif source == stage:
-            after.append((Phase.FORWARD, rank, layout.model.value[value].producer, microbatch))
-        else:
-            after.append(("send", value, microbatch, replica, stage))
-    work = Compute(component=name, phase=Phase.FORWARD, samples=layout.plan.microbatch_samples)
+def _compute(layout: Layout, name: str, phase: Phase) -> Compute:
+    placement = layout.placement[name]
+    return Compute(component=name, phase=phase, samples=layout.local_samples(name), rule=placement.rule, ways=placement.ways)
+
+
+def _add_forward(draft: Draft, layout: Layout, replica: int, name: str, microbatch: int) -> None:
+    component, stage = layout.model.component(name), layout.stage_of[name]
+    work = _compute(layout, name, Phase.FORWARD)
     origin = Origin(stage=stage, replica=replica, component=name, microbatch=microbatch)
-    key: Key = (Phase.FORWARD, rank, name, microbatch)
-    draft.add(key, work, [Resource(rank, COMPUTE)], after, origin)
+    for rank in layout.runners(name, replica):
+        shard = layout.plan.shard_of_rank(rank)
+        after: list[Key] = []
+        for value in dict.fromkeys(component.inputs):
+            reading = next(entry for entry in layout.readings[value] if name in entry.components)
+            after.extend(value_keys(layout, Moving(value, microbatch, replica), reading, shard))
+        draft.add((Phase.FORWARD, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
     for value in component.outputs:
-        for target in layout.remote_stages[value]:
-            transfer = SendRecv(
-                source=rank,
-                destination=layout.rank(target, replica),
-                size_bytes=layout.model.value[value].size_bytes(layout.plan.microbatch_samples),
-            )
-            _add_transfer(draft, ("send", value, microbatch, replica, target), transfer, [key], origin, value)
+        add_value_moves(draft, layout, Moving(value, microbatch, replica))
 
 
-def _add_backward(draft: Draft, layout: Layout, stage: int, replica: int, name: str, microbatch: int) -> None:
-    rank, component = layout.rank(stage, replica), layout.model.component(name)
-    after: list[Key] = [(Phase.FORWARD, rank, name, microbatch)]
-    for value in component.outputs:
-        if not layout.model.value[value].differentiable:
-            continue
-        for consumer in layout.backward_consumers(value):
-            target = layout.stage_of[consumer]
-            local: Key = (Phase.BACKWARD, rank, consumer, microbatch)
-            after.append(local if target == stage else ("gradient", value, microbatch, replica, target))
-    work = Compute(component=name, phase=Phase.BACKWARD, samples=layout.plan.microbatch_samples)
+def _add_backward(draft: Draft, layout: Layout, replica: int, name: str, microbatch: int) -> None:
+    component, stage = layout.model.component(name), layout.stage_of[name]
+    work = _compute(layout, name, Phase.BACKWARD)
     origin = Origin(stage=stage, replica=replica, component=name, microbatch=microbatch)
-    key: Key = (Phase.BACKWARD, rank, name, microbatch)
-    draft.add(key, work, [Resource(rank, COMPUTE)], after, origin)
-    for value in layout.gradients_to_send(stage, name):
-        source = layout.stage_of_value[value]
-        assert source is not None, "a value of another stage has a producer"
-        transfer = SendRecv(
-            source=rank,
-            destination=layout.rank(source, replica),
-            size_bytes=layout.model.value[value].size_bytes(layout.plan.microbatch_samples),
-        )
-        _add_transfer(draft, ("gradient", value, microbatch, replica, stage), transfer, [key], origin, value)
-
-
-def _add_transfer(draft: Draft, key: Key, work: SendRecv, after: list[Key], origin: Origin, value: str) -> None:
-    resources = [
-        Resource(work.source, f"pp>{work.destination}"),
-        Resource(work.destination, f"pp<{work.source}"),
+    gradients = [
+        Moving(value, microbatch, replica, reading)
+        for value in component.outputs
+        if layout.model.value[value].differentiable
+        for reading in layout.readings[value]
+        if any(reader in layout.differentiable for reader in reading.components)
     ]
-    moved = Origin(stage=origin.stage, replica=origin.replica, microbatch=origin.microbatch, value=value)
-    draft.add(key, work, resources, after, moved)
+    for moving in gradients:
+        add_arriving_gradient(draft, layout, moving)
+    for rank in layout.runners(name, replica):
+        shard = layout.plan.shard_of_rank(rank)
+        after: list[Key] = [(Phase.FORWARD, rank, name, microbatch)]
+        for moving in gradients:
+            after.extend(gradient_keys(layout, moving, shard))
+        draft.add((Phase.BACKWARD, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
+    for value, reading in layout.completed_readings(stage, name):
+        add_gradient_moves(draft, layout, Moving(value, microbatch, replica, reading))

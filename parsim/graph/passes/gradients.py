@@ -1,4 +1,8 @@
-"""Gradient synchronisation and the optimizer: one all_reduce per bucket as soon as its last gradient is there."""
+"""Gradient synchronisation and the optimizer: one collective per bucket as soon as its last gradient is there.
+
+With ZeRO 1 the collective before the optimizer's step is a reduce_scatter, each rank of the group updates its part of the
+parameters with its part of the optimizer state, and an all_gather afterwards gives every rank all of them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ def last_backward_microbatch(layout: Layout, stage: int) -> int:
 
 
 def add_gradient_reduction(draft: Draft, layout: Layout) -> None:
-    """One all_reduce per bucket over all ranks that hold its parameters; none where a single rank does."""
+    """One all_reduce (ZeRO: reduce_scatter) per bucket over all ranks that hold its parameters; none where one rank does."""
     for bucket in layout.buckets:
         if len(bucket.group) == 1:
             continue
@@ -28,25 +32,44 @@ def add_gradient_reduction(draft: Draft, layout: Layout) -> None:
             component = layout.completes(bucket, stage)
             if component is not None:
                 microbatch = last_backward_microbatch(layout, stage)
-                after.extend((Phase.BACKWARD, rank, component, microbatch) for rank in layout.plan.stages[stage].ranks)
-        work = Collective(operation="all_reduce", group=bucket.group, size_bytes=bucket.size_bytes)
+                ranks = [rank for rank in bucket.group if layout.plan.stage_of_rank(rank) == stage]
+                after.extend((Phase.BACKWARD, rank, component, microbatch) for rank in ranks)
+        divided = layout.is_divided(bucket)
+        work = Collective(
+            operation="reduce_scatter" if divided else "all_reduce",
+            group=bucket.group,
+            size_bytes=bucket.padded_bytes if divided else bucket.size_bytes,
+        )
         resources = [Resource(rank, DP_STREAM) for rank in bucket.group]
         draft.add(("reduce", bucket.number), work, resources, after, Origin(stage=bucket.stages[0], bucket=bucket.number))
 
 
 def add_optimizer(draft: Draft, layout: Layout) -> None:
-    """One OptimizerStep per rank after its buckets and its own backwards."""
-    for stage, entry in enumerate(layout.plan.stages):
-        parameters = layout.stage_parameters(stage)
-        if not parameters:
+    """One OptimizerStep per rank after its buckets and its own backwards, over what it updates."""
+    for rank in range(layout.plan.world_size):
+        buckets = layout.rank_buckets(rank)
+        if not buckets:
             continue
-        work = OptimizerStep(elements=sum(p.elements for p in parameters), tensors=len(parameters))
-        for replica in range(layout.plan.mesh.dp):
-            rank = layout.rank(stage, replica)
-            after: list[Key] = [
-                ("reduce", bucket.number) for bucket in layout.buckets if rank in bucket.group and len(bucket.group) > 1
-            ]
-            last = last_backward_microbatch(layout, stage)
-            after.extend((Phase.BACKWARD, rank, name, last) for name in entry.components[:1] if name in layout.differentiable)
-            origin = Origin(stage=stage, replica=replica)
-            draft.add((Phase.OPTIMIZER, rank), work, [Resource(rank, COMPUTE)], after, origin)
+        stage, replica = layout.plan.stage_of_rank(rank), layout.plan.replica_of_rank(rank)
+        elements = tensors = 0
+        for bucket in buckets:
+            divided = layout.is_divided(bucket)
+            elements += bucket.chunk_elements if divided else bucket.elements
+            tensors += 1 if divided else len(bucket.parameters)
+        after: list[Key] = [("reduce", bucket.number) for bucket in buckets if len(bucket.group) > 1]
+        last = last_backward_microbatch(layout, stage)
+        first = next((name for name in layout.rank_components(rank) if name in layout.differentiable), None)
+        if first is not None:
+            after.append((Phase.BACKWARD, rank, first, last))
+        work = OptimizerStep(elements=elements, tensors=tensors)
+        draft.add((Phase.OPTIMIZER, rank), work, [Resource(rank, COMPUTE)], after, Origin(stage=stage, replica=replica))
+
+
+def add_parameter_gathering(draft: Draft, layout: Layout) -> None:
+    """ZeRO: one all_gather per divided bucket after every rank of its group has updated its part."""
+    for bucket in layout.buckets:
+        if layout.is_divided(bucket):
+            work = Collective(operation="all_gather", group=bucket.group, size_bytes=bucket.padded_bytes)
+            after: list[Key] = [(Phase.OPTIMIZER, rank) for rank in bucket.group]
+            resources = [Resource(rank, DP_STREAM) for rank in bucket.group]
+            draft.add(("gather", bucket.number), work, resources, after, Origin(stage=bucket.stages[0], bucket=bucket.number))

@@ -1,0 +1,86 @@
+"""What the communicating hops of a conversion do to tensors, over plain torch.distributed collectives.
+
+Nothing is changed in place: a tensor that comes in may be another's output or gradient as well. Point-to-point hops are sends
+and receives of whole tensors or pieces of the batch and need nothing from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parsim.plan.layout import Hop
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_flat(flat: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `flat` with the equal parts `own` of all ranks, in rank order."""
+    _all_gather(flat, own, group=group)
+
+
+def reduce_scatter_flat(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `own` with this rank's part of the sum of all ranks' `flat`."""
+    _reduce_scatter(own, flat, group=group)
+
+
+def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], rank: int, group: dist.ProcessGroup) -> Tensor:
+    """One collective hop on one rank.
+
+    Args:
+        tensor: what this rank holds in `hop.source`; for a broadcast on the other ranks, room for the result.
+        ranks: the ranks of `group`, ascending, which is the order of their pieces. rank: this one.
+
+    Returns:
+        What this rank holds in `hop.target`.
+    """
+    count = len(ranks)
+    match hop.operation:
+        case "all_gather_batch":
+            return torch.cat(_gathered(tensor, count, group))
+        case "all_gather_dim":
+            return torch.cat(_gathered(tensor, count, group), dim=hop.source.dim)
+        case "all_reduce":
+            total = tensor.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=group)
+            return total
+        case "reduce_scatter_batch":
+            return _reduced(list(tensor.chunk(count)), group)
+        case "reduce_scatter_dim":
+            return _reduced(list(tensor.chunk(count, dim=hop.target.dim)), group)
+        case "all_to_all" if hop.source.form == "shard":
+            return torch.cat(_exchanged(list(tensor.chunk(count)), group), dim=hop.source.dim)
+        case "all_to_all":
+            return torch.cat(_exchanged(list(tensor.chunk(count, dim=hop.target.dim)), group))
+        case "broadcast":
+            whole = tensor.contiguous()
+            dist.broadcast(whole, ranks[hop.source.rank], group=group)
+            return whole
+    raise ValueError(f"hop {hop} is no collective")
+
+
+def _gathered(tensor: Tensor, count: int, group: dist.ProcessGroup) -> list[Tensor]:
+    own = tensor.contiguous()
+    parts = torch.empty((count, *own.shape), dtype=own.dtype, device=own.device)
+    all_gather_flat(parts.view(-1), own.view(-1), group)
+    return list(parts.unbind())
+
+
+def _reduced(pieces: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+    stacked = torch.stack(pieces)
+    own = torch.empty_like(stacked[0])
+    reduce_scatter_flat(own.view(-1), stacked.view(-1), group)
+    return own
+
+
+def _exchanged(pieces: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Piece i goes to rank i of the group; the result is what came from each."""
+    stacked = torch.stack(pieces)
+    received = torch.empty_like(stacked)
+    dist.all_to_all_single(received, stacked, group=group)
+    return list(received.unbind())

@@ -1,0 +1,224 @@
+"""Communication of values and gradients between components: hops on the tp axis, then transfers between stages.
+
+A value is converted in the stage that makes it, into each layout in which it is read, and crosses to another stage in that
+layout, tp rank to tp rank. A gradient crosses in the layout in which it was made, and is converted where it is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from parsim.graph.draft import Draft, Key
+from parsim.graph.hops import hop_groups, hop_pairs
+from parsim.graph.layout import Layout, Reading
+from parsim.graph.task import Origin, Resource
+from parsim.plan.layout import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion
+from parsim.work import Collective, Phase, SendRecv
+
+TP_STREAM = "tp"
+
+COLLECTIVE_OF_HOP = {
+    "all_gather_batch": "all_gather",
+    "all_gather_dim": "all_gather",
+    "all_reduce": "all_reduce",
+    "reduce_scatter_batch": "reduce_scatter",
+    "reduce_scatter_dim": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "broadcast": "broadcast",
+}
+POINT_TO_POINT_HOPS = ("scatter", "gather", "move")
+
+
+class Moving(NamedTuple):
+    """A value, or the gradient that one reading of it makes, of one microbatch of one replica."""
+
+    value: str
+    microbatch: int
+    replica: int
+    reading: Reading | None = None
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.reading is not None
+
+    def key(self, what: str, *rest: object) -> Key:
+        made = ("", "") if self.reading is None else (self.reading.stage, str(self.reading.ends))
+        return (what, self.value, self.microbatch, self.replica, *made, *(str(entry) for entry in rest))
+
+
+def value_keys(layout: Layout, moving: Moving, reading: Reading, shard: int) -> list[Key]:
+    """What tp rank `shard` of the reader's stage waits for before it has the value in the layout it reads it in."""
+    home = layout.stage_of_value[moving.value]
+    if home is None:
+        return [("load", layout.rank(reading.stage, moving.replica, shard))]
+    if home != reading.stage:
+        return [moving.key("send", reading.stage, reading.ends.value, shard)]
+    hops = conversion(layout.source[moving.value].value, reading.ends.value, layout.plan.mesh.tp)
+    return _after(moving, hops, shard, layout.plan.mesh.tp, _producer(layout, moving))
+
+
+def gradient_keys(layout: Layout, moving: Moving, shard: int) -> list[Key]:
+    """What tp rank `shard` of the maker's stage waits for before it has this reading's gradient as it wants it."""
+    assert moving.reading is not None
+    hops = conversion(moving.reading.ends.gradient, layout.source[moving.value].gradient, layout.plan.mesh.tp)
+    return _after(moving, hops, shard, layout.plan.mesh.tp, _arrived(layout, moving))
+
+
+def add_value_moves(draft: Draft, layout: Layout, moving: Moving) -> None:
+    """Conversions and transfers of a value that has just been made, one reading after the other."""
+    home, tp = layout.stage_of_value[moving.value], layout.plan.mesh.tp
+    assert home is not None
+    for reading in layout.readings[moving.value]:
+        hops = conversion(layout.source[moving.value].value, reading.ends.value, tp)
+        _add_hops(draft, layout, moving, hops, home, _producer(layout, moving))
+        if reading.stage != home:
+            for shard in reading.ends.value.holders(tp):
+                after = _after(moving, hops, shard, tp, _producer(layout, moving))
+                key = moving.key("send", reading.stage, reading.ends.value, shard)
+                if key not in draft:
+                    _add_transfer(draft, layout, moving, key, (home, reading.stage), shard, after, reading.ends.value)
+
+
+def add_gradient_moves(draft: Draft, layout: Layout, moving: Moving) -> None:
+    """A gradient that has just been completed: its conversion, or its transfer to the stage that made the value."""
+    home, reading = layout.stage_of_value[moving.value], moving.reading
+    assert home is not None
+    assert reading is not None
+    if reading.stage == home:
+        _add_gradient_hops(draft, layout, moving)
+        return
+    for shard in reading.ends.gradient.holders(layout.plan.mesh.tp):
+        after = _backwards(layout, moving, shard)
+        key = moving.key("gradient", shard)
+        _add_transfer(draft, layout, moving, key, (reading.stage, home), shard, after, reading.ends.gradient)
+
+
+def add_arriving_gradient(draft: Draft, layout: Layout, moving: Moving) -> None:
+    """The conversion of another stage's gradient, issued where it is wanted: earlier, it would block what comes before."""
+    assert moving.reading is not None
+    if moving.reading.stage != layout.stage_of_value[moving.value]:
+        _add_gradient_hops(draft, layout, moving)
+
+
+def _add_gradient_hops(draft: Draft, layout: Layout, moving: Moving) -> None:
+    home, reading = layout.stage_of_value[moving.value], moving.reading
+    assert home is not None
+    assert reading is not None
+    hops = conversion(reading.ends.gradient, layout.source[moving.value].gradient, layout.plan.mesh.tp)
+    _add_hops(draft, layout, moving, hops, home, _arrived(layout, moving))
+
+
+_Base = Callable[[int], list[Key]]
+"""tp rank -> what must have ended before the rank has its part of what is converted."""
+
+
+def _producer(layout: Layout, moving: Moving) -> _Base:
+    name = layout.model.value[moving.value].producer
+    assert name is not None
+
+    def made(shard: int) -> list[Key]:
+        rank = layout.rank(layout.stage_of[name], moving.replica, shard)
+        return [(Phase.FORWARD, rank, name, moving.microbatch)] if layout.runs_on(rank, name) else []
+
+    return made
+
+
+def _arrived(layout: Layout, moving: Moving) -> _Base:
+    reading, home = moving.reading, layout.stage_of_value[moving.value]
+    assert reading is not None
+
+    def there(shard: int) -> list[Key]:
+        if reading.stage == home:
+            return _backwards(layout, moving, shard)
+        return [moving.key("gradient", shard)] if shard in reading.ends.gradient.holders(layout.plan.mesh.tp) else []
+
+    return there
+
+
+def _backwards(layout: Layout, moving: Moving, shard: int) -> list[Key]:
+    """The backwards on this tp rank that add to the gradient."""
+    assert moving.reading is not None
+    rank = layout.rank(moving.reading.stage, moving.replica, shard)
+    return [
+        (Phase.BACKWARD, rank, name, moving.microbatch)
+        for name in moving.reading.components
+        if name in layout.differentiable and layout.runs_on(rank, name)
+    ]
+
+
+def _after(moving: Moving, hops: Sequence[Hop], shard: int, tp: int, base: _Base) -> list[Key]:
+    """What tp rank `shard` waits for before it has the result of the last hop."""
+    if not hops:
+        return base(shard)
+    last, before = hops[-1], hops[:-1]
+    if last.operation in LOCAL_HOPS:
+        return _after(moving, before, shard, tp, base)
+    if last.operation in POINT_TO_POINT_HOPS:
+        keys = [moving.key("hop", last, *pair) for pair in hop_pairs(last, tp) if pair[1] == shard]
+        holds = shard in last.target.holders(tp) and shard in last.source.holders(tp)
+        return keys + (_after(moving, before, shard, tp, base) if holds else [])
+    return [moving.key("hop", last, number) for number, group in enumerate(hop_groups(last, tp)) if shard in group]
+
+
+def _add_hops(draft: Draft, layout: Layout, moving: Moving, hops: Sequence[Hop], home: int, base: _Base) -> None:
+    """The tasks of every hop that sends anything, unless an earlier reading has asked for the same one."""
+    tp = layout.plan.mesh.tp
+    size_bytes = layout.model.value[moving.value].size_bytes(layout.plan.microbatch_samples)
+    for number, hop in enumerate(hops):
+        if hop.operation in LOCAL_HOPS:
+            continue
+        origin = Origin(
+            stage=home if moving.reading is None else moving.reading.stage,
+            replica=moving.replica,
+            microbatch=moving.microbatch,
+            value=moving.value,
+            gradient=moving.is_gradient,
+            layout=None if moving.reading is None else moving.reading.ends.gradient,
+            hop=hop,
+        )
+        if hop.operation in POINT_TO_POINT_HOPS:
+            pieces = 1 if hop.operation == "move" else tp
+            for pair in hop_pairs(hop, tp):
+                source, target = (layout.rank(home, moving.replica, shard) for shard in pair)
+                key = moving.key("hop", hop, *pair)
+                if key not in draft:
+                    after = _after(moving, hops[:number], pair[0], tp, base)
+                    work = SendRecv(source=source, destination=target, size_bytes=size_bytes // pieces)
+                    draft.add(key, work, [Resource(source, TP_STREAM), Resource(target, TP_STREAM)], after, origin)
+            continue
+        for index, group in enumerate(hop_groups(hop, tp)):
+            key = moving.key("hop", hop, index)
+            if key not in draft:
+                ranks = tuple(layout.rank(home, moving.replica, shard) for shard in group)
+                after = [entry for shard in group for entry in _after(moving, hops[:number], shard, tp, base)]
+                all_to_all = hop.operation == "all_to_all"  # its S is what one rank holds
+                whole = 1 / tp if all_to_all else max(hop.source.ways, hop.target.ways) / tp
+                collective = Collective(
+                    operation=COLLECTIVE_OF_HOP[hop.operation], group=ranks, size_bytes=round(size_bytes * whole)
+                )
+                draft.add(key, collective, [Resource(rank, TP_STREAM) for rank in ranks], after, origin)
+
+
+def _add_transfer(
+    draft: Draft,
+    layout: Layout,
+    moving: Moving,
+    key: Key,
+    stages: tuple[int, int],
+    shard: int,
+    after: list[Key],
+    how: ValueLayout,
+) -> None:
+    source, target = (layout.rank(stage, moving.replica, shard) for stage in stages)
+    whole = layout.model.value[moving.value].size_bytes(layout.plan.microbatch_samples)
+    work = SendRecv(source=source, destination=target, size_bytes=round(whole * how.local_share(layout.plan.mesh.tp)))
+    origin = Origin(
+        stage=stages[0],
+        replica=moving.replica,
+        microbatch=moving.microbatch,
+        value=moving.value,
+        gradient=moving.is_gradient,
+        layout=None if how == PIECES else how,
+    )
+    draft.add(key, work, [Resource(source, f"pp>{target}"), Resource(target, f"pp<{source}")], after, origin)

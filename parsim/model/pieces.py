@@ -1,0 +1,31 @@
+"""Pieces of parameters and buffers as a ParameterShard cuts them, and the whole again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from parsim.errors import ModelError
+from parsim.model.component import ParameterShard
+
+
+def piece(tensor: Tensor, part: ParameterShard, shard: int, ways: int) -> Tensor:
+    """Shard `shard` of `ways`: from each of the `part.blocks` equal runs of dim `part.dim` its piece; a copy.
+
+    Raises ModelError if the dim does not divide.
+    """
+    size, rest = divmod(tensor.shape[part.dim], part.blocks * ways)
+    if rest:
+        raise ModelError(
+            f"{part.name}: dim {part.dim} has {tensor.shape[part.dim]} entries, which do not divide into {part.blocks} x {ways}"
+        )
+    runs = tensor.unflatten(part.dim, (part.blocks, ways, size))
+    return runs.select(part.dim + 1, shard).flatten(part.dim, part.dim + 1).clone()
+
+
+def assemble(pieces: Sequence[Tensor], part: ParameterShard) -> Tensor:
+    """The whole from the pieces of all shards in order: inverse of `piece`."""
+    runs = [entry.unflatten(part.dim, (part.blocks, -1)) for entry in pieces]
+    return torch.stack(runs, dim=part.dim + 1).flatten(part.dim, part.dim + 2)

@@ -1,0 +1,148 @@
+"""What each choice of a placement costs: the figures that the scheduler's optimisation problem is made of.
+
+One stage of `dp x tp` ranks, `microbatches` microbatches per replica. Priced by the same Costs as the simulator's tasks, piece
+by piece: computation of a component, conversion of a value from one layout to another, summing of gradients.
+
+Leaves out what only the simulator knows: conversions that overlap with computation, and gradient buckets (the sum of a
+component's gradients is charged its share of a full bucket).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from parsim.costs.costs import Costs
+from parsim.graph.holding import alike, hold
+from parsim.graph.hops import hop_groups, hop_pairs
+from parsim.graph.passes.convert import COLLECTIVE_OF_HOP, POINT_TO_POINT_HOPS
+from parsim.model.component import Component, Value
+from parsim.plan.layout import LOCAL_HOPS, Hop, ValueLayout, conversion
+from parsim.plan.mesh import Mesh
+from parsim.plan.placement import BATCH, REPLICATE, Placement
+from parsim.schedule.problem import Problem
+from parsim.work import Collective, Compute, OptimizerStep, Phase, SendRecv, Work
+
+
+def placements_of(component: Component, mesh: Mesh, samples: int, *, places: Sequence[int] = ()) -> tuple[Placement, ...]:
+    """Every placement the component can have when a replica's microbatch is `samples` samples.
+
+    Args:
+        places: the tp ranks worth placing a component on alone.
+    """
+    tp = mesh.tp
+    found = [BATCH] if samples % tp == 0 else []
+    if tp > 1:
+        found.append(REPLICATE)
+        found += [Placement("place", shard=shard) for shard in places]
+    for sharding in component.shardings:
+        found += [
+            Placement("shard", rule=sharding.rule, ways=ways)
+            for ways in range(2, tp + 1)
+            if tp % ways == 0 and sharding.limit % ways == 0 and samples % (tp // ways) == 0
+        ]
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds and bytes of placements on the ranks of one stage. Attributes: samples: of one replica's microbatch."""
+
+    problem: Problem
+    mesh: Mesh
+    samples: int
+    bucket_bytes: int
+    zero_stage: int = 0
+
+    @property
+    def _costs(self) -> Costs:
+        return self.problem.costs(self.mesh.size)
+
+    @cached_property
+    def _seconds(self) -> dict[tuple[Work, int], float]:
+        return {}
+
+    def _price(self, work: Work, rank: int) -> float:
+        key = (work, rank)
+        if key not in self._seconds:
+            self._seconds[key] = self._costs.estimate(work, rank).median_s
+        return self._seconds[key]
+
+    @cached_property
+    def _device_types(self) -> dict[str, int]:
+        """One rank for each device type."""
+        return {self.problem.cluster.devices[rank].type.name: rank for rank in reversed(range(self.mesh.size))}
+
+    def compute_s(self, component: Component, placement: Placement, phase: Phase) -> float:
+        """One microbatch on the slowest device that has the component."""
+        samples = self.samples * placement.batch_ways(self.mesh.tp) // self.mesh.tp
+        work = Compute(
+            component=component.name, phase=phase, samples=samples, rule=placement.rule, ways=placement.ways
+        )
+        ranks = (
+            [self.mesh.rank(stage=0, replica=replica, shard=placement.shard) for replica in range(self.mesh.dp)]
+            if placement.kind == "place"
+            else list(self._device_types.values())
+        )
+        return max(self._price(work, rank) for rank in ranks)
+
+    def conversion_s(self, value: Value, source: ValueLayout, target: ValueLayout) -> float:
+        """One microbatch of a value from one layout to another, in the first replica."""
+        if source == target:
+            return 0.0
+        return sum(self._hop_s(value, hop) for hop in conversion(source, target, self.mesh.tp))
+
+    def _hop_s(self, value: Value, hop: Hop) -> float:
+        if hop.operation in LOCAL_HOPS:
+            return 0.0
+        tp = self.mesh.tp
+        size_bytes = value.size_bytes(self.samples)
+        if hop.operation in POINT_TO_POINT_HOPS:
+            piece = size_bytes if hop.operation == "move" else size_bytes // tp
+            return sum(
+                self._price(SendRecv(source=source, destination=target, size_bytes=piece), 0)
+                for source, target in hop_pairs(hop, tp)
+            )
+        share = 1 / tp if hop.operation == "all_to_all" else max(hop.source.ways, hop.target.ways) / tp
+        operation = COLLECTIVE_OF_HOP[hop.operation]
+        return max(
+            self._price(Collective(operation=operation, group=group, size_bytes=round(size_bytes * share)), 0)
+            for group in hop_groups(hop, tp)
+        )
+
+    def synchronisation_s(self, component: Component, placement: Placement) -> float:
+        """Summing the component's gradients over all ranks that hold them alike: its share of full buckets."""
+        sizes: dict[tuple[tuple[int, ...], ...], int] = {}
+        for parameter in component.parameters:
+            shards = alike(component, placement, parameter.name, self.mesh.tp)
+            sizes[shards] = sizes.get(shards, 0) + hold(component, placement, parameter, shards[0][0]).size_bytes
+        total = 0.0
+        for shards, size_bytes in sizes.items():
+            group = tuple(
+                self.mesh.rank(stage=0, replica=replica, shard=shard)
+                for replica in range(self.mesh.dp)
+                for shard in shards[0]
+            )
+            if len(group) > 1 and size_bytes:
+                whole = max(size_bytes, self.bucket_bytes)
+                operations = ("reduce_scatter", "all_gather") if self.zero_stage else ("all_reduce",)
+                seconds = sum(
+                    self._price(Collective(operation=operation, group=group, size_bytes=whole), 0) for operation in operations
+                )
+                total += seconds * size_bytes / whole
+        return total
+
+    def held_elements(self, component: Component, placement: Placement, shard: int) -> int:
+        """Scalars of the component's parameters that tp rank `shard` holds."""
+        if not placement.runs_on(shard):
+            return 0
+        return sum(hold(component, placement, parameter, shard).elements for parameter in component.parameters)
+
+    def update_s(self, component: Component, placement: Placement) -> float:
+        """The optimizer's step over what one rank holds of the component."""
+        elements = max(self.held_elements(component, placement, shard) for shard in range(self.mesh.tp))
+        if not elements:
+            return 0.0
+        whole = OptimizerStep(elements=max(elements, 1_000_000), tensors=len(component.parameters))
+        return self._price(whole, 0) * elements / whole.elements
