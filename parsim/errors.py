@@ -10,6 +10,7 @@ ParsimError                 exit status 1: one clear message, no traceback
 │   └── DeadlockError       issue orders that wait for one another
 ├── CostError               a piece of work no cost is known for
 ├── ScheduleError           nothing to choose from
+├── AlgorithmError          a mixing matrix, merge, period or delay that contradicts itself or its data
 ├── DataError               a dataset that is not there or is not what it says
 ├── DoesNotFitError         `run` of a plan whose memory exceeds a device
 ├── ExecutionError          a real run that failed (a rank died, a process would not start)
@@ -60,6 +61,10 @@ class CostError(ParsimError):
 
 class ScheduleError(ParsimError):
     """The scheduler has nothing to choose from."""
+
+
+class AlgorithmError(ParsimError):
+    """A rule of synchronisation contradicts itself, its workers or its data."""
 
 
 class DataError(ParsimError):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from parsim.graph.taskgraph import TaskGraph
 from parsim.simulate.boundary import checked_durations_s
-from parsim.simulate.compile import CompiledGraph, compile_graph
+from parsim.simulate.compile import Program, compile_graph
 
 
-def lower_bound_s(graph: TaskGraph | CompiledGraph, durations_s: ArrayLike) -> float:
+def lower_bound_s(graph: Program, durations_s: ArrayLike) -> float:
     """Seconds: the larger of the busiest resource's total work and the longest path of dependencies.
 
     Holds for every issue order and every slowdown >= 1, since a resource does one thing at a time and a task waits for
@@ -19,7 +18,7 @@ def lower_bound_s(graph: TaskGraph | CompiledGraph, durations_s: ArrayLike) -> f
     Args: durations_s: float64 [n], seconds each task takes alone. Raises GraphError as the engines do.
     """
     compiled = compile_graph(graph)
-    durations = checked_durations_s(compiled.graph, durations_s, dimensions=1)
+    durations = checked_durations_s(compiled.columns, durations_s, dimensions=1)
     if not compiled.size:
         return 0.0
     from parsim.simulate.kernels import longest_path
@@ -28,14 +27,14 @@ def lower_bound_s(graph: TaskGraph | CompiledGraph, durations_s: ArrayLike) -> f
     return max(busiest_resource_s(compiled, durations), float(path))
 
 
-def busiest_resource_s(graph: TaskGraph | CompiledGraph, durations_s: ArrayLike) -> float:
+def busiest_resource_s(graph: Program, durations_s: ArrayLike) -> float:
     """Seconds of work of the resource that has most: what the *mean* of many steps cannot go below either.
 
     One step alone cannot beat its longest path, but consecutive steps overlap (a batch is loaded while the last step
     computes), so the path bounds no mean. Arguments and errors as for `lower_bound_s`.
     """
     compiled = compile_graph(graph)
-    durations = checked_durations_s(compiled.graph, durations_s, dimensions=1)
+    durations = checked_durations_s(compiled.columns, durations_s, dimensions=1)
     if not compiled.size:
         return 0.0
     resources = compiled.arrays.resources

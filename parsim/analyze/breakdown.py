@@ -30,10 +30,9 @@ from numpy.typing import NDArray
 
 from parsim.analyze.spans import Floats, Ints, Rows, covered_until, rows_of, union
 from parsim.errors import GraphError
-from parsim.graph.taskgraph import TaskGraph
-from parsim.simulate.compile import CompiledGraph, compile_graph
+from parsim.graph.columns import Columns
+from parsim.simulate.compile import CompiledGraph, Program, compile_graph
 from parsim.timeline import Timeline
-from parsim.work import LoadBatch, SendRecv, is_communication
 
 Bools = NDArray[np.bool_]
 
@@ -77,7 +76,7 @@ class _Kinds:
     pipelined: Bools
 
 
-def breakdown(graph: TaskGraph | CompiledGraph, timeline: Timeline, step_s: float | None = None) -> tuple[RankBreakdown, ...]:
+def breakdown(graph: Program, timeline: Timeline, step_s: float | None = None) -> tuple[RankBreakdown, ...]:
     """One RankBreakdown per rank of the graph, over the seconds 0 to `step_s`.
 
     Args:
@@ -91,15 +90,15 @@ def breakdown(graph: TaskGraph | CompiledGraph, timeline: Timeline, step_s: floa
         step_s = timeline.makespan_s
     if not 0 <= step_s < np.inf:
         raise GraphError(f"step_s must be finite and >= 0, got {step_s}")
-    rows, kinds = rows_of(compiled.graph, timeline), _kinds(compiled.graph)
+    rows, kinds = rows_of(compiled.columns, timeline), _kinds(compiled.columns)
     last_end_s = min(timeline.makespan_s, step_s)
     position = np.empty(compiled.size, dtype=np.int64)
     position[compiled.arrays.order] = np.arange(compiled.size)
     by_rank = np.lexsort((position[rows.task], rows.rank))
-    bounds = np.searchsorted(rows.rank[by_rank], np.arange(compiled.graph.world_size + 1))
+    bounds = np.searchsorted(rows.rank[by_rank], np.arange(compiled.columns.world_size + 1))
     return tuple(
         _rank_breakdown(rank, compiled, rows, kinds, by_rank[bounds[rank] : bounds[rank + 1]], last_end_s, step_s)
-        for rank in range(compiled.graph.world_size)
+        for rank in range(compiled.columns.world_size)
     )
 
 
@@ -119,20 +118,11 @@ def step_fractions(breakdowns: Sequence[RankBreakdown]) -> StepFractions:
     )
 
 
-def _kinds(graph: TaskGraph) -> _Kinds:
-    def flags(kind: type) -> Bools:
-        return np.array([isinstance(task.work, kind) for task in graph.tasks], dtype=np.bool_)
-
-    pipelined = np.zeros(graph.world_size, dtype=np.bool_)
-    for task in graph.tasks:
-        if isinstance(task.work, SendRecv):
-            pipelined[list(task.ranks)] = True
-    return _Kinds(
-        communicates=np.array([is_communication(task.work) for task in graph.tasks], dtype=np.bool_),
-        loads=flags(LoadBatch),
-        transfers=flags(SendRecv),
-        pipelined=pipelined,
-    )
+def _kinds(columns: Columns) -> _Kinds:
+    pipelined = np.zeros(columns.world_size, dtype=np.bool_)
+    rows = columns.uses.row_numbers
+    pipelined[columns.resource_rank[columns.uses.values[columns.transfers[rows]]]] = True
+    return _Kinds(communicates=columns.communicates, loads=columns.loads, transfers=columns.transfers, pipelined=pipelined)
 
 
 def _rank_breakdown(
@@ -159,7 +149,7 @@ def _rank_breakdown(
     exposed = np.diff(covered_until(comm_start, comm_end, cuts), axis=0)
     load, bubble, idle, host = np.maximum(np.diff(cuts, axis=0) - exposed, 0.0).sum(axis=1)
     not_begun = max(0.0, min(float(start.min()), float(cuts[1, 0]))) if len(start) else 0.0
-    load -= not_begun
+    load = max(0.0, load - not_begun)
     bubble, idle = (bubble + not_begun, idle) if kinds.pipelined[rank] else (bubble, idle + not_begun)
     return RankBreakdown(
         rank=rank,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from parsim.analyze.spans import rows_of
 from parsim.errors import GraphError
-from parsim.graph.taskgraph import TaskGraph
-from parsim.simulate.compile import CompiledGraph, compile_graph
+from parsim.simulate.compile import Program, compile_graph
 from parsim.timeline import Timeline
 
 
-def critical_path(graph: TaskGraph | CompiledGraph, timeline: Timeline) -> tuple[int, ...]:
+def critical_path(graph: Program, timeline: Timeline) -> tuple[int, ...]:
     """Task numbers from a task that waited for nothing to the one that ended last.
 
     Walks back from the last end: each task's forerunner is the dependency, or the task issued just before it on one of
@@ -20,7 +19,7 @@ def critical_path(graph: TaskGraph | CompiledGraph, timeline: Timeline) -> tuple
     Raises GraphError for a timeline of another graph, or one that lacks a task.
     """
     compiled = compile_graph(graph)
-    rows = rows_of(compiled.graph, timeline)
+    rows = rows_of(compiled.columns, timeline)
     if not compiled.size:
         return ()
     if not rows.seen.all():

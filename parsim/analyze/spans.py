@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.errors import GraphError
+from parsim.graph.columns import Columns
 from parsim.graph.task import COMPUTE
-from parsim.graph.taskgraph import TaskGraph
 from parsim.timeline import Timeline
 
 Floats = NDArray[np.float64]
@@ -35,13 +35,13 @@ class Rows:
     seen: NDArray[np.bool_]
 
 
-def rows_of(graph: TaskGraph, timeline: Timeline) -> Rows:
+def rows_of(columns: Columns, timeline: Timeline) -> Rows:
     """Raises GraphError if the timeline names a task or a resource that the graph has not."""
-    n = len(graph.tasks)
+    n = columns.size
     if len(timeline) and not 0 <= int(timeline.task.min()) <= int(timeline.task.max()) < n:
         wrong = int(timeline.task.min()) if timeline.task.min() < 0 else int(timeline.task.max())
         raise GraphError(f"the timeline has task {wrong}, the graph has tasks 0..{n - 1}; read a timeline with its own graph")
-    known = {str(resource): resource for resource in graph.resources}
+    known = {str(resource): resource for resource in columns.resources}
     unknown = [name for name in timeline.resources if name not in known]
     if unknown:
         raise GraphError(

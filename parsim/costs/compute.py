@@ -2,10 +2,14 @@
 
 Three sources, never mixed silently:
     measured   the profile holds this component (by fingerprint), phase, device type and precision; between two measured
-               sample counts the time is interpolated linearly.
+               sample counts the time is interpolated linearly. A shard has a fingerprint of its own; where it was not
+               measured, but the whole or a larger shard of it was, its time is that times the ratio the operators give.
     fitted     the sum over the component's operators of the fitted kernel times (`parsim.costs.operators`).
     published  an operator kind without a fit, on a device whose peaks come from a datasheet or paper: a roofline at a stated
                efficiency and a large uncertainty.
+
+A shard's time from that of a larger one keeps what does not divide (launches, uncut operators) as far as the operator model
+knows it: without fits, the roofline has no launches, so shards of small components come out too fast.
 
 Leaves out: launch gaps between the kernels of one component, cache reuse across operators, clock changes under load, and
 autocast's casts and loss scaling (predictions for transformers in half precision are 17-18% too fast on a V100).
@@ -16,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +30,7 @@ from parsim.errors import CostError, near_matches
 from parsim.hardware.device import Device
 from parsim.hardware.profile import ComponentPoint, OperatorFit, OptimizerPoint, Profile
 from parsim.model.component import Component
+from parsim.model.narrow import narrow
 from parsim.work import Compute, OptimizerStep, Phase
 
 DEFAULT_DRIFT_SIGMA = 0.05
@@ -33,6 +39,9 @@ DEFAULT_DRIFT_SIGMA = 0.05
 MIN_MEASURED_SIGMA = 0.02
 INTERPOLATION_SIGMA = 0.03
 EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.10
+
+SHARD_SIGMA_PER_DOUBLING = 0.10
+"""Assumed for a shard's time taken from that of one twice as large: the ratio of two models errs less than each of them."""
 
 FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.02
 EXTRAPOLATED_SHARE = 0.1
@@ -49,6 +58,24 @@ SGD p += g: 3. Momentum m *= mu: 2, m += g: 3, p += m: 3. Adam lerp of m: 3, v *
 p += m / sqrt(v): 4. AdamW p *= 1 - wd: 2 more."""
 
 
+class MeasuredWork(NamedTuple):
+    """What a ComponentPoint was measured on."""
+
+    fingerprint: str
+    phase: str
+    device_type: str
+    precision: str
+
+
+def points_by_work(profile: Profile) -> dict[MeasuredWork, list[ComponentPoint]]:
+    """The profile's measured components, ready to be looked up."""
+    found: dict[MeasuredWork, list[ComponentPoint]] = {}
+    for point in profile.compute.components:
+        key = MeasuredWork(point.fingerprint, point.phase, point.device_type, point.precision)
+        found.setdefault(key, []).append(point)
+    return found
+
+
 def estimate_compute(
     work: Compute,
     component: Component,
@@ -58,34 +85,38 @@ def estimate_compute(
     ranks_active: int | None = None,
     *,
     input_gradient: bool = True,
+    points: Mapping[MeasuredWork, list[ComponentPoint]] | None = None,
 ) -> Estimate:
-    """Seconds of `component` forward or backward over `work.samples` samples.
+    """Seconds of `component`, or of one of `work.ways` shards of it, forward or backward over `work.samples` samples.
 
     Args:
+        component: the whole one, also where `work` asks for a shard of it.
         ranks_active: how many ranks of the machine compute at once; measurements taken under that load are preferred, else
             those under the heaviest load.
         input_gradient: False for a component whose inputs want no gradient (the model's first one), so that the backward of
             its first operator computes the gradient of the weight alone. A measurement contains that already.
+        points: `points_by_work(profile)` for whoever asks often; None: made here.
 
     Raises:
-        CostError: nothing measured, fitted or published covers it.
+        CostError: nothing measured, fitted or published covers it. ModelError: the component has no such shard.
     """
     if work.samples < 1 or work.phase is Phase.OPTIMIZER:
         raise CostError(
             f"a component computes forward or backward over >= 1 sample, got {work.component!r} {work.phase} over "
             f"{work.samples}; an optimizer step is priced by estimate_optimizer"
         )
-    points = [
-        point
-        for point in profile.compute.components
-        if point.fingerprint == component.fingerprint
-        and point.phase == work.phase.value
-        and point.device_type == device.type.name
-        and point.precision == precision
-    ]
-    if points:
-        return _measured(work, component, points, profile, ranks_active)
-    return _from_operators(work, component, device, profile, precision, input_gradient)
+    part = narrow(component, work.rule, work.ways)
+    points = points_by_work(profile) if points is None else points
+    for ways in (ways for ways in range(work.ways, 0, -1) if work.ways % ways == 0):
+        base = narrow(component, work.rule, ways)
+        found = points.get(MeasuredWork(base.fingerprint, work.phase.value, device.type.name, precision))
+        if found:
+            measured = _measured(work, base, found, profile, ranks_active)
+            if ways == work.ways:
+                return measured
+            share = _share(work, part, base, device, profile, precision, input_gradient)
+            return _scaled(measured, share, work.ways // ways, "the whole" if ways == 1 else f"one of {ways} shards")
+    return _from_operators(work, part, device, profile, precision, input_gradient)
 
 
 def estimate_optimizer(
@@ -159,6 +190,18 @@ def _measured(
         repeat_sigma=spread,
         detail=f"measured with {chosen[0].ranks_active} ranks active, {how}",
         extrapolated=doublings > 0,
+    )
+
+
+def _scaled(measured: Estimate, share: float, times: int, base: str) -> Estimate:
+    """The estimate of a shard from that of one `times` as large."""
+    return Estimate(
+        median_s=share * measured.median_s,
+        source="measured",
+        parameters=(*measured.parameters, ("shard_scaling", SHARD_SIGMA_PER_DOUBLING * math.log2(times))),
+        repeat_sigma=measured.repeat_sigma,
+        detail=f"{share:.0%} of {base}, {measured.detail}",
+        extrapolated=True,
     )
 
 
@@ -292,6 +335,23 @@ def _from_operators(
     )
 
 
+def _share(
+    work: Compute, part: Component, base: Component, device: Device, profile: Profile, precision: str, input_gradient: bool
+) -> float:
+    """Seconds of `part` over seconds of the larger `base`, by fitted operators; by a roofline where an operator has no fit."""
+
+    def weight_s(component: Component) -> float:
+        kernels = component_kernels(component, work.phase, work.samples, precision, input_gradient=input_gradient)
+        fits = profile.compute.operator_fits
+        return sum(
+            _price(kernel, _fit(fits, kernel.kind, kernel.phase, precision, device.type.name), device, precision)[0]
+            for kernel in kernels
+        )
+
+    whole_s = weight_s(base)
+    return weight_s(part) / whole_s if whole_s else 1.0
+
+
 def component_kernels(
     component: Component, phase: Phase, samples: int, precision: str, *, input_gradient: bool = True
 ) -> tuple[Kernel, ...]:
@@ -315,8 +375,9 @@ def _price(kernel: Kernel, fit: OperatorFit | None, device: Device, precision: s
         sigma = fit.relative_sigma + FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings
         return kernel.count * seconds, sigma, "fitted", doublings > 0
     compute = 0.0
-    if kernel.flop > 0:
-        compute = kernel.flop / (device.type.peak_flop_per_s[precision] * ROOFLINE_COMPUTE_EFFICIENCY)
+    peak = device.type.peak_flop_per_s.get(precision)
+    if kernel.flop > 0 and peak is not None:
+        compute = kernel.flop / (peak * ROOFLINE_COMPUTE_EFFICIENCY)
     memory = kernel.size_bytes / (device.type.memory_bandwidth_bytes_per_s * ROOFLINE_BANDWIDTH_EFFICIENCY)
     return kernel.count * max(compute, memory), ROOFLINE_SIGMA, "published", False
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from parsim.costs.collectives import estimate_collective, estimate_send_recv
-from parsim.costs.compute import estimate_compute, estimate_optimizer
+from parsim.costs.compute import MeasuredWork, estimate_compute, estimate_optimizer, points_by_work
+from parsim.costs.corrected import NO_CORRECTIONS, Corrections, corrected
 from parsim.costs.estimate import Estimate, OverlapFactors
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.device import Device
+from parsim.hardware.profile import ComponentPoint
 from parsim.hardware.topology import device_name
 from parsim.model.component import Component
 from parsim.model.model import Model
@@ -26,6 +29,7 @@ class Costs:
     Attributes:
         precision: a key of DeviceType.peak_flop_per_s, e.g. "fp32". optimizer: e.g. "sgd_momentum".
         ranks_active: how many ranks compute at once; measurements under that load are preferred (None: the heaviest load).
+        corrections: what a run has shown the profile to be wrong by.
     """
 
     model: Model
@@ -33,6 +37,7 @@ class Costs:
     precision: str = "fp32"
     optimizer: str = "sgd_momentum"
     ranks_active: int | None = None
+    corrections: Corrections = NO_CORRECTIONS
 
     def estimate(self, work: Work, rank: int) -> Estimate:
         """Price `work` of `rank`; for a collective or transfer the ranks are the work's own.
@@ -42,6 +47,15 @@ class Costs:
         Raises:
             CostError: no cost is known for it, or the rank or component does not exist.
         """
+        estimate = self._by_profile(work, rank)
+        return corrected(estimate, self.corrections, work, rank) if self.corrections else estimate
+
+    def device_kind(self, rank: int) -> str:
+        """Ranks of one kind do the same work in the same time: the device's type, and how much slower it is than that."""
+        name = self._device(rank).type.name
+        return f"{name} x{self.corrections.rank_factor(rank)!r}" if self.corrections else name
+
+    def _by_profile(self, work: Work, rank: int) -> Estimate:
         match work:
             case Compute():
                 estimate = self._compute(work, self._device(rank))
@@ -75,7 +89,12 @@ class Costs:
             self.precision,
             self.ranks_active,
             input_gradient=self._has_input_gradient(component),
+            points=self._points,
         )
+
+    @cached_property
+    def _points(self) -> dict[MeasuredWork, list[ComponentPoint]]:
+        return points_by_work(self.cluster.profile)
 
     def _has_input_gradient(self, component: Component) -> bool:
         """Whether its backward hands a gradient on: not that of a component which reads the batch alone."""

@@ -2,7 +2,8 @@
 
 What is counted, and when: the peak of a synchronous training step, which is the end of the last forward in flight, the
 worst moment of the backward that follows, or the optimizer step. Gradients are views into flat buckets, so they are counted
-once. The executor holds the boundary inputs and outputs of a component until its backward has run.
+once. A value between components lives as long as autograd keeps it for a backward; one that the Model counts among no saved
+activations is taken to live as long, which is an upper bound.
 
 Leaves out: allocator effects beyond the stated fragmentation share, and what autocast keeps in fp32 although the rest of
 the network is in half precision.
@@ -80,12 +81,44 @@ class RankMemory:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """What a rank holds of parameters, where that is not simply all of its components'.
+
+    Attributes:
+        elements: of the parameters. parameter_bytes, gradient_bytes: as held, padding included.
+        updated_elements: those whose optimizer state is here and which this rank updates (ZeRO 1: its parts of the buckets).
+    """
+
+    elements: int
+    parameter_bytes: int
+    gradient_bytes: int
+    updated_elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """What a rank holds of the values at its components' boundaries, fp32 bytes of one microbatch.
+
+    Attributes:
+        held_bytes: of values in flight, in all layouts, beyond the saved activations.
+        loaded_bytes: of the batch as loaded. loaded_saved_bytes: that part of it which is counted among the saved activations
+            while the microbatch is in flight.
+        gradient_bytes: by component, of what is there of its outputs' gradients right before its backward.
+    """
+
+    held_bytes: float
+    loaded_bytes: float
+    loaded_saved_bytes: float
+    gradient_bytes: Mapping[str, float]
+
+
 def rank_memory(
     *,
     rank: int,
     components: Sequence[Component],
     values: Mapping[str, Value],
-    microbatch_samples: int,
+    microbatch_samples: int | Mapping[str, int],
     in_flight: int,
     optimizer: str,
     precision: str,
@@ -94,18 +127,22 @@ def rank_memory(
     communicators: int = 0,
     largest_message_bytes: int = 0,
     loaded_microbatches: int | None = None,
+    boundary: Boundary | None = None,
+    weights: Weights | None = None,
 ) -> RankMemory:
     """Peak memory of the rank that holds `components`.
 
     Args:
-        components: those of the rank's stage, in execution order.
+        components: those the rank runs, in execution order; of a tensor-sharded one the shard (`parsim.model.narrow`).
         values: all Values of the model by name (`Model.value`).
-        microbatch_samples: samples of one microbatch on this rank.
+        microbatch_samples: samples of one microbatch on this rank; by component where they differ.
         in_flight: microbatches whose forward has run and whose backward has not, at the worst moment (gpipe: M; 1f1b:
             min(M, S - s); one stage: 1).
         communicators: process groups with collectives or transfers this rank takes part in; 0 for one rank alone.
         largest_message_bytes: the largest bucket or transfer; gloo keeps a scratch copy of it.
         loaded_microbatches: how many microbatches of model inputs are on the device at once (None: those in flight).
+        boundary: None where every component sees the same samples and values are handed on as they were made.
+        weights: None where the rank holds, and updates, all parameters of its components.
 
     Returns:
         Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, optimizer_state, buffers,
@@ -114,39 +151,60 @@ def rank_memory(
         saves it too: an upper bound, as the Model says only that some component saves it.
 
     Raises:
-        CostError: unknown optimizer, samples or in_flight < 1.
+        CostError: unknown optimizer, samples or in_flight < 1, or samples by component without their boundary.
     """
     if optimizer not in OPTIMIZER_STATE_BYTES_PER_ELEMENT:
         raise CostError(f"unknown optimizer {optimizer!r}{near_matches(optimizer, OPTIMIZER_STATE_BYTES_PER_ELEMENT)}")
-    if microbatch_samples < 1 or in_flight < 1:
+    samples = _samples_of(components, microbatch_samples)
+    if min(samples.values(), default=1) < 1 or in_flight < 1:
         raise CostError(f"memory needs microbatch_samples >= 1 and in_flight >= 1, got {microbatch_samples} and {in_flight}")
+    if boundary is None:
+        if not isinstance(microbatch_samples, int):
+            raise CostError("components that see different samples convert values between them; give their boundary too")
+        boundary = _uniform_boundary(components, values, microbatch_samples)
+    weights = weights or all_weights(components)
     amp = precision.startswith("amp")
     scale = AMP_ACTIVATION_FRACTION if amp else 1.0
-    parameters = held_parameters(components)
-    elements = sum(parameter.elements for parameter in parameters)
-    parameter_bytes = sum(parameter.size_bytes for parameter in parameters)
-    saved = [scale * (c.saved_activation_bytes * microbatch_samples + c.saved_fixed_bytes) for c in components]
+    saved = [scale * (c.saved_activation_bytes * samples[c.name] + c.saved_fixed_bytes) for c in components]
     activations = in_flight * sum(saved)
-    boundary = scale * in_flight * _boundary_bytes(components, values, microbatch_samples)
+    held = scale * in_flight * boundary.held_bytes
     loaded = in_flight if loaded_microbatches is None else loaded_microbatches
-    backward = _backward_transient_bytes(components, values, microbatch_samples, saved, scale)
-    update = OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer] * elements - activations - boundary
+    inputs = loaded * boundary.loaded_bytes - min(in_flight, loaded) * boundary.loaded_saved_bytes
+    backward = _backward_transient_bytes(components, samples, saved, boundary.gradient_bytes, scale)
+    update = OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements - activations - held
     lines = {
-        "parameters": parameter_bytes,
-        "casts": AMP_WEIGHT_BYTES_PER_ELEMENT * elements if amp else 0,
-        "gradients": parameter_bytes,
-        "optimizer_state": OPTIMIZER_STATE_BYTES_PER_ELEMENT[optimizer] * elements,
+        "parameters": weights.parameter_bytes,
+        "casts": AMP_WEIGHT_BYTES_PER_ELEMENT * weights.elements if amp else 0,
+        "gradients": weights.gradient_bytes,
+        "optimizer_state": OPTIMIZER_STATE_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements,
         "buffers": sum(component.buffer_bytes for component in components),
         "activations": activations,
-        "boundary_values": boundary,
-        "inputs": _input_bytes(components, values, microbatch_samples, in_flight, loaded),
+        "boundary_values": held,
+        "inputs": inputs,
         "communication": _communication_bytes(backend, communicators, largest_message_bytes),
         "context": device.context_bytes,
-        "workspace": max(backward, update) + _library_bytes(device, activations + boundary),
+        "workspace": max(backward, update) + _library_bytes(device, activations + held),
     }
     return RankMemory(
         rank=rank, lines=tuple((name, round(size)) for name, size in lines.items()), limit_bytes=device.memory_bytes
     )
+
+
+def all_weights(components: Sequence[Component]) -> Weights:
+    """All parameters of the components, gradients as large, all updated here."""
+    parameters = held_parameters(components)
+    elements = sum(parameter.elements for parameter in parameters)
+    size_bytes = sum(parameter.size_bytes for parameter in parameters)
+    return Weights(elements=elements, parameter_bytes=size_bytes, gradient_bytes=size_bytes, updated_elements=elements)
+
+
+def _samples_of(components: Sequence[Component], samples: int | Mapping[str, int]) -> Mapping[str, int]:
+    if isinstance(samples, int):
+        return dict.fromkeys((component.name for component in components), samples)
+    missing = [component.name for component in components if component.name not in samples]
+    if missing:
+        raise CostError(f"memory needs the samples of every component; {missing[0]!r} has none")
+    return samples
 
 
 def held_parameters(components: Sequence[Component]) -> tuple[Parameter, ...]:
@@ -154,34 +212,37 @@ def held_parameters(components: Sequence[Component]) -> tuple[Parameter, ...]:
     return tuple({p.name: p for component in components for p in component.parameters}.values())
 
 
-def _boundary_bytes(components: Sequence[Component], values: Mapping[str, Value], samples: int) -> int:
-    """Values between components that no saved activation accounts for, of one microbatch."""
+def _uniform_boundary(components: Sequence[Component], values: Mapping[str, Value], samples: int) -> Boundary:
+    """Values between components that no saved activation accounts for, inputs of the model, and gradients."""
     here = {component.name for component in components}
     made = {name for component in components for name in component.outputs}
     read = {name for component in components for name in component.inputs}
-    total = 0
+    held = loaded = loaded_saved = 0
     for name in sorted(made | read):
         value = values[name]
+        size = value.size_bytes(samples)
         if value.producer is None:
-            continue
-        crosses = value.producer not in here or name not in read
-        if crosses or not value.saved:
-            total += value.size_bytes(samples)
-    return total
-
-
-def _input_bytes(
-    components: Sequence[Component], values: Mapping[str, Value], samples: int, in_flight: int, loaded: int
-) -> int:
-    """Inputs of the model on the device; those among the saved activations are counted there while in flight."""
-    names = sorted({name for component in components for name in component.inputs if values[name].producer is None})
-    return sum(
-        values[name].size_bytes(samples) * (max(0, loaded - in_flight) if values[name].saved else loaded) for name in names
+            loaded += size
+            loaded_saved += size if value.saved else 0
+        elif value.producer not in here or name not in read or not value.saved:
+            held += size
+    return Boundary(
+        held_bytes=held,
+        loaded_bytes=loaded,
+        loaded_saved_bytes=loaded_saved,
+        gradient_bytes={
+            component.name: sum(values[name].size_bytes(samples) for name in component.outputs if values[name].differentiable)
+            for component in components
+        },
     )
 
 
 def _backward_transient_bytes(
-    components: Sequence[Component], values: Mapping[str, Value], samples: int, saved: Sequence[float], scale: float
+    components: Sequence[Component],
+    samples: Mapping[str, int],
+    saved: Sequence[float],
+    gradients: Mapping[str, float],
+    scale: float,
 ) -> float:
     """By how much the worst moment of the last microbatch's backward exceeds the end of its forward.
 
@@ -192,9 +253,8 @@ def _backward_transient_bytes(
     peak = 0.0
     for component, own in zip(components, saved, strict=True):
         before += own
-        inner = max((operator.activation_bytes for operator in component.operators), default=0) * samples
-        outer = sum(values[name].size_bytes(samples) for name in component.outputs if values[name].differentiable)
-        peak = max(peak, before + scale * max(inner, outer))
+        inner = max((operator.activation_bytes for operator in component.operators), default=0) * samples[component.name]
+        peak = max(peak, before + scale * max(inner, gradients[component.name]))
     return max(0.0, peak - before)
 
 

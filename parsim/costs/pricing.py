@@ -38,4 +38,4 @@ def _key(work: Work, rank: int, costs: Costs) -> Hashable:
     if not 0 <= rank < costs.cluster.size:
         return work, rank
     device = costs.cluster.devices[rank]
-    return (work, device.index) if isinstance(work, LoadBatch) else (work, device.type.name)
+    return (work, device.index) if isinstance(work, LoadBatch) else (work, costs.device_kind(rank))

@@ -33,6 +33,20 @@ class Draft:
     def __contains__(self, key: Key) -> bool:
         return key in self._number
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def number(self, key: Key) -> int:
+        return self._number[key]
+
+    def keys(self) -> Iterable[Key]:
+        """In the order they were added."""
+        return self._number
+
+    def entries(self) -> Iterable[tuple[Work, tuple[Resource, ...], tuple[Key, ...], Origin]]:
+        """Work, resources, what comes before, origin: in the order they were added."""
+        return self._entries
+
     def finish(self) -> TaskGraph:
         """Numbers for keys. Raises GraphError if a key was never added."""
         tasks = []

@@ -125,15 +125,15 @@ def gradient_buckets(
 
     def fill(entries: Sequence[_Open]) -> None:
         open_by_kind: dict[tuple[object, ...], list[_Open]] = {}
+        held_bytes: dict[tuple[object, ...], int] = {}
         for entry in entries:
             key = _key(entry, placements)
-            gathered = open_by_kind.setdefault(key, [])
-            gathered.append(entry)
-            held_bytes = sum(
-                hold(one.component, placements[one.component.name], one.parameter, 0).size_bytes for one in gathered
-            )
-            if held_bytes >= plan.bucket_bytes:
+            open_by_kind.setdefault(key, []).append(entry)
+            own = hold(entry.component, placements[entry.component.name], entry.parameter, 0)
+            held_bytes[key] = held_bytes.get(key, 0) + own.size_bytes
+            if held_bytes[key] >= plan.bucket_bytes:
                 close(open_by_kind.pop(key))
+                held_bytes[key] = 0
         for rest in open_by_kind.values():
             close(rest)
 

@@ -118,15 +118,8 @@ class Layout:
 
     @cached_property
     def differentiable(self) -> frozenset[str]:
-        """Components that have a backward: a differentiable output that some backward, or the loss, asks for."""
-        needed: set[str] = set()
-        for component in reversed(self.model.components):
-            outputs = [value for value in component.outputs if self.model.value[value].differentiable]
-            final = any(value in self.model.outputs for value in outputs)
-            read = any(reader in needed for value in outputs for reader in self.consumers[value])
-            if final or read:
-                needed.add(component.name)
-        return frozenset(needed)
+        """Components that have a backward."""
+        return differentiable_components(self.model)
 
     def backward_consumers(self, value: str) -> tuple[str, ...]:
         """Components whose backward yields a gradient of `value`, in execution order."""
@@ -267,3 +260,14 @@ class Layout:
             ):
                 return component.name
         return None
+
+
+def differentiable_components(model: Model) -> frozenset[str]:
+    """Components that have a backward: a differentiable output that some backward, or the loss, asks for."""
+    needed: set[str] = set()
+    wanted = {name for name in model.outputs if model.value[name].differentiable}
+    for component in reversed(model.components):
+        if any(value in wanted for value in component.outputs):
+            needed.add(component.name)
+            wanted.update(value for value in component.inputs if model.value[value].differentiable)
+    return frozenset(needed)

@@ -10,7 +10,8 @@ from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
 from parsim.plan.plan import Plan
 
-PASSES = (add_computation, add_gradient_reduction, add_optimizer, add_parameter_gathering)
+PASSES_AT_THE_END = (add_gradient_reduction, add_optimizer, add_parameter_gathering)
+PASSES = (add_computation, *PASSES_AT_THE_END)
 
 
 def lower(plan: Plan, model: Model) -> TaskGraph:

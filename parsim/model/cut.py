@@ -12,12 +12,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from parsim.errors import TraceError
 from parsim.model.component import LOSS
 from parsim.model.recorder import Call, Recording, storage_key
-from parsim.model.runnable import Op, Runnable, renumber
+from parsim.model.runnable import Op, Program, Runnable, TensorKind, renumber
 
 GRANULARITIES = ("block", "layer")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -234,11 +234,14 @@ def value_names(recording: Recording, intervals: list[Interval]) -> dict[int, st
 
 def runnables(recording: Recording, intervals: list[Interval], module: nn.Module) -> tuple[Runnable, ...]:
     """One Runnable per interval, bound to `module`."""
+    return tuple(Runnable(program, module) for program in programs(recording, intervals))
+
+
+def programs(recording: Recording, intervals: list[Interval]) -> tuple[Program, ...]:
+    """One Program per interval."""
     names = value_names(recording, intervals)
     writers = _buffer_writers(recording, intervals)
-    return tuple(
-        _runnable(recording, interval, names, writers.get(place, []), module) for place, interval in enumerate(intervals)
-    )
+    return tuple(_program(recording, interval, names, writers.get(place, [])) for place, interval in enumerate(intervals))
 
 
 def _buffer_writers(recording: Recording, intervals: list[Interval]) -> dict[int, list[tuple[str, int]]]:
@@ -251,9 +254,7 @@ def _buffer_writers(recording: Recording, intervals: list[Interval]) -> dict[int
     return writers
 
 
-def _runnable(
-    recording: Recording, interval: Interval, names: dict[int, str], writes: list[tuple[str, int]], module: nn.Module
-) -> Runnable:
+def _program(recording: Recording, interval: Interval, names: dict[int, str], writes: list[tuple[str, int]]) -> Program:
     recorded = recording.ops[interval.start : interval.end]
     slot: dict[int, int] = {}
     for number in (
@@ -283,7 +284,7 @@ def _runnable(
         for place, op in enumerate(recorded)
     )
     differentiable = recording.differentiable
-    return Runnable(
+    return Program(
         name=interval.name,
         ops=ops,
         slots=len(slot),
@@ -292,5 +293,9 @@ def _runnable(
         state=tuple((recording.state[number], slot[number]) for number in slot if number in recording.state),
         constants=tuple((recording.constants[number], slot[number]) for number in slot if number in recording.constants),
         buffer_writes=tuple((name, slot[number]) for name, number in writes),
-        module=module,
+        tensors=tuple(_kind(recording.tensors[number]) for number in slot),
     )
+
+
+def _kind(tensor: Tensor) -> TensorKind:
+    return TensorKind(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)

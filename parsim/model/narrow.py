@@ -44,7 +44,8 @@ def check_ways(component: str, sharding: Sharding, ways: int) -> None:
     """Raise ModelError unless the component can be cut into that many shards."""
     if ways < 1 or sharding.limit % ways:
         raise ModelError(
-            f"component {component} cannot be cut into {ways} shards by rule {sharding.rule}: {ways} must divide {sharding.limit}"
+            f"component {component} cannot be cut into {ways} shards by rule {sharding.rule}: "
+            f"{ways} must divide {sharding.limit}"
         )
 
 

@@ -79,7 +79,8 @@ def _entered(context: Context) -> Any:
         yield
 
 
-def _run(op: Op, environment: list[Any]) -> None:
+def run_op(op: Op, environment: list[Any]) -> None:
+    """One call: reads and fills `environment`, a tensor (or None) per slot."""
     arguments = [_fill(item, environment) for item in op.arguments]
     keywords = {name: _fill(item, environment) for name, item in op.keywords}
     if op.context is PLAIN:
@@ -96,6 +97,35 @@ def _run(op: Op, environment: list[Any]) -> None:
         environment[slot] = None
 
 
+class TensorKind(NamedTuple):
+    """What a recorded tensor was: enough to make another like it. Strides count elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Program:
+    """The torch calls of one component, without the module whose parameters and buffers they read.
+
+    Attributes:
+        inputs, outputs: (value name, slot, whether a gradient flows). state: parameters and buffers with their slots.
+        buffer_writes: buffers assigned anew, by slot. tensors: of every slot, as recorded. slots: at least as many.
+    """
+
+    name: str
+    ops: tuple[Op, ...]
+    slots: int
+    inputs: tuple[tuple[str, int, bool], ...]
+    outputs: tuple[tuple[str, int, bool], ...]
+    state: tuple[tuple[StateKey, int], ...]
+    constants: tuple[tuple[Tensor, int], ...]
+    buffer_writes: tuple[tuple[str, int], ...]
+    tensors: tuple[TensorKind, ...]
+
+
 class Runnable:
     """One component of a recorded module.
 
@@ -106,43 +136,29 @@ class Runnable:
         name: of the component. input_names, output_names: of its values. parameter_names, buffer_names: qualified.
         input_differentiable, output_differentiable: whether a gradient flows through that value while training
             (False for an input of the model, unless the example input required a gradient).
+        program: what it calls.
     """
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        ops: tuple[Op, ...],
-        slots: int,
-        inputs: tuple[tuple[str, int, bool], ...],
-        outputs: tuple[tuple[str, int, bool], ...],
-        state: tuple[tuple[StateKey, int], ...],
-        constants: tuple[tuple[Tensor, int], ...],
-        buffer_writes: tuple[tuple[str, int], ...],
-        module: nn.Module,
-    ) -> None:
-        self.name = name
-        self.ops = ops
-        self.input_names = tuple(entry[0] for entry in inputs)
-        self.output_names = tuple(entry[0] for entry in outputs)
-        self.input_differentiable = tuple(entry[2] for entry in inputs)
-        self.output_differentiable = tuple(entry[2] for entry in outputs)
-        self.parameter_names = tuple(key.name for key, _ in state if key.kind == "parameter")
-        self.buffer_names = tuple(key.name for key, _ in state if key.kind == "buffer")
-        self._slots = slots
-        self._input_slots = tuple(entry[1] for entry in inputs)
-        self._output_slots = tuple(entry[1] for entry in outputs)
-        self._state_keys = state
-        self._constants = constants
-        self._buffer_write_names = buffer_writes
+    def __init__(self, program: Program, module: nn.Module) -> None:
+        self.program = program
+        self.name = program.name
+        self.input_names = tuple(entry[0] for entry in program.inputs)
+        self.output_names = tuple(entry[0] for entry in program.outputs)
+        self.input_differentiable = tuple(entry[2] for entry in program.inputs)
+        self.output_differentiable = tuple(entry[2] for entry in program.outputs)
+        self.parameter_names = tuple(key.name for key, _ in program.state if key.kind == "parameter")
+        self.buffer_names = tuple(key.name for key, _ in program.state if key.kind == "buffer")
+        self._input_slots = tuple(entry[1] for entry in program.inputs)
+        self._output_slots = tuple(entry[1] for entry in program.outputs)
         self.bind(module)
 
     def bind(self, module: nn.Module) -> Runnable:
         """Read parameters and buffers from `module` (of the same structure) from now on; returns self."""
-        self._state = tuple((_holder(module, key), key.name.rpartition(".")[2], slot) for key, slot in self._state_keys)
+        self.module = module
+        self._state = tuple((_holder(module, key), key.name.rpartition(".")[2], slot) for key, slot in self.program.state)
         self._buffer_writes = tuple(
             (_holder(module, StateKey("buffer", name)), name.rpartition(".")[2], slot)
-            for name, slot in self._buffer_write_names
+            for name, slot in self.program.buffer_writes
         )
         return self
 
@@ -150,7 +166,7 @@ class Runnable:
         """The live parameters, in the order of `parameter_names`."""
         return tuple(
             holder[key]
-            for (holder, key, _), (state_key, _) in zip(self._state, self._state_keys, strict=True)
+            for (holder, key, _), (state_key, _) in zip(self._state, self.program.state, strict=True)
             if state_key.kind == "parameter"
         )
 
@@ -161,21 +177,21 @@ class Runnable:
         """
         if len(inputs) != len(self._input_slots):
             raise TraceError(f"{self.name} takes {len(self._input_slots)} inputs {self.input_names}, got {len(inputs)}")
-        environment: list[Any] = [None] * self._slots
+        environment: list[Any] = [None] * self.program.slots
         for slot, value in zip(self._input_slots, inputs, strict=True):
             environment[slot] = value
         for holder, key, slot in self._state:
             environment[slot] = holder[key]
-        for constant, slot in self._constants:
+        for constant, slot in self.program.constants:
             environment[slot] = constant
-        for op in self.ops:
-            _run(op, environment)
+        for op in self.program.ops:
+            run_op(op, environment)
         for holder, key, slot in self._buffer_writes:
             holder[key] = environment[slot]
         return tuple(environment[slot] for slot in self._output_slots)
 
     def __repr__(self) -> str:
-        return f"Runnable({self.name}: {', '.join(self.input_names)} -> {', '.join(self.output_names)}; {len(self.ops)} calls)"
+        return f"Runnable({self.name}: {', '.join(self.input_names)} -> {', '.join(self.output_names)}; {len(self.program.ops)} calls)"
 
 
 def _holder(module: nn.Module, key: StateKey) -> dict[str, Any]:

@@ -14,17 +14,17 @@ from parsim.costs.estimate import Estimate
 from parsim.costs.memory import RankMemory
 from parsim.costs.uncertainty import medians_s, rank_noise, sample_durations_s
 from parsim.errors import PlanError
+from parsim.graph.columns import Columns
+from parsim.graph.expand import lower_columns
 from parsim.graph.layout import Layout
-from parsim.graph.lower import lower
 from parsim.graph.taskgraph import TaskGraph
 from parsim.plan.plan import Plan
 from parsim.schedule.memory import plan_memory
 from parsim.schedule.problem import Problem
 from parsim.schedule.result import Interval, PlanResult
 from parsim.simulate import dynamic, static
-from parsim.simulate.compile import compile_graph
+from parsim.simulate.compile import CompiledGraph, compile_graph
 from parsim.timeline import Timeline
-from parsim.work import is_communication
 
 REPEATED_STEPS = 4
 NOISY_STEPS = 64
@@ -36,14 +36,19 @@ WORTH_SAYING = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A plan's result with everything it was read from."""
+    """A plan's result with everything it was read from. `estimates` are per unit of the program (`Columns.units`)."""
 
     result: PlanResult
-    graph: TaskGraph
+    compiled: CompiledGraph
     estimates: tuple[Estimate, ...]
     timeline: Timeline
     memory: tuple[RankMemory, ...]
     breakdown: tuple[RankBreakdown, ...]
+
+    @property
+    def graph(self) -> TaskGraph:
+        """The program as tasks."""
+        return self.compiled.graph
 
 
 def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: int = SAMPLES, reason: str = "") -> Evaluation:
@@ -62,24 +67,23 @@ def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: i
             f"the plan needs {plan.world_size} ranks and {problem.cluster.name} offers {problem.cluster.size} devices; "
             "ask for more devices or a smaller mesh"
         )
-    graph = lower(plan, problem.model)
-    costs = problem.costs(plan.world_size)
-    estimates = tuple(problem.price([(task.work, task.resources[0].rank) for task in graph.tasks], plan.world_size))
-    medians = medians_s(estimates)
-    overlap = costs.overlap
-    compiled = compile_graph(graph)
+    columns = lower_columns(plan, problem.model)
+    estimates = tuple(problem.price(columns.units, plan.world_size))
+    medians = medians_s(estimates)[columns.unit]
+    overlap = problem.costs(plan.world_size).overlap
+    compiled = compile_graph(columns)
     engines = {"static": static.simulate, "dynamic": dynamic.simulate}
     timeline = engines[engine](compiled, medians, overlap=overlap)
     steady_s = float(static.step_times_s(compiled, medians[None, :], steps=REPEATED_STEPS, overlap=overlap)[0])
     sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
     step_s = steady_s
     if sigma and plan.world_size > 1:
-        computing = [None if is_communication(task.work) else task.resources[0].rank for task in graph.tasks]
+        computing = np.where(columns.communicates, -1, columns.first_rank)
         noisy = medians * rank_noise(computing, sigma, NOISY_STEPS, SEED)
         step_s = float(static.step_times_s(compiled, noisy, steps=REPEATED_STEPS, overlap=overlap).mean())
     interval = Interval(median=step_s, p05=step_s, p95=step_s)
     if samples:
-        draws = sample_durations_s(estimates, samples, SEED)
+        draws = sample_durations_s(estimates, samples, SEED, unit=columns.unit)
         times = static.step_times_s(compiled, draws, steps=REPEATED_STEPS, overlap=overlap)
         interval = Interval.of(step_s, times * (step_s / steady_s))
     parts = breakdown(compiled, timeline)
@@ -96,36 +100,45 @@ def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: i
         bubble_fraction=fractions.bubble_fraction,
         peak_memory_bytes=tuple(entry.total_bytes for entry in memory),
         fits=all(entry.fits for entry in memory),
-        cost_sources=_sources(estimates),
+        cost_sources=_sources(estimates, columns),
         plan=plan,
-        warnings=_warnings(estimates, memory),
+        warnings=_warnings(estimates, columns, memory),
         reason=reason,
         lower_bound_s=busiest_resource_s(compiled, medians),
     )
-    return Evaluation(result=result, graph=graph, estimates=estimates, timeline=timeline, memory=memory, breakdown=tuple(parts))
+    return Evaluation(
+        result=result, compiled=compiled, estimates=estimates, timeline=timeline, memory=memory, breakdown=tuple(parts)
+    )
 
 
 def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArray[np.float64]:
     """float64 [samples, tasks]: the draws the interval of `evaluate` was made of."""
-    return sample_durations_s(evaluation.estimates, samples, SEED)
+    return sample_durations_s(evaluation.estimates, samples, SEED, unit=evaluation.compiled.columns.unit)
 
 
-def _sources(estimates: Sequence[Estimate]) -> dict[str, float]:
+def _seconds(estimates: Sequence[Estimate], columns: Columns) -> NDArray[np.float64]:
+    """float64 [units]: the seconds of all tasks of each unit."""
+    seconds: NDArray[np.float64] = medians_s(estimates) * np.bincount(columns.unit, minlength=len(estimates))
+    return seconds
+
+
+def _sources(estimates: Sequence[Estimate], columns: Columns) -> dict[str, float]:
     seconds: dict[str, float] = {}
-    for estimate in estimates:
-        seconds[estimate.source] = seconds.get(estimate.source, 0.0) + estimate.median_s
+    for estimate, own in zip(estimates, _seconds(estimates, columns).tolist(), strict=True):
+        seconds[estimate.source] = seconds.get(estimate.source, 0.0) + own
     total = sum(seconds.values())
     return {source: value / total if total else 0.0 for source, value in sorted(seconds.items())}
 
 
-def _warnings(estimates: Sequence[Estimate], memory: Sequence[RankMemory]) -> tuple[str, ...]:
+def _warnings(estimates: Sequence[Estimate], columns: Columns, memory: Sequence[RankMemory]) -> tuple[str, ...]:
     warnings = []
     over = [entry for entry in memory if not entry.fits]
     if over:
         worst = max(over, key=lambda entry: entry.excess_bytes)
         warnings.append(f"does not fit: {worst.describe()}")
     outside = np.array([estimate.extrapolated for estimate in estimates], dtype=bool)
-    share = float(medians_s(estimates)[outside].sum() / max(medians_s(estimates).sum(), 1e-30))
+    seconds = _seconds(estimates, columns)
+    share = float(seconds[outside].sum() / max(seconds.sum(), 1e-30))
     if share >= WORTH_SAYING:
         example = next(estimate.detail for estimate in estimates if estimate.extrapolated)
         warnings.append(f"{100 * share:.0f}% of the task time lies outside the measured range, e.g. {example}")

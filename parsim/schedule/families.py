@@ -167,7 +167,7 @@ class _StageCosts:
         """Per device type: time of the first i components, forward and backward of one microbatch."""
         totals: dict[str, list[float]] = {}
         for rank in range(self.mesh.size):
-            kind = self.problem.cluster.devices[rank].type.name
+            kind = self._costs.device_kind(rank)
             if kind not in totals:
                 seconds = [self._component_s(component, rank) for component in self.problem.model.components]
                 totals[kind] = [0.0, *itertools.accumulate(seconds)]
@@ -181,7 +181,7 @@ class _StageCosts:
 
     def _types(self, stage: int) -> dict[str, int]:
         """One rank of the stage for each of its device types."""
-        return {self.problem.cluster.devices[rank].type.name: rank for rank in self.mesh.stage_ranks(stage)}
+        return {self._costs.device_kind(rank): rank for rank in self.mesh.stage_ranks(stage)}
 
     def seconds(self, stage: int, first: int, last: int) -> float:
         """Forward and backward of one microbatch on the slowest device of the stage."""

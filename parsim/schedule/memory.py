@@ -1,54 +1,207 @@
-"""Peak memory of every rank of a plan."""
+"""Peak memory of every rank of a plan.
+
+Where components are placed differently, a value lies on a rank in the layout in which it was made there and in those in which
+it is read there. Counted beyond the saved activations is every copy that a conversion makes; not counted is what only moves on:
+partial sums, which no backward keeps, and the value in the layout of the component that saves it.
+
+Leaves out: conversions of earlier values that are under way while a later component computes.
+"""
 
 from __future__ import annotations
 
-from parsim.costs.memory import RankMemory, rank_memory
-from parsim.graph.layout import Layout
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from parsim.costs.memory import Boundary, RankMemory, Weights, rank_memory
+from parsim.graph.hops import hop_groups, hop_pairs
+from parsim.graph.layout import Layout, Reading
+from parsim.graph.passes.convert import POINT_TO_POINT_HOPS
 from parsim.hardware.cluster import Cluster
+from parsim.model.component import Component, Value
+from parsim.model.narrow import narrow
+from parsim.plan.layout import LOCAL_HOPS, Hop, ValueLayout, conversion
 from parsim.plan.pipeline import in_flight
 
 
 def plan_memory(layout: Layout, cluster: Cluster, *, precision: str, optimizer: str) -> tuple[RankMemory, ...]:
-    """One RankMemory per rank, in rank order. Ranks of a stage differ only by their device."""
+    """One RankMemory per rank, in rank order. Ranks at one place of different replicas differ only by their device."""
     plan, model = layout.plan, layout.model
+    known: dict[tuple[int, int, str], RankMemory] = {}
     memories = []
-    for stage, entry in enumerate(plan.stages):
-        components = [model.component(name) for name in entry.components]
-        groups, messages = _messages(layout, stage)
-        for rank in entry.ranks:
-            memories.append(
-                rank_memory(
-                    rank=rank,
-                    components=components,
-                    values=model.value,
-                    microbatch_samples=plan.microbatch_samples,
-                    in_flight=in_flight(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches),
-                    optimizer=optimizer,
-                    precision=precision,
-                    device=cluster.devices[rank].type,
-                    backend=cluster.profile.communication.backend,
-                    communicators=groups,
-                    largest_message_bytes=max(messages, default=0),
-                    loaded_microbatches=plan.microbatches,
-                )
+    for rank in range(plan.world_size):
+        device = cluster.devices[rank].type
+        stage = plan.stage_of_rank(rank)
+        place = (stage, plan.shard_of_rank(rank), device.name)
+        if place not in known:
+            messages = _messages(layout, rank)
+            names = layout.rank_components(rank)
+            known[place] = rank_memory(
+                rank=rank,
+                components=[_local(layout, name) for name in names],
+                values=model.value,
+                microbatch_samples={name: layout.local_samples(name) for name in names}
+                if plan.is_mixed
+                else plan.microbatch_samples // plan.mesh.tp,
+                in_flight=in_flight(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches),
+                optimizer=optimizer,
+                precision=precision,
+                device=device,
+                backend=cluster.profile.communication.backend,
+                communicators=len({message.group for message in messages}),
+                largest_message_bytes=max((message.size_bytes for message in messages), default=0),
+                loaded_microbatches=plan.microbatches,
+                boundary=rank_boundary(layout, rank) if plan.is_mixed else None,
+                weights=rank_weights(layout, rank),
             )
+        memories.append(replace(known[place], rank=rank))
     return tuple(memories)
 
 
-def _messages(layout: Layout, stage: int) -> tuple[int, list[int]]:
-    """How many process groups a rank of the stage belongs to, and the sizes of what it sends, receives and reduces."""
-    groups: set[tuple[object, ...]] = set()
-    sizes = []
-    for bucket in layout.buckets:
-        if stage in bucket.stages and len(bucket.group) > 1:
-            groups.add(("dp", bucket.group))
-            sizes.append(bucket.size_bytes)
-    for value, targets in layout.remote_stages.items():
-        home = layout.stage_of_value[value]
-        for target in targets:
-            if stage in (home, target):
-                groups.add((home, target))
-                if layout.model.value[value].differentiable:
-                    groups.add((target, home))
-                sizes.append(layout.model.value[value].size_bytes(layout.plan.microbatch_samples))
-    return len(groups), sizes
+def rank_weights(layout: Layout, rank: int) -> Weights:
+    """Parameters as held; with ZeRO 1 in buckets padded to equal parts, one of which this rank updates."""
+    buckets = layout.rank_buckets(rank)
+    size_bytes = sum(bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes for bucket in buckets)
+    return Weights(
+        elements=sum(parameter.elements for parameter in layout.rank_parameters(rank)),
+        parameter_bytes=size_bytes,
+        gradient_bytes=size_bytes,
+        updated_elements=sum(
+            bucket.chunk_elements if layout.is_divided(bucket) else bucket.elements for bucket in buckets
+        ),
+    )
+
+
+def _local(layout: Layout, name: str) -> Component:
+    placement = layout.placement[name]
+    return narrow(layout.model.component(name), placement.rule, placement.ways)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def rank_boundary(layout: Layout, rank: int) -> Boundary:
+    """What the rank holds of values in all layouts in which it makes or reads them."""
+    held = loaded = loaded_saved = 0.0
+    batch = ValueLayout("full", layout.batch_ways(rank))
+    for name, layouts in layout.batch_layouts(rank).items():
+        value = layout.model.value[name]
+        loaded += local_bytes(layout, value, batch)
+        if value.saved and all(entry.form != "shard" for entry in layouts):  # pieces of a dim are copies
+            loaded_saved += min(local_bytes(layout, value, entry) for entry in layouts)
+    for value in layout.model.values:
+        if value.producer is not None:
+            held += _held_bytes(layout, rank, value)
+    return Boundary(
+        held_bytes=held,
+        loaded_bytes=loaded,
+        loaded_saved_bytes=loaded_saved,
+        gradient_bytes={name: _gradient_bytes(layout, name) for name in layout.rank_components(rank)},
+    )
+
+
+def local_bytes(layout: Layout, value: Value, how: ValueLayout) -> float:
+    """What a rank that holds any of one microbatch of a value in that layout has of it."""
+    plan = layout.plan
+    return value.bytes_per_sample * plan.microbatch_samples * how.local_share(plan.mesh.tp) + value.fixed_bytes
+
+
+def _held_bytes(layout: Layout, rank: int, value: Value) -> float:
+    """Copies of a value on this rank that no saved activation stands for."""
+    assert value.producer is not None
+    stage = layout.plan.stage_of_rank(rank)
+    read = list(dict.fromkeys(reading.ends.value for reading in _readings_here(layout, rank, value)))
+    if not layout.runs_on(rank, value.producer):
+        return sum(local_bytes(layout, value, entry) for entry in read)
+    made = layout.source[value.name].value
+    elsewhere = all(reading.stage != stage for reading in layout.readings[value.name])
+    total = 0.0 if value.saved and not elsewhere else local_bytes(layout, value, made)
+    if made.form == "partial":  # no operator that keeps its output can make summands
+        total, read = 0.0, read[1:] if value.saved else read
+    for entry in read:
+        hops = conversion(made, entry, layout.plan.mesh.tp)
+        whole = _storage(hops, made, layout.plan.shard_of_rank(rank))
+        if whole == made:
+            total += local_bytes(layout, value, whole) - local_bytes(layout, value, entry)
+        else:
+            total += local_bytes(layout, value, whole)
+    return total
+
+
+def _readings_here(layout: Layout, rank: int, value: Value) -> Iterator[Reading]:
+    for reading in layout.readings[value.name]:
+        if any(layout.runs_on(rank, name) for name in reading.components):
+            yield reading
+
+
+def _storage(hops: Sequence[Hop], made: ValueLayout, shard: int) -> ValueLayout:
+    """The layout whose memory the result of the hops lies in on tp rank `shard`: pieces of the batch are views."""
+    for hop in reversed(hops):
+        view = hop.operation in ("split_batch", "keep") or (hop.operation == "scatter" and shard == hop.source.rank)
+        if not view:
+            return hop.target
+    return made
+
+
+def _gradient_bytes(layout: Layout, name: str) -> float:
+    """Gradients of the component's outputs as it wants them, or in the costliest step of a conversion to that."""
+    total = 0.0
+    for output in layout.model.component(name).outputs:
+        value, wanted = layout.model.value[output], layout.source[output].gradient
+        if value.differentiable:
+            hops = [
+                hop
+                for reading in layout.readings[output]
+                for hop in conversion(reading.ends.gradient, wanted, layout.plan.mesh.tp)
+            ]
+            steps = [local_bytes(layout, value, hop.source) + local_bytes(layout, value, hop.target) for hop in hops]
+            total += max(local_bytes(layout, value, wanted), *steps, 0.0)
+    return total
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+class _Message(NamedTuple):
+    """What a rank sends, receives or reduces, and the process group it does it in."""
+
+    group: tuple[object, ...]
+    size_bytes: float
+
+
+def _messages(layout: Layout, rank: int) -> list[_Message]:
+    """Every kind of message of one step: gradient buckets, conversions, transfers between stages."""
+    plan, model = layout.plan, layout.model
+    stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
+    found = [
+        _Message(("dp", bucket.group), bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes)
+        for bucket in layout.rank_buckets(rank)
+        if len(bucket.group) > 1
+    ]
+    for value in model.values:
+        home = layout.stage_of_value[value.name]
+        if home is None:
+            continue
+        for reading in layout.readings[value.name]:
+            ways = [(home, reading.stage, layout.source[value.name].value, reading.ends.value, reading.ends.value)]
+            if value.differentiable:
+                ends = (reading.ends.gradient, layout.source[value.name].gradient)
+                ways.append((reading.stage, home, *ends, reading.ends.gradient))
+            for source, target, begin, end, moved in ways:
+                if source != target and stage in (source, target) and shard in moved.holders(plan.mesh.tp):
+                    found.append(_Message((source, target), local_bytes(layout, value, moved)))
+                if stage == home:
+                    for hop in conversion(begin, end, plan.mesh.tp):
+                        found += _hop_messages(layout, value, hop, shard)
+    return found
+
+
+def _hop_messages(layout: Layout, value: Value, hop: Hop, shard: int) -> list[_Message]:
+    tp = layout.plan.mesh.tp
+    if hop.operation in LOCAL_HOPS:
+        return []
+    size_bytes = max(local_bytes(layout, value, hop.source), local_bytes(layout, value, hop.target))
+    if hop.operation in POINT_TO_POINT_HOPS:
+        pairs = [tuple(sorted(pair)) for pair in hop_pairs(hop, tp) if shard in pair]
+        return [_Message(("tp", pair), size_bytes / (1 if hop.operation == "move" else tp)) for pair in pairs]
+    return [_Message(("tp", group), size_bytes) for group in hop_groups(hop, tp) if shard in group]

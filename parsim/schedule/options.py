@@ -14,10 +14,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parsim.costs.costs import Costs
+from parsim.costs.memory import (
+    AMP_ACTIVATION_FRACTION,
+    AMP_WEIGHT_BYTES_PER_ELEMENT,
+    OPTIMIZER_STATE_BYTES_PER_ELEMENT,
+)
 from parsim.graph.holding import alike, hold
 from parsim.graph.hops import hop_groups, hop_pairs
+from parsim.graph.layout import differentiable_components
 from parsim.graph.passes.convert import COLLECTIVE_OF_HOP, POINT_TO_POINT_HOPS
 from parsim.model.component import Component, Value
+from parsim.model.narrow import narrow
 from parsim.plan.layout import LOCAL_HOPS, Hop, ValueLayout, conversion
 from parsim.plan.mesh import Mesh
 from parsim.plan.placement import BATCH, REPLICATE, Placement
@@ -47,12 +54,16 @@ def placements_of(component: Component, mesh: Mesh, samples: int, *, places: Seq
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds and bytes of placements on the ranks of one stage. Attributes: samples: of one replica's microbatch."""
+    """Seconds and bytes of placements on the ranks of one stage.
+
+    Attributes: samples: of one replica's microbatch. in_flight: microbatches whose activations are kept at once.
+    """
 
     problem: Problem
     mesh: Mesh
     samples: int
     bucket_bytes: int
+    in_flight: int = 1
     zero_stage: int = 0
 
     @property
@@ -72,20 +83,39 @@ class Prices:
     @cached_property
     def _device_types(self) -> dict[str, int]:
         """One rank for each device type."""
-        return {self.problem.cluster.devices[rank].type.name: rank for rank in reversed(range(self.mesh.size))}
+        return {self._costs.device_kind(rank): rank for rank in reversed(range(self.mesh.size))}
 
     def compute_s(self, component: Component, placement: Placement, phase: Phase) -> float:
         """One microbatch on the slowest device that has the component."""
         samples = self.samples * placement.batch_ways(self.mesh.tp) // self.mesh.tp
-        work = Compute(
-            component=component.name, phase=phase, samples=samples, rule=placement.rule, ways=placement.ways
-        )
+        work = Compute(component=component.name, phase=phase, samples=samples, rule=placement.rule, ways=placement.ways)
         ranks = (
             [self.mesh.rank(stage=0, replica=replica, shard=placement.shard) for replica in range(self.mesh.dp)]
             if placement.kind == "place"
             else list(self._device_types.values())
         )
-        return max(self._price(work, rank) for rank in ranks)
+        return max(self._compute_s(component, work, rank) for rank in ranks)
+
+    def _compute_s(self, component: Component, work: Compute, rank: int) -> float:
+        """Components that do the same work share a price, unless one of them alone reads nothing but the batch."""
+        makes_gradient = any(self.problem.model.value[name].producer is not None for name in component.inputs)
+        key = (self._fingerprints[component.name], work.phase, work.samples, work.rule, work.ways, rank, makes_gradient)
+        if key not in self._computed:
+            self._computed[key] = self._costs.estimate(work, rank).median_s
+        return self._computed[key]
+
+    @cached_property
+    def _computed(self) -> dict[tuple[object, ...], float]:
+        return {}
+
+    @cached_property
+    def _fingerprints(self) -> dict[str, str]:
+        return {component.name: component.fingerprint for component in self.problem.model.components}
+
+    @cached_property
+    def differentiable(self) -> frozenset[str]:
+        """Components that have a backward."""
+        return differentiable_components(self.problem.model)
 
     def conversion_s(self, value: Value, source: ValueLayout, target: ValueLayout) -> float:
         """One microbatch of a value from one layout to another, in the first replica."""
@@ -120,9 +150,7 @@ class Prices:
         total = 0.0
         for shards, size_bytes in sizes.items():
             group = tuple(
-                self.mesh.rank(stage=0, replica=replica, shard=shard)
-                for replica in range(self.mesh.dp)
-                for shard in shards[0]
+                self.mesh.rank(stage=0, replica=replica, shard=shard) for replica in range(self.mesh.dp) for shard in shards[0]
             )
             if len(group) > 1 and size_bytes:
                 whole = max(size_bytes, self.bucket_bytes)
@@ -146,3 +174,25 @@ class Prices:
             return 0.0
         whole = OptimizerStep(elements=max(elements, 1_000_000), tensors=len(component.parameters))
         return self._price(whole, 0) * elements / whole.elements
+
+    def memory_bytes(self, component: Component, placement: Placement, shard: int) -> float:
+        """What tp rank `shard` keeps for the component: weights, gradients, optimizer state, saved activations in flight.
+
+        Leaves out what belongs to no single component: context, communication buffers, workspace, conversions in flight.
+        """
+        if not placement.runs_on(shard):
+            return 0.0
+        tp = self.mesh.tp
+        own = narrow(component, placement.rule, placement.ways)
+        elements = sum(parameter.elements for parameter in own.parameters)
+        weights = sum(parameter.size_bytes for parameter in own.parameters)
+        state = float(OPTIMIZER_STATE_BYTES_PER_ELEMENT[self.problem.optimizer] * elements)
+        if self.zero_stage:
+            alike_ranks = self.mesh.dp * (tp if placement.kind == "batch" else max(1, tp // placement.ways))
+            state /= 1 if placement.kind in ("replicate", "place") else alike_ranks
+        amp = self.problem.precision.startswith("amp")
+        scale = AMP_ACTIVATION_FRACTION if amp else 1.0
+        samples = self.samples * placement.batch_ways(tp) // tp
+        saved = own.saved_activation_bytes * samples + own.saved_fixed_bytes
+        casts = AMP_WEIGHT_BYTES_PER_ELEMENT * elements if amp else 0
+        return 2 * weights + state + casts + component.buffer_bytes + self.in_flight * scale * saved

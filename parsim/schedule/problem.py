@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from parsim.costs.corrected import NO_CORRECTIONS, Corrections
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.costs.pricing import price
@@ -16,13 +17,14 @@ from parsim.work import Work
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Attributes: global_batch in samples per step; precision and optimizer as in RUN.toml."""
+    """Attributes: global_batch in samples per step; precision and optimizer as in RUN.toml; corrections learnt from a run."""
 
     model: Model
     cluster: Cluster
     global_batch: int
     precision: str = "fp32"
     optimizer: str = "sgd_momentum"
+    corrections: Corrections = NO_CORRECTIONS
 
     def costs(self, ranks: int) -> Costs:
         """Prices under the load of `ranks` ranks that compute at once."""
@@ -33,6 +35,7 @@ class Problem:
                 precision=self.precision,
                 optimizer=self.optimizer,
                 ranks_active=ranks,
+                corrections=self.corrections,
             )
         return self._costs[ranks]
 

@@ -9,19 +9,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from parsim.costs.estimate import OverlapFactors
 from parsim.errors import GraphError
-from parsim.graph.taskgraph import TaskGraph
-from parsim.simulate.compile import Table
+from parsim.graph.columns import Columns
 from parsim.simulate.deadlock import describe_task
 from parsim.timeline import Timeline
 
 
-def checked_durations_s(graph: TaskGraph, durations_s: ArrayLike, *, dimensions: int) -> NDArray[np.float64]:
+def checked_durations_s(columns: Columns, durations_s: ArrayLike, *, dimensions: int) -> NDArray[np.float64]:
     """`durations_s` as contiguous float64 of shape [n] or [S, n].
 
     Raises GraphError for another shape, or for a negative or non-finite entry (which task, which value).
     """
     array = np.ascontiguousarray(durations_s, dtype=np.float64)
-    n = len(graph.tasks)
+    n = columns.size
     if array.ndim != dimensions or array.shape[-1] != n:
         wanted = f"[{n}]" if dimensions == 1 else f"[samples, {n}]"
         raise GraphError(f"durations_s must have shape {wanted}, one entry per task, got {list(array.shape)}")
@@ -30,7 +29,7 @@ def checked_durations_s(graph: TaskGraph, durations_s: ArrayLike, *, dimensions:
         place = tuple(int(axis[0]) for axis in np.nonzero(~good))
         sample = f" in sample {place[0]}" if dimensions == 2 else ""
         raise GraphError(
-            f"{describe_task(graph, place[-1])} has duration {array[place]} s{sample}; "
+            f"{describe_task(columns.graph, place[-1])} has duration {array[place]} s{sample}; "
             "durations must be finite and >= 0: check the cost of this work"
         )
     return array
@@ -48,16 +47,14 @@ def checked_factors(overlap: OverlapFactors | None) -> tuple[float, float]:
     return factors
 
 
-def simulated_timeline(
-    graph: TaskGraph, resources: Table, start_s: NDArray[np.float64], end_s: NDArray[np.float64]
-) -> Timeline:
+def simulated_timeline(columns: Columns, start_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> Timeline:
     """One row per task and resource, task by task, from start and end per task (float64 [n])."""
-    rows = resources.row_numbers
+    rows = columns.uses.row_numbers
     return Timeline(
         source="simulated",
-        resources=tuple(map(str, graph.resources)),
+        resources=tuple(map(str, columns.resources)),
         task=rows,
-        resource=resources.values,
+        resource=columns.uses.values,
         start_s=start_s[rows],
         end_s=end_s[rows],
     )

@@ -22,16 +22,17 @@ import simpy
 from numpy.typing import ArrayLike
 
 from parsim.costs.estimate import OverlapFactors
+from parsim.graph.columns import Columns, columns_of
 from parsim.graph.task import COMPUTE
 from parsim.graph.taskgraph import TaskGraph
 from parsim.simulate.boundary import checked_durations_s, checked_factors, simulated_timeline
-from parsim.simulate.compile import CompiledGraph, resource_table
+from parsim.simulate.compile import Program
 from parsim.simulate.deadlock import stuck_error
 from parsim.timeline import Timeline
 from parsim.work import is_communication
 
 
-def simulate(graph: TaskGraph | CompiledGraph, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> Timeline:
+def simulate(graph: Program, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> Timeline:
     """The Timeline of one step that starts at 0 with every resource free.
 
     Args:
@@ -42,14 +43,14 @@ def simulate(graph: TaskGraph | CompiledGraph, durations_s: ArrayLike, *, overla
         GraphError: a cycle of dependencies; durations of the wrong shape, negative or not finite; factors below 1.
         DeadlockError: issue orders that wait for one another.
     """
-    if isinstance(graph, CompiledGraph):
-        graph = graph.graph
-    durations = checked_durations_s(graph, durations_s, dimensions=1).tolist()
+    columns = columns_of(graph) if isinstance(graph, TaskGraph) else graph if isinstance(graph, Columns) else graph.columns
+    graph = columns.graph
+    durations = checked_durations_s(columns, durations_s, dimensions=1).tolist()
     run = _Run(graph, durations, checked_factors(overlap))
     run.environment.run()
     if len(run.finished) < len(graph.tasks):
         raise stuck_error(graph, run.finished)
-    return simulated_timeline(graph, resource_table(graph), np.array(run.start_s), np.array(run.end_s))
+    return simulated_timeline(columns, np.array(run.start_s), np.array(run.end_s))
 
 
 class _Queue:

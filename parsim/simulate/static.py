@@ -19,13 +19,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from parsim.costs.estimate import OverlapFactors
 from parsim.errors import GraphError
-from parsim.graph.taskgraph import TaskGraph
 from parsim.simulate.boundary import checked_durations_s, checked_factors, simulated_timeline
-from parsim.simulate.compile import CompiledGraph, compile_graph
+from parsim.simulate.compile import Program, compile_graph
 from parsim.timeline import Timeline
 
 
-def simulate(graph: TaskGraph | CompiledGraph, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> Timeline:
+def simulate(graph: Program, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> Timeline:
     """The Timeline of one step that starts at 0 with every resource free.
 
     Args:
@@ -38,7 +37,7 @@ def simulate(graph: TaskGraph | CompiledGraph, durations_s: ArrayLike, *, overla
         DeadlockError: issue orders that wait for one another.
     """
     compiled, factors = compile_graph(graph), checked_factors(overlap)
-    durations = checked_durations_s(compiled.graph, durations_s, dimensions=1)
+    durations = checked_durations_s(compiled.columns, durations_s, dimensions=1)
     from parsim.simulate import kernels
 
     start, end = np.zeros(compiled.size), np.zeros(compiled.size)
@@ -47,18 +46,16 @@ def simulate(graph: TaskGraph | CompiledGraph, durations_s: ArrayLike, *, overla
         kernels.run_plain(compiled.arrays, durations, floor, start, end)
     else:
         kernels.run_with_overlap(compiled.arrays, factors, durations, floor, start, end)
-    return simulated_timeline(compiled.graph, compiled.arrays.resources, start, end)
+    return simulated_timeline(compiled.columns, start, end)
 
 
-def makespans_s(
-    graph: TaskGraph | CompiledGraph, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None
-) -> NDArray[np.float64]:
+def makespans_s(graph: Program, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> NDArray[np.float64]:
     """float64 [S]: the end of the last task, for every row of `durations_s` (float64 [S, n]). Raises as `simulate`."""
     return step_times_s(graph, durations_s, steps=1, overlap=overlap)
 
 
 def step_times_s(
-    graph: TaskGraph | CompiledGraph, durations_s: ArrayLike, *, steps: int, overlap: OverlapFactors | None = None
+    graph: Program, durations_s: ArrayLike, *, steps: int, overlap: OverlapFactors | None = None
 ) -> NDArray[np.float64]:
     """float64 [S]: the mean step of `steps` repeats of the graph, for every row of `durations_s` (float64 [S, n]).
 
@@ -77,7 +74,7 @@ def step_times_s(
     if steps < 1:
         raise GraphError(f"steps must be >= 1, got {steps}")
     compiled, factors = compile_graph(graph), checked_factors(overlap)
-    durations = checked_durations_s(compiled.graph, durations_s, dimensions=2)
+    durations = checked_durations_s(compiled.columns, durations_s, dimensions=2)
     from parsim.simulate import kernels
 
     ends: NDArray[np.float64] = kernels.last_ends(compiled.arrays, factors, durations, steps)

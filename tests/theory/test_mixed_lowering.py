@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.errors import PlanError
+from parsim.graph.expand import lower_columns
 from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
 from parsim.graph.task import COMPUTE
@@ -167,3 +168,18 @@ def _layout_with_first(placement: str) -> Layout:
     placements = (parse_placement(placement), *(BATCH,) * (len(NAMES) - 1))
     stage = Stage(components=NAMES, ranks=mesh.stage_ranks(0), placements=placements)
     return Layout(Plan(strategy="custom", mesh=mesh, stages=(stage,), global_batch=8), MODEL)
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans())
+def test_columns_from_templates_are_the_graph_task_for_task(plan: Plan) -> None:
+    graph, columns = lower(plan, MODEL), lower_columns(plan, MODEL)
+    assert columns.size == len(graph.tasks)
+    for task in graph.tasks:
+        unit = columns.units[columns.unit[task.index]]
+        assert unit.work == task.work
+        assert unit.rank == task.resources[0].rank
+        assert tuple(columns.resources[number] for number in columns.uses.row(task.index)) == task.resources
+        assert sorted(columns.dependencies.row(task.index).tolist()) == list(task.dependencies)
+    for number, resource in enumerate(columns.resources):
+        assert tuple(columns.issued.row(number).tolist()) == graph.issue_order[resource]

@@ -41,7 +41,7 @@ def test_same_seed_same_draws() -> None:
 def test_rank_noise_has_mean_one_and_the_maximum_of_two_is_the_order_statistic() -> None:
     """E max of two independent N(0, s) is s / sqrt(pi)."""
     sigma = 0.05
-    factors = rank_noise([0, 0, 1, None], sigma, 40_000, 0)
+    factors = rank_noise(np.array([0, 0, 1, -1]), sigma, 40_000, 0)
     assert np.array_equal(factors[:, 0], factors[:, 1])
     assert np.all(factors[:, 3] == 1)
     assert factors[:, 0].mean() == pytest.approx(1.0, abs=0.002)

@@ -194,7 +194,7 @@ def planned(cli: Cli, run_file: Path) -> dict[str, Any]:
     ("edit", "patterns"),
     [
         (lambda plan: plan.pop("mesh"), (r"is not a plan: 'mesh'",)),
-        (lambda plan: plan.update(schema_version=99), (r"schema_version must be 1, got 99",)),
+        (lambda plan: plan.update(schema_version=99), (r"schema_version must be 2, got 99",)),
         (lambda plan: plan["stages"][0]["components"].__setitem__(0, "layers.99"), (r"names component 'layers\.99'",)),
         (lambda plan: plan["stages"].pop(), (r"mesh has pp=4, but the plan lists 3 stages",)),
         (

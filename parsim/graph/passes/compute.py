@@ -23,18 +23,28 @@ def add_computation(draft: Draft, layout: Layout) -> None:
     plan = layout.plan
     for stage in range(plan.mesh.pp):
         actions = pipeline_actions(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches)
-        names = plan.stages[stage].components
         for replica in range(plan.mesh.dp):
-            for shard in range(plan.mesh.tp):
-                _add_load(draft, layout, layout.rank(stage, replica, shard))
+            add_loads(draft, layout, stage, replica)
             for action in actions:
-                if action.phase is Phase.FORWARD:
-                    for name in names:
-                        _add_forward(draft, layout, replica, name, action.microbatch)
-                else:
-                    for name in reversed(names):
-                        if name in layout.differentiable:
-                            _add_backward(draft, layout, replica, name, action.microbatch)
+                add_action(draft, layout, stage, replica, action.phase, action.microbatch)
+
+
+def add_loads(draft: Draft, layout: Layout, stage: int, replica: int) -> None:
+    """The tp ranks of a replica load what they read of the batch."""
+    for shard in range(layout.plan.mesh.tp):
+        _add_load(draft, layout, layout.rank(stage, replica, shard))
+
+
+def add_action(draft: Draft, layout: Layout, stage: int, replica: int, phase: Phase, microbatch: int) -> None:
+    """One phase of one microbatch on one replica of a stage."""
+    names = layout.plan.stages[stage].components
+    if phase is Phase.FORWARD:
+        for name in names:
+            _add_forward(draft, layout, replica, name, microbatch)
+        return
+    for name in reversed(names):
+        if name in layout.differentiable:
+            _add_backward(draft, layout, replica, name, microbatch)
 
 
 def _add_load(draft: Draft, layout: Layout, rank: int) -> None:

@@ -1,0 +1,123 @@
+"""When the work of each worker reaches the global model, and what an epoch costs: the time side of epoch averaging.
+
+Seconds are handed in; nothing here reads a clock. Synchronous rounds wait for the slowest worker. Asynchronous workers run on:
+an event queue gives the order in which they arrive, one merge at a time, first come first served, ties by worker number.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from parsim.errors import AlgorithmError
+
+EpochSeconds = Callable[[int, int], float]
+"""Seconds of local work of (worker, epoch), both counted from 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeEvent:
+    """One worker's turn at the global model.
+
+    Attributes:
+        worker, epoch: whose local epoch arrives. read: merges that had ended when the worker read what it began from.
+        ready_s: its local work ended. start_s, end_s: its exclusive merge; it waited start_s - ready_s.
+    """
+
+    worker: int
+    epoch: int
+    read: int
+    ready_s: float
+    start_s: float
+    end_s: float
+
+
+def merge_events(
+    epoch_s: EpochSeconds, workers: int, *, merge_s: float = 0.0, epochs: int | None = None, total: int | None = None
+) -> tuple[MergeEvent, ...]:
+    """All merges of asynchronous training in the order they happen.
+
+    Args:
+        epoch_s: seconds of each worker's local epochs. merge_s: each merge holds the global model (and its worker) this long.
+        epochs: every worker does as many; the fast ones end early. Or total: workers go on until this many merges are done.
+
+    Raises:
+        AlgorithmError: neither or both of epochs and total, no workers, or seconds that are negative or not finite.
+    """
+    if (epochs is None) == (total is None) or workers < 1 or merge_s < 0:
+        raise AlgorithmError(
+            f"merge_events needs workers >= 1, merge_s >= 0 and either epochs or total; "
+            f"got {workers}, {merge_s}, {epochs} and {total}"
+        )
+    wanted = total if total is not None else workers * (epochs or 0)
+    queue = [(_seconds(epoch_s, worker, 0), worker, 0, 0) for worker in range(workers)]
+    heapq.heapify(queue)
+    events: list[MergeEvent] = []
+    free_s = 0.0
+    while len(events) < wanted:
+        ready_s, worker, epoch, read = heapq.heappop(queue)
+        start_s = max(ready_s, free_s)
+        free_s = start_s + merge_s
+        events.append(MergeEvent(worker=worker, epoch=epoch, read=read, ready_s=ready_s, start_s=start_s, end_s=free_s))
+        if epochs is None or epoch + 1 < epochs:
+            heapq.heappush(queue, (free_s + _seconds(epoch_s, worker, epoch + 1), worker, epoch + 1, len(events)))
+    return tuple(events)
+
+
+def _seconds(epoch_s: EpochSeconds, worker: int, epoch: int) -> float:
+    seconds = float(epoch_s(worker, epoch))
+    if not 0 <= seconds < np.inf:
+        raise AlgorithmError(f"epoch {epoch} of worker {worker} takes {seconds} seconds; give finite seconds >= 0")
+    return seconds
+
+
+def synchronous_epoch_s(step_s: ArrayLike, steps: ArrayLike, synchronisation_s: float = 0.0) -> float:
+    """max_j steps_j * step_s_j + synchronisation_s: the barrier waits for the slowest worker.
+
+    Args:
+        step_s, steps: per worker ([P]), seconds of one local step with its loading, and local steps per epoch.
+    """
+    return float(np.max(np.asarray(step_s, dtype=np.float64) * np.asarray(steps, dtype=np.float64))) + synchronisation_s
+
+
+def master_synchronisation_s(
+    workers: int, weight_bytes: float, *, bandwidth_bytes_per_s: float, memory_bytes_per_s: float
+) -> float:
+    """2 P |w| / bw + P |w| / membw: a master gathers P models over its one link, averages them, and sends them back.
+
+    What dislib does. Leaves out serialisation and the scheduler's time per task.
+    """
+    return workers * weight_bytes * (2.0 / bandwidth_bytes_per_s + 1.0 / memory_bytes_per_s)
+
+
+def ring_synchronisation_s(
+    workers: int, weight_bytes: float, *, bandwidth_bytes_per_s: float, latency_s: float = 0.0
+) -> float:
+    """2 (P-1) alpha + 2 (P-1)/P |w| / bw: a ring all_reduce of the weights."""
+    return 2.0 * (workers - 1) * (latency_s + weight_bytes / workers / bandwidth_bytes_per_s)
+
+
+def pairwise_merge_s(weight_bytes: float, *, bandwidth_bytes_per_s: float, memory_bytes_per_s: float) -> float:
+    """2 |w| / bw + |w| / membw: one worker's turn, its model there, the merge, the merged model back."""
+    return weight_bytes * (2.0 / bandwidth_bytes_per_s + 1.0 / memory_bytes_per_s)
+
+
+def throughput_epochs_per_s(events: tuple[MergeEvent, ...], until_s: float) -> float:
+    """Merged local epochs per second in [0, until_s]."""
+    if until_s <= 0:
+        raise AlgorithmError(f"throughput needs a span > 0 s, got {until_s}")
+    return sum(event.end_s <= until_s for event in events) / until_s
+
+
+def amdahl_efficiency(workers: int, serial_fraction: float) -> float:
+    """Speed-up over workers, 1 / (1 + f (P - 1)): what a serial fraction f of the work leaves of P workers."""
+    return 1.0 / (1.0 + serial_fraction * (workers - 1))
+
+
+def event_arrays(events: tuple[MergeEvent, ...]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Worker numbers int64 [m] and ends float64 [m] of the merges, in order."""
+    return np.array([event.worker for event in events], dtype=np.int64), np.array([event.end_s for event in events])

@@ -1,0 +1,140 @@
+"""A program as columns: what the simulator and the scheduler read, made from a TaskGraph or directly from a plan.
+
+Tasks that do the same work on the same rank are one *unit*, priced once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.graph.task import COMPUTE, Resource
+from parsim.graph.taskgraph import TaskGraph
+from parsim.work import LoadBatch, SendRecv, Work, is_communication
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+class Table(NamedTuple):
+    """Rows of varying length in one array: row i is `values[offsets[i]:offsets[i + 1]]`."""
+
+    offsets: Ints
+    values: Ints
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[int]]) -> Table:
+        lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+        values = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
+        return cls(_offsets(lengths), values)
+
+    @classmethod
+    def from_pairs(cls, rows: Ints, values: Ints, count: int) -> Table:
+        """`values[k]` belongs to row `rows[k]` < count; the order within a row is kept."""
+        order = np.argsort(rows, kind="stable")
+        return cls(_offsets(np.bincount(rows, minlength=count)), values[order])
+
+    @property
+    def row_numbers(self) -> Ints:
+        """For every value the row it stands in."""
+        return np.repeat(np.arange(len(self.offsets) - 1, dtype=np.int64), np.diff(self.offsets))
+
+    def inverted(self, count: int) -> Table:
+        """Row v lists the rows of this table that hold v, for v < count."""
+        return Table.from_pairs(self.values, self.row_numbers, count)
+
+    def row(self, number: int) -> Ints:
+        return self.values[self.offsets[number] : self.offsets[number + 1]]
+
+
+def _offsets(lengths: Ints) -> Ints:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+class Unit(NamedTuple):
+    """Work that some tasks have in common, and the first of the ranks that do it."""
+
+    work: Work
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Columns:
+    """Attributes:
+    resources: in numbered order. uses: per task the numbers of its resources. issued: per resource its tasks, in issue order.
+    dependencies: per task. unit: int64 [n], the number of each task's work in `units`.
+    view: makes the TaskGraph, for people and for the executor.
+    """
+
+    world_size: int
+    resources: tuple[Resource, ...]
+    uses: Table
+    issued: Table
+    dependencies: Table
+    unit: Ints
+    units: tuple[Unit, ...]
+    view: Callable[[], TaskGraph]
+
+    @property
+    def size(self) -> int:
+        """Number of tasks."""
+        return len(self.unit)
+
+    @cached_property
+    def graph(self) -> TaskGraph:
+        """The same program as tasks."""
+        return self.view()
+
+    @cached_property
+    def resource_rank(self) -> Ints:
+        return np.array([resource.rank for resource in self.resources], dtype=np.int64)
+
+    @cached_property
+    def resource_computes(self) -> Bools:
+        return np.array([resource.stream == COMPUTE for resource in self.resources], dtype=np.bool_)
+
+    def is_work(self, test: Callable[[Work], bool]) -> Bools:
+        """bool [n]: which tasks' work passes the test (asked once per unit)."""
+        return np.array([test(unit.work) for unit in self.units], dtype=np.bool_)[self.unit]
+
+    @cached_property
+    def communicates(self) -> Bools:
+        return self.is_work(is_communication)
+
+    @cached_property
+    def loads(self) -> Bools:
+        return self.is_work(lambda work: isinstance(work, LoadBatch))
+
+    @cached_property
+    def transfers(self) -> Bools:
+        return self.is_work(lambda work: isinstance(work, SendRecv))
+
+    @cached_property
+    def first_rank(self) -> Ints:
+        """int64 [n]: the rank of each task's first resource."""
+        return self.resource_rank[self.uses.values[self.uses.offsets[:-1]]]
+
+
+def columns_of(graph: TaskGraph) -> Columns:
+    """The columns of a graph that exists as tasks."""
+    number = {resource: place for place, resource in enumerate(graph.resources)}
+    units: dict[Unit, int] = {}
+    unit = [units.setdefault(Unit(task.work, task.resources[0].rank), len(units)) for task in graph.tasks]
+    return Columns(
+        world_size=graph.world_size,
+        resources=graph.resources,
+        uses=Table.from_rows([[number[resource] for resource in task.resources] for task in graph.tasks]),
+        issued=Table.from_rows([graph.issue_order[resource] for resource in graph.resources]),
+        dependencies=Table.from_rows([task.dependencies for task in graph.tasks]),
+        unit=np.array(unit, dtype=np.int64),
+        units=tuple(units),
+        view=lambda: graph,
+    )
