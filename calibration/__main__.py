@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from calibration.build_profile import all_reduce_sizes
-from calibration.measure_collectives import COLLECTIVES, EXECUTED, Bench, make_bench, measure_all
+from calibration.measure_collectives import COLLECTIVES, Bench, make_bench, measure_all
 from calibration.measure_components import DTYPES, Case, make_case, measure_rounds
 from calibration.measure_device import measure_device
 from calibration.measure_overlap import measure_overlap
+from calibration.measure_shards import measure_shards
 from calibration.request import CalibrationRequest, active_levels
 from parsim.execute.environment import describe_environment
 from parsim.execute.group import Place, close_group, init_group, make_groups, read_place, worker_main
@@ -37,10 +38,11 @@ def main(job_path: Path) -> None:
     place = init_group(request.device)
     device = torch.device(place.device)
     facts = measure_device(device, DTYPES[request.precision], name=describe_environment()["processor"])
-    models = [Model.load(job_path.parent / f"model-{number}.json") for number in range(len(request.models))]
+    asked = request.measured_models
+    models = [Model.load(job_path.parent / f"model-{number}.json") for number in range(len(asked))]
     cases = [
         make_case(number, spec, model, samples, request, device)
-        for number, ((spec, batches), model) in enumerate(zip(request.models, models, strict=True))
+        for number, ((spec, batches, _), model) in enumerate(zip(asked, models, strict=True))
         for samples in batches
     ]
     _say(place, f"{len(cases)} cases of {len(models)} models ready on {place.world_size} ranks")
@@ -48,13 +50,13 @@ def main(job_path: Path) -> None:
     groups = make_groups([(f"level {active}", tuple(range(active))) for active in levels])
     own = {active: groups.get((f"level {active}", tuple(range(active)))) for active in levels}
     mine: dict[str, Any] = measure_rounds(cases, own, request, device, lambda line: _say(place, line))
+    shards = measure_shards(cases, own[place.world_size], request, device, lambda line: _say(place, line))
     bench = make_bench(device, DTYPES[request.precision], cores, 0.1 if request.quick else 0.3)
     overlap = _overlaps(cases, bench, request, place)
-    operations = EXECUTED if request.quick else tuple(COLLECTIVES)
     sizes = all_reduce_sizes(models, request.collective_sizes_bytes, bench.dtype.itemsize)
-    collectives = measure_all(bench, sizes, operations, lambda line: _say(place, line))
+    collectives = measure_all(bench, sizes, tuple(COLLECTIVES), lambda line: _say(place, line))
     gathered: list[Any] = [None] * place.world_size
-    dist.gather_object({**mine, "device": facts.to_dict()}, gathered if place.rank == 0 else None)
+    dist.gather_object({**mine, "shards": shards, "device": facts.to_dict()}, gathered if place.rank == 0 else None)
     if place.rank == 0:
         raw = {
             "ranks": gathered,
@@ -73,7 +75,7 @@ def _overlaps(cases: list[Case], bench: Bench, request: CalibrationRequest, plac
         return []
     _say(place, "overlap of computation and all_reduce")
     chosen = []
-    for number in range(len(request.models)):
+    for number in range(len(request.measured_models)):
         own = sorted((case for case in cases if case.number == number), key=lambda case: case.samples)
         chosen.append(own[len(own) // 2])
     sizes = QUICK_OVERLAP_BYTES if request.quick else OVERLAP_BYTES

@@ -28,6 +28,7 @@ from parsim.hardware.profile import (
     SourceEntry,
 )
 from parsim.model.model import Model
+from parsim.model.narrow import narrow
 from parsim.units import KIB
 from parsim.work import Compute as ComputeWork
 from parsim.work import OptimizerStep
@@ -43,6 +44,11 @@ SOURCES: Mapping[str, tuple[str, str]] = {
         "measurement",
         "whole training steps of the executor over the one-rank plan, rounds interleaved over models, batches and numbers of "
         "active ranks; medians over repeats and ranks, spread of one repeat after the drift of its step is taken out",
+    ),
+    "shards": (
+        "measurement",
+        "one shard of a component, forward and backward, beside the whole component in the same rounds; its share of the "
+        "whole, median over rounds and ranks, times what the whole took inside training steps",
     ),
     "optimizer_steps": (
         "measurement",
@@ -86,6 +92,7 @@ def build_profile(
         peak_flop_per_s={request.precision: Sourced(value=_over_ranks(raw, "peak_flop_per_s"), source="matmul")},
     )
     points = collective_points(raw["collectives"])
+    components = component_points(raw, request, models, device_type)
     return Profile(
         schema_version=1,
         name=name,
@@ -106,7 +113,7 @@ def build_profile(
             fits=fit_regimes(points, source="collective_fit") if points else [],
         ),
         compute=Compute(
-            components=component_points(raw, request, models, device_type),
+            components=[*components, *shard_points(raw, models, components)],
             optimizers=optimizer_points(raw, request, device_type),
         ),
         overlap=overlap_factors(raw["overlap"]),
@@ -188,6 +195,38 @@ def component_points(
                         source="steps",
                     )
                 )
+    return points
+
+
+def shard_points(raw: Mapping[str, Any], models: Sequence[Model], components: Sequence[ComponentPoint]) -> list[ComponentPoint]:
+    """One point per shard, phase and samples: the part of the whole's time it took beside it, of the whole's in `components`.
+
+    So a shard and its whole are compared in one state of the machine, and the whole is as long as in a training step.
+    """
+    wholes = {(p.fingerprint, str(p.phase), p.samples, p.ranks_active): p for p in components}
+    shares: dict[tuple[int, int, int, str, str, int, str], list[float]] = {}
+    for rank in raw["ranks"]:
+        for entry in rank["shards"]:
+            for component, rule, ways, phase, seconds, whole_s in entry["parts"]:
+                place = (entry["model"], entry["samples"], entry["ranks_active"], component, rule, ways, phase)
+                shares.setdefault(place, []).append(seconds / whole_s)
+    points = []
+    for (number, samples, active, name, rule, ways, phase), values in sorted(shares.items()):
+        component = models[number].component(name)
+        base = wholes[component.fingerprint, phase, samples, active]
+        points.append(
+            base.model_copy(
+                update={
+                    "fingerprint": narrow(component, rule, ways).fingerprint,
+                    "model": models[number].name,
+                    "component": f"{name} shard:{rule}/{ways}",
+                    "seconds": base.seconds * float(np.median(values)),
+                    "spread": max(base.spread, robust_sigma(values)),
+                    "repeats": len(values),
+                    "source": "shards",
+                }
+            )
+        )
     return points
 
 

@@ -41,9 +41,10 @@ def calibrate(request: CalibrationRequest, out: Path, *, on_line: Callable[[str]
     say = on_line or _silent
     _check(request, out, say)
     models = []
-    for spec, batches in request.models:
-        models.append(load_model(spec, granularity=request.granularity))
-        say(f"{models[-1].name}: {len(models[-1].components)} components at {', '.join(map(str, batches))} samples")
+    for spec, batches, granularity in request.measured_models:
+        models.append(load_model(spec, granularity=granularity))
+        components = f"{len(models[-1].components)} components ({granularity})"
+        say(f"{models[-1].name}: {components} at {', '.join(map(str, batches))} samples")
     with tempfile.TemporaryDirectory(prefix="parsim-calibrate-") as folder:
         job = Path(folder) / "job.json"
         job.write_text(request.to_json())

@@ -105,16 +105,25 @@ def _broadcast(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Calla
     return lambda: _drop(dist.broadcast(array, src=0, group=group))
 
 
+def _all_to_all(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
+    """S is what one rank holds."""
+    part = bench.elements(size_bytes // group.size())
+    given = torch.zeros(part * group.size(), dtype=bench.dtype, device=bench.device)
+    received = torch.zeros_like(given)
+    return lambda: _drop(dist.all_to_all_single(received, given, group=group))
+
+
 COLLECTIVES: dict[str, Callable[[Bench, int, dist.ProcessGroup], Callable[[], None]]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "broadcast": _broadcast,
+    "all_to_all": _all_to_all,
 }
 """What is measured, by name: a function that prepares the arrays and returns the blocking call."""
 
-EXECUTED = ("all_reduce",)
-"""What plans run today: three in a row and with all repeats; the rest for `parsim cost` alone."""
+REPEATED = ("all_reduce",)
+"""What every synchronous plan runs, gradient buckets: three in a row and with all repeats; the others with fewer."""
 
 
 def _drop(_: object) -> None:
@@ -229,7 +238,7 @@ def measure_all(
     seconds [repeat][place in the chain]. On rank 0; the other ranks return an empty list."""
     entries: list[dict[str, Any]] = []
     for operation in operations:
-        often = operation in EXECUTED
+        often = operation in REPEATED
         shared = bench if often else replace(bench, seconds_per_size=bench.seconds_per_size / 3)
         for ranks in bench.dp:
             on_line(f"{operation} over {len(ranks)} ranks: {len(sizes_bytes)} sizes")

@@ -24,7 +24,10 @@ class CalibrationRequest:
     quick: fewer rounds and sizes, for tests and first looks.
     sizes_bytes: of the collectives; empty: 1 KiB to 32 MiB.
     compute_budget_s: rounds over all models and batches stop once this much time is spent, but not before `min_rounds`.
-    granularity: of the components, as plans will run them.
+    granularities: of the components, as plans will run them; every model is measured at each.
+    shard_ways: into how many shards components are cut that can be; of each shard number 0 is measured. Those that the ranks
+        cannot hold side by side are left out.
+    shard_budget_s: rounds over all shards stop once this much time is spent, but not before the second.
     """
 
     models: tuple[tuple[ModelSpec, tuple[int, ...]], ...]
@@ -37,7 +40,9 @@ class CalibrationRequest:
     compute_budget_s: float = 25.0
     min_rounds: int = 3
     max_rounds: int = 40
-    granularity: str = "block"
+    granularities: tuple[str, ...] = ("block",)
+    shard_ways: tuple[int, ...] = (2, 4)
+    shard_budget_s: float = 15.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -54,6 +59,10 @@ class CalibrationRequest:
         for spec, batches in self.models:
             if not batches or min(batches) < 1:
                 raise ConfigError(f"model {spec.name} needs local batches >= 1, got {batches}; give e.g. (16, 8)")
+        if not self.granularities:
+            raise ConfigError("no granularity to measure; name at least one, such as block")
+        if any(ways < 2 for ways in self.shard_ways):
+            raise ConfigError(f"components are cut into at least 2 shards, got shard_ways {self.shard_ways}")
         if any(size < 8 for size in self.sizes_bytes):
             raise ConfigError(f"collective sizes must be >= 8 bytes, got {min(self.sizes_bytes)}")
         if not 1 <= self.min_rounds <= self.max_rounds:
@@ -64,8 +73,19 @@ class CalibrationRequest:
         return self.sizes_bytes or (QUICK_SIZES_BYTES if self.quick else SIZES_BYTES)
 
     @property
+    def measured_models(self) -> tuple[tuple[ModelSpec, tuple[int, ...], str], ...]:
+        """Every model with its local batches at every granularity; a model's number is its place here."""
+        return tuple((spec, batches, granularity) for granularity in self.granularities for spec, batches in self.models)
+
+    @property
     def budget_s(self) -> float:
         return min(self.compute_budget_s, 4.0) if self.quick else self.compute_budget_s
+
+    @property
+    def ways(self) -> tuple[int, ...]:
+        """Numbers of shards that `nproc` ranks can hold side by side; quick: the least of them."""
+        possible = tuple(ways for ways in self.shard_ways if self.nproc % ways == 0)
+        return possible[:1] if self.quick else possible
 
     def to_json(self) -> str:
         document = asdict(self)
@@ -76,7 +96,7 @@ class CalibrationRequest:
     def from_json(cls, text: str) -> CalibrationRequest:
         document: dict[str, Any] = json.loads(text)
         document["models"] = tuple((ModelSpec.from_dict(spec), tuple(batches)) for spec, batches in document["models"])
-        for key in ("optimizers", "sizes_bytes"):
+        for key in ("optimizers", "sizes_bytes", "granularities", "shard_ways"):
             document[key] = tuple(document[key])
         return cls(**document)
 

@@ -10,8 +10,6 @@ folder works from anywhere.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import tomllib
@@ -26,7 +24,9 @@ from parsim.errors import ConfigError, PlanError, near_matches
 from parsim.model.spec import ModelSpec
 from parsim.plan.mesh import Mesh, check_mesh
 from parsim.plan.pipeline import PIPELINE_ORDERS
+from parsim.plan.placement import KINDS, parse_placement
 from parsim.plan.plan import STRATEGIES
+from parsim.toml_text import merge, parse_overrides, parse_value, table_text
 
 Count = Annotated[int, Field(strict=True, ge=1)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -37,8 +37,13 @@ Optimizer = Literal["sgd", "sgd_momentum", "adam", "adamw"]
 Dataset = Literal["digits", "cifar10", "cifar100", "synthetic"]
 Dtype = Literal["float32", "float64"]
 
+Granularity = Literal["block", "sublayer", "layer"]
+Name = Annotated[str, Field(strict=True, min_length=1)]
+
 # Keys that fix the plan by hand; they have a meaning with strategy = "custom" alone.
-CUSTOM_KEYS = ("mesh", "microbatches", "pipeline_order", "bucket_bytes")
+CUSTOM_KEYS = ("mesh", "microbatches", "pipeline_order", "bucket_bytes", "placements")
+# Keys that steer the search of strategy = "adaptive".
+ADAPTIVE_KEYS = ("pin", "forbid")
 
 
 class Section(BaseModel):
@@ -56,6 +61,8 @@ class ModelSection(Section):
     """Keyword arguments of the model."""
     input_shape: tuple[Count, ...] | None = None
     """One sample: [channels, height, width], or [seq] for tokens; left out: what the model was made for."""
+    granularity: Granularity = "block"
+    """What is placed, priced and run as one component: blocks, their halves (attention, feed-forward), or single layers."""
 
 
 class ClusterSection(Section):
@@ -114,7 +121,14 @@ class PlanSection(Section):
     pipeline_order: Annotated[str, Field(strict=True, min_length=1)] | None = None
     bucket_bytes: Count | None = None
     """A gradient bucket is closed once it holds this much."""
+    placements: dict[Name, Name] | None = None
+    """How components lie on the tp axis of the mesh, by pattern ("layers.*"); the first that matches counts, else batch."""
+    pin: dict[Name, Name] = {}
+    """Placements that an adaptive plan must keep, by pattern."""
+    forbid: dict[Name, tuple[Name, ...]] = {}
+    """Placements, or kinds of them (batch, shard, replicate, place), that an adaptive plan must not use, by pattern."""
     zero_stage: Annotated[int, Field(strict=True)] = 0
+    """1 divides the optimizer state over the ranks that hold the same parameters."""
     recompute: Annotated[str, Field(strict=True)] = "none"
 
     @property
@@ -148,7 +162,7 @@ class RunConfig(Section):
 
     def to_toml(self) -> str:
         """`parse_config` reads it back to an equal config."""
-        return "\n".join(_table(name, section) for name, section in self.to_dict().items())
+        return "\n".join(table_text(name, section) for name, section in self.to_dict().items())
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -156,7 +170,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         overrides: texts "section.key=value", the value as TOML or as a bare word. An override of plan.strategy
-            replaces the hand-written plan of the file (CUSTOM_KEYS) unless it says "custom".
+            replaces the hand-written plan of the file (CUSTOM_KEYS) unless it says "custom", and what steers its search
+            (ADAPTIVE_KEYS) unless it says "adaptive".
 
     Raises:
         ConfigError: no such file, not TOML, or a wrong key; with its path, its value and the fix.
@@ -181,8 +196,9 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
     _make_paths_absolute(changes, Path.cwd())
     strategy = changes["plan"].get("strategy") if isinstance(changes.get("plan"), dict) else None
     if strategy not in (None, "custom") and isinstance(document.get("plan"), dict):
-        document["plan"] = {key: value for key, value in document["plan"].items() if key not in CUSTOM_KEYS}
-    _merge(document, changes, "")
+        dropped = CUSTOM_KEYS if strategy == "adaptive" else CUSTOM_KEYS + ADAPTIVE_KEYS
+        document["plan"] = {key: value for key, value in document["plan"].items() if key not in dropped}
+    merge(document, changes, "")
     try:
         config = RunConfig.model_validate(document)
     except ValidationError as error:
@@ -196,27 +212,12 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
     return config
 
 
-def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """`["plan.mesh.pp=2", "cluster.devices=[0, 1]"]` as nested tables. Raises ConfigError for a text of another form."""
-    document: dict[str, Any] = {}
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        parts = [part.strip() for part in key.split(".")]
-        if not equals or len(parts) < 2 or not all(parts):
-            raise ConfigError(f"--set {text!r}: write it as section.key=value, for example --set cluster.devices=4")
-        change: Any = _override_value(value.strip())
-        for part in reversed(parts):
-            change = {part: change}
-        _merge(document, change, "")
-    return document
-
-
 def scalar_pairs(texts: Sequence[str]) -> tuple[tuple[str, bool | int | float | str], ...]:
     """`["num_classes=10"]` as the sorted args of a ModelSpec. Raises ConfigError for a text of another form or a table."""
     pairs: dict[str, bool | int | float | str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
-        parsed = _override_value(value.strip())
+        parsed = parse_value(value.strip())
         if not equals or not key.strip() or not isinstance(parsed, bool | int | float | str):
             raise ConfigError(f"--arg {text!r}: write it as key=value with one number or word, e.g. num_classes=10")
         pairs[key.strip()] = parsed
@@ -229,28 +230,6 @@ def parse_numbers(option: str, text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise ConfigError(f"{option} {text!r}: write whole numbers with commas between, e.g. 0,1,2") from error
-
-
-def _override_value(text: str) -> Any:
-    """TOML where it is TOML, otherwise the text itself, so that strings need no quotes."""
-    try:
-        document = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    return document["value"] if len(document) == 1 else text
-
-
-def _merge(base: dict[str, Any], change: Mapping[str, Any], path: str) -> None:
-    """Put `change` over `base`, table by table."""
-    for key, value in change.items():
-        where = f"{path}{key}"
-        if isinstance(value, dict) and key in base and value:
-            if not isinstance(base[key], dict):
-                inner = f"{where}.{next(iter(value))}"
-                raise ConfigError(f"{inner} cannot be set, since {where} = {base[key]!r} is no table; drop one of the two")
-            _merge(base[key], value, f"{where}.")
-        else:
-            base[key] = value
 
 
 def _is_path(name: str) -> bool:
@@ -276,8 +255,12 @@ def _check_plan_section(config: RunConfig) -> None:
     if plan.pipeline_order is not None and plan.pipeline_order not in PIPELINE_ORDERS:
         near = near_matches(plan.pipeline_order, PIPELINE_ORDERS)
         raise ConfigError(f"plan.pipeline_order = {plan.pipeline_order!r} is unknown{near}")
-    if plan.zero_stage != 0:
-        raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: optimizer state is not sharded yet; set zero_stage = 0")
+    if plan.zero_stage not in (0, 1):
+        raise ConfigError(
+            f"plan.zero_stage = {plan.zero_stage}: gradients (2) and weights (3) are not sharded yet; set zero_stage = 1 or 0"
+        )
+    if plan.zero_stage and plan.plan_path is not None:
+        raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: the plan is read from {plan.plan_path}; drop zero_stage")
     if plan.recompute != "none":
         raise ConfigError(f'plan.recompute = {plan.recompute!r}: activations are always kept yet; set recompute = "none"')
     if cluster.nodes != 1:
@@ -295,6 +278,26 @@ def _check_plan_section(config: RunConfig) -> None:
         raise ConfigError('plan.strategy = "custom" needs plan.mesh, for example mesh = { pp = 2, dp = 2, tp = 1 }')
     if plan.mesh is not None:
         _check_mesh(plan.mesh, plan.microbatches or 1, config)
+    steering = [key for key in ADAPTIVE_KEYS if getattr(plan, key)]
+    if steering and plan.strategy != "adaptive":
+        raise ConfigError(
+            f"plan.{steering[0]} steers the search for an adaptive plan, but plan.strategy = {plan.strategy!r}; "
+            f'set strategy = "adaptive" or drop {", ".join(steering)}'
+        )
+    _check_placements(plan)
+
+
+def _check_placements(plan: PlanSection) -> None:
+    """Every placement can be read; which components a pattern means is checked where the model is known."""
+    written = [("placements", *entry) for entry in (plan.placements or {}).items()]
+    written += [("pin", *entry) for entry in plan.pin.items()]
+    written += [("forbid", pattern, text) for pattern, texts in plan.forbid.items() for text in texts if text not in KINDS]
+    for key, pattern, text in written:
+        try:
+            parse_placement(text)
+        except PlanError as error:
+            known = "" if key != "forbid" else near_matches(text, KINDS)
+            raise ConfigError(f"plan.{key}.{pattern!r} = {text!r}: {error}{known}") from error
 
 
 def _check_mesh(table: MeshTable, microbatches: int, config: RunConfig) -> None:
@@ -387,6 +390,9 @@ _EXAMPLES = {
     "plan.microbatches": "microbatches = 8",
     "plan.pipeline_order": 'pipeline_order = "1f1b"',
     "plan.bucket_bytes": "bucket_bytes = 26214400",
+    "plan.placements": 'placements = { "layers.*" = "shard:heads+row/2", "*" = "batch" }',
+    "plan.pin": 'pin = { "head" = "place:0" }',
+    "plan.forbid": 'forbid = { "layers.*" = ["replicate", "shard"] }',
 }
 
 
@@ -416,31 +422,3 @@ def _choices(location: Sequence[str]) -> tuple[str, ...]:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _table(name: str, section: Mapping[str, Any]) -> str:
-    lines = [f"[{name}]"]
-    lines += [f"{key} = {_toml(value)}" for key, value in section.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _toml(value: object) -> str:
-    """One TOML value on one line."""
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case str():
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        case float():
-            return repr(value) if math.isfinite(value) else {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
-        case list() | tuple():
-            return "[" + ", ".join(_toml(entry) for entry in value) + "]"
-        case dict():
-            pairs = (f"{_toml_key(str(key))} = {_toml(entry)}" for key, entry in value.items())
-            return "{ " + ", ".join(pairs) + " }" if value else "{}"
-        case _:
-            return str(value)
-
-
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)

@@ -49,6 +49,7 @@ def calibrate(
         nproc=nproc or _ranks(configs, device),
         optimizers=tuple(dict.fromkeys(named)),
         quick=quick,
+        granularities=tuple(dict.fromkeys(config.model.granularity for config in configs)) or ("block",),
     )
     with progress(f"Calibrating {len(request.models)} model(s) on {request.nproc} {device} rank(s)") as say:
         profile = measure(request, out, on_line=say)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parsim.commands.output import JsonFlag, print_json, print_tables
-from parsim.config import Optimizer, Precision, parse_numbers, scalar_pairs
+from parsim.config import Granularity, Optimizer, Precision, parse_numbers, scalar_pairs
 from parsim.errors import ConfigError
 
 if TYPE_CHECKING:
+    from parsim.costs.costs import Costs
     from parsim.costs.estimate import Estimate
     from parsim.hardware.cluster import Cluster
 
@@ -28,13 +29,17 @@ def cost(
     batch: Annotated[int | None, typer.Option(help="Local samples that every component sees.")] = None,
     args: Annotated[list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="Argument of the model.")] = None,
     input_shape: Annotated[str | None, typer.Option(help="One sample, e.g. 3,224,224.")] = None,
+    granularity: Annotated[Granularity, typer.Option(help="Of the model's components.")] = "block",
+    ways: Annotated[int | None, typer.Option(help="Also one of that many shards of every component that can be cut.")] = None,
     precision: Annotated[Precision, typer.Option(help="Of the computation.")] = "fp32",
     optimizer: Annotated[Optimizer, typer.Option(help="Of the optimizer row.")] = "sgd_momentum",
     as_json: JsonFlag = False,
 ) -> None:
     """What a collective costs, or every component of a model."""
+    from parsim.costs.costs import Costs
     from parsim.hardware.cluster import cluster_from_profile
     from parsim.hardware.profile import load_profile
+    from parsim.model.spec import ModelSpec, load_model
 
     if (collective is None) == (model is None):
         raise typer.BadParameter("give either --collective with --size-bytes, or --model with --batch")
@@ -42,6 +47,8 @@ def cost(
         raise typer.BadParameter("--collective needs --size-bytes")
     if model is not None and batch is None:
         raise typer.BadParameter("--model needs --batch")
+    if ways is not None and model is None:
+        raise typer.BadParameter("--ways needs --model")
     cluster = cluster_from_profile(load_profile(profile))
     if collective is not None and size_bytes is not None:
         group = tuple(range(cluster.size)) if ranks is None else parse_numbers("--ranks", ranks)
@@ -49,10 +56,12 @@ def cost(
         rows = [document]
     else:
         shape = None if input_shape is None else parse_numbers("--input-shape", input_shape)
-        rows = _component_rows(
-            cluster, str(model), args or [], shape, samples=batch or 0, precision=precision, optimizer=optimizer
+        spec = ModelSpec(name=str(model), args=scalar_pairs(args or []), input_shape=shape)
+        costs = Costs(
+            model=load_model(spec, granularity=granularity), cluster=cluster, precision=precision, optimizer=optimizer
         )
-        document = {"model": model, "samples": batch, "precision": precision, "rows": rows}
+        rows = _component_rows(costs, batch or 0, ways)
+        document = {"model": model, "granularity": granularity, "samples": batch, "precision": precision, "rows": rows}
     if as_json:
         print_json(document)
         return
@@ -83,32 +92,41 @@ def _collective_row(cluster: Cluster, operation: str, size_bytes: int, group: tu
     }
 
 
-def _component_rows(
-    cluster: Cluster,
-    name: str,
-    args: list[str],
-    input_shape: tuple[int, ...] | None,
-    *,
-    samples: int,
-    precision: Precision,
-    optimizer: Optimizer,
-) -> list[dict[str, Any]]:
-    """Forward and backward of every component on the first device, then the optimizer step of the whole model."""
-    from parsim.costs.costs import Costs
-    from parsim.model.spec import ModelSpec, load_model
-    from parsim.work import Compute, OptimizerStep, Phase
+def _component_rows(costs: Costs, samples: int, ways: int | None) -> list[dict[str, Any]]:
+    """Forward and backward of every component, whole and as one of `ways` shards, on the first device; then the optimizer."""
+    from parsim.work import OptimizerStep
 
     if samples < 1:
         raise ConfigError(f"--batch {samples}: must be >= 1")
-    traced = load_model(ModelSpec(name=name, args=scalar_pairs(args), input_shape=input_shape))
-    costs = Costs(model=traced, cluster=cluster, precision=precision, optimizer=optimizer)
+    model = costs.model
     rows: list[dict[str, Any]] = []
-    for component in traced.components:
-        for phase in (Phase.FORWARD, Phase.BACKWARD):
-            estimate = costs.estimate(Compute(component=component.name, phase=phase, samples=samples), 0)
-            rows.append({"component": component.name, "phase": phase.value, "samples": samples, **_priced(estimate)})
-    step = OptimizerStep(elements=traced.parameter_count, tensors=len(traced.parameters))
+    for component in model.components:
+        rows += _phase_rows(costs, component.name, samples)
+        for sharding in component.shardings:
+            if ways is not None and ways > 1 and sharding.limit % ways == 0:
+                rows += _phase_rows(costs, component.name, samples, sharding.rule, ways)
+    if ways is not None and not any("ways" in row for row in rows):
+        limits = sorted({sharding.limit for component in model.components for sharding in component.shardings})
+        divide = f"it must be at least 2 and divide one of {', '.join(map(str, limits))}"
+        raise ConfigError(
+            f"--ways {ways}: no component of {model.name} at granularity {model.granularity} can be cut into so many shards: "
+            f"{divide if limits else 'none has a sharding rule'}; choose others, another --granularity, or leave --ways out"
+        )
+    step = OptimizerStep(elements=model.parameter_count, tensors=len(model.parameters))
     rows.append({"component": "all parameters", "phase": "optimizer", "samples": samples, **_priced(costs.estimate(step, 0))})
+    return rows
+
+
+def _phase_rows(costs: Costs, component: str, samples: int, rule: str = "", ways: int = 1) -> list[dict[str, Any]]:
+    from parsim.work import Compute, Phase
+
+    rows = []
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        work = Compute(component=component, phase=phase, samples=samples, rule=rule, ways=ways)
+        shard = {"rule": rule, "ways": ways} if rule else {}
+        rows.append(
+            {"component": component, "phase": phase.value, "samples": samples, **shard, **_priced(costs.estimate(work, 0))}
+        )
     return rows
 
 

@@ -17,18 +17,26 @@ if TYPE_CHECKING:
 
 
 def problem_of(config: RunConfig) -> Problem:
-    """Load the model and the profile that the file names. Raises ModelError, ProfileError."""
+    """Load the model and the profile that the file names.
+
+    Raises: ModelError, ProfileError; ConfigError for pins and forbids that the model cannot follow.
+    """
     from parsim.hardware.cluster import cluster_from_profile
     from parsim.hardware.profile import load_profile
+    from parsim.schedule.by_hand import forbids_by_pattern, parse_placements, pins_by_pattern
     from parsim.schedule.problem import Problem
 
-    cluster = cluster_from_profile(load_profile(config.cluster.profile), config.devices)
+    cluster, model = cluster_from_profile(load_profile(config.cluster.profile), config.devices), model_of(config)
+    pins = pins_by_pattern(parse_placements(config.plan.pin), model, cluster.size)
     return Problem(
-        model=model_of(config),
+        model=model,
         cluster=cluster,
         global_batch=config.training.global_batch,
         precision=config.training.precision,
         optimizer=config.training.optimizer,
+        zero_stage=config.plan.zero_stage,
+        pins=pins,
+        forbids=forbids_by_pattern(config.plan.forbid, model, pins),
     )
 
 
@@ -43,10 +51,16 @@ def model_of(config: RunConfig) -> Model:
 
     path = Path(config.model.name)
     if path.suffix != ".json" or not is_saved_model(path):
-        return load_model(config.model_spec)
+        return load_model(config.model_spec, granularity=config.model.granularity)
     if config.model.args or config.model.input_shape is not None:
         raise ConfigError(f"{path} holds a finished Model: model.args and model.input_shape cannot change it; drop them")
-    return Model.load(path)
+    model = Model.load(path)
+    if config.model.granularity not in ("block", model.granularity):
+        raise ConfigError(
+            f"{path} holds a finished Model of granularity {model.granularity}: model.granularity = "
+            f"{config.model.granularity!r} cannot change it; drop it"
+        )
+    return model
 
 
 def is_saved_model(path: Path) -> bool:
@@ -62,7 +76,7 @@ def fixed_plan(problem: Problem, config: RunConfig) -> Plan | None:
     """The plan of strategy "custom" or of a plan file; None where plans are searched for.
 
     Raises:
-        PlanError: the plan contradicts the model, the batch or the cluster.
+        PlanError: the plan contradicts the model, the batch or the cluster. ConfigError: so does a pattern of placements.
     """
     table = config.plan
     if table.plan_path is not None:
@@ -77,14 +91,14 @@ def fixed_plan(problem: Problem, config: RunConfig) -> Plan | None:
     if table.mesh is None:
         return None
     from parsim.plan.mesh import check_mesh
-    from parsim.schedule.families import balanced_plan
+    from parsim.schedule.by_hand import custom_plan, parse_placements, placements_by_pattern
 
     mesh = mesh_of(table.mesh)
     check_mesh(mesh, problem.cluster.size)
-    return balanced_plan(
+    return custom_plan(
         problem,
-        "custom",
         mesh,
+        placements=placements_by_pattern(parse_placements(table.placements), problem.model) if table.placements else None,
         microbatches=table.microbatches or 1,
         pipeline_order=table.pipeline_order or "1f1b",
         bucket_bytes=table.bucket_bytes or DEFAULT_BUCKET_BYTES,

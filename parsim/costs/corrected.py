@@ -94,9 +94,10 @@ class Corrections:
     communication: tuple[tuple[CommunicationClass, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for what, factor in (*self.ranks, *self.communication):
+        for what, factor in self.factors().items():
             if not (math.isfinite(factor) and factor > 0):
-                raise CostError(f"the correction of {_name(what)} is {factor}; give a finite factor above 0")
+                name = f"rank {what}" if isinstance(what, int) else str(what)
+                raise CostError(f"the correction of {name} is {factor}; give a finite factor above 0")
         object.__setattr__(self, "ranks", tuple(sorted(self.ranks)))
         object.__setattr__(self, "communication", tuple(sorted(self.communication)))
 
@@ -183,23 +184,6 @@ def learn(observed: ClassSeconds, expected: ClassSeconds) -> Corrections:
     )
 
 
-def averaged(old: Corrections, new: Corrections, keep: float) -> Corrections:
-    """Exponentially weighted: keep * old + (1 - keep) * new where both are known; what only one knows is taken as it is."""
-
-    before, latest = old.factors(), new.factors()
-    mixed = {**before, **latest}
-    for key in before.keys() & latest.keys():
-        mixed[key] = keep * before[key] + (1 - keep) * latest[key]
-    return Corrections(
-        ranks=tuple((key, value) for key, value in mixed.items() if isinstance(key, int)),
-        communication=tuple((key, value) for key, value in mixed.items() if not isinstance(key, int)),
-    )
-
-
 def _median(factors: Iterable[float]) -> float:
     known = list(factors)
     return statistics.median(known) if known else 1.0
-
-
-def _name(what: int | CommunicationClass) -> str:
-    return f"rank {what}" if isinstance(what, int) else str(what)

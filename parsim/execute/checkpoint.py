@@ -5,8 +5,10 @@ A checkpoint is a folder `step-00000020/` in which each rank writes two files of
 is written to a temporary file, forced to disk and renamed. The checkpoint exists once all ranks' pairs are there, agree and
 are whole; until then, or when one is damaged, the one before counts. No rank waits for another.
 
-Leaves out: a tensor that is sharded over ranks has no global name of its own yet; and the position in the data needs no state
-but step and seed (`parsim.data.BatchOrder`).
+A rank that holds a piece of a tensor writes it under the name of the whole and says which piece (`parsim.execute.fragments`);
+reading puts the whole together, so that any plan of the model can resume from any other's checkpoint.
+
+Leaves out: the position in the data, which needs no state but step and seed (`parsim.data.BatchOrder`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-SCHEMA_VERSION = 1
+    from parsim.execute.fragments import Fragment
+
+SCHEMA_VERSION = 2
 _SECTIONS = ("weights", "buffers", "optimizer", "rng")
 
 
@@ -41,12 +45,14 @@ class RankState:
 
     Attributes:
         optimizer: parameter name to its state, e.g. {"momentum_buffer": Tensor}. rng: "cpu", "cuda".
+        fragments: by section ("weights", "buffers", "optimizer") and name, which part of the whole this is, where it is not all.
     """
 
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rng: Mapping[str, Tensor] = field(default_factory=dict)
+    fragments: Mapping[str, Mapping[str, Fragment]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +78,7 @@ class _Entry:
     size_bytes: int
     sha256: str
     names: dict[str, list[str]]
+    fragments: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
 
 
 def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, rank: int, world_size: int, keep: int = 2) -> Path:
@@ -101,6 +108,9 @@ def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, ran
             size_bytes=tensors_path.stat().st_size,
             sha256=_digest(tensors_path),
             names={section: list(content[section]) for section in _SECTIONS},
+            fragments={
+                section: {name: list(part) for name, part in parts.items()} for section, parts in state.fragments.items()
+            },
         )
         write_atomically(entry_path, lambda file: file.write(json.dumps(asdict(entry)).encode()))
         if rank == 0:
@@ -133,22 +143,22 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
     """
     import torch
 
+    from parsim.execute.fragments import WHOLE, Fragment, join, join_state
+
     entries, problem = _inspect(checkpoint.folder, digests=False)
     if problem is not None:
         raise ExecutionError(f"checkpoint {checkpoint.folder} cannot be read: {problem}; resume from an older one")
     wanted = None if names is None else set(names)
-    merged: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    found: dict[str, dict[str, dict[Fragment, Any]]] = {section: {} for section in _SECTIONS}
     for entry in sorted(entries, key=lambda entry: (entry.rank != rank, entry.rank)):
-        sections = _SECTIONS if entry.rank == rank else _SECTIONS[:-1]
-        missing = {
-            section: [
-                name
-                for name in entry.names[section]
-                if name not in merged[section] and (section == "rng" or wanted is None or name in wanted)
-            ]
-            for section in sections
-        }
-        if not any(missing.values()):
+        missing: list[tuple[str, str, Fragment]] = []
+        for section in _SECTIONS if entry.rank == rank else _SECTIONS[:-1]:
+            for name in entry.names[section]:
+                given = entry.fragments.get(section, {}).get(name)
+                part = WHOLE if given is None else Fragment(*given[:-1], tuple(given[-1]))
+                if part not in found[section].get(name, {}) and (section == "rng" or wanted is None or name in wanted):
+                    missing.append((section, name, part))
+        if not missing:
             continue
         path = _paths(checkpoint.folder, entry.rank)[0]
         try:
@@ -157,15 +167,20 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
             raise ExecutionError(
                 f"{path} is damaged or holds more than tensors ({type(error).__name__}); resume from an older checkpoint"
             ) from error
-        for section, found in missing.items():
-            merged[section].update({name: content[section][name] for name in found})
-    absent = sorted((wanted or set()) - merged["weights"].keys() - merged["buffers"].keys())
+        for section, name, part in missing:
+            found[section].setdefault(name, {})[part] = content[section][name]
+    absent = sorted((wanted or set()) - found["weights"].keys() - found["buffers"].keys())
     if absent:
         raise ExecutionError(
             f"checkpoint {checkpoint.folder} holds no {absent[0]!r} ({len(absent)} names are missing); "
             "it was written by another model: resume with that model, or start anew"
         )
-    return RankState(**merged)
+    return RankState(
+        weights={name: join(name, parts) for name, parts in found["weights"].items()},
+        buffers={name: join(name, parts) for name, parts in found["buffers"].items()},
+        optimizer={name: join_state(name, parts) for name, parts in found["optimizer"].items()},
+        rng={name: parts[WHOLE] for name, parts in found["rng"].items()},
+    )
 
 
 def optimizer_state(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:

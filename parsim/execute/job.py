@@ -35,12 +35,21 @@ class RunSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """After `step` steps training goes on under another plan of the same world size and batch."""
+
+    step: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """Attributes:
     mode: "train" runs `steps` steps of the only run; "measure" runs `rounds` rounds, in each of which every run in turn
         does `steps` steps; in both the first `warmup_steps` of each run are left out of the times.
     keep_state: in mode "measure", leave a checkpoint of every run in its folder at the end.
     checkpoint_every: steps between checkpoints (0: at the end only); resume: go on from the latest.
+    switches: plans to change to on the way (mode "train").
     """
 
     output: str
@@ -54,12 +63,20 @@ class Job:
     checkpoint_every: int = 0
     resume: bool = False
     timeout_s: float = 60.0
+    switches: tuple[Switch, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.runs or self.steps < 1 or self.rounds < 1:
             raise ExecutionError("a job needs at least one run, one step and one round")
         if self.mode == "train" and len(self.runs) != 1:
             raise ExecutionError(f"mode train takes one run, got {len(self.runs)}; use mode measure to compare plans")
+        first = self.runs[0].plan
+        for switch in self.switches:
+            if (switch.plan.world_size, switch.plan.global_batch) != (first.world_size, first.global_batch):
+                raise ExecutionError(
+                    f"a switch keeps ranks and batch: {first.world_size} ranks and global_batch {first.global_batch} cannot "
+                    f"become {switch.plan.world_size} and {switch.plan.global_batch}"
+                )
 
     @property
     def world_size(self) -> int:
@@ -70,6 +87,7 @@ class Job:
         for entry, run in zip(document["runs"], self.runs, strict=True):
             entry["model"] = run.model.to_dict()
             entry["plan"] = run.plan.to_json()
+        document["switches"] = [{"step": switch.step, "plan": switch.plan.to_json()} for switch in self.switches]
         path.write_text(json.dumps(document, indent=1))
 
     @classmethod
@@ -78,5 +96,8 @@ class Job:
         document["runs"] = tuple(
             RunSpec(**{**run, "model": ModelSpec.from_dict(run["model"]), "plan": Plan.from_json(run["plan"])})
             for run in document["runs"]
+        )
+        document["switches"] = tuple(
+            Switch(step=switch["step"], plan=Plan.from_json(switch["plan"])) for switch in document["switches"]
         )
         return cls(**document)

@@ -105,7 +105,7 @@ def load_measurement(folder: Path, graph: TaskGraph) -> Measurement:
         merge_times([record.steps[step] for record in records]) for step in range(min(len(r.steps) for r in records))
     )
     finite = [record.losses for record in records if record.losses and not np.isnan(record.losses).all()]
-    losses = np.sum(finite, axis=0) if finite else np.array([])
+    losses = np.nansum(finite, axis=0) if finite else np.array([])
     return Measurement(
         step_s=step_s,
         timelines=timelines,

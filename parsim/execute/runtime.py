@@ -189,11 +189,14 @@ class RankProgram:
             case "reduce_scatter":
                 flat = self._stage.flat_gradient(number)
                 _used_here(flat)
-                reduce_scatter_flat(self._stage.gradient_chunk(number), flat, group)
+                chunk = self._stage.gradient_chunk(number)
+                own = torch.empty_like(chunk)  # the chunk is part of what is sent
+                reduce_scatter_flat(own, flat, group)
+                chunk.copy_(own)
             case "all_gather":
                 flat = self._stage.flat_parameters(number)
                 _used_here(flat)
-                all_gather_flat(flat, self._stage.parameter_chunk(number), group)
+                all_gather_flat(flat, self._stage.parameter_chunk(number).clone(), group)
 
     def _hop(self, task: Task) -> None:
         """One step of a conversion on the tp axis."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from parsim.execute.checkpoint import RankState, restore_optimizer, restore_tensors
+from parsim.execute.fragments import Fragment, fragment_of
 from parsim.execute.optimizer import flat_gradients, make_optimizer
+from parsim.execute.zero import DividedBucket
+from parsim.graph.holding import Bucket
 from parsim.graph.layout import Layout
-from parsim.model.component import LOSS
+from parsim.model.component import LOSS, ParameterShard
 from parsim.model.pieces import piece
 from parsim.model.runnable import Runnable
+from parsim.model.sharded import shard_runnable
 from parsim.model.spec import ModelSpec, build_module, example_batch, loss_of
 from parsim.model.trace import record
 from parsim.plan.layout import ValueLayout
@@ -55,8 +61,6 @@ class StageReplica:
         for name in own:
             placement, runnable = layout.placement[name], recorded[name]
             if placement.kind == "shard":
-                from parsim.model.sharded import shard_runnable
-
                 sharding = layout.model.component(name).sharding(placement.rule)
                 runnable = shard_runnable(runnable, sharding, shard % placement.ways, placement.ways)
             self.runnables[name] = runnable
@@ -68,13 +72,21 @@ class StageReplica:
                 if parameter.part is not None:
                     whole = everything[parameter.name]
                     whole.data = piece(whole.data, parameter.part, parameter.shard, parameter.ways)
-        self._cut_buffers(shard)
+        self._cut_buffers()
         self._drop_other_parameters()
+        self._divided = {
+            bucket.number: DividedBucket(bucket, self.parameters, bucket.group.index(rank))
+            for bucket in layout.rank_buckets(rank)
+            if layout.is_divided(bucket)
+        }
         self.buckets: dict[int, Tensor] = {
-            bucket.number: flat_gradients([self.parameters[p.name] for p in bucket.parameters])
+            bucket.number: self._divided[bucket.number].gradients
+            if bucket.number in self._divided
+            else flat_gradients([self.parameters[p.name] for p in bucket.parameters])
             for bucket in layout.rank_buckets(rank)
         }
-        self._optimizer = make_optimizer(optimizer, self.parameters.values(), learning_rate) if self.parameters else None
+        updated = self._updated()
+        self._optimizer = make_optimizer(optimizer, updated, learning_rate) if updated else None
         self.loss_counts = LOSS in own and (layout.placement[LOSS].kind != "replicate" or shard == 0)
         self.loss_gradient = torch.tensor(1.0 / layout.plan.global_batch, dtype=dtype, device=device)
 
@@ -95,6 +107,26 @@ class StageReplica:
         """All gradients of a bucket as one flat array."""
         return self.buckets[bucket]
 
+    def gradient_chunk(self, bucket: int) -> Tensor:
+        """This rank's part of a divided bucket's gradients."""
+        chunk = self._divided[bucket].chunk.grad
+        assert chunk is not None
+        return chunk
+
+    def flat_parameters(self, bucket: int) -> Tensor:
+        """All parameters of a divided bucket."""
+        return self._divided[bucket].parameters
+
+    def parameter_chunk(self, bucket: int) -> Tensor:
+        """This rank's part of a divided bucket's parameters."""
+        return self._divided[bucket].chunk.data
+
+    def _updated(self) -> list[Tensor]:
+        """What the optimizer of this rank steps: its parameters, or its parts of divided buckets."""
+        divided = {p.name for number in self._divided for p in self.layout.buckets[number].parameters}
+        own = [parameter for name, parameter in self.parameters.items() if name not in divided]
+        return own + [entry.chunk for entry in self._divided.values()]
+
     def optimizer_step(self) -> None:
         """Update, then zero the buckets for the next step."""
         assert self._optimizer is not None, "a stage without parameters has no optimizer task"
@@ -107,29 +139,120 @@ class StageReplica:
         names = {name for entry in self.runnables.values() for name in entry.buffer_names}
         return {name: tensor for name, tensor in self.module.named_buffers() if name in names}
 
+    def state(self) -> RankState:
+        """What this rank contributes to the whole: of weights and optimizer state what it is the first to hold, all buffers."""
+        weights: dict[str, Tensor] = {}
+        optimizer: dict[str, Mapping[str, Any]] = {}
+        fragments: dict[str, dict[str, Fragment]] = {"weights": {}, "buffers": self._buffer_fragments(), "optimizer": {}}
+        for bucket in self.layout.rank_buckets(self.rank):
+            if bucket.group[0] == self.rank:
+                for held in bucket.parameters:
+                    weights[held.name] = self.parameters[held.name].data
+                    fragments["weights"][held.name] = fragment_of(held)
+            for name, fragment, state in self._bucket_state(bucket):
+                optimizer[name] = state
+                fragments["optimizer"][name] = fragment
+        return RankState(weights=weights, buffers=self.buffers(), optimizer=optimizer, fragments=fragments)
+
+    def load(self, state: RankState) -> None:
+        """Take this rank's parts of *whole* weights, buffers and optimizer state, by name; a name without state starts anew."""
+        weights = dict(state.weights)
+        states: dict[str, Mapping[str, Any]] = dict(state.optimizer)
+        for held in self.layout.rank_parameters(self.rank):
+            if held.part is not None:
+                part, shard, ways = held.part, held.shard, held.ways
+                weights[held.name] = piece(weights[held.name], part, shard, ways)
+                states[held.name] = {
+                    key: piece(value, part, shard, ways) if isinstance(value, Tensor) and value.dim() else value
+                    for key, value in states.get(held.name, {}).items()
+                }
+        restore_tensors(self.parameters, weights)
+        buffers = dict(state.buffers)
+        for name, fragment in self._buffer_fragments().items():
+            part = ParameterShard(name=name, dim=fragment.dim, blocks=fragment.blocks)
+            buffers[name] = piece(buffers[name], part, fragment.shard, fragment.ways)
+        restore_tensors(self.buffers(), buffers)
+        if self._optimizer is None:
+            return
+        named: dict[str, Tensor] = dict(self.parameters)
+        for number, divided in self._divided.items():
+            named[_chunk_name(number)] = divided.chunk
+            states[_chunk_name(number)] = self._chunk_state(divided, states)
+        restore_optimizer(self._optimizer, named, {name: held for name, held in states.items() if held and name in named})
+
+    def _bucket_state(self, bucket: Bucket) -> Iterator[tuple[str, Fragment, Mapping[str, Any]]]:
+        """The optimizer state of a bucket that this rank contributes."""
+        if self._optimizer is None:
+            return
+        if bucket.number not in self._divided:
+            if bucket.group[0] == self.rank:
+                for held in bucket.parameters:
+                    state = self._optimizer.state.get(self.parameters[held.name])
+                    if state:
+                        yield held.name, fragment_of(held), dict(state)
+            return
+        divided = self._divided[bucket.number]
+        state = self._optimizer.state.get(divided.chunk)
+        if state:
+            shapes = {held.name: tuple(self.parameters[held.name].shape) for held in bucket.parameters}
+            for name, fragment, place in divided.parts(shapes):
+                yield (
+                    name,
+                    fragment,
+                    {key: value[place] if isinstance(value, Tensor) and value.dim() else value for key, value in state.items()},
+                )
+
+    def _chunk_state(self, divided: DividedBucket, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The state of a chunk from the states of the parameters it reaches into."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.parameters.items()}
+        made: dict[str, Any] = {}
+        for name, fragment, place in divided.parts(shapes):
+            for key, value in states.get(name, {}).items():
+                if isinstance(value, Tensor) and value.dim():
+                    flat = made.setdefault(key, torch.zeros_like(divided.chunk.data))
+                    flat[place] = value.reshape(-1)[fragment.start : fragment.stop].to(flat)
+                else:
+                    made.setdefault(key, value)
+        return made
+
+    def _buffer_fragments(self) -> dict[str, Fragment]:
+        """Which of this rank's buffers are pieces, and of what."""
+        found: dict[str, Fragment] = {}
+        shard = self.layout.plan.shard_of_rank(self.rank)
+        for name in self.runnables:
+            placement = self.layout.placement[name]
+            if placement.kind == "shard":
+                for part in self.layout.model.component(name).sharding(placement.rule).buffers:
+                    ways = placement.ways
+                    found[part.name] = Fragment(dim=part.dim, blocks=part.blocks, shard=shard % ways, ways=ways)
+        return found
+
     def resident_tensors(self) -> list[Tensor]:
         """What is alive between steps: parameters, buckets, optimizer state, buffers."""
         state = [] if self._optimizer is None else [entry for held in self._optimizer.state.values() for entry in held.values()]
         tensors = [entry for entry in state if isinstance(entry, Tensor)]
         return [*self.parameters.values(), *self.buckets.values(), *self.buffers().values(), *tensors]
 
-    def _cut_buffers(self, shard: int) -> None:
+    def _cut_buffers(self) -> None:
         """Running statistics of cut channels: this rank's piece."""
-        for name in self.runnables:
-            placement = self.layout.placement[name]
-            if placement.kind == "shard":
-                for part in self.layout.model.component(name).sharding(placement.rule).buffers:
-                    path, _, key = part.name.rpartition(".")
-                    holder = self.module.get_submodule(path)._buffers
-                    whole = holder[key]
-                    assert whole is not None
-                    holder[key] = piece(whole, part, shard % placement.ways, placement.ways)
+        for name, fragment in self._buffer_fragments().items():
+            path, _, key = name.rpartition(".")
+            holder = self.module.get_submodule(path)._buffers
+            whole = holder[key]
+            assert whole is not None
+            part = ParameterShard(name=name, dim=fragment.dim, blocks=fragment.blocks)
+            holder[key] = piece(whole, part, fragment.shard, fragment.ways)
 
     def _drop_other_parameters(self) -> None:
         own = {id(parameter) for parameter in self.parameters.values()}
         for parameter in self.module.parameters():
             if id(parameter) not in own:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
+
+
+def _chunk_name(bucket: int) -> str:
+    """A name no parameter has: the optimizer knows a divided bucket's part as one parameter."""
+    return f"bucket {bucket}"
 
 
 def seeded_module(spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:

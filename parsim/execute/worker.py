@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,11 +34,29 @@ from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
+from parsim.plan.plan import Plan
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 RECORDED_STEPS = 64
 """Task times are kept of at most this many steps per run."""
 SAY_EVERY_S = 1.0
+
+
+class ProcessGroups:
+    """The process groups of this launch, made as plans ask for them. Every rank asks for the same ones in the same order.
+
+    Attributes: mine: those this rank belongs to, by stream.
+    """
+
+    def __init__(self) -> None:
+        self.mine: dict[Stream, dist.ProcessGroup] = {}
+        self._made: set[Stream] = set()
+
+    def make(self, graph: TaskGraph) -> None:
+        """Make what the graph needs and nobody has made yet."""
+        new = [stream for stream in required_groups(graph) if stream not in self._made]
+        self._made.update(new)
+        self.mine.update(make_groups(new))
 
 
 class RankRun:
@@ -69,6 +88,24 @@ class RankRun:
         self.rounds: list[tuple[float, float, int]] = []
         self.cpu_s: list[float] = []
         self.peak_bytes = 0
+
+    def switched(self, plan: Plan, place: Place, groups: ProcessGroups) -> RankRun:
+        """The same training under another plan: weights, optimizer state, buffers, random state, data order and records stay.
+
+        Every rank calls it at the same step.
+        """
+        layout = Layout(plan, self.layout.model)
+        graph = lower(plan, layout.model)
+        from parsim.execute.reshard import reshard
+
+        groups.make(graph)
+        random = checkpoint.rng_state(str(self.stage.device))
+        after = RankRun(replace(self.run, plan=plan), layout, graph, place, groups.mine)
+        reshard(self.stage, after.stage)
+        checkpoint.restore_rng(random, str(self.stage.device))
+        after.step_number, after.losses, after.rounds, after.cpu_s = self.step_number, self.losses, self.rounds, self.cpu_s
+        self.streams.close()
+        return after
 
     def step(self, *, keep: bool) -> None:
         """One training step on the next global batch; `keep` its task times and its loss."""
@@ -120,25 +157,15 @@ class RankRun:
         self.program.on_receive = lambda _: None
 
     def state(self) -> checkpoint.RankState:
-        """What this rank contributes to a checkpoint: weights and optimizer state from the first replica alone."""
-        first = self.layout.plan.replica_of_rank(self.stage.rank) == 0
-        optimizer = self.stage.optimizer
-        return checkpoint.RankState(
-            weights=self.stage.parameters if first else {},
-            buffers=self.stage.buffers(),
-            optimizer=checkpoint.optimizer_state(optimizer, self.stage.parameters) if first and optimizer else {},
-            rng=checkpoint.rng_state(str(self.stage.device)),
-        )
+        """What this rank contributes to a checkpoint."""
+        return replace(self.stage.state(), rng=checkpoint.rng_state(str(self.stage.device)))
 
     def resume(self, found: checkpoint.Checkpoint) -> None:
         """Go on from a checkpoint of any plan of the same model."""
-        buffers = self.stage.buffers()
         same = found.world_size == self.layout.plan.world_size
-        saved = checkpoint.load_state(found, [*self.stage.parameters, *buffers], rank=self.stage.rank if same else None)
-        checkpoint.restore_tensors(self.stage.parameters, saved.weights)
-        checkpoint.restore_tensors(buffers, saved.buffers)
-        if self.stage.optimizer is not None:
-            checkpoint.restore_optimizer(self.stage.optimizer, self.stage.parameters, saved.optimizer)
+        names = [*self.stage.parameters, *self.stage.buffers()]
+        saved = checkpoint.load_state(found, names, rank=self.stage.rank if same else None)
+        self.stage.load(saved)
         checkpoint.restore_rng(saved.rng, str(self.stage.device))
         self.step_number = found.step
 
@@ -179,14 +206,17 @@ def main(job_path: Path) -> None:
     for run in job.runs:
         layout = Layout(run.plan, Model.load(Path(run.model_path)))
         plans.append((run, layout, lower(run.plan, layout.model)))
-    groups = make_groups(list(dict.fromkeys(stream for _, _, graph in plans for stream in required_groups(graph))))
+    groups = ProcessGroups()
+    for _, _, graph in plans:
+        groups.make(graph)
     runs = [
-        RankRun(run, layout, graph, place, groups) if place.rank < run.plan.world_size else None for run, layout, graph in plans
+        RankRun(run, layout, graph, place, groups.mine) if place.rank < run.plan.world_size else None
+        for run, layout, graph in plans
     ]
     if job.mode == "train":
         (only,) = runs
         assert only is not None, "a training job has as many ranks as its plan"
-        _train(job, only, place)
+        runs = [_train(job, only, place, groups)]
     else:
         _measure(job, runs, place)
     for entry in runs:
@@ -216,8 +246,8 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: Place) -> None:
             _save(Path(job.output) / entry.run.name / "checkpoints", entry)
 
 
-def _train(job: Job, entry: RankRun, place: Place) -> None:
-    """Train to step `job.steps`, with checkpoints; then score the result on the test samples."""
+def _train(job: Job, entry: RankRun, place: Place, groups: ProcessGroups) -> RankRun:
+    """Train to step `job.steps`, with checkpoints and switches of plan; then score the result on the test samples."""
     folder = Path(job.output) / "checkpoints"
     if job.resume:
         found = checkpoint.latest_checkpoint(folder)
@@ -235,6 +265,9 @@ def _train(job: Job, entry: RankRun, place: Place) -> None:
         else:
             entry.timed(1)
         done = entry.step_number
+        for switch in job.switches:
+            if switch.step == done:
+                entry = entry.switched(switch.plan, place, groups)
         if done == job.steps or (job.checkpoint_every and done % job.checkpoint_every == 0):
             _save(folder, entry)
         if place.rank == place.world_size - 1 and (time.monotonic() - said > SAY_EVERY_S or done == job.steps):
@@ -250,6 +283,7 @@ def _train(job: Job, entry: RankRun, place: Place) -> None:
         _say(result)
     dist.barrier()
     entry.measure_memory()
+    return entry
 
 
 def _save(folder: Path, entry: RankRun) -> None:

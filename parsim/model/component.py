@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from parsim.errors import ModelError
 
@@ -178,13 +179,24 @@ class Component:
     @property
     def fingerprint(self) -> str:
         """Equal for components that do the same work per sample, whatever their names: a measured cost is kept under it."""
-        text = repr(
-            (
-                self.operators,
-                sorted((parameter.elements, parameter.element_bytes) for parameter in self.parameters),
-                self.saved_activation_bytes,
-                len(self.inputs),
-                len(self.outputs),
-            )
+        return _fingerprint(self.operators, self.parameters, self.saved_activation_bytes, len(self.inputs), len(self.outputs))
+
+
+@lru_cache(maxsize=16384)
+def _fingerprint(
+    operators: tuple[Operator, ...], parameters: tuple[Parameter, ...], saved_bytes: int, inputs: int, outputs: int
+) -> str:
+    counts: dict[Operator, int] = {}
+    for operator in operators:  # alike but for how they shard: one with both counts
+        alone = replace(operator, count=1)
+        counts[alone] = counts.get(alone, 0) + operator.count
+    text = repr(
+        (
+            tuple(replace(operator, count=count) for operator, count in counts.items()),
+            sorted((parameter.elements, parameter.element_bytes) for parameter in parameters),
+            saved_bytes,
+            inputs,
+            outputs,
         )
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -54,7 +54,7 @@ class Refused(ModelError):
     """A call cannot be done in shards with these contents."""
 
 
-class Undecided(Exception):  # noqa: N818 - a question, not an error
+class Undecided(Exception):
     """Whether to cut a weight is open: one of `options` (None: keep it whole) must be chosen for `name`."""
 
     def __init__(self, name: str, options: tuple[ParameterShard | None, ...]) -> None:

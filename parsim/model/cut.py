@@ -3,6 +3,7 @@
 Granularity "layer": a component starts at each leaf module that owns parameters; what follows without parameters
 (activation, pooling, residual add) joins it. Granularity "block": a component is a repeated block (a child of a
 ModuleList or Sequential of modules that have children themselves), or a leaf with a weight matrix outside the blocks.
+Granularity "sublayer": blocks, cut after their residual adds (`parsim.model.sublayers`).
 Calls that belong to neither (class token, flatten, concatenation) join the component before them, or the first one.
 An in-place operation on what an earlier component made merges the two: no boundary value is ever changed.
 """
@@ -10,28 +11,17 @@ An in-place operation on what an earlier component made merges the two: no bound
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from parsim.errors import TraceError
 from parsim.model.component import LOSS
+from parsim.model.model import GRANULARITIES
 from parsim.model.recorder import Call, Recording, storage_key
 from parsim.model.runnable import Op, Program, Runnable, TensorKind, renumber
+from parsim.model.sublayers import Interval, sublayers
 
-GRANULARITIES = ("block", "layer")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-
-
-@dataclass(slots=True)
-class Interval:
-    """Calls `start` <= number < `end` form the component `name`; `inputs` and `outputs` are value numbers."""
-
-    name: str
-    start: int
-    end: int
-    inputs: list[int] = field(default_factory=list)
-    outputs: list[int] = field(default_factory=list)
 
 
 def cut(recording: Recording, module: nn.Module, granularity: str) -> list[Interval]:
@@ -40,11 +30,14 @@ def cut(recording: Recording, module: nn.Module, granularity: str) -> list[Inter
     Raises TraceError for an unknown granularity or a forward without a torch call.
     """
     if granularity not in GRANULARITIES:
-        raise TraceError(f"granularity must be block or layer, got {granularity!r}")
+        raise TraceError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
     if not recording.ops:
         raise TraceError(f"{type(module).__name__} makes no torch call in its forward; there is nothing to cut")
     labels = _layer_labels(recording, module) if granularity == "layer" else _block_labels(recording, module)
-    intervals = _merge_in_place(recording, _intervals(recording, module, labels))
+    intervals = _intervals(recording, module, labels)
+    if granularity == "sublayer":
+        intervals = [piece for interval in intervals for piece in sublayers(recording, interval)]
+    intervals = _merge_in_place(recording, intervals)
     _unique_names(intervals)
     _boundaries(recording, intervals)
     return intervals

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.errors import TraceError
-from parsim.model.component import Component, Parameter, Value
-from parsim.model.cut import Interval, cut, final_values, value_names
+from parsim.model.component import LOSS, Component, Parameter, Value
+from parsim.model.cut import cut, final_values, programs, value_names
+from parsim.model.divisions import Whole, divide
 from parsim.model.model import Model
-from parsim.model.operators import OperatorMode, RawOperator, per_sample
+from parsim.model.operators import OperatorMode, RawOperator
 from parsim.model.recorder import Recorder, Recording, storage_key
 from parsim.model.recording import run_recorded
+from parsim.model.runnable import Program
+from parsim.model.sublayers import Interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,20 +33,33 @@ class Measurement:
     """One fake forward at `batch` samples, cut; lists run along `intervals`.
 
     Attributes:
-        saved: number of the recorded call -> [(storage, bytes)] first saved in it.
+        programs: per interval. saved: (number of the recorded call it is first saved in, storage, bytes).
     """
 
     batch: int
     recording: Recording
     intervals: list[Interval]
+    programs: tuple[Program, ...]
     operators: list[RawOperator]
     saved: list[tuple[int, int, int]]
+    fakes: FakeTensorMode
 
     def saved_bytes(self, interval: Interval) -> int:
         return sum(size for op, _, size in self.saved if interval.start <= op < interval.end)
 
-    def operators_of(self, interval: Interval) -> list[RawOperator]:
-        return [raw for raw in self.operators if interval.start <= raw.op < interval.end]
+    def whole(self, place: int) -> Whole:
+        """One component, its calls counted from its first."""
+        interval = self.intervals[place]
+        saved = {key for op, key, _ in self.saved if interval.start <= op < interval.end}
+        tensors = self.recording.tensors
+        return Whole(
+            program=self.programs[place],
+            fakes=self.fakes,
+            operators=[
+                replace(raw, op=raw.op - interval.start) for raw in self.operators if interval.start <= raw.op < interval.end
+            ],
+            counted_inputs=tuple(storage_key(tensors[number]) in saved for number in interval.inputs),
+        )
 
 
 def measure(
@@ -57,12 +74,15 @@ def measure(
 
     recording = run_recorded(module, args, kwargs, loss=loss, watch=watch)
     first = recording.tensors[recording.inputs[0][1]]
+    intervals = cut(recording, module, granularity)
     return Measurement(
         batch=first.shape[0],
         recording=recording,
-        intervals=cut(recording, module, granularity),
+        intervals=intervals,
+        programs=programs(recording, intervals),
         operators=watchers[0].mode.operators,
         saved=watchers[0].saved,
+        fakes=watchers[0].recorder.fakes,
     )
 
 
@@ -71,10 +91,11 @@ class _Watch:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.mode = OperatorMode(recorder)
-        self.saved: list[tuple[int, int, int]] = []
         tensors = recorder.recording.tensors
-        self._seen = {storage_key(tensors[number]) for number in recorder.recording.state}
+        state = {storage_key(tensors[number]) for number in recorder.recording.state}
+        self.mode = OperatorMode(lambda: recorder.current, state)
+        self.saved: list[tuple[int, int, int]] = []
+        self._seen = set(state)
         self._alive: list[Tensor] = []
 
     @contextlib.contextmanager
@@ -143,9 +164,15 @@ def _values(small: Measurement, large: Measurement) -> dict[str, Value]:
             bytes_per_sample=rate,
             fixed_bytes=fixed,
             differentiable=small.recording.differentiable.get(number, False),
+            batch_first=_is_batch_first(one, other, (small.batch, large.batch)),
             saved=storage_key(one) in saved,
         )
     return found
+
+
+def _is_batch_first(small: Tensor, large: Tensor, batches: tuple[int, int]) -> bool:
+    """Dim 0 is the batch and no other dim grows with it."""
+    return small.dim() > 0 and (small.shape[0], large.shape[0]) == batches and small.shape[1:] == large.shape[1:]
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -164,6 +191,16 @@ def _component(
     buffers = [number for number in state if recording.state[number].kind == "buffer" and number not in counted_buffers]
     counted_buffers.update(buffers)
     rate, fixed = _split(small.saved_bytes(one), large.saved_bytes(other), batches, f"what {one.name} saves")
+    operators, shardings = divide(
+        small.whole(place),
+        large.whole(place),
+        large.batch - small.batch,
+        lambda less, more, what: _split(less, more, batches, what),
+        (rate, fixed),
+        [values[names[number]].batch_first for number in one.inputs],
+    )
+    if not all(values[names[number]].batch_first for number in one.outputs) or one.name == LOSS:
+        shardings = ()
     return Component(
         name=one.name,
         inputs=tuple(names[number] for number in one.inputs),
@@ -180,5 +217,6 @@ def _component(
         buffer_bytes=sum(_nbytes(recording.tensors[number]) for number in buffers),
         saved_activation_bytes=rate,
         saved_fixed_bytes=fixed,
-        operators=per_sample(small.operators_of(one), large.operators_of(other), large.batch - small.batch),
+        operators=operators,
+        shardings=shardings,
     )

@@ -13,6 +13,7 @@ from parsim.errors import ModelError
 from parsim.model.component import Component, Operator, OperatorShard, Parameter, ParameterShard, Sharding, Value
 
 SCHEMA_VERSION = 2
+GRANULARITIES = ("block", "sublayer", "layer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class Model:
     """Components in execution order (every producer before its consumers), and the values between them.
 
     Attributes:
-        granularity: "block" or "layer". inputs, outputs: names of Values.
+        granularity: one of GRANULARITIES. inputs, outputs: names of Values.
         source: how it was made, e.g. "trace of parsim.model.zoo.resnet.resnet50(num_classes=100)".
     """
 

@@ -1,6 +1,6 @@
 """The kernel-sized operations below a forward: a dispatch mode that writes down every aten call that moves data.
 
-Views and other calls that copy nothing are not operators. Shapes are those of the whole batch here; `per_sample` of two
+Views and other calls that copy nothing are not operators. Shapes are those of the whole batch here; `grow` of two
 recordings at different batches says how each operator grows. Source of the flop formulas: torch.utils.flop_counter.
 """
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from parsim.model.component import Operator
-from parsim.model.recorder import Recorder, storage_key, tensors_in
+from parsim.model.recorder import storage_key, tensors_in
 
 Dims = tuple[tuple[str, int], ...]
 aten = torch.ops.aten
@@ -112,14 +112,14 @@ _NO_KERNEL = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, a
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects RawOperators while a Recorder records."""
+    """Collects RawOperators while calls run on fake tensors."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, current: Callable[[], int], state: set[int]) -> None:
+        """`current` tells the number of the torch-level call that is running, `state` holds the storages of parameters."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recorder = recorder
+        self.current = current
         self.operators: list[RawOperator] = []
-        tensors = recorder.recording.tensors
-        self._state = {storage_key(tensors[number]) for number in recorder.recording.state}
+        self._state = state
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -141,7 +141,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parameters = []
         self.operators.append(
             RawOperator(
-                op=self.recorder.current,
+                op=self.current(),
                 function=str(packet),
                 kind=kind,
                 shape=shape_of(args, made[0]) if shape_of else (("elements", _elements(given, made, func)),),
@@ -177,36 +177,22 @@ def _flop(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     return 0
 
 
-def per_sample(small: list[RawOperator], large: list[RawOperator], step: int) -> tuple[Operator, ...]:
-    """Operators per sample from the calls at two batches that differ by `step` samples.
+def grow(small: list[RawOperator], large: list[RawOperator], step: int) -> list[tuple[RawOperator | None, Operator]]:
+    """Operators per sample from the calls at two batches that differ by `step` samples, each with its call at the small one.
 
-    Identical ones are merged by `count`, in order of first use. A function called more often at the larger batch (a loop
-    over the samples) becomes one memory-bound operator with the right flop and bytes.
+    They come in the order of the large batch. A function called more often at the larger batch (a loop over the samples)
+    becomes one memory-bound operator with the right flop and bytes, and no call.
     """
-    grown: list[tuple[int, Operator]] = []
+    grown: list[tuple[int, RawOperator | None, Operator]] = []
     place = {id(raw): number for number, raw in enumerate(large)}
     for function in dict.fromkeys(raw.function for raw in (*small, *large)):
         ones = [raw for raw in small if raw.function == function]
         others = [raw for raw in large if raw.function == function]
         if len(ones) == len(others):
-            grown += [(place[id(other)], _grown(one, other, step)) for one, other in zip(ones, others, strict=True)]
+            grown += [(place[id(other)], one, _grown(one, other, step)) for one, other in zip(ones, others, strict=True)]
         else:
-            grown.append((place[id(others[0])] if others else len(large), _lump(ones, others, step)))
-    counts: dict[Operator, int] = {}
-    for _, operator in sorted(grown, key=lambda entry: entry[0]):
-        counts[operator] = counts.get(operator, 0) + 1
-    return tuple(
-        Operator(
-            kind=operator.kind,
-            shape=operator.shape,
-            batch=operator.batch,
-            forward_flop=operator.forward_flop,
-            activation_bytes=operator.activation_bytes,
-            parameter_bytes=operator.parameter_bytes,
-            count=count,
-        )
-        for operator, count in counts.items()
-    )
+            grown.append((place[id(others[0])] if others else len(large), None, _lump(ones, others, step)))
+    return [(raw, operator) for _, raw, operator in sorted(grown, key=lambda entry: entry[0])]
 
 
 def _lump(ones: list[RawOperator], others: list[RawOperator], step: int) -> Operator:

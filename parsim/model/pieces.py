@@ -21,11 +21,15 @@ def piece(tensor: Tensor, part: ParameterShard, shard: int, ways: int) -> Tensor
         raise ModelError(
             f"{part.name}: dim {part.dim} has {tensor.shape[part.dim]} entries, which do not divide into {part.blocks} x {ways}"
         )
-    runs = tensor.unflatten(part.dim, (part.blocks, ways, size))
+    runs = _split(tensor, part.dim, (part.blocks, ways, size))
     return runs.select(part.dim + 1, shard).flatten(part.dim, part.dim + 1).clone()
 
 
 def assemble(pieces: Sequence[Tensor], part: ParameterShard) -> Tensor:
     """The whole from the pieces of all shards in order: inverse of `piece`."""
-    runs = [entry.unflatten(part.dim, (part.blocks, -1)) for entry in pieces]
+    runs = [_split(entry, part.dim, (part.blocks, entry.shape[part.dim] // part.blocks)) for entry in pieces]
     return torch.stack(runs, dim=part.dim + 1).flatten(part.dim, part.dim + 2)
+
+
+def _split(tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    return tensor.reshape(*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])

@@ -50,7 +50,7 @@ def propagate(
         Refused: if the component cannot be done so. Undecided: if a weight is met that `decided` does not name.
     """
     state = {slot: key.name for key, slot in program.state}
-    contents: dict[int, Content] = {slot: WHOLE for slot in (*state, *(slot for _, slot in program.constants))}
+    contents: dict[int, Content] = dict.fromkeys((*state, *(slot for _, slot in program.constants)), WHOLE)
     contents.update({slot: content for (_, slot, _), content in zip(program.inputs, inputs, strict=True)})
     outcomes: list[Outcome] = []
     uses: dict[str, ParameterShard | None] = {}

@@ -191,7 +191,8 @@ class Runnable:
         return tuple(environment[slot] for slot in self._output_slots)
 
     def __repr__(self) -> str:
-        return f"Runnable({self.name}: {', '.join(self.input_names)} -> {', '.join(self.output_names)}; {len(self.program.ops)} calls)"
+        names = f"{', '.join(self.input_names)} -> {', '.join(self.output_names)}"
+        return f"Runnable({self.name}: {names}; {len(self.program.ops)} calls)"
 
 
 def _holder(module: nn.Module, key: StateKey) -> dict[str, Any]:

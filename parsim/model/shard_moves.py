@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from parsim.model.component import FULL, PARTIAL
 from parsim.model.content import SHARD, WHOLE, Content, First, Outcome, Piece, Refused, Rule, Step, cut_along
-from parsim.model.runnable import Nested, Ref
+from parsim.model.runnable import Nested
 
 
 def moving(place: Callable[[Step, Content], Outcome]) -> Rule:
@@ -114,9 +113,7 @@ def divided(step: Step, content: Content) -> Outcome:
     if len(set(sizes)) > 1 or content.blocks % len(sizes):
         raise Refused(f"dim {dim} is cut in {content.blocks} runs, which do not fall to parts of {sizes}")
     parts = (given, sizes[0] // step.ways, dim)
-    return Outcome(
-        contents=(cut_along(dim, content.blocks // len(sizes)),) * len(sizes), function=torch.split, arguments=parts
-    )
+    return Outcome(contents=(cut_along(dim, content.blocks // len(sizes)),) * len(sizes), function=torch.split, arguments=parts)
 
 
 def joined(step: Step) -> Outcome:
@@ -154,8 +151,3 @@ def reduced(step: Step, content: Content) -> Outcome:
 
 def _name(step: Step) -> str:
     return str(getattr(step.op.function, "__name__", step.op.function))
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether a recorded argument stands for a tensor."""
-    return type(value) is Ref

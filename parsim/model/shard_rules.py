@@ -8,6 +8,7 @@ linear, elementwise and data-moving calls do to them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,9 +56,7 @@ def _together(step: Step) -> Outcome:
     operands = step.operands()
     shapes = {slot: step.tensors[slot].shape for slot in operands}
     cuts = {
-        (content.dim - len(shapes[slot]), content.blocks)
-        for slot in operands
-        if (content := step.contents[slot]).form == SHARD
+        (content.dim - len(shapes[slot]), content.blocks) for slot in operands if (content := step.contents[slot]).form == SHARD
     }
     if not cuts:
         return step.same(WHOLE)
@@ -186,7 +185,7 @@ def _batched_matmul(step: Step) -> Outcome:
     rank = len(step.shape(left))
     if len(contents) > 1 or len(step.shape(right)) != rank or not all(c.form == SHARD and c.dim < rank - 2 for c in contents):
         raise Refused("matmul of tensors that are not cut in the same leading dim")
-    return step.same(contents.pop())
+    return replace(step.same(contents.pop()), label="attention")
 
 
 def _attention(step: Step) -> Outcome:
@@ -324,7 +323,18 @@ _POINTWISE: Functions = (
 _WHOLE: Functions = (
     *(functional.group_norm, torch.group_norm, torch.cumsum, Tensor.cumsum, torch.diff, Tensor.all, torch.all, Tensor.any),
     *(torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor, torch.zeros_like, torch.ones_like, torch.full_like),
-    *(torch.outer, torch.tril, torch.triu, Tensor.repeat, torch.stack, functional.pad, torch.einsum, Tensor.argmax),
+    *(
+        torch.outer,
+        torch.tril,
+        torch.triu,
+        Tensor.tril,
+        Tensor.triu,
+        Tensor.repeat,
+        torch.stack,
+        functional.pad,
+        torch.einsum,
+        Tensor.argmax,
+    ),
     *(Tensor.__and__, Tensor.__or__, Tensor.logical_not, Tensor.new_zeros, Tensor.new_ones, Tensor.long, Tensor.bool),
 )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parsim.errors import ModelError
 from parsim.model.component import FULL, ParameterShard, Sharding
-from parsim.model.content import SHARD, WHOLE, Content, First, Piece, ShardNumber, Undecided, cut_along, operands_of
+from parsim.model.content import SHARD, WHOLE, Content, First, Piece, Refused, ShardNumber, cut_along, operands_of
 from parsim.model.narrow import check_ways
 from parsim.model.pieces import piece
 from parsim.model.propagation import Propagation, propagate
@@ -38,13 +38,16 @@ def shard_runnable(runnable: Runnable, sharding: Sharding, shard: int, ways: int
     program = runnable.program
     decided: dict[str, ParameterShard | None] = {key.name: None for key, _ in program.state}
     decided.update({part.name: part for part in (*sharding.parameters, *sharding.buffers)})
-    inputs = tuple(content_of(text) for text in sharding.inputs)
-    found = propagate(program, inputs, decided, ways)
     given = {name: part for name, part in decided.items() if part is not None}
+    mismatch = f"{runnable.name} as recorded does not have the sharding {sharding.rule}"
+    try:
+        found = propagate(program, tuple(content_of(text) for text in sharding.inputs), decided, ways)
+    except Refused as error:
+        raise ModelError(f"{mismatch}: {error}; trace the model again") from error
     if found.outputs != sharding.outputs or dict(found.parts) != given:
         raise ModelError(
-            f"{runnable.name} as recorded does not have the sharding {sharding.rule}: it divides {sorted(found.parts)} to make "
-            f"{found.outputs}, the sharding {sorted(given)} to make {sharding.outputs}; trace the model again"
+            f"{mismatch}: it divides {sorted(found.parts)} to make {found.outputs}, the sharding {sorted(given)} to make "
+            f"{sharding.outputs}; trace the model again"
         )
     return Runnable(localise(program, found, shard, ways)[0], runnable.module)
 
@@ -66,7 +69,9 @@ def localise(program: Program, found: Propagation, shard: int, ways: int) -> tup
             how = outcome.converted.get(slot)
             converter = _converter(how, slot in state, shard, ways)
             if converter is not None:
-                ops.append(replace(op, function=converter, arguments=(Ref(slot),), keywords=(), outputs=(((), slots),), drop=()))
+                ops.append(
+                    replace(op, function=converter, arguments=(Ref(slot),), keywords=(), outputs=(((), slots),), drop=())
+                )
                 origins.append(None)
                 swap[slot] = slots
                 slots += 1
@@ -125,6 +130,3 @@ def nothing_like(value: Tensor) -> Tensor:
     """Zeros of the same shape, through which a gradient of zeros flows back."""
     result: Tensor = _Nothing.apply(value)  # type: ignore[no-untyped-call]
     return result
-
-
-__all__ = ["Undecided", "content_of", "localise", "nothing_like", "shard_runnable"]

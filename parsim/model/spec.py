@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import MissingDependencyError, ModelError, near_matches
-from parsim.model.model import Model
-from parsim.model.presets import GRANULARITY, PRESETS, load_preset
+from parsim.model.model import GRANULARITIES, Model
+from parsim.model.presets import PRESETS, load_preset
 from parsim.model.trace import require_torch
 from parsim.model.zoo import ZOO, Scalar, ZooRow
 
@@ -284,7 +284,7 @@ def load_model(spec: ModelSpec, *, granularity: str = "block") -> Model:
     A shipped preset serves where one matches; otherwise the module is traced on fake tensors.
 
     Raises:
-        ModelError: an unknown name, argument or shape. TraceError: a module that cannot be cut.
+        ModelError: an unknown name, argument, shape or granularity. TraceError: a module that cannot be cut.
         MissingDependencyError: no preset matches and torch is not installed.
     """
     return _load(resolve(spec), granularity)
@@ -292,10 +292,11 @@ def load_model(spec: ModelSpec, *, granularity: str = "block") -> Model:
 
 @lru_cache(maxsize=64)
 def _load(spec: ModelSpec, granularity: str) -> Model:
-    if granularity == GRANULARITY:
-        for stem, (name, args) in PRESETS.items():
-            if name == spec.name and resolve(ModelSpec(name=name, args=tuple(args.items()))) == spec:
-                return load_preset(stem)
+    if granularity not in GRANULARITIES:
+        raise ModelError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
+    for stem, (name, args) in PRESETS.items():
+        if name == spec.name and resolve(ModelSpec(name=name, args=tuple(args.items()))) == spec:
+            return load_preset(stem, granularity)
     return trace_spec(spec, granularity)
 
 

@@ -30,7 +30,7 @@ def trace(
 
     Args:
         example_inputs: a Tensor, a tuple of positional or a dict of keyword inputs; dim 0 is the batch.
-        granularity: "block" (to execute) or "layer" (to explain).
+        granularity: "block" (to execute), "sublayer" (blocks in parts that can be tensor-sharded) or "layer" (to explain).
         loss: "cross_entropy" or "mse" adds a last component "loss" on the logits and an input "target".
 
     Raises:

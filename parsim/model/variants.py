@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from parsim.model.component import ParameterShard
-from parsim.model.content import FULL, SHARD, WHOLE, Content, Refused, Undecided, cut_along
+from parsim.model.component import FULL, ParameterShard
+from parsim.model.content import SHARD, WHOLE, Content, Refused, Undecided, cut_along
 from parsim.model.propagation import Propagation, propagate
 from parsim.model.runnable import Program
 
@@ -16,6 +16,9 @@ TRIES = 512
 """Propagations per component, after which the search has looked long enough (a block needs about fifty)."""
 SLACK = 0.9
 """Of two variants with the same boundary, one that cuts at least this share of the other's parameters is as good."""
+
+SHARE = 0.5
+"""A variant that cuts less than this share of what another one cuts is not offered."""
 
 
 class Variant(NamedTuple):
@@ -41,7 +44,8 @@ def variants(program: Program, cuttable: Sequence[bool]) -> tuple[Variant, ...]:
         known = named.get(best.found.rule)
         if known is None or _worth(program, best) > _worth(program, known):
             named[best.found.rule] = best
-    return tuple(named.values())
+    most = max((_elements(program, variant) for variant in named.values()), default=0)
+    return tuple(variant for variant in named.values() if _elements(program, variant) >= SHARE * most)
 
 
 def _all(program: Program, cuttable: Sequence[bool]) -> Iterator[Variant]:

@@ -271,9 +271,9 @@ def breakdown_table(breakdown: Sequence[Mapping[str, Any]], *, title: str = "Whe
 
 
 def cost_table(rows: Sequence[Mapping[str, Any]], *, title: str = "Costs") -> ReportTable:
-    """Rows of `parsim cost`: seconds, and whichever of component, phase, samples, busbw, algorithm, source they have."""
-    texts = {"component": "component", "phase": "phase", "operation": "operation", "algorithm": "algorithm"}
-    counts = {"samples": "samples", "ranks": "ranks"}
+    """Rows of `parsim cost`: seconds, and whichever they have of component, phase, rule, ways, samples, busbw, ..., source."""
+    texts = {"component": "component", "phase": "phase", "rule": "rule", "operation": "operation", "algorithm": "algorithm"}
+    counts = {"ways": "ways", "samples": "samples", "ranks": "ranks"}
     present = [key for key in (*texts, *counts) if any(key in row for row in rows)]
     with_bandwidth = any(row.get("busbw_bytes_per_s") is not None for row in rows)
     columns = (

@@ -4,32 +4,29 @@ A pure state machine: no clock, no input or output, no randomness. Equal observa
 scenarios and the real executor drive the same object, and every rank that is shown the same observations decides alike.
 
 The rule (written for this project; the paper's Algorithm 1 says only that communication patterns "changed significantly"):
- 1. The factors by which the machine differs from its profile are averaged exponentially over the windows.
- 2. The plan is questioned when a factor has moved by more than `threshold` from where it was at the last planning, for
-    `patience` windows in a row; at the end of an epoch, when it has moved by more than `epoch_threshold`.
- 3. A new plan is taken when it is predicted at least `least_improvement` faster than the current one *under the same factors*
+ 1. Of every rank's computation and every class of communication the factor to the profile is averaged exponentially over
+    the windows. A factor that lies beyond `threshold` of the reference (the average at the last planning), on one side
+    for `patience` windows in a row, has changed: its average starts anew from those windows.
+ 2. The plan is questioned when a factor has changed; and at the end of an epoch, when an average has moved by more than
+    `epoch_threshold`. A change of communication outdates what was known of communication that the plan does not use.
+ 3. With `ask_probes`, measurements of such communication are asked for first, and the plan is made after the next window.
+ 4. A new plan is taken when it is predicted at least `least_improvement` faster than the current one *under the same factors*
     (so that an error common to both predictions cancels), and saves over the steps left more than `margin` times what
     the switch costs.
- 4. After a switch, `settle_windows` windows pass before the next one.
+ 5. After a switch, `settle_windows` windows pass before the next one.
 
-Leaves out: that a link nobody uses is not seen to recover (give such measurements as `probes`), the seconds that planning itself
-takes, and any forecast: what was last seen is taken to last.
+Leaves out: that a link nobody uses is not seen to recover (a driver may give probes at any window), the seconds that planning
+itself takes, and any forecast: what was last seen is taken to last.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from parsim.costs.corrected import (
-    NO_CORRECTIONS,
-    ClassSeconds,
-    CommunicationClass,
-    Corrections,
-    averaged,
-    learn,
-)
+from parsim.costs.corrected import NO_CORRECTIONS, ClassSeconds, CommunicationClass, Corrections, learn
 from parsim.errors import CostError, PlanError, ScheduleError
 from parsim.plan.plan import Plan
 from parsim.units import format_seconds
@@ -46,6 +43,8 @@ class ControllerConfig:
     least_improvement: least relative gain of step time worth a switch.
     margin: how many times its cost a switch must save over the steps left.
     settle_windows: windows after a switch in which there is no other.
+    ask_probes: before planning, ask for probes of communication the plan does not use; a driver that cannot probe loses a
+        window by it.
     """
 
     smoothing: float = 0.9
@@ -56,6 +55,7 @@ class ControllerConfig:
     least_improvement: float = 0.05
     margin: float = 1.0
     settle_windows: int = 2
+    ask_probes: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.smoothing < 1:
@@ -77,7 +77,8 @@ class Observation:
         window: its number, rising from observation to observation. steps_left: training steps after it.
         step_s: mean seconds of a step. seconds: mean seconds per step by class of work.
         epoch_ended: the window ends an epoch.
-        probes: factors (measured over the profile's seconds) of communication timed on purpose beside the training.
+        probes: factors (measured over the profile's seconds) of communication timed on purpose beside the training. Of what
+            the plan uses itself, the training's own seconds count instead.
     """
 
     window: int
@@ -106,10 +107,16 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """Go on as before. `planned`: a planner was asked, so this decision took the seconds of a planning."""
+    """Go on as before.
+
+    Attributes:
+        planned: a planner was asked, so this decision took the seconds of a planning.
+        probe: the plan is in question: time the communication of other plans and give it with the next observation.
+    """
 
     reason: str
     planned: bool = False
+    probe: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +137,29 @@ SwitchCost = Callable[[Plan, Plan], float]
 """Seconds that training stands still when it goes from one plan to another."""
 
 
+Key = int | CommunicationClass
+"""A rank's computation, or a class of communication."""
+
+
+class Track(NamedTuple):
+    """What is known of one factor: its moving average over `windows`, and over the last |streak| windows, all beyond the
+    threshold on one side (streak > 0: slower), the mean `recent`."""
+
+    average: float
+    windows: int
+    streak: int = 0
+    recent: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Controller:
     """State of the controller; `observe` returns the next one.
 
     Attributes:
         plan, expected: what is running, and the profile's seconds of its work by class.
-        belief: averaged factors. reference: the belief at the last planning.
-        streak: windows in a row beyond the threshold. last_window, last_switch: numbers of windows.
+        tracks: what is known of every factor. reference: the averages at the last planning.
+        question: why a planning is due after probes were asked for.
+        last_window, last_switch: numbers of windows.
     """
 
     config: ControllerConfig
@@ -145,12 +167,20 @@ class Controller:
     switch_cost_s: SwitchCost
     plan: Plan
     expected: ClassSeconds
-    belief: Corrections = NO_CORRECTIONS
+    tracks: Mapping[Key, Track] = field(default_factory=dict)
     reference: Corrections = NO_CORRECTIONS
-    streak: int = 0
+    question: str = ""
     last_window: int | None = None
     last_switch: int | None = None
     switches: int = 0
+
+    @property
+    def belief(self) -> Corrections:
+        """The averaged factors."""
+        return Corrections(
+            ranks=tuple((key, track.average) for key, track in self.tracks.items() if isinstance(key, int)),
+            communication=tuple((key, track.average) for key, track in self.tracks.items() if not isinstance(key, int)),
+        )
 
     def observe(self, seen: Observation) -> tuple[Controller, Keep | Replan]:
         """Take in one window and decide.
@@ -159,33 +189,99 @@ class Controller:
             ScheduleError: windows out of order, a step time that is not above 0, or nothing observed that the plan does.
         """
         self._check(seen)
-        learnt = learn(seen.seconds, self.expected)
+        learnt = learn(seen.seconds, self.expected).factors()
         if not learnt:
             raise ScheduleError("the observation has no work of the current plan; build it from the current plan's own graph")
-        config = self.config
-        belief = averaged(averaged(self.belief, learnt, config.smoothing), seen.probes, config.smoothing)
-        change, what = _largest_change(belief, self.reference, learnt, seen, config.least_share)
-        streak = self.streak + 1 if change > config.threshold else 0
-        state = replace(self, belief=belief, streak=streak, last_window=seen.window)
-        moved = f"{what} by {100 * change:.0f}%" if what else "nothing"
-        if streak >= config.patience:
-            why = f"changed for {streak} windows: {moved}"
-        elif seen.epoch_ended and change > config.epoch_threshold:
-            why = f"changed at the epoch's end: {moved}"
-        else:
-            return state, Keep(reason=f"no lasting change (largest: {moved}; {streak} of {config.patience} windows)")
-        if self.last_switch is not None and seen.window - self.last_switch <= config.settle_windows:
-            settling = f"{seen.window - self.last_switch} of {config.settle_windows} windows since the last switch"
-            return state, Keep(reason=f"{why}; but {settling}")
+        probed = {key: factor for key, factor in seen.probes.factors().items() if key not in learnt}
+        weighty = {key for key in learnt if self._weighs(key, seen)}
+        fresh = {
+            **{key: self._track(key, factor, key in weighty) for key, factor in learnt.items()},
+            **{key: Track(average=factor, windows=1) for key, factor in probed.items()},
+        }
+        tracks = {**self.tracks, **fresh}
+        why = self._why(tracks, learnt, weighty, probed, seen.epoch_ended)
+        state = replace(self, tracks=tracks, last_window=seen.window, question="")
+        if not why:
+            return state, Keep(reason=f"no lasting change: {self._largest(tracks, weighty | probed.keys())}")
+        if self.last_switch is not None and seen.window - self.last_switch <= self.config.settle_windows:
+            return state, Keep(
+                reason=f"{why}; but it is window {seen.window - self.last_switch} after a switch, and "
+                f"{self.config.settle_windows} must pass"
+            )
         if seen.steps_left <= 0:
             return state, Keep(reason=f"{why}; but no steps are left")
+        if self.config.ask_probes and not seen.probes and not self.question:
+            return replace(state, question=why), Keep(reason=f"{why}; other plans' communication is probed first", probe=True)
+        changed = any(not isinstance(key, int) and abs(tracks[key].streak) >= self.config.patience for key in learnt)
+        if changed:
+            kept = {key: track for key, track in tracks.items() if isinstance(key, int) or key in fresh}
+            state = replace(state, tracks=kept)
         return state._plan_again(seen, why)
 
+    def _before(self, key: Key) -> float:
+        """The factor that the last planning reckoned with."""
+        return self.reference.rank_factor(key) if isinstance(key, int) else self.reference.communication_factor(key)
+
+    def _weighs(self, key: Key, seen: Observation) -> bool:
+        """Whether a change of the factor can matter to the step: before it or after it."""
+        if isinstance(key, int):
+            return True
+        seconds = max(seen.seconds[key], self.expected[key] * self._before(key))
+        return seconds >= self.config.least_share * seen.step_s
+
+    def _track(self, key: Key, factor: float, weighty: bool) -> Track:
+        """The track after one more window."""
+        old = self.tracks.get(key, Track(average=factor, windows=0))
+        change = factor / self._before(key) - 1
+        streak, recent = 0, 0.0
+        if weighty and abs(change) > self.config.threshold:
+            side = 1 if change > 0 else -1
+            going_on = old.streak * side > 0
+            streak = old.streak + side if going_on else side
+            recent = old.recent + (factor - old.recent) / abs(streak) if going_on else factor
+        if abs(streak) >= self.config.patience:
+            return Track(average=recent, windows=abs(streak), streak=streak, recent=recent)
+        weight = max(1 - self.config.smoothing, 1 / (old.windows + 1))
+        return Track(
+            average=old.average + weight * (factor - old.average), windows=old.windows + 1, streak=streak, recent=recent
+        )
+
+    def _why(
+        self, tracks: Mapping[Key, Track], learnt: Iterable[Key], weighty: Set[Key], probed: Iterable[Key], epoch_ended: bool
+    ) -> str:
+        """Why the plan is in question, or nothing."""
+        lasting = [key for key in learnt if abs(tracks[key].streak) >= self.config.patience]
+        if lasting:
+            windows = max(abs(tracks[key].streak) for key in lasting)
+            return f"changed for {windows} window{'s' if windows > 1 else ''}: {self._largest(tracks, lasting)}"
+        if self.question:
+            return self.question
+        if epoch_ended:
+            moved = [key for key in weighty if self._moved(tracks, key) > self.config.epoch_threshold]
+            moved += [key for key in probed if self._moved(tracks, key) > self.config.threshold]
+            if moved:
+                return f"changed by the epoch's end: {self._largest(tracks, moved)}"
+        return ""
+
+    def _moved(self, tracks: Mapping[Key, Track], key: Key) -> float:
+        return abs(tracks[key].average / self._before(key) - 1)
+
+    def _largest(self, tracks: Mapping[Key, Track], keys: Iterable[Key]) -> str:
+        """The change of the factor among `keys` that has moved most, in words."""
+        changes = {key: tracks[key].average / self._before(key) - 1 for key in sorted(keys, key=str)}
+        key = max(changes, key=lambda name: abs(changes[name]), default=None)
+        if key is None:
+            return "nothing of weight was seen"
+        what = f"computation of rank {key}" if isinstance(key, int) else str(key)
+        return f"{what} {100 * abs(changes[key]):.0f}% {'longer' if changes[key] > 0 else 'shorter'}"
+
     def _plan_again(self, seen: Observation, why: str) -> tuple[Controller, Keep | Replan]:
-        """Ask the planner. Whatever it says was said of the present belief, which is the new reference."""
-        considered = replace(self, reference=self.belief, streak=0)
+        """Ask the planner. Its answer is about the present belief: that is the new reference, and streaks begin anew."""
+        belief = self.belief
+        tracks = {key: track._replace(streak=0, recent=0.0) for key, track in self.tracks.items()}
+        considered = replace(self, reference=belief, tracks=tracks)
         try:
-            choice = self.plan_for(self.belief, self.plan)
+            choice = self.plan_for(belief, self.plan)
         except (ScheduleError, CostError, PlanError) as error:
             return considered, Keep(reason=f"{why}; but planning failed: {error}", planned=True)
         now = f"measured step {format_seconds(seen.step_s)}, predicted {format_seconds(choice.current_step_s)}"
@@ -198,9 +294,8 @@ class Controller:
             return considered, Keep(reason=f"{why}; {now}; {offer}: {floor}", planned=True)
         saving_s = (choice.current_step_s - choice.step_s) * seen.steps_left
         cost_s = self.switch_cost_s(self.plan, choice.plan)
-        sums = (
-            f"it saves {format_seconds(saving_s)} over the {seen.steps_left} steps left, the switch costs {format_seconds(cost_s)}"
-        )
+        saves = f"it saves {format_seconds(saving_s)} over the {seen.steps_left} steps left"
+        sums = f"{saves}, the switch costs {format_seconds(cost_s)}"
         if not saving_s > self.config.margin * cost_s:
             times = f", and must save {self.config.margin:g} times that" if self.config.margin != 1 else ""
             return considered, Keep(reason=f"{why}; {now}; {offer}; {sums}{times}", planned=True)
@@ -217,25 +312,6 @@ class Controller:
             )
         if not (math.isfinite(seen.step_s) and seen.step_s > 0):
             raise ScheduleError(f"the mean step of window {seen.window} is {seen.step_s} s; it must be above 0")
-
-
-def _largest_change(
-    belief: Corrections, reference: Corrections, learnt: Corrections, seen: Observation, least_share: float
-) -> tuple[float, str]:
-    """The largest relative change of what was just seen and matters against the reference, and its name."""
-    largest, name = 0.0, ""
-    now = belief.factors()
-    for key in {**learnt.factors(), **seen.probes.factors()}:
-        if isinstance(key, CommunicationClass):
-            if key not in seen.probes.factors() and seen.seconds[key] < least_share * seen.step_s:
-                continue
-            before, text = reference.communication_factor(key), str(key)
-        else:
-            before, text = reference.rank_factor(key), f"computation of rank {key}"
-        change = abs(now[key] / before - 1)
-        if change > largest:
-            largest, name = change, f"{text} {'slower' if now[key] > before else 'faster'}"
-    return largest, name
 
 
 def _same(one: Plan, other: Plan) -> bool:

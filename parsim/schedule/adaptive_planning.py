@@ -13,7 +13,15 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.costs.corrected import NO_CORRECTIONS, ClassSeconds, Corrections, WorkClass, class_of, class_seconds
+from parsim.costs.corrected import (
+    NO_CORRECTIONS,
+    ClassSeconds,
+    CommunicationClass,
+    Corrections,
+    WorkClass,
+    class_of,
+    class_seconds,
+)
 from parsim.costs.estimate import OverlapFactors
 from parsim.costs.memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
 from parsim.costs.uncertainty import medians_s
@@ -30,7 +38,7 @@ from parsim.schedule.search import search
 from parsim.simulate import static
 from parsim.simulate.compile import CompiledGraph
 from parsim.timeline import Timeline
-from parsim.work import SendRecv
+from parsim.work import Collective, SendRecv
 
 Floats = NDArray[np.float64]
 
@@ -67,7 +75,7 @@ def observation_of(
     seconds = np.atleast_2d(np.asarray(per_task_seconds, dtype=np.float64))
     if seconds.ndim != 2 or seconds.shape[1] != len(graph.tasks) or not len(seconds):
         raise ScheduleError(
-            f"per_task_seconds has shape {seconds.shape}, the graph has {len(graph.tasks)} tasks; give [steps, tasks] of one plan"
+            f"per_task_seconds has shape {seconds.shape}, the graph has {len(graph.tasks)} tasks; give [steps, tasks]"
         )
     if not (np.isfinite(seconds).all() and (seconds >= 0).all()):
         raise ScheduleError("per_task_seconds holds a negative or infinite time, or none (NaN); leave out steps not recorded")
@@ -81,6 +89,33 @@ def observation_of(
         epoch_ended=epoch_ended,
         probes=probes,
     )
+
+
+def probe_work(programs: Sequence[CompiledGraph]) -> dict[CommunicationClass, Collective | SendRecv]:
+    """What to time in order to know the communication of these programs (`Evaluation.compiled`, `PricedPlan.compiled`): of each
+    class the work with the most bytes."""
+    found: dict[CommunicationClass, Collective | SendRecv] = {}
+    for program in programs:
+        for work, rank in program.columns.units:
+            key = class_of(work, rank)
+            if not (isinstance(key, CommunicationClass) and isinstance(work, Collective | SendRecv)):
+                continue
+            if key not in found or work.size_bytes > found[key].size_bytes:
+                found[key] = work
+    return found
+
+
+def probes_of(problem: Problem, timed: Sequence[tuple[Collective | SendRecv, float]]) -> Corrections:
+    """`Observation.probes` from (work, measured seconds): factors to the profile. What the profile holds for free is left out.
+
+    Raises CostError for work without a price, or seconds that are not above 0.
+    """
+    factors: dict[CommunicationClass, float] = {}
+    for work, seconds in timed:
+        key, profile_s = class_of(work, 0), problem.costs(problem.cluster.size).estimate(work, 0).median_s
+        if isinstance(key, CommunicationClass) and profile_s > 0:
+            factors[key] = seconds / profile_s
+    return Corrections(communication=tuple(factors.items()))
 
 
 def expected_seconds(problem: Problem, plan: Plan) -> dict[WorkClass, float]:
@@ -135,7 +170,7 @@ def search_planner(problem: Problem, strategies: Sequence[str] = tuple(FAMILIES)
     return plan_for
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PricedPlan:
     """A plan lowered and priced once, whose step under any corrections takes one pass of the static engine.
 
@@ -170,7 +205,7 @@ class PricedPlan:
             durations_s = task_seconds(columns.size, timeline)
         by_unit = np.bincount(columns.unit, weights=durations_s, minlength=len(columns.units))
         totals = np.bincount(self._class_numbers, weights=by_unit, minlength=len(self._class_names) + 1)
-        return dict(zip(self._class_names, totals.tolist(), strict=False))
+        return dict(zip(self._class_names, totals[:-1].tolist(), strict=True))
 
     @cached_property
     def _class_names(self) -> tuple[WorkClass, ...]:
@@ -223,7 +258,8 @@ def switch_cost(problem: Problem, rebuild_s: float = 0.0) -> SwitchCost:
     """Prices a switch: every rank receives the weights and optimizer state it will need and does not hold.
 
     Transfers of one rank go one after the other, those of different ranks at once; the busiest rank sets the time. A parameter
-    comes from the first rank that holds it (or any piece of it). Leaves out disks: a switch by checkpoint reads and writes files.
+    comes from the first rank that holds it (or any piece of it). Leaves out disks (a switch by checkpoint reads and writes
+    files) and ZeRO, under which the optimizer state lies elsewhere than the weights.
 
     Args:
         rebuild_s: seconds beside the moving: process groups, graphs, first steps.

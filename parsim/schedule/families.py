@@ -50,6 +50,7 @@ def _whole_model(problem: Problem, strategy: str, replicas: int, bucket_choices:
                 global_batch=problem.global_batch,
                 microbatches=microbatches,
                 bucket_bytes=bucket_bytes,
+                zero_stage=problem.zero_stage,
             )
 
 
@@ -145,6 +146,7 @@ def balanced_plan(
         microbatches=microbatches,
         pipeline_order=pipeline_order,
         bucket_bytes=bucket_bytes,
+        zero_stage=problem.zero_stage,
     )
 
 

@@ -49,7 +49,7 @@ def plan_memory(layout: Layout, cluster: Cluster, *, precision: str, optimizer: 
                 device=device,
                 backend=cluster.profile.communication.backend,
                 communicators=len({message.group for message in messages}),
-                largest_message_bytes=max((message.size_bytes for message in messages), default=0),
+                largest_message_bytes=round(max((message.size_bytes for message in messages), default=0.0)),
                 loaded_microbatches=plan.microbatches,
                 boundary=rank_boundary(layout, rank) if plan.is_mixed else None,
                 weights=rank_weights(layout, rank),
@@ -66,9 +66,7 @@ def rank_weights(layout: Layout, rank: int) -> Weights:
         elements=sum(parameter.elements for parameter in layout.rank_parameters(rank)),
         parameter_bytes=size_bytes,
         gradient_bytes=size_bytes,
-        updated_elements=sum(
-            bucket.chunk_elements if layout.is_divided(bucket) else bucket.elements for bucket in buckets
-        ),
+        updated_elements=sum(bucket.chunk_elements if layout.is_divided(bucket) else bucket.elements for bucket in buckets),
     )
 
 

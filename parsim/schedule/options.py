@@ -74,7 +74,8 @@ class Prices:
     def _seconds(self) -> dict[tuple[Work, int], float]:
         return {}
 
-    def _price(self, work: Work, rank: int) -> float:
+    def work_s(self, work: Work, rank: int) -> float:
+        """The median price of any work."""
         key = (work, rank)
         if key not in self._seconds:
             self._seconds[key] = self._costs.estimate(work, rank).median_s
@@ -131,13 +132,13 @@ class Prices:
         if hop.operation in POINT_TO_POINT_HOPS:
             piece = size_bytes if hop.operation == "move" else size_bytes // tp
             return sum(
-                self._price(SendRecv(source=source, destination=target, size_bytes=piece), 0)
+                self.work_s(SendRecv(source=source, destination=target, size_bytes=piece), 0)
                 for source, target in hop_pairs(hop, tp)
             )
         share = 1 / tp if hop.operation == "all_to_all" else max(hop.source.ways, hop.target.ways) / tp
         operation = COLLECTIVE_OF_HOP[hop.operation]
         return max(
-            self._price(Collective(operation=operation, group=group, size_bytes=round(size_bytes * share)), 0)
+            self.work_s(Collective(operation=operation, group=group, size_bytes=round(size_bytes * share)), 0)
             for group in hop_groups(hop, tp)
         )
 
@@ -156,7 +157,7 @@ class Prices:
                 whole = max(size_bytes, self.bucket_bytes)
                 operations = ("reduce_scatter", "all_gather") if self.zero_stage else ("all_reduce",)
                 seconds = sum(
-                    self._price(Collective(operation=operation, group=group, size_bytes=whole), 0) for operation in operations
+                    self.work_s(Collective(operation=operation, group=group, size_bytes=whole), 0) for operation in operations
                 )
                 total += seconds * size_bytes / whole
         return total
@@ -173,7 +174,7 @@ class Prices:
         if not elements:
             return 0.0
         whole = OptimizerStep(elements=max(elements, 1_000_000), tensors=len(component.parameters))
-        return self._price(whole, 0) * elements / whole.elements
+        return self.work_s(whole, 0) * elements / whole.elements
 
     def memory_bytes(self, component: Component, placement: Placement, shard: int) -> float:
         """What tp rank `shard` keeps for the component: weights, gradients, optimizer state, saved activations in flight.

@@ -12,12 +12,17 @@ from parsim.costs.estimate import Estimate
 from parsim.costs.pricing import price
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
+from parsim.plan.placement import Placement
 from parsim.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Attributes: global_batch in samples per step; precision and optimizer as in RUN.toml; corrections learnt from a run."""
+    """Attributes:
+    global_batch: samples per step. precision, optimizer: as in RUN.toml. corrections: learnt from a run.
+    zero_stage: that plans are to have.
+    pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
+    """
 
     model: Model
     cluster: Cluster
@@ -25,6 +30,24 @@ class Problem:
     precision: str = "fp32"
     optimizer: str = "sgd_momentum"
     corrections: Corrections = NO_CORRECTIONS
+    zero_stage: int = 0
+    pins: tuple[tuple[str, Placement], ...] = ()
+    forbids: tuple[tuple[str, str], ...] = ()
+
+    def allows(self, component: str, placement: Placement) -> bool:
+        """Whether pins and forbids leave the component this placement."""
+        pinned = self._pinned.get(component, placement)
+        forbidden = self._forbidden.get(component, frozenset())
+        return placement == pinned and placement.kind not in forbidden and str(placement) not in forbidden
+
+    @cached_property
+    def _pinned(self) -> dict[str, Placement]:
+        return dict(self.pins)
+
+    @cached_property
+    def _forbidden(self) -> dict[str, frozenset[str]]:
+        names = {component for component, _ in self.forbids}
+        return {name: frozenset(text for component, text in self.forbids if component == name) for name in names}
 
     def costs(self, ranks: int) -> Costs:
         """Prices under the load of `ranks` ranks that compute at once."""

@@ -7,14 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parsim.errors import CostError, ScheduleError, near_matches
+from parsim.graph.layout import Layout
 from parsim.plan.plan import Plan
 from parsim.schedule.evaluate import SAMPLES, Evaluation, evaluate
 from parsim.schedule.families import FAMILIES
+from parsim.schedule.memory import plan_memory
 from parsim.schedule.problem import Problem
+from parsim.schedule.quick import QuickEstimates
 from parsim.units import format_bytes, format_seconds
 
-PATIENCE = 7
-"""A mesh is left once this many of its plans in a row, all fitting, were slower than its best."""
+REACH = 1.25
+"""A family is left at plans whose closed form is this much slower than the best one simulated."""
+
+FEWEST = 3
+"""Plans of a family that are simulated in any case, if they fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +76,7 @@ def search(
     for name in wanted:
         if name not in FAMILIES:
             raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, [*FAMILIES, 'adaptive'])}")
+    quick = QuickEstimates(problem)
     judged: list[Evaluation] = []
     skipped: dict[str, str] = {}
     unpriced: CostError | None = None
@@ -78,7 +85,7 @@ def search(
             skipped[name] = "one device: there is nothing to distribute"
             continue
         try:
-            judged.extend(_judge_family(problem, FAMILIES[name](problem)))
+            judged.extend(_judge_family(problem, FAMILIES[name](problem), quick))
         except ScheduleError as error:
             skipped[name] = str(error)
         except CostError as error:
@@ -109,24 +116,30 @@ def search(
     )
 
 
-def _judge_family(problem: Problem, plans: Iterable[Plan]) -> list[Evaluation]:
-    """Evaluate members in order of microbatches; leave a mesh when more of them no longer help."""
+def _judge_family(problem: Problem, plans: Iterable[Plan], quick: QuickEstimates) -> list[Evaluation]:
+    """Simulate the members that a closed form puts first, until the rest are out of reach.
+
+    Of members that do not fit one is simulated, the one closest to fitting, and only if none fits.
+    """
+    ordered = sorted(plans, key=quick.step_s)
     judged: list[Evaluation] = []
+    too_large: list[tuple[int, Plan]] = []
     best: float | None = None
-    worse = 0
-    mesh = None
-    for plan in plans:
-        if plan.mesh != mesh:
-            mesh, best, worse = plan.mesh, None, 0
-        if worse >= PATIENCE:
+    for plan in ordered:
+        if best is not None and len(judged) >= FEWEST and quick.step_s(plan) > REACH * best:
+            break
+        memory = plan_memory(
+            Layout(plan, problem.model), problem.cluster, precision=problem.precision, optimizer=problem.optimizer
+        )
+        if not all(entry.fits for entry in memory):
+            too_large.append((max(entry.excess_bytes for entry in memory), plan))
             continue
         evaluation = evaluate(problem, plan, samples=0)
         judged.append(evaluation)
-        if not evaluation.result.fits:
-            continue
-        median = evaluation.result.step_s.median
-        worse = 0 if best is None or median < best else worse + 1
-        best = median if best is None else min(best, median)
+        if best is None or evaluation.result.step_s.median < best:
+            best = evaluation.result.step_s.median
+    if not judged and too_large:
+        judged.append(evaluate(problem, min(too_large, key=lambda entry: entry[0])[1], samples=0))
     return judged
 
 

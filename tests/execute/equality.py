@@ -34,6 +34,11 @@ class Case:
     optimizer: str = "sgd_momentum"
     learning_rate: float = 0.02
     dtype: str = "float64"
+    granularity: str = "block"
+
+    @property
+    def model(self) -> Model:
+        return load_model(self.spec, granularity=self.granularity)
 
     def __str__(self) -> str:
         return f"{self.spec.name} {self.plan.summary()} {self.optimizer} {self.dtype}"
@@ -70,16 +75,17 @@ def even_plan(
 def run_cases(cases: Sequence[Case], folder: Path, *, steps: int) -> list[RunSpec]:
     """All cases in one launch, `steps` steps each; their states and losses lie under the folder."""
     runs = []
-    models: dict[ModelSpec, Path] = {}
+    models: dict[tuple[ModelSpec, str], Path] = {}
     for number, case in enumerate(cases):
-        if case.spec not in models:
-            models[case.spec] = folder / f"model-{len(models)}.json"
-            load_model(case.spec).save(models[case.spec])
+        key = (case.spec, case.granularity)
+        if key not in models:
+            models[key] = folder / f"model-{len(models)}.json"
+            case.model.save(models[key])
         runs.append(
             RunSpec(
                 name=f"case{number}",
                 model=case.spec,
-                model_path=str(models[case.spec]),
+                model_path=str(models[key]),
                 plan=case.plan,
                 optimizer=case.optimizer,
                 learning_rate=case.learning_rate,
@@ -124,7 +130,7 @@ def compare_case(case: Case, run: RunSpec, folder: Path, *, steps: int) -> Diffe
     found = latest_checkpoint(folder / run.name / "checkpoints")
     assert found is not None
     assert found.step == steps
-    trained = trained_names(load_model(case.spec))
+    trained = trained_names(case.model)
     state = load_state(found)
     parameters = largest_difference(expected.parameters, dict(state.weights), trained)
     held = expected.optimizer_state
@@ -159,5 +165,5 @@ def _buffer_difference(case: Case, expected: ReferenceResult, checkpoints: Path)
 def _loss_difference(case: Case, run: RunSpec, expected: ReferenceResult, folder: Path) -> float:
     """The first step is the one the memory was measured in; its loss is not kept."""
     every = [RankRecord.load(folder / run.name, rank).losses for rank in range(case.plan.world_size)]
-    losses = np.sum([entry for entry in every if not np.isnan(entry).all()], axis=0)
+    losses = np.nansum([entry for entry in every if not np.isnan(entry).all()], axis=0)
     return float(np.abs(losses - np.array(expected.losses[1:])).max())

@@ -21,22 +21,26 @@ from calibration.build_profile import (
     overlap_factors,
     rank_sigma,
     robust_sigma,
+    shard_points,
     typical_step,
 )
 from calibration.calibrate import CalibrationRequest, calibrate
 from calibration.fit_collectives import fit_regimes
-from calibration.measure_collectives import collective_groups, merged_seconds, transfer_pairs
+from calibration.measure_collectives import COLLECTIVES, collective_groups, merged_seconds, transfer_pairs
 from calibration.measure_components import StepTimes, make_case, optimizer_cases, sweep_record
 from calibration.measure_overlap import communication_factor, computation_factor
+from calibration.measure_shards import Cut, run_parts, sweeps_of, useful_batches, useful_cuts
 from calibration.request import active_levels
 from parsim.costs.collectives import regimes_s
 from parsim.errors import ConfigError, ExecutionError
 from parsim.execute.streams import TaskTime
 from parsim.graph.taskgraph import work_text
-from parsim.hardware.profile import load_profile, save_profile
+from parsim.hardware.profile import ComponentPoint, load_profile, save_profile
+from parsim.model.narrow import narrow
 from parsim.model.spec import ModelSpec, build_module, example_batch, load_model
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
+GPT = ModelSpec(name="gpt_small", args=(("layers", 2),))
 REQUEST = CalibrationRequest(models=((MLP, (4, 8)),), quick=True)
 
 
@@ -45,9 +49,20 @@ REQUEST = CalibrationRequest(models=((MLP, (4, 8)),), quick=True)
 
 def test_request_round_trips_as_json() -> None:
     request = CalibrationRequest(
-        models=((MLP, (8, 4)), (ModelSpec(name="gpt_small"), (2,))), nproc=4, optimizers=("adam", "sgd"), sizes_bytes=(1024,)
+        models=((MLP, (8, 4)), (GPT, (2,))),
+        nproc=4,
+        optimizers=("adam", "sgd"),
+        sizes_bytes=(1024,),
+        granularities=("block", "sublayer"),
+        shard_ways=(2,),
     )
     assert CalibrationRequest.from_json(request.to_json()) == request
+    assert [(spec.name, granularity) for spec, _, granularity in request.measured_models] == [
+        ("mlp", "block"),
+        ("gpt_small", "block"),
+        ("mlp", "sublayer"),
+        ("gpt_small", "sublayer"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +77,8 @@ def test_request_round_trips_as_json() -> None:
         ({"optimizers": ()}, "sgd_momentum"),
         ({"sizes_bytes": (4,)}, ">= 8 bytes"),
         ({"min_rounds": 9, "max_rounds": 2}, "min_rounds"),
+        ({"granularities": ()}, "such as block"),
+        ({"shard_ways": (2, 1)}, "at least 2 shards"),
     ],
 )
 def test_bad_requests_teach(change: dict[str, Any], words: str) -> None:
@@ -283,7 +300,7 @@ def synthetic_raw(request: CalibrationRequest) -> dict[str, Any]:
     ]
     environment = {"processor": "P", "cores": 2, "system": "Linux", "versions": {"torch": "2"}}
     return {
-        "ranks": [{"sweeps": sweeps, "optimizers": steps, "device": facts}] * 2,
+        "ranks": [{"sweeps": sweeps, "optimizers": steps, "shards": [], "device": facts}] * 2,
         "cases": cases,
         "collectives": collectives,
         "overlap": [{"computation": [1.2, 1.4], "communication": 1.6}],
@@ -310,6 +327,96 @@ def test_profile_holds_exactly_what_was_measured(tmp_path: Path) -> None:
     assert len(profile.devices) == 2
     assert other_share(raw) == pytest.approx(0.25)
     assert check_complete(profile, REQUEST) == 2 * 2 * 2 * len(load_model(MLP).components)
+
+
+# --- shards -----------------------------------------------------------------------------------------------------------
+
+
+def test_shards_worth_measuring() -> None:
+    """Both layers of the GPT do the same work: one of each kind is cut, by every rule, as often as the ranks allow."""
+    model = load_model(GPT, granularity="sublayer")
+    rules = {component.name: [entry.rule for entry in component.shardings] for component in model.components}
+
+    def cuts(**changes: Any) -> list[Cut]:
+        return useful_cuts([model], CalibrationRequest(models=((GPT, (4,)),), **changes))[0]
+
+    four = cuts(nproc=4)
+    assert {cut.ways for cut in four} == {2, 4}
+    assert {(cut.component, cut.rule) for cut in four if cut.component == "h.0.attn"} == {("h.0.attn", "heads+row")}
+    assert not any(cut.component.startswith("h.1") for cut in four)
+    assert {cut.rule for cut in four if cut.component == "lm_head"} == set(rules["lm_head"])
+    assert cuts(nproc=1) == cuts(nproc=3) == []
+    quick = cuts(nproc=4, quick=True)
+    assert {cut.ways for cut in quick} == {2}
+    assert len({cut.component for cut in quick}) == len(quick) > 0
+    assert set(quick) <= set(four)
+    assert useful_batches([1, 2, 4, 8], quick=False) == (1, 4, 8)
+    assert useful_batches([8, 2], quick=False) == (2, 8)
+    assert useful_batches([1, 2, 4, 8], quick=True) == (8,)
+
+
+def test_shards_compute_their_piece_and_leave_the_module_as_it_was() -> None:
+    import torch
+
+    from parsim.execute.streams import make_streams
+    from parsim.model.autograd_cut import forward_component
+    from parsim.work import Phase
+
+    request, cpu = CalibrationRequest(models=((GPT, (2,)),), precision="fp64"), torch.device("cpu")
+    model = load_model(GPT, granularity="sublayer")
+    case = make_case(0, GPT, model, 2, request, cpu)
+    weights = {name: tensor.clone() for name, tensor in case.stage.module.named_parameters()}
+    sweeps = sweeps_of(case, [Cut("lm_head", "column", 2), Cut("lm_head", "column", 4), Cut("h.0.attn", "heads+row", 2)])
+    assert [[part.cut for part in parts] for parts in sweeps] == [
+        [Cut("lm_head"), Cut("h.0.attn")],
+        [Cut("lm_head", "column", 2), Cut("h.0.attn", "heads+row", 2)],
+        [Cut("lm_head", "column", 4)],
+    ]
+    streams = make_streams(cpu)
+    for parts in sweeps:
+        run_parts(parts, streams)
+        assert all(part.seconds[phase] > 0 for part in parts for phase in (Phase.FORWARD, Phase.BACKWARD))
+    whole, half, quarter = (parts[0] for parts in sweeps)
+    whole.install()
+    (logits,) = forward_component(whole.runnable, whole.inputs)[0]
+    for part, ways in ((half, 2), (quarter, 4)):
+        part.install()
+        (piece,) = forward_component(part.runnable, part.inputs)[0]
+        assert torch.allclose(piece, logits[..., : logits.shape[-1] // ways], rtol=0, atol=1e-12)
+        assert all(parameter.grad is not None for _, _, parameter in part.state if isinstance(parameter, torch.nn.Parameter))
+    for part in sweeps[0]:
+        part.install()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in case.stage.module.named_parameters())
+
+
+def test_a_shard_takes_its_share_of_what_the_whole_takes_in_a_step() -> None:
+    """Beside a whole of 2 and 4 ms the shard took 1 and 2 (half), and once by accident 4 ms."""
+    model = load_model(MLP)
+    first = model.components[0]
+    base = ComponentPoint(
+        fingerprint=first.fingerprint,
+        model="mlp",
+        component=first.name,
+        phase="forward",
+        samples=4,
+        device_type="cpu-core",
+        precision="fp32",
+        ranks_active=2,
+        seconds=3e-3,
+        spread=0.01,
+        repeats=9,
+        source="steps",
+    )
+    rule = first.shardings[0].rule
+    parts = [
+        [first.name, rule, 2, "forward", seconds, whole_s] for seconds, whole_s in ((1e-3, 2e-3), (2e-3, 4e-3), (4e-3, 4e-3))
+    ]
+    entry = {"model": 0, "samples": 4, "round": 0, "ranks_active": 2}
+    raw = {"ranks": [{"shards": [{**entry, "parts": [part]} for part in parts]}]}
+    (point,) = shard_points(raw, [model], [base])
+    assert point.seconds == pytest.approx(1.5e-3)
+    assert point.fingerprint == narrow(first, rule, 2).fingerprint != first.fingerprint
+    assert (point.component, point.repeats, point.source) == (f"{first.name} shard:{rule}/2", 3, "shards")
 
 
 def check_complete(profile: Any, request: CalibrationRequest) -> int:
@@ -341,7 +448,9 @@ def test_quick_calibration_of_this_machine(tmp_path: Path, nproc: int) -> None:
     check_complete(profile, request)
     assert profile.name == "here"
     assert len(profile.devices) == nproc
-    assert {fit.operation for fit in profile.communication.fits} == (set() if nproc == 1 else {"all_reduce", "send_recv"})
+    operations = {*COLLECTIVES, "send_recv"}
+    assert {fit.operation for fit in profile.communication.fits} == (set() if nproc == 1 else operations)
+    assert any(point.source == "shards" for point in profile.compute.components) == (nproc > 1)
     assert (profile.overlap is None) == (nproc == 1)
     whole = load_model(MLP).parameter_count
     assert {whole} < {point.elements for point in profile.compute.optimizers}

@@ -23,7 +23,7 @@ from tests.execute.traced_modules import CASES, ManyConsumers, TiedWeights  # no
 SMALL = ("resnet_small", "vit_small", "gpt_small", "bert_small", "vgg_small", "mlp")
 
 
-@pytest.mark.parametrize("granularity", ["block", "layer"])
+@pytest.mark.parametrize("granularity", ["block", "layer", "sublayer"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", CASES)
 def test_awkward_modules(name: str, training: bool, granularity: str) -> None:
@@ -34,7 +34,7 @@ def test_awkward_modules(name: str, training: bool, granularity: str) -> None:
         assert_equal_to_module(module, tuple(torch.randn(batch, *shape) for shape in shapes), granularity)
 
 
-@pytest.mark.parametrize("granularity", ["block", "layer"])
+@pytest.mark.parametrize("granularity", ["block", "layer", "sublayer"])
 @pytest.mark.parametrize("name", SMALL)
 def test_zoo(name: str, granularity: str) -> None:
     spec = ModelSpec(name=name)
@@ -110,10 +110,53 @@ def test_names() -> None:
     assert names("dropouts", "block") == ["blocks.0", "blocks.1", "blocks.2"]
     assert names("attention", "block") == ["attention", "encoder.layers.0", "encoder.layers.1", "out"]
 
+    assert names("dropouts", "sublayer") == ["blocks.0", "blocks.1", "blocks.2"]
+    assert names("called_twice", "sublayer") == ["first.0", "first.0#2", "last"]
+
     odd = nn.Sequential()
     odd.add_module("my layer", nn.Linear(3, 3))
     odd.add_module("loss", nn.Linear(3, 3))
     assert [c.name for c in record(odd, torch.randn(2, 3), loss="mse")] == ["my_layer", "loss_", "loss"]
+
+
+def test_sublayers() -> None:
+    """A block falls into its attention and its MLP, with what is normalised after the last sum on its own; the activation
+    that ends a residual block of a convolutional network stays with it."""
+
+    def names(name: str) -> list[str]:
+        return [component.name for component in load_model(ModelSpec(name=name), granularity="sublayer").components]
+
+    two = [f"{number}.{part}" for number in range(4) for part in ("attention", "fc1")]
+    assert names("vit_small") == ["conv_proj", *(f"layers.{name}" for name in two), "ln", "head", "loss"]
+    three = [f"layers.{number}.{part}" for number in range(4) for part in ("attention", "intermediate", "output_norm")]
+    assert names("bert_small") == ["embeddings.word", "embeddings.norm", *three, "head", "loss"]
+    assert names("gpt_small")[:3] == ["wte", "h.0.attn", "h.0.c_fc"]
+    for name in ("resnet_small", "vgg_small", "mlp"):
+        assert names(name) == [component.name for component in load_model(ModelSpec(name=name)).components]
+
+
+def test_sublayers_of_a_block_called_twice() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.one(x)
+            return x + self.two(x)
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(), Block()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[1](self.blocks[0](self.blocks[0](x)))
+
+    components = record(Again(), torch.randn(2, 4), granularity="sublayer")
+    expected = ["blocks.0.one", "blocks.0.two", "blocks.0.one#2", "blocks.0.two#2", "blocks.1.one", "blocks.1.two"]
+    assert [component.name for component in components] == expected
+    assert_equal_to_module(Again(), (torch.randn(3, 4),), "sublayer")
 
 
 def test_live_parameters_and_bind() -> None:
@@ -267,7 +310,7 @@ class TestErrors:
             record(Boxes(), torch.randn(2, 3))
 
     def test_granularity(self) -> None:
-        with pytest.raises(TraceError, match="block or layer"):
+        with pytest.raises(TraceError, match="block, sublayer, layer"):
             record(nn.Linear(2, 2), torch.randn(2, 2), granularity="operator")
 
     def test_nothing_to_cut(self) -> None:

@@ -12,9 +12,10 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 
 from parsim.errors import ModelError, TraceError  # noqa: E402
-from parsim.model import trace  # noqa: E402
+from parsim.model import record, trace  # noqa: E402
 from parsim.model.spec import ModelSpec, build_module, example_batch, load_model, loss_of  # noqa: E402
 from tests.execute.bitwise import assert_equal_to_module  # noqa: E402
+from tests.execute.shards import assert_shards_equal_whole, values_of  # noqa: E402
 
 pytestmark = pytest.mark.hf
 
@@ -66,7 +67,7 @@ def spec(request: pytest.FixtureRequest, tmp_path: Path) -> ModelSpec:
     return ModelSpec(name=str(path))
 
 
-@pytest.mark.parametrize("granularity", ["block", "layer"])
+@pytest.mark.parametrize("granularity", ["block", "layer", "sublayer"])
 def test_bitwise(spec: ModelSpec, granularity: str) -> None:
     """GPT-2 has dropout 0.1 by default, so the random numbers are compared too."""
     torch.manual_seed(0)
@@ -84,6 +85,40 @@ def test_model_of_a_config(spec: ModelSpec) -> None:
     module = build_module(spec)
     assert used == {name for name, _ in module.named_parameters()}
     assert model.parameter_count == sum(p.numel() for p in module.parameters())
+
+
+SHARDED = {
+    "vit": {"column", "channels_out", "row", "heads+row", "column+row"},
+    "gpt2": {"column", "row", "vocabulary", "heads+row", "column+row"},
+    "llama": {"column", "row", "heads+row", "column+row"},
+}
+
+
+@pytest.mark.parametrize("granularity", ["layer", "sublayer"])
+def test_shards_equal_the_whole(spec: ModelSpec, granularity: str) -> None:
+    """GPT-2 without its dropout: with it nothing that follows a mask can be sharded."""
+    kind = Path(spec.name).parent.name
+    tolerance = 1e-6 if kind == "llama" else 1e-12  # Llama's norms are computed in float32, whatever the weights are
+    if kind == "gpt2":
+        spec = ModelSpec(name=spec.name, args=(("attn_pdrop", 0.0), ("embd_pdrop", 0.0), ("resid_pdrop", 0.0)))
+    model = load_model(spec, granularity=granularity)
+    if granularity == "sublayer":
+        assert {sharding.rule for c in model.components for sharding in c.shardings} >= SHARDED[kind]
+    torch.manual_seed(0)
+    inputs, target = example_batch(spec, 3, dtype=torch.float64)
+    runnables = record(build_module(spec).double().train(), inputs, granularity=granularity, loss=loss_of(spec))
+    values = values_of(runnables, {"input:0": inputs[0], "target": target})
+    for runnable, component in zip(runnables, model.components, strict=True):
+        for sharding in component.shardings:
+            given = [values[value] for value in component.inputs]
+            ways = 2 if sharding.limit % 2 == 0 else sharding.limit
+            assert_shards_equal_whole(runnable, component, sharding, ways, given, tolerance)
+
+
+def test_dropout_is_not_sharded(spec: ModelSpec) -> None:
+    if Path(spec.name).parent.name == "gpt2":
+        model = load_model(spec, granularity="sublayer")
+        assert {c.name for c in model.components if c.shardings} == {"lm_head"}
 
 
 def test_arguments_replace_the_config(spec: ModelSpec) -> None:

@@ -16,7 +16,7 @@ from parsim.costs.estimate import Estimate
 from parsim.errors import ModelError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile, load_profile
-from parsim.model.component import Component, Operator, OperatorShard, Parameter, ParameterShard, Sharding
+from parsim.model.component import Component, OperatorShard, Parameter, ParameterShard, Sharding
 from parsim.model.narrow import narrow
 from parsim.work import Compute, Phase
 from tests.models import sharded_model
@@ -69,7 +69,7 @@ def test_an_unmeasured_shard_is_its_part_of_the_measured_whole_with_a_wider_inte
     assert eighth.median_s == pytest.approx(1e-3 / 8)
     assert (half.source, half.extrapolated) == ("measured", True)
     assert half.parameters == (*whole.parameters, ("shard_scaling", SHARD_SIGMA_PER_DOUBLING))
-    assert eighth.parameters[-1] == ("shard_scaling", pytest.approx(3 * SHARD_SIGMA_PER_DOUBLING))
+    assert dict(eighth.parameters)["shard_scaling"] == pytest.approx(3 * SHARD_SIGMA_PER_DOUBLING)
     assert half.detail.startswith("50% of the whole, measured with")
 
 
@@ -92,9 +92,8 @@ def test_what_is_not_divided_stays_whole_in_the_ratio() -> None:
 
 def test_fits_make_the_ratio_where_there_are_any() -> None:
     """A floor per launch does not divide, so the fitted share is larger than the roofline's."""
-    rows = {"components": [point(CUT, 1, 1e-3)]}
-    fits = [fit("matmul", floor_s=1e-3), fit("memory_bound")]
-    without, with_fits = profile(**rows), profile(**rows, operator_fits=fits)
+    rows, fits = [point(CUT, 1, 1e-3)], [fit("matmul", floor_s=1e-3), fit("memory_bound")]
+    without, with_fits = profile(components=rows), profile(components=rows, operator_fits=fits)
     assert estimate(with_fits, work(1, 4)).median_s > 0.95e-3 > estimate(without, work(1, 4)).median_s
 
 
@@ -156,5 +155,4 @@ def _whole_rule() -> Sharding:
 
 def test_operator_of_the_toy_is_flop_bound() -> None:
     """What the tests above lean on."""
-    assert isinstance(MATMUL, Operator)
     assert MATMUL.forward_flop / (0.5 * PEAK) > (MATMUL.activation_bytes + MATMUL.parameter_bytes) / (0.75 * BANDWIDTH)

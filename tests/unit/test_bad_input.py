@@ -307,3 +307,12 @@ def test_a_file_that_cannot_be_written(cli: Cli, run_file: Path, tmp_path: Path)
     (tmp_path / "file").write_text("not a folder")
     outcome = cli("plan", str(run_file), "--out", str(tmp_path / "file" / "plan.json"))
     assert_refused(outcome, r"file", folder=tmp_path, left={"RUN.toml", "file"})
+
+
+@pytest.mark.parametrize("ways", [1, 7])
+def test_shards_that_no_component_can_be_cut_into(cli: Cli, ways: int) -> None:
+    found = cli("cost", "dgx1-v100-32gb", "--model", "gpt_small", "--batch", "32", "--ways", str(ways))
+    assert found.status == 1
+    assert f"--ways {ways}: no component of gpt_small at granularity block can be cut" in found.message
+    assert "at least 2 and divide one of" in found.message
+    assert found.stdout == ""

@@ -218,6 +218,18 @@ def test_cost_of_every_component(call: Call) -> None:
     assert all(row["seconds"]["median"] > 0 for row in rows)
 
 
+def test_cost_of_shards(call: Call) -> None:
+    """Each rule that divides has its own rows behind the whole component's, and is no slower than the whole."""
+    rows = result_of(call, "cost", "dgx1-v100-32gb", "--model", "gpt_small", "--batch", "32", "--ways", "4")["rows"]
+    shards = [row for row in rows if "rule" in row]
+    assert {row["ways"] for row in shards} == {4}
+    assert {row["rule"] for row in shards} >= {"vocabulary", "column", "row"}
+    whole = {(row["component"], row["phase"]): row["seconds"]["median"] for row in rows if "rule" not in row}
+    assert all(row["seconds"]["median"] <= whole[row["component"], row["phase"]] for row in shards)
+    text = call("cost", "dgx1-v100-32gb", "--model", "gpt_small", "--batch", "32", "--ways", "4")[0]
+    assert "vocabulary" in text
+
+
 def test_calibration_measures_each_model_once_at_every_local_batch_a_plan_may_use() -> None:
     text = RUN_TOML.replace("resnet50", "mlp").replace("num_classes = 100", "")
     configs = [parse_config(text), parse_config(text, ["training.global_batch=24"])]

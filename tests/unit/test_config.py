@@ -70,6 +70,25 @@ def test_another_strategy_on_the_command_line_replaces_a_plan_written_by_hand() 
     assert searched.plan.bucket_bytes is None
 
 
+def test_another_strategy_drops_what_steers_an_adaptive_search_unless_it_is_adaptive() -> None:
+    text = BASE + '[plan]\npin = { head = "place:0" }\nforbid = { "*" = ["replicate", "shard:row/2"] }\n'
+    kept = parse_config(text, ["plan.strategy=adaptive"]).plan
+    assert (kept.pin, kept.forbid) == ({"head": "place:0"}, {"*": ("replicate", "shard:row/2")})
+    searched = parse_config(text, ["plan.strategy=dp", "plan.zero_stage=1"]).plan
+    assert (searched.pin, searched.forbid, searched.zero_stage) == ({}, {}, 1)
+
+
+def test_placements_keep_their_order_through_the_resolved_file() -> None:
+    table = 'placements = { "b.*" = "shard:heads+row/2", "a.b" = "place:0", "*" = "batch" }'
+    text = BASE + f'[plan]\nstrategy = "custom"\nmesh = {{ dp = 4, tp = 2 }}\nzero_stage = 1\n{table}\n'
+    config = parse_config(text, ["model.granularity=sublayer"])
+    again = parse_config(config.to_toml())
+    assert again == config
+    assert again.plan.placements is not None
+    assert list(again.plan.placements) == ["b.*", "a.b", "*"]
+    assert again.model.granularity == "sublayer"
+
+
 def test_relative_paths_start_at_the_file_and_overrides_at_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +137,22 @@ MISTAKES = [
     (["model.input_shape=3"], r"model.input_shape = 3: must be a list; for example input_shape = "),
     (["model.input_shape=[3, 0]"], r"model.input_shape.1 = 0: must be >= 1"),
     (["plan.strategy=adaptve"], r"plan.strategy = 'adaptve' is unknown; did you mean adaptive\?"),
-    (["plan.zero_stage=1"], r"plan.zero_stage = 1: .*set zero_stage = 0"),
+    (["plan.zero_stage=2"], r"plan.zero_stage = 2: .*not sharded yet; set zero_stage = 1 or 0"),
+    (["plan.zero_stage=1", "plan.strategy=x/plan.json"], r"plan.zero_stage = 1: the plan is read from .*drop zero_stage"),
+    (["model.granularity=blocks"], r"model.granularity = 'blocks' is unknown; did you mean block"),
+    (["plan.placements={ head = 'batch' }"], r"plan.placements fixes the plan by hand.*or drop placements"),
+    (
+        ["plan.strategy=custom", "plan.mesh.tp=8", "plan.placements={ head = 'shard:column' }"],
+        r"plan.placements.'head' = 'shard:column': cannot read placement .*write batch, replicate, shard:RULE/WAYS or place:",
+    ),
+    (["plan.placements={ head = 1 }"], r"plan.placements.head = 1: must be text in quotes; for example placements = "),
+    (["plan.pin={ head = 'place' }"], r"plan.pin.'head' = 'place': cannot read placement"),
+    (["plan.forbid={ head = ['replicat'] }"], r"plan.forbid.'head' = 'replicat': .*did you mean replicate"),
+    (["plan.forbid={ head = 'batch' }"], r"plan.forbid.head = 'batch': must be a list; for example forbid = "),
+    (
+        ["plan.pin={ head = 'place:0' }", "plan.strategy=custom", "plan.mesh.tp=8"],
+        r"plan.pin steers the search for an adaptive plan, but plan.strategy = 'custom'; set strategy = \"adaptive\" or",
+    ),
     (["plan.recompute=full"], r"plan.recompute = 'full': .*set recompute = \"none\""),
     (["plan.pipeline_order=1f1c", "plan.strategy=custom", "plan.mesh.dp=8"], r"plan.pipeline_order = '1f1c' is unknown.*1f1b"),
     (["plan.strategy=custom"], r'plan.strategy = "custom" needs plan.mesh'),

@@ -1,13 +1,18 @@
-"""Models traced beforehand, so that planning needs no torch. `python -m parsim.model.presets.generate` writes them."""
+"""Models traced beforehand, so that planning needs no torch. `python -m parsim.model.presets.generate` writes them.
+
+A file is gzipped text with one Model as JSON per line, in the order of GRANULARITIES.
+"""
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from importlib.resources import files
 
 from parsim.errors import ModelError
-from parsim.model.model import Model
+from parsim.model.model import GRANULARITIES, Model
 
-# File stem -> (zoo name, arguments that differ from its defaults). All at block granularity, with the loss.
+# File stem -> (zoo name, arguments that differ from its defaults). With the loss.
 PRESETS: dict[str, tuple[str, dict[str, str | int | float | bool | None]]] = {
     "resnet50": ("resnet50", {}),
     "resnet50-100": ("resnet50", {"num_classes": 100}),
@@ -24,12 +29,25 @@ PRESETS: dict[str, tuple[str, dict[str, str | int | float | bool | None]]] = {
     "bert_small": ("bert_small", {}),
     "mlp": ("mlp", {}),
 }
-GRANULARITY = "block"
+SUFFIX = ".jsonl.gz"
 
 
-def load_preset(stem: str) -> Model:
-    """Raises ModelError if the file is not installed or broken."""
-    resource = files("parsim.model.presets").joinpath(f"{stem}.json")
+def preset_lines(stem: str) -> list[str]:
+    """The JSON of each granularity. Raises ModelError if the file is not installed or broken."""
+    resource = files("parsim.model.presets").joinpath(f"{stem}{SUFFIX}")
     if not resource.is_file():
-        raise ModelError(f"the preset {stem}.json is not installed; run python -m parsim.model.presets.generate (needs torch)")
-    return Model.from_json(resource.read_text(), f"preset {stem}.json")
+        raise ModelError(
+            f"the preset {stem}{SUFFIX} is not installed; run python -m parsim.model.presets.generate (needs torch)"
+        )
+    try:
+        lines = gzip.decompress(resource.read_bytes()).decode().splitlines()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ModelError(f"the preset {stem}{SUFFIX} is broken: {error}; install parsim again") from error
+    if len(lines) != len(GRANULARITIES):
+        raise ModelError(f"the preset {stem}{SUFFIX} has {len(lines)} models, not {len(GRANULARITIES)}; generate it again")
+    return lines
+
+
+def load_preset(stem: str, granularity: str) -> Model:
+    """Raises ModelError if the file is not installed or broken."""
+    return Model.from_json(preset_lines(stem)[GRANULARITIES.index(granularity)], f"preset {stem}{SUFFIX}")

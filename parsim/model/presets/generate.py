@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from pathlib import Path
 
-from parsim.model.model import Model
-from parsim.model.presets import GRANULARITY, PRESETS
+from parsim.model.model import GRANULARITIES
+from parsim.model.presets import PRESETS, SUFFIX
 from parsim.model.spec import ModelSpec, trace_spec
 
 
-def generate(stem: str) -> str:
-    """The text of one preset file: a Model as compact JSON."""
+def generate(stem: str, granularity: str) -> str:
+    """One line of a preset file: a Model as compact JSON."""
     name, args = PRESETS[stem]
-    model: Model = trace_spec(ModelSpec(name=name, args=tuple(args.items())), GRANULARITY)
-    return json.dumps(json.loads(model.to_json()), separators=(",", ":")) + "\n"
+    model = trace_spec(ModelSpec(name=name, args=tuple(args.items())), granularity)
+    return json.dumps(json.loads(model.to_json()), separators=(",", ":"))
 
 
 def main(stems: list[str]) -> None:
     """Write the given presets, or all, beside this file."""
     for stem in stems or list(PRESETS):
-        path = Path(__file__).parent / f"{stem}.json"
-        path.write_text(generate(stem))
+        path = Path(__file__).parent / f"{stem}{SUFFIX}"
+        text = "".join(f"{generate(stem, granularity)}\n" for granularity in GRANULARITIES)
+        path.write_bytes(gzip.compress(text.encode(), mtime=0))
         print(f"{path.name}: {path.stat().st_size} bytes")
 
 

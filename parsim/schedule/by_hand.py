@@ -1,0 +1,250 @@
+"""Plans and constraints written by hand: patterns of component names with placements, and the plan of strategy "custom".
+
+A pattern is a shell pattern over component names: "layers.*.attention" means that part of every layer, "*" all components.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+
+from parsim.errors import ConfigError, ModelError, PlanError, near_matches
+from parsim.model.model import Model
+from parsim.model.narrow import check_ways
+from parsim.plan.mesh import Mesh
+from parsim.plan.placement import BATCH, KINDS, Placement, parse_placement
+from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage, check_plan, holding
+from parsim.schedule.families import balanced_plan
+from parsim.schedule.partition import partition
+from parsim.schedule.problem import Problem
+from parsim.work import Compute, Phase
+
+Pins = tuple[tuple[str, Placement], ...]
+Forbids = tuple[tuple[str, str], ...]
+
+
+def components_of(pattern: str, model: Model, key: str) -> tuple[str, ...]:
+    """The components a pattern means, in execution order. Raises ConfigError if there are none; `key` says where it stands."""
+    names = tuple(component.name for component in model.components)
+    found = tuple(name for name in names if fnmatchcase(name, pattern))
+    if not found:
+        raise ConfigError(
+            f"{key}.{pattern!r} means no component of {model.name} at granularity {model.granularity}"
+            f"{near_matches(pattern, names)}"
+        )
+    return found
+
+
+def placements_by_pattern(patterns: Mapping[str, Placement], model: Model) -> dict[str, Placement]:
+    """A placement for every component: that of the first pattern it matches, else batch.
+
+    Raises:
+        ConfigError: a pattern without a component, or whose components all belong to earlier patterns; a placement that its
+            component cannot have.
+    """
+    found: dict[str, Placement] = {}
+    for pattern, placement in patterns.items():
+        names = components_of(pattern, model, "plan.placements")
+        free = [name for name in names if name not in found]
+        if not free:
+            raise ConfigError(
+                f"plan.placements.{pattern!r} = {str(placement)!r} never applies: an earlier pattern has placed each of its "
+                f"components ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); move it up or drop it"
+            )
+        for name in free:
+            _check_rule(model, name, placement, f"plan.placements.{pattern!r}")
+            found[name] = placement
+    return {component.name: found.get(component.name, BATCH) for component in model.components}
+
+
+def pins_by_pattern(patterns: Mapping[str, Placement], model: Model, devices: int) -> Pins:
+    """(component, placement) of every pinned component, in execution order.
+
+    Raises:
+        ConfigError: a pattern without a component, two pins that contradict each other, a placement that its component cannot
+            have on any mesh of so many devices.
+    """
+    found: dict[str, tuple[str, Placement]] = {}
+    for pattern, placement in patterns.items():
+        for name in components_of(pattern, model, "plan.pin"):
+            earlier, other = found.setdefault(name, (pattern, placement))
+            if other != placement:
+                raise ConfigError(
+                    f"plan.pin contradicts itself: {name} is {other} by {earlier!r} and {placement} by {pattern!r}; drop one"
+                )
+            _check_rule(model, name, placement, f"plan.pin.{pattern!r}")
+            _check_devices(placement, devices, f"plan.pin.{pattern!r}")
+    _check_tied(model, found)
+    return tuple((component.name, found[component.name][1]) for component in model.components if component.name in found)
+
+
+def forbids_by_pattern(patterns: Mapping[str, Sequence[str]], model: Model, pins: Pins = ()) -> Forbids:
+    """(component, forbidden placement or kind) of every component that has any.
+
+    Raises:
+        ConfigError: a pattern without a component, a pin that is forbidden, a component that is left no kind of placement.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for pattern, texts in patterns.items():
+        for name in components_of(pattern, model, "plan.forbid"):
+            found.setdefault(name, {}).update(dict.fromkeys(texts, pattern))
+    for name, pinned in pins:
+        for text in (pinned.kind, str(pinned)):
+            if text in found.get(name, {}):
+                raise ConfigError(
+                    f"plan.pin and plan.forbid contradict each other: {name} is pinned to {pinned}, and {text} is forbidden by "
+                    f"{found[name][text]!r}; drop one"
+                )
+    for name, forbidden in found.items():
+        possible = [kind for kind in KINDS if kind != "shard" or model.component(name).shardings]
+        if all(kind in forbidden for kind in possible):
+            raise ConfigError(
+                f"plan.forbid leaves {name} no placement: {', '.join(possible)} are all it can have, and all are forbidden; "
+                "allow one of them"
+            )
+    return tuple((name, text) for name, forbidden in found.items() for text in forbidden)
+
+
+def parse_placements(texts: Mapping[str, str]) -> dict[str, Placement]:
+    """Raises PlanError for a text that is no placement."""
+    return {pattern: parse_placement(text) for pattern, text in texts.items()}
+
+
+def _check_rule(model: Model, name: str, placement: Placement, where: str) -> None:
+    """The component has the rule, and it divides."""
+    if placement.kind != "shard":
+        return
+    component = model.component(name)
+    try:
+        check_ways(name, component.sharding(placement.rule), placement.ways)
+    except ModelError as error:
+        rules = {sharding.rule: sharding.limit for sharding in component.shardings}
+        fix = f"choose ways that divide {rules[placement.rule]}" if placement.rule in rules else "choose one of its rules"
+        raise ConfigError(
+            f"{where} = {str(placement)!r}: {error}; {fix if rules else 'choose'}{', or' if rules else ''} batch, replicate or "
+            "place:J"
+        ) from error
+
+
+def _check_devices(placement: Placement, devices: int, where: str) -> None:
+    """Some mesh of so many devices has a tp axis for it."""
+    if placement.kind == "shard" and (placement.ways < 2 or devices % placement.ways):
+        raise ConfigError(
+            f"{where} = {str(placement)!r}: ways ({placement.ways}) must be at least 2 and divide the devices ({devices})"
+        )
+    if placement.kind == "place" and placement.shard >= devices:
+        raise ConfigError(f"{where} = {str(placement)!r}: there is no tp rank {placement.shard} on {devices} devices")
+    if placement.kind == "replicate" and devices == 1:
+        raise ConfigError(f"{where} = {str(placement)!r}: there is nothing to replicate over on one device")
+
+
+def _check_tied(model: Model, pinned: Mapping[str, tuple[str, Placement]]) -> None:
+    """Pinned components that share a parameter hold it alike."""
+    held: dict[str, tuple[str, object]] = {}
+    for component in model.components:
+        if component.name in pinned:
+            placement = pinned[component.name][1]
+            for parameter in component.parameters:
+                how = holding(component, placement, parameter.name)
+                first, other = held.setdefault(parameter.name, (component.name, how))
+                if other != how:
+                    raise ConfigError(
+                        f"plan.pin contradicts itself: {first} ({pinned[first][1]}) and {component.name} ({placement}) share "
+                        f"the parameter {parameter.name} and would hold it differently; pin them alike, or only one of them"
+                    )
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def custom_plan(
+    problem: Problem,
+    mesh: Mesh,
+    *,
+    placements: Mapping[str, Placement] | None = None,
+    microbatches: int = 1,
+    pipeline_order: str = "1f1b",
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> Plan:
+    """The plan on `mesh` with these placements; its stages are cut so that the slowest is as fast as can be.
+
+    Args:
+        placements: by component; None: all batch-sharded.
+
+    Raises:
+        PlanError: the placements, the batch and the mesh do not go together. ScheduleError: more stages than components.
+        CostError: stages cannot be balanced where a component has no cost.
+    """
+    if mesh.tp == 1 and not placements:
+        plan = balanced_plan(
+            problem,
+            "custom",
+            mesh,
+            microbatches=microbatches,
+            pipeline_order=pipeline_order,
+            bucket_bytes=bucket_bytes,
+        )
+        check_plan(plan, problem.model)
+        return plan
+    names = [component.name for component in problem.model.components]
+    chosen = {name: (placements or {}).get(name, BATCH) for name in names}
+    parts = mesh.dp * microbatches
+    if problem.global_batch % parts:
+        raise PlanError(
+            f"global_batch ({problem.global_batch}) must be divisible by dp ({mesh.dp}) * microbatches ({microbatches}) = "
+            f"{parts}; the nearest that is: {max(1, round(problem.global_batch / parts)) * parts}"
+        )
+    bounds = _balanced(problem, mesh, chosen, problem.global_batch // parts)
+    stages = tuple(
+        Stage(
+            components=tuple(names[first:last]),
+            ranks=mesh.stage_ranks(number),
+            placements=tuple(chosen[name] for name in names[first:last]),
+        )
+        for number, (first, last) in enumerate(bounds)
+    )
+    plan = Plan(
+        strategy="custom",
+        mesh=mesh,
+        stages=stages,
+        global_batch=problem.global_batch,
+        microbatches=microbatches,
+        pipeline_order=pipeline_order,
+        bucket_bytes=bucket_bytes,
+        zero_stage=problem.zero_stage,
+    )
+    check_plan(plan, problem.model)
+    return plan
+
+
+def _balanced(
+    problem: Problem, mesh: Mesh, placements: Mapping[str, Placement], microbatch_samples: int
+) -> tuple[tuple[int, int], ...]:
+    """Bounds of the stages by the computation of each component where it is placed; conversions are left out."""
+    components = problem.model.components
+    if mesh.pp == 1:
+        return ((0, len(components)),)
+    costs = problem.costs(mesh.size)
+
+    @cache
+    def seconds(number: int, rank: int) -> float:
+        name = components[number].name
+        placement = placements[name]
+        samples = microbatch_samples * placement.batch_ways(mesh.tp) // mesh.tp
+        return sum(
+            costs.estimate(
+                Compute(component=name, phase=phase, samples=samples, rule=placement.rule, ways=placement.ways), rank
+            ).median_s
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        )
+
+    def stage_s(stage: int, first: int, last: int) -> float:
+        return max(sum(seconds(number, rank) for number in range(first, last)) for rank in _kinds(problem, mesh, stage))
+
+    return partition(len(components), mesh.pp, stage_s, [0.0] * len(components))
+
+
+def _kinds(problem: Problem, mesh: Mesh, stage: int) -> Iterable[int]:
+    """One rank of the stage for each of its device types."""
+    return {problem.cluster.devices[rank].type.name: rank for rank in mesh.stage_ranks(stage)}.values()

@@ -1,0 +1,98 @@
+"""A plan's step in closed form: good enough to say which plans are worth simulating, in well under a millisecond each.
+
+    stages     t_s = forward + backward of one microbatch with its conversions and half of its transfers
+    step       sum of t_s + (M - 1) * max t_s + exposed gradient synchronisation + optimizer step
+
+Leaves out: contention, overlap factors, how exactly an uneven pipeline fills. The simulator judges what this puts first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from parsim.graph.layout import Layout
+from parsim.plan.pipeline import in_flight
+from parsim.plan.plan import Plan
+from parsim.schedule.options import Prices
+from parsim.schedule.problem import Problem
+from parsim.work import Phase, SendRecv
+
+
+class QuickEstimates:
+    """Remembers the prices of meshes and microbatches already seen."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._prices: dict[Hashable, Prices] = {}
+
+    def prices(self, plan: Plan) -> Prices:
+        """Of the plan's mesh and microbatch, on the ranks of its first stage."""
+        key = (plan.mesh, plan.microbatch_samples, plan.bucket_bytes, plan.zero_stage)
+        if key not in self._prices:
+            self._prices[key] = Prices(
+                problem=self._problem,
+                mesh=plan.mesh,
+                samples=plan.microbatch_samples,
+                bucket_bytes=plan.bucket_bytes,
+                in_flight=in_flight(plan.pipeline_order, 0, plan.mesh.pp, plan.microbatches),
+                zero_stage=plan.zero_stage,
+            )
+        return self._prices[key]
+
+    def step_s(self, plan: Plan) -> float:
+        """Seconds of one step."""
+        model, prices = self._problem.model, self.prices(plan)
+        placements = {name: placement for stage in plan.stages for name, placement in stage.placed()}
+        moving = self._moves_s(plan)
+        stages, exposed = [], 0.0
+        for number, stage in enumerate(plan.stages):
+            components = [model.component(name) for name in stage.components]
+            ahead = sum(prices.compute_s(c, placements[c.name], Phase.FORWARD) for c in components)
+            backs = [
+                prices.compute_s(c, placements[c.name], Phase.BACKWARD) if c.name in prices.differentiable else 0.0
+                for c in components
+            ]
+            stages.append(ahead + sum(backs) + moving[number])
+            sums = [prices.synchronisation_s(c, placements[c.name]) for c in components]
+            update = sum(prices.update_s(c, placements[c.name]) for c in components)
+            exposed = max(exposed, exposed_s(sums, backs) + update)
+        return sum(stages) + (plan.microbatches - 1) * max(stages) + exposed
+
+    def _moves_s(self, plan: Plan) -> list[float]:
+        """Per stage the conversions of one microbatch, forward and backward, and half of the transfers to and from it."""
+        model, prices = self._problem.model, self.prices(plan)
+        total = [0.0] * plan.mesh.pp
+        if plan.mesh.pp == 1 and not plan.is_mixed:
+            return total
+        layout = Layout(plan, model)
+        for value in model.values:
+            home = layout.stage_of_value[value.name]
+            if home is None:
+                continue
+            made = layout.source[value.name]
+            for reading in layout.readings[value.name]:
+                backward = any(name in prices.differentiable for name in reading.components) and value.differentiable
+                total[home] += prices.conversion_s(value, made.value, reading.ends.value)
+                if backward:
+                    total[home] += prices.conversion_s(value, reading.ends.gradient, made.gradient)
+                if reading.stage != home:
+                    share = reading.ends.value.local_share(plan.mesh.tp)
+                    size_bytes = round(value.size_bytes(plan.microbatch_samples) * share)
+                    ends = (plan.mesh.rank(stage=home, replica=0), plan.mesh.rank(stage=reading.stage, replica=0))
+                    work = SendRecv(source=ends[0], destination=ends[1], size_bytes=size_bytes)
+                    seconds = prices.work_s(work, ends[0]) * (2 if backward else 1)
+                    total[home] += seconds / 2
+                    total[reading.stage] += seconds / 2
+        return total
+
+
+def exposed_s(synchronisation_s: list[float], backward_s: list[float]) -> float:
+    """What of the gradient synchronisation outlasts the backward: components are given in execution order.
+
+    From the last component on: its sums wait for its backward, and for the sums before. F_i = sync_i + max(0, F_{i+1} - b_i).
+    """
+    late = 0.0
+    for summed, back in zip(reversed(synchronisation_s), reversed(backward_s), strict=True):
+        late = summed + max(0.0, late - back)
+    return late
+

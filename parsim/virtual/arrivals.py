@@ -1,0 +1,98 @@
+"""Asynchronous epoch averaging: workers merge into one global model in the order in which they arrive, and run on.
+
+The order comes from the event queue of `algorithms.arrivals`, so it depends on simulated seconds alone; workers whose starting
+points are known are trained together, which changes no number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from parsim.algorithms.arrivals import MergeEvent, merge_events
+from parsim.algorithms.averaging import Arrival, Merged, MergeRule, merge
+from parsim.virtual.local import LocalTraining, Workers, epoch_batches, stack_batches
+from parsim.virtual.rounds import Outcome, Partition, Progress, StepSeconds
+
+
+def train_by_arrival(
+    training: LocalTraining,
+    partition: Partition,
+    rule: MergeRule,
+    *,
+    step_s: StepSeconds = lambda worker, epoch: 1.0,
+    merge_s: float = 0.0,
+    total_merges: int | None = None,
+    weighted: bool = False,
+    order: tuple[MergeEvent, ...] | None = None,
+) -> Outcome:
+    """Every worker: an epoch on its shard from the global model it last saw, then its exclusive merge, and again.
+
+    A worker begins each epoch with a new optimizer, as the reference does. The final model is the mean of the workers' last
+    merged models for `half` (as the reference), the global model for the other merges.
+
+    Args:
+        merge_s: seconds a merge holds the global model. total_merges: end after so many instead of `epochs` per worker.
+        weighted: arrivals count by their samples. order: replay these events instead of asking the event queue.
+    """
+    count = partition.workers
+    shards = partition.shards(training.problem.targets.flatten().numpy())
+    steps = [max(1, len(shard) // partition.batch) for shard in shards]
+    mean_samples = sum(map(len, shards)) / count
+    events = order or merge_events(
+        lambda worker, epoch: steps[worker] * step_s(worker, epoch),
+        count,
+        merge_s=merge_s,
+        epochs=partition.epochs if total_merges is None else None,
+        total=total_merges,
+    )
+    state = Merged(weights=training.start.clone())
+    starts: dict[int, tuple[Tensor, int]] = {worker: (state.weights, 0) for worker in range(count)}
+    trained: dict[int, Tensor] = {}
+    latest = [state.weights] * count
+    progress: list[Progress] = []
+    for number, event in enumerate(events, start=1):
+        if event.worker not in trained:
+            trained |= _train_waiting(training, partition, shards, {k: v for k, v in starts.items() if k not in trained})
+        begun, epoch = starts[event.worker]
+        share = len(shards[event.worker]) / mean_samples if weighted else 1.0
+        staleness = number - 1 - event.read
+        arrival = Arrival(weights=trained.pop(event.worker), start=begun, staleness=staleness, share=share)
+        state = merge(state, arrival, rule)
+        latest[event.worker] = state.weights
+        starts[event.worker] = (state.weights, epoch + 1)
+        if number % count == 0 or number == len(events):
+            final = torch.stack(latest).mean(0) if rule.kind == "half" and number == len(events) else state.weights
+            progress.append(_progress(training, final, latest, number, count, event))
+    everyone = torch.stack(latest)
+    weights = everyone.mean(0) if rule.kind == "half" else state.weights
+    return Outcome(weights=weights, workers=everyone, progress=tuple(progress), synchronisations=len(events))
+
+
+def _train_waiting(
+    training: LocalTraining, partition: Partition, shards: tuple, waiting: dict[int, tuple[Tensor, int]]
+) -> dict[int, Tensor]:
+    """One epoch of each waiting worker (its start and epoch), all at once."""
+    names = list(waiting)
+    workers = Workers.fresh(torch.stack([waiting[worker][0] for worker in names]))
+    batches = [
+        epoch_batches(shards[worker], partition.batch, seed=partition.seed, worker=worker, epoch=waiting[worker][1])
+        for worker in names
+    ]
+    for samples in stack_batches(batches):
+        workers = training.step(workers, samples)
+    return dict(zip(names, workers.weights, strict=True))
+
+
+def _progress(
+    training: LocalTraining, weights: Tensor, latest: list[Tensor], number: int, workers: int, event: MergeEvent
+) -> Progress:
+    everyone = torch.stack(latest)
+    return Progress(
+        epoch=-(-number // workers),
+        seconds=event.end_s,
+        score=training.score(weights),
+        mean_score=None,
+        consensus=(everyone - everyone.mean(0)).square().sum(1).mean().item(),
+        sent_bytes=number / workers * training.weight_bytes,
+    )

@@ -1,0 +1,158 @@
+"""Local steps of many workers at once: their weights as rows of one matrix, their gradients by torch.func.
+
+Worker i's weights are row i, all parameters flattened in the module's order, so mixing is a matrix product and averaging a mean
+over rows. Batches of different sizes are padded with samples of weight 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+from parsim.errors import AlgorithmError, near_matches
+from parsim.virtual.problems import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOptimizer:
+    """What a worker does with its gradient: a row of LOCAL_OPTIMIZERS and its numbers (as in torch.optim)."""
+
+    kind: str = "sgd"
+    learning_rate: float = 0.1
+    momentum: float = 0.9
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if self.kind not in LOCAL_OPTIMIZERS:
+            raise AlgorithmError(f"unknown local optimizer {self.kind!r}{near_matches(self.kind, LOCAL_OPTIMIZERS)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Workers:
+    """Weights [m, D] and optimizer state of m workers: moments of shape [m, D] (none before the first step), steps made [m]."""
+
+    weights: Tensor
+    moments: tuple[Tensor, ...] = ()
+    steps: Tensor
+
+    @classmethod
+    def fresh(cls, weights: Tensor) -> Workers:
+        """Workers with these weights [m, D] and new optimizers."""
+        return cls(weights=weights, steps=torch.zeros(len(weights), dtype=torch.int64))
+
+    def take(self, rows: Sequence[int]) -> Workers:
+        """The workers of these rows."""
+        index = torch.tensor(list(rows))
+        moments = tuple(moment[index] for moment in self.moments)
+        return Workers(weights=self.weights[index], moments=moments, steps=self.steps[index])
+
+
+def sgd(workers: Workers, gradient: Tensor, optimizer: LocalOptimizer) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """w - lr g."""
+    return workers.weights - optimizer.learning_rate * gradient, ()
+
+
+def sgd_momentum(workers: Workers, gradient: Tensor, optimizer: LocalOptimizer) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """v <- momentum v + g; w - lr v."""
+    velocity = workers.moments[0] * optimizer.momentum + gradient if workers.moments else gradient
+    return workers.weights - optimizer.learning_rate * velocity, (velocity,)
+
+
+def adam(workers: Workers, gradient: Tensor, optimizer: LocalOptimizer) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Adam with bias correction by each worker's own count of steps."""
+    first, second = workers.moments or (torch.zeros_like(gradient), torch.zeros_like(gradient))
+    beta1, beta2 = optimizer.betas
+    first, second = first.lerp(gradient, 1 - beta1), second.lerp(gradient * gradient, 1 - beta2)
+    count = (workers.steps + 1).to(gradient.dtype)[:, None]
+    scale = (second / (1 - beta2**count)).sqrt() + optimizer.epsilon
+    return workers.weights - optimizer.learning_rate * (first / (1 - beta1**count)) / scale, (first, second)
+
+
+LOCAL_OPTIMIZERS: dict[str, Callable[[Workers, Tensor, LocalOptimizer], tuple[Tensor, tuple[Tensor, ...]]]] = {
+    "sgd": sgd,
+    "sgd_momentum": sgd_momentum,
+    "adam": adam,
+}
+
+
+class LocalTraining:
+    """Gradients and steps of workers that all train `model` (its structure; its weights are the start) on `problem`.
+
+    The module must be a pure function of its parameters: no buffers that training changes, no randomness.
+    """
+
+    def __init__(self, model: nn.Module, problem: Problem, optimizer: LocalOptimizer) -> None:
+        if any(True for _ in model.buffers()):
+            raise AlgorithmError("virtual workers need a model without buffers (no BatchNorm): rows hold parameters alone")
+        self.problem, self.optimizer, self._model = problem, optimizer, model
+        self._shapes = [(name, value.shape) for name, value in model.named_parameters()]
+        self.start = torch.cat([value.detach().flatten() for value in model.parameters()])
+        self._gradient = vmap(grad_and_value(self._loss))
+
+    @property
+    def weight_bytes(self) -> int:
+        """|w|: bytes of one worker's parameters."""
+        return self.start.numel() * self.start.element_size()
+
+    def outputs(self, weights: Tensor, inputs: Tensor) -> Tensor:
+        """The model's outputs for one row of weights [D]."""
+        pieces = weights.split([shape.numel() for _, shape in self._shapes])
+        named = {name: piece.view(shape) for (name, shape), piece in zip(self._shapes, pieces, strict=True)}
+        result: Tensor = functional_call(self._model, named, (inputs,))
+        return result
+
+    def score(self, weights: Tensor) -> float:
+        """Of one row of weights on the test samples: accuracy or R^2."""
+        with torch.no_grad():
+            return self.problem.score(self.outputs(weights, self.problem.test_inputs))
+
+    def _loss(self, weights: Tensor, inputs: Tensor, targets: Tensor, share: Tensor) -> Tensor:
+        return (self.problem.losses(self.outputs(weights, inputs), targets) * share).sum()
+
+    def step(self, workers: Workers, samples: NDArray[np.int64]) -> Workers:
+        """One local step of each worker on its own samples: int64 [m, batch], padded with -1; a row of -1 makes no step."""
+        wanted = torch.from_numpy(samples)
+        real = wanted >= 0
+        count = real.sum(1)
+        share = real.to(workers.weights.dtype) / count.clamp(min=1)[:, None]
+        index = wanted.clamp(min=0)
+        gradient, _ = self._gradient(workers.weights, self.problem.inputs[index], self.problem.targets[index], share)
+        moved, moments = LOCAL_OPTIMIZERS[self.optimizer.kind](workers, gradient, self.optimizer)
+        steps = (count > 0).to(torch.int64)
+        if bool(steps.all()):
+            return Workers(weights=moved, moments=moments, steps=workers.steps + steps)
+        still = (steps == 0)[:, None]
+        before = workers.moments or tuple(torch.zeros_like(moment) for moment in moments)
+        return Workers(
+            weights=torch.where(still, workers.weights, moved),
+            moments=tuple(torch.where(still, old, new) for old, new in zip(before, moments, strict=True)),
+            steps=workers.steps + steps,
+        )
+
+
+def epoch_batches(shard: NDArray[np.int64], batch: int, *, seed: int, worker: int, epoch: int) -> NDArray[np.int64]:
+    """int64 [steps, batch]: a worker's shard in the order of (seed, worker, epoch); the samples left over are dropped.
+
+    A shard smaller than the batch makes one step on all of it (padded with -1).
+    """
+    order = shard[np.random.default_rng([seed, worker, epoch]).permutation(len(shard))]
+    if len(order) < batch:
+        return np.concatenate([order, np.full(batch - len(order), -1, dtype=np.int64)])[None]
+    steps = len(order) // batch
+    return order[: steps * batch].reshape(steps, batch)
+
+
+def stack_batches(batches: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """[steps_j, batch] of m workers as [max steps, m, batch], padded with rows of -1."""
+    longest = max(len(entry) for entry in batches)
+    stacked = np.full((longest, len(batches), batches[0].shape[1]), -1, dtype=np.int64)
+    for worker, entry in enumerate(batches):
+        stacked[: len(entry), worker] = entry
+    return stacked

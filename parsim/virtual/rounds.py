@@ -1,0 +1,244 @@
+"""Synchronous rounds: every worker makes local steps on its shard; when the period says, all weights are mixed at once.
+
+One engine for synchronous training (period 1), local SGD, epoch averaging, post-local SGD, FedAvg with partial participation,
+DiLoCo (an outer optimizer) and gossip (a mixing matrix per round). It keeps the workers' simulated clocks: a round ends for all
+when its slowest participant is done and the weights are exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from parsim.algorithms.averaging import OuterOptimizer, averaging_matrix, participation_weights, sample_weights
+from parsim.algorithms.periods import Period, warn_if_not_synchronous
+from parsim.algorithms.shards import Shards, shard_samples
+from parsim.errors import AlgorithmError
+from parsim.virtual.local import LocalTraining, Workers, epoch_batches, stack_batches
+
+Mixing = Callable[[int], NDArray[np.float64]]
+"""The matrix [P, P] of round number t: row i holds what worker i takes of each."""
+
+StepSeconds = Callable[[int, int], float]
+"""Seconds of one local step of (worker, epoch)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """Who trains on what: workers, the rule of SHARDINGS, batch per worker, epochs over its shard, and the seed of it all."""
+
+    workers: int
+    epochs: int
+    batch: int = 16
+    sharding: str = "iid"
+    concentration: float = 0.5
+    proportions: tuple[float, ...] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.batch < 1:
+            raise AlgorithmError(f"training needs epochs >= 1 and a batch >= 1, got {self.epochs} and {self.batch}")
+
+    def shards(self, targets: NDArray[np.generic]) -> Shards:
+        """The sample numbers of each worker."""
+        return shard_samples(
+            self.sharding,
+            targets,
+            self.workers,
+            seed=self.seed,
+            concentration=self.concentration,
+            proportions=self.proportions,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRule:
+    """How synchronous workers come together.
+
+    Attributes:
+        period: after which steps; see `steps_per_epoch` for periods in epochs.
+        weighted: average by samples per worker (FedAvg) rather than equally.
+        participation: the fraction of workers drawn for each round. outer: applied to the change of each round.
+        mixing: a matrix per round instead of the average; then weighted, participation and outer do not apply.
+        new_optimizer: local optimizers begin anew at every epoch, as the reference of epoch averaging does.
+    """
+
+    period: Period
+    weighted: bool = False
+    participation: float = 1.0
+    outer: OuterOptimizer | None = None
+    mixing: Mixing | None = None
+    new_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mixing is not None and (self.weighted or self.outer is not None or self.participation < 1.0):
+            raise AlgorithmError("a mixing matrix says it all: weighted, participation and outer apply to averaging alone")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The state after an epoch (or as many merges as there are workers).
+
+    Attributes:
+        epoch: counted from 1. seconds: on the simulated clock. score: of the mean of the workers' weights.
+        mean_score: the mean of the workers' own scores (None when not asked for).
+        consensus: (1/P) sum_i |w_i - mean|^2. sent_bytes: by one worker so far.
+    """
+
+    epoch: int
+    seconds: float
+    score: float
+    mean_score: float | None
+    consensus: float
+    sent_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outcome:
+    """What training made: the final average [D], every worker's last weights [P, D], and the way there."""
+
+    weights: Tensor
+    workers: Tensor
+    progress: tuple[Progress, ...]
+    synchronisations: int
+
+    @property
+    def score(self) -> float:
+        return self.progress[-1].score
+
+
+def steps_per_epoch(partition: Partition, samples: int) -> int:
+    """Steps of the workers with the largest shard, for periods counted in epochs (of shards of known size, not Dirichlet)."""
+    shards = partition.shards(np.zeros(samples, dtype=np.int64))
+    return max(max(1, len(shard) // partition.batch) for shard in shards)
+
+
+def train_in_rounds(
+    training: LocalTraining,
+    partition: Partition,
+    rule: RoundRule,
+    *,
+    step_s: StepSeconds = lambda worker, epoch: 1.0,
+    exchange_s: float = 0.0,
+    exchange_bytes: float | None = None,
+    every_worker: bool = False,
+    on_round: Callable[[int, Tensor], None] | None = None,
+) -> Outcome:
+    """Train; the last round always averages.
+
+    Args:
+        step_s: simulated seconds of a local step. exchange_s: of each synchronisation, after its slowest worker.
+        exchange_bytes: sent by a worker per synchronisation; None for a ring all_reduce, 2 (P-1)/P |w|.
+        every_worker: score each worker's own weights as well. on_round: sees (round, weights [P, D]) after each exchange.
+
+    Raises:
+        AlgorithmError: more workers than samples, and what the rule and partition say.
+    """
+    warn_if_not_synchronous(rule.period, training.optimizer.kind)
+    count = partition.workers
+    rounds = _Rounds(training, partition, rule, exchange_s, _ring_bytes(training, count, exchange_bytes), on_round)
+    progress = []
+    for epoch in range(partition.epochs):
+        if rule.new_optimizer:
+            rounds.workers = Workers.fresh(rounds.workers.weights)
+        seconds = np.array([step_s(worker, epoch) for worker in range(count)])
+        batches = [
+            epoch_batches(shard, partition.batch, seed=partition.seed, worker=worker, epoch=epoch)
+            for worker, shard in enumerate(rounds.shards)
+        ]
+        for samples in stack_batches(batches):
+            rounds.step(samples, seconds)
+        if epoch + 1 == partition.epochs and rule.mixing is None and rounds.since:
+            rounds.exchange()
+        progress.append(rounds.progress(epoch + 1, every_worker))
+    weights = rounds.workers.weights
+    return Outcome(
+        weights=weights.mean(0), workers=weights, progress=tuple(progress), synchronisations=rounds.number
+    )
+
+
+def _ring_bytes(training: LocalTraining, workers: int, given: float | None) -> float:
+    return 2.0 * (workers - 1) / workers * training.weight_bytes if given is None else given
+
+
+@dataclass(slots=True, eq=False)
+class _Rounds:
+    """The state of `train_in_rounds` between steps."""
+
+    training: LocalTraining
+    partition: Partition
+    rule: RoundRule
+    exchange_s: float
+    exchange_bytes: float
+    on_round: Callable[[int, Tensor], None] | None
+    workers: Workers = field(init=False)
+    shards: Shards = field(init=False)
+    clock_s: NDArray[np.float64] = field(init=False)
+    number: int = 0
+    taken: int = 0
+    since: int = 0
+    velocity: Tensor | None = None
+    previous: Tensor = field(init=False)
+    drawn: NDArray[np.float64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        count = self.partition.workers
+        self.shards = self.partition.shards(self.training.problem.targets.flatten().numpy())
+        self.workers = Workers.fresh(self.training.start.repeat(count, 1))
+        self.previous = self.training.start.clone()
+        self.clock_s = np.zeros(count)
+        self.drawn = self._draw()
+
+    def _draw(self) -> NDArray[np.float64]:
+        """The averaging weights of the current round; 0 for workers that do not take part."""
+        weights = sample_weights([len(shard) for shard in self.shards]) if self.rule.weighted else None
+        return participation_weights(
+            self.partition.workers, self.rule.participation, self.number, seed=self.partition.seed, weights=weights
+        )
+
+    def step(self, samples: NDArray[np.int64], seconds: NDArray[np.float64]) -> None:
+        """One local step of those who take part, and the exchange if it is due."""
+        if self.rule.mixing is None:
+            samples[self.drawn == 0] = -1
+        self.workers = self.training.step(self.workers, samples)
+        self.clock_s += np.where((samples >= 0).any(1), seconds, 0.0)
+        self.since += 1
+        if self.rule.period.due(self.taken):
+            self.exchange()
+        self.taken += 1
+
+    def exchange(self) -> None:
+        """Mix by the round's matrix, or average and let the outer optimizer move the global model."""
+        weights, count = self.workers.weights, self.partition.workers
+        if self.rule.mixing is not None:
+            mixed = torch.as_tensor(self.rule.mixing(self.number), dtype=weights.dtype) @ weights
+        elif self.rule.outer is None:
+            mixed = torch.as_tensor(averaging_matrix(count, self.drawn), dtype=weights.dtype) @ weights
+        else:
+            mean = torch.as_tensor(self.drawn, dtype=weights.dtype) @ weights
+            self.previous, self.velocity = self.rule.outer.step(self.previous, mean, self.velocity)
+            mixed = self.previous.repeat(count, 1)
+        self.workers = Workers(weights=mixed, moments=self.workers.moments, steps=self.workers.steps)
+        self.clock_s[:] = self.clock_s.max() + self.exchange_s
+        self.number += 1
+        self.since = 0
+        if self.on_round is not None:
+            self.on_round(self.number, mixed)
+        self.drawn = self._draw()
+
+    def progress(self, epoch: int, every_worker: bool) -> Progress:
+        weights = self.workers.weights
+        mean = weights.mean(0)
+        return Progress(
+            epoch=epoch,
+            seconds=float(self.clock_s.max()),
+            score=self.training.score(mean),
+            mean_score=float(np.mean([self.training.score(row) for row in weights])) if every_worker else None,
+            consensus=(weights - mean).square().sum(1).mean().item(),
+            sent_bytes=self.number * self.exchange_bytes,
+        )

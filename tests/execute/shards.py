@@ -1,0 +1,146 @@
+"""One component run whole and as shards one after another in this process; used by the tests of sharding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parsim.model.autograd_cut import backward_component, forward_component
+from parsim.model.component import FULL, PARTIAL, Component, ParameterShard, Sharding
+from parsim.model.pieces import assemble, piece
+from parsim.model.runnable import Runnable
+from parsim.model.sharded import shard_runnable
+
+TOLERANCE = 1e-12
+
+
+def close(found: Tensor, expected: Tensor, what: str, tolerance: float) -> None:
+    """Equal to `tolerance` of the largest entry, or of one."""
+    assert found.shape == expected.shape, what
+    if not expected.dtype.is_floating_point:
+        assert torch.equal(found, expected), what
+    elif expected.numel():
+        scale = max(1.0, float(expected.abs().max()))
+        assert float((found - expected).abs().max()) <= tolerance * scale, what
+
+
+def value_piece(value: Tensor, content: str, shard: int, ways: int) -> Tensor:
+    """What a shard gets of an input or of an output's gradient."""
+    if content in (FULL, PARTIAL):
+        return value.clone()
+    return piece(value, ParameterShard(name="value", dim=int(content.split(":")[1])), shard, ways)
+
+
+def together(pieces: Sequence[Tensor], content: str) -> Tensor:
+    """The value (or gradient) that the shards have pieces or summands of."""
+    if content in (FULL, PARTIAL):
+        return torch.stack(list(pieces)).sum(0)
+    return torch.cat(list(pieces), dim=int(content.split(":")[1]))
+
+
+def copied(runnable: Runnable) -> Runnable:
+    """On a copy of the module that has its own parameters and buffers of the component, and shares the others."""
+    own = {*runnable.parameter_names, *runnable.buffer_names}
+    tensors = (*runnable.module.named_parameters(), *runnable.module.named_buffers())
+    shared = {id(tensor): tensor for name, tensor in tensors if name not in own}
+    return Runnable(runnable.program, copy.deepcopy(runnable.module, shared))
+
+
+def narrowed(runnable: Runnable, sharding: Sharding, shard: int, ways: int) -> Runnable:
+    """On a copy of the module that holds the shard's pieces."""
+    module, found = runnable.module, copied(runnable)
+    local = found.module
+    for part in sharding.parameters:
+        owner, _, key = part.name.rpartition(".")
+        whole = module.get_parameter(part.name)
+        held = nn.Parameter(piece(whole.detach(), part, shard, ways), requires_grad=whole.requires_grad)
+        local.get_submodule(owner)._parameters[key] = held
+    for part in sharding.buffers:
+        owner, _, key = part.name.rpartition(".")
+        local.get_submodule(owner)._buffers[key] = piece(module.get_buffer(part.name), part, shard, ways)
+    return found.bind(local)
+
+
+class Outcome:
+    """Outputs, gradients of inputs and parameters, and buffers after one forward and backward of a runnable."""
+
+    def __init__(self, runnable: Runnable, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        for parameter in runnable.parameters():
+            parameter.grad = None
+        self.outputs, saved = forward_component(runnable, inputs)
+        self.input_gradients = backward_component(saved, gradients)
+        self.parameter_gradients = {
+            name: parameter.grad for name, parameter in zip(runnable.parameter_names, runnable.parameters(), strict=True)
+        }
+        self.buffers = {name: runnable.module.get_buffer(name).clone() for name in runnable.buffer_names}
+
+
+def assert_shards_equal_whole(
+    runnable: Runnable,
+    component: Component,
+    sharding: Sharding,
+    ways: int,
+    inputs: Sequence[Tensor],
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Values, gradients and buffers of all shards together are those of the whole; `inputs` are whole."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        made = copied(runnable)(list(inputs))
+    flows = runnable.output_differentiable
+    gradients = [torch.randn_like(y) if flow else None for y, flow in zip(made, flows, strict=True)]
+    whole = Outcome(copied(runnable), inputs, gradients)
+    shards = []
+    for shard in range(ways):
+        local = narrowed(runnable, sharding, shard, ways)
+        given = [value_piece(x, c, shard, ways) for x, c in zip(inputs, sharding.inputs, strict=True)]
+        back = [None if g is None else value_piece(g, c, shard, ways) for g, c in zip(gradients, sharding.outputs, strict=True)]
+        shards.append(Outcome(shard_runnable(local, sharding, shard, ways), given, back))
+    where = f"{component.name} {sharding.rule}/{ways}"
+    for number, (expected, content) in enumerate(zip(whole.outputs, sharding.outputs, strict=True)):
+        close(
+            together([shard.outputs[number] for shard in shards], content), expected, f"output {number} of {where}", tolerance
+        )
+    for number, (gradient, content) in enumerate(zip(whole.input_gradients, sharding.inputs, strict=True)):
+        found = [shard.input_gradients[number] for shard in shards]
+        assert [entry is None for entry in found] == [gradient is None] * ways, f"gradient of input {number} of {where}"
+        if gradient is not None:
+            close(together(_tensors(found), content), gradient, f"gradient of input {number} of {where}", tolerance)
+    parts = {part.name: part for part in (*sharding.parameters, *sharding.buffers)}
+    for name, gradient in whole.parameter_gradients.items():
+        found = [shard.parameter_gradients[name] for shard in shards]
+        if gradient is None:
+            assert found == [None] * ways, f"gradient of {name} in {where}"
+        elif name in parts:
+            close(assemble(_tensors(found), parts[name]), gradient, f"gradient of {name} in {where}", tolerance)
+        else:
+            close(torch.stack(_tensors(found)).sum(0), gradient, f"gradient of {name} in {where}", tolerance)
+    for name, buffer in whole.buffers.items():
+        held = [shard.buffers[name] for shard in shards]
+        if name in parts:
+            close(assemble(held, parts[name]), buffer, f"buffer {name} of {where}", tolerance)
+        else:
+            for entry in held:
+                close(entry, buffer, f"buffer {name} of {where}", tolerance)
+
+
+def _tensors(found: Sequence[Tensor | None]) -> list[Tensor]:
+    assert all(entry is not None for entry in found), "every shard has a gradient"
+    return [entry for entry in found if entry is not None]
+
+
+def values_of(runnables: Sequence[Runnable], given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every value of a model by name, from one forward without gradients; buffers are left as they were."""
+    values: dict[str, Tensor] = dict(given)
+    kept: dict[int, Any] = {id(r.module): copy.deepcopy(r.module.state_dict()) for r in runnables}
+    with torch.no_grad():
+        for runnable in runnables:
+            made = runnable([values[name] for name in runnable.input_names])
+            values.update(zip(runnable.output_names, made, strict=True))
+    for runnable in runnables[:1]:
+        runnable.module.load_state_dict(kept[id(runnable.module)])
+    return values

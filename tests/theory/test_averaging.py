@@ -1,0 +1,197 @@
+"""Merges, means and the outer optimizer against their closed forms; periods; who may be synchronous with whom."""
+
+from __future__ import annotations
+
+import warnings
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parsim.algorithms.averaging import (
+    MERGES,
+    Arrival,
+    Merged,
+    MergeRule,
+    OuterOptimizer,
+    arrival_weights,
+    averaging_matrix,
+    effective_workers,
+    merge,
+    participation_weights,
+    sample_weights,
+)
+from parsim.algorithms.periods import (
+    AlgorithmWarning,
+    at_end,
+    every_epochs,
+    every_steps,
+    post_local,
+    warn_if_not_synchronous,
+)
+from parsim.errors import AlgorithmError
+
+
+def merged_models(rule: MergeRule, start: np.ndarray, models: list[np.ndarray], shares: list[float] | None = None) -> np.ndarray:
+    state = Merged(weights=start)
+    for number, model in enumerate(models):
+        share = 1.0 if shares is None else shares[number]
+        state = merge(state, Arrival(weights=model, start=start, staleness=number, share=share), rule)
+    return state.weights
+
+
+def test_half_gives_the_last_arrival_a_half_exactly() -> None:
+    assert arrival_weights(MergeRule(kind="half", workers=4), 4).tolist() == [1 / 16, 1 / 16, 1 / 8, 1 / 4, 1 / 2]
+
+
+def test_half_of_one_worker_halves_the_progress() -> None:
+    assert arrival_weights(MergeRule(kind="half", workers=1), 1).tolist() == [0.5, 0.5]
+
+
+@given(st.permutations(range(5)))
+def test_order_of_arrival_permutes_the_weights_of_half(order: list[int]) -> None:
+    unit = np.eye(5)
+    weights = merged_models(MergeRule(kind="half", workers=5), np.zeros(5), [unit[worker] for worker in order])
+    assert weights[list(order)].tolist() == [2.0 ** (place - 5) for place in range(5)]
+
+
+def test_half_counts_about_three_workers_however_many_there_are() -> None:
+    assert effective_workers(arrival_weights(MergeRule(kind="half", workers=40), 40)) == pytest.approx(3.0, rel=1e-9)
+    assert effective_workers(np.full(40, 1 / 40)) == pytest.approx(40.0)
+
+
+@given(st.integers(1, 20), st.integers(0, 1000))
+def test_running_is_the_mean_of_the_round(workers: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    models = list(rng.standard_normal((workers, 7)))
+    got = merged_models(MergeRule(kind="running", workers=workers), rng.standard_normal(7), models)
+    assert np.abs(got - np.mean(models, axis=0)).max() <= 1e-12
+    again = merged_models(MergeRule(kind="running", workers=workers), got, models + models)
+    assert np.abs(again - np.mean(models, axis=0)).max() <= 1e-12, "each round begins anew"
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=12), st.integers(0, 1000))
+def test_running_and_buffered_weigh_by_samples(samples: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    models, start = list(rng.standard_normal((len(samples), 3))), rng.standard_normal(3)
+    shares = (np.array(samples) / np.mean(samples)).tolist()
+    wanted = sample_weights(samples) @ np.array(models)
+    for kind in ("running", "buffered"):
+        rule = MergeRule(kind=kind, workers=len(samples), buffer=len(samples))
+        assert np.abs(merged_models(rule, start, models, shares) - wanted).max() <= 1e-11
+
+
+def test_running_is_exact_in_fractions() -> None:
+    """The rules use + - * by a number alone: with exact numbers the mean is exact."""
+    models = [Fraction(3), Fraction(5), Fraction(10)]
+    state = Merged(weights=Fraction(7))
+    for model in models:
+        state = merge(state, Arrival(weights=model, start=Fraction(7), share=Fraction(1)), MergeRule(kind="running", workers=3))
+    assert state.weights == Fraction(6)
+
+
+def test_staleness_lowers_the_weight_of_late_work() -> None:
+    rule = MergeRule(kind="staleness", workers=4, rate=0.8, exponent=0.5)
+    for staleness in (0, 3, 8):
+        arrival = Arrival(weights=np.ones(1), start=np.zeros(1), staleness=staleness)
+        assert merge(Merged(weights=np.zeros(1)), arrival, rule).weights[0] == pytest.approx(0.8 * (1 + staleness) ** -0.5)
+
+
+def test_buffered_waits_for_its_buffer() -> None:
+    rule = MergeRule(kind="buffered", workers=4, buffer=2)
+    state = Merged(weights=np.array([10.0]))
+    state = merge(state, Arrival(weights=np.array([4.0]), start=np.array([2.0])), rule)
+    assert state.weights.tolist() == [10.0]
+    state = merge(state, Arrival(weights=np.array([7.0]), start=np.array([3.0])), rule)
+    assert state.weights.tolist() == [13.0], "10 plus the mean of the changes 2 and 4"
+    assert state.buffered is None
+
+
+@pytest.mark.parametrize("kind", MERGES)
+@given(arrivals=st.integers(1, 12))
+def test_weights_of_every_merge_sum_to_one(kind: str, arrivals: int) -> None:
+    weights = arrival_weights(MergeRule(kind=kind, workers=arrivals), arrivals)
+    assert weights.sum() == pytest.approx(1.0, abs=1e-12)
+    assert weights.min() >= (-1e-12 if kind != "buffered" else -float(arrivals)), "buffered adds whole changes: g_0 may be < 0"
+
+
+@given(st.integers(0, 1000))
+def test_outer_sgd_of_rate_one_is_averaging(seed: int) -> None:
+    previous, mean = np.random.default_rng(seed).standard_normal((2, 5))
+    moved, velocity = OuterOptimizer(lr=1.0, momentum=0.0, nesterov=False).step(previous, mean, None)
+    assert np.abs(moved - mean).max() <= 1e-15
+    assert np.array_equal(velocity, previous - mean)
+
+
+def test_outer_optimizer_is_torchs_sgd() -> None:
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(3)
+    weight = torch.nn.Parameter(torch.tensor(rng.standard_normal(4)))
+    reference = torch.optim.SGD([weight], lr=0.7, momentum=0.9, nesterov=True)
+    ours, velocity = weight.detach().numpy().copy(), None
+    for _ in range(6):
+        mean = ours + rng.standard_normal(4)
+        weight.grad = torch.tensor(ours - mean)
+        reference.step()
+        ours, velocity = OuterOptimizer().step(ours, mean, velocity)
+        assert np.abs(ours - weight.detach().numpy()).max() <= 1e-13
+
+
+def test_participation_is_a_pure_function_and_averages_the_drawn() -> None:
+    first, again = (participation_weights(10, 0.3, 4, seed=1) for _ in range(2))
+    assert np.array_equal(first, again)
+    assert sorted(first.tolist())[-3:] == pytest.approx([1 / 3] * 3)
+    assert np.count_nonzero(first) == 3
+    assert any(not np.array_equal(first, participation_weights(10, 0.3, r, seed=1)) for r in range(5))
+    weighted = participation_weights(4, 1.0, 0, weights=sample_weights([1, 2, 3, 4]))
+    assert weighted == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    counts = sum(participation_weights(8, 0.25, r) > 0 for r in range(400))
+    assert counts.min() > 60, "every worker is drawn about a quarter of the time"
+
+
+def test_averaging_matrix() -> None:
+    assert np.array_equal(averaging_matrix(4), np.full((4, 4), 0.25))
+    assert np.array_equal(averaging_matrix(2, np.array([0.25, 0.75])), [[0.25, 0.75], [0.25, 0.75]])
+    with pytest.raises(AlgorithmError, match="sum to 1"):
+        averaging_matrix(2, np.array([0.5, 0.6]))
+
+
+def test_periods() -> None:
+    assert [step for step in range(10) if every_steps(3).due(step)] == [2, 5, 8]
+    assert [step for step in range(10) if post_local(2, 4).due(step)] == [0, 1, 5, 9]
+    assert [step for step in range(12) if every_epochs(2, 3).due(step)] == [5, 11]
+    assert every_epochs(0, 3) == at_end()
+    assert not any(at_end().due(step) for step in range(10))
+    assert all(every_steps(1).due(step) for step in range(10))
+
+
+@given(st.integers(1, 7), st.integers(0, 9), st.integers(0, 40))
+def test_count_of_synchronisations(steps: int, warmup: int, total: int) -> None:
+    period = post_local(warmup, steps)
+    assert period.count(total) == sum(period.due(step) for step in range(total))
+
+
+def test_bad_input() -> None:
+    with pytest.raises(AlgorithmError, match=r"at least 1 step, got 0; use at_end"):
+        every_steps(0)
+    with pytest.raises(AlgorithmError, match="did you mean half"):
+        MergeRule(kind="halve", workers=2)
+    with pytest.raises(AlgorithmError, match="buffer"):
+        MergeRule(kind="buffered", workers=2, buffer=3)
+    with pytest.raises(AlgorithmError, match="at least one sample"):
+        sample_weights([3, 0])
+    with pytest.raises(AlgorithmError, match="fraction"):
+        participation_weights(4, 0.0, 0)
+    with pytest.raises(AlgorithmError, match="outer"):
+        OuterOptimizer(momentum=1.0)
+
+
+def test_adam_every_step_warns_and_sgd_does_not() -> None:
+    with pytest.warns(AlgorithmWarning, match="does not equal synchronous adam"):
+        warn_if_not_synchronous(every_steps(1), "adam")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_not_synchronous(every_steps(1), "sgd_momentum")
+        warn_if_not_synchronous(every_steps(2), "adam")
