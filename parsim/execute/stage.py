@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from parsim.graph.holding import Bucket
 from parsim.graph.layout import Layout
 from parsim.model.component import LOSS, ParameterShard
 from parsim.model.pieces import piece
-from parsim.model.runnable import Runnable
+from parsim.model.runnable import Program, Runnable
 from parsim.model.sharded import shard_runnable
 from parsim.model.spec import ModelSpec, build_module, example_batch, loss_of
 from parsim.model.trace import record
@@ -53,13 +54,13 @@ class StageReplica:
         self.rank = rank
         self.number = layout.plan.stage_of_rank(rank)
         self.device = device
+        self._whole_shapes, programs = _recordings(spec, layout, layout.rank_components(rank), dtype, device)
         self.module = seeded_module(spec, seed, dtype, device)
         own = layout.rank_components(rank)
         shard = layout.plan.shard_of_rank(rank)
-        self._whole_shapes, recorded = _recordings(self.module, spec, layout, own, dtype, device)
         self.runnables: dict[str, Runnable] = {}
         for name in own:
-            placement, runnable = layout.placement[name], recorded[name]
+            placement, runnable = layout.placement[name], Runnable(programs[name], self.module)
             if placement.kind == "shard":
                 sharding = layout.model.component(name).sharding(placement.rule)
                 runnable = shard_runnable(runnable, sharding, shard % placement.ways, placement.ways)
@@ -262,41 +263,30 @@ def seeded_module(spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.
     return module.train()
 
 
-def _restore(module: nn.Module, before: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, tensor in module.named_buffers():
-            tensor.copy_(before[name])
-
-
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def _recordings(
-    module: nn.Module, spec: ModelSpec, layout: Layout, own: Sequence[str], dtype: torch.dtype, device: torch.device
-) -> tuple[Shapes, dict[str, Runnable]]:
+    spec: ModelSpec, layout: Layout, own: Sequence[str], dtype: torch.dtype, device: torch.device
+) -> tuple[Shapes, dict[str, Program]]:
     """Shape and dtype of every value at the whole microbatch; and the components `own`, each at the samples it sees."""
-    shapes: Shapes = {}
-    found: dict[str, Runnable] = {}
     whole = layout.plan.microbatch_samples
-    for samples in dict.fromkeys([whole, *(layout.local_samples(name) for name in own)]):
-        inputs, target = example_batch(spec, samples, dtype=dtype, device=str(device))
-        runnables = record(module, inputs, granularity=layout.model.granularity, loss=loss_of(spec))
-        if samples == whole:
-            shapes = _shapes(module, runnables, inputs, target)
-        found.update(
-            {entry.name: entry for entry in runnables if entry.name in own and layout.local_samples(entry.name) == samples}
-        )
-    return shapes, found
+    granularity = layout.model.granularity
+    programs = {
+        samples: _programs(spec, samples, granularity, dtype, str(device))
+        for samples in dict.fromkeys([whole, *(layout.local_samples(name) for name in own)])
+    }
+    shapes: Shapes = {}
+    for program in programs[whole].values():
+        for value, slot, _ in (*program.inputs, *program.outputs):
+            shapes[value] = (program.tensors[slot].shape, program.tensors[slot].dtype)
+    return shapes, {name: programs[layout.local_samples(name)][name] for name in own}
 
 
-def _shapes(module: nn.Module, runnables: Sequence[Runnable], inputs: Sequence[Tensor], target: Tensor) -> Shapes:
-    """Shape and dtype of every value, from one run without gradients."""
-    before = {name: tensor.clone() for name, tensor in module.named_buffers()}
-    values: dict[str, Tensor] = {f"input:{number}": tensor for number, tensor in enumerate(inputs)}
-    values["target"] = target
-    with torch.no_grad():
-        for entry in runnables:
-            outputs = entry([values[name] for name in entry.input_names])
-            values.update(zip(entry.output_names, outputs, strict=True))
-    _restore(module, before)
-    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in values.items()}
+@lru_cache(maxsize=32)
+def _programs(spec: ModelSpec, samples: int, granularity: str, dtype: torch.dtype, device: str) -> dict[str, Program]:
+    """The components of a model in training mode at so many samples; recorded once per process."""
+    module = seeded_module(spec, 0, dtype, torch.device(device))
+    inputs, _ = example_batch(spec, samples, dtype=dtype, device=device)
+    runnables = record(module, inputs, granularity=granularity, loss=loss_of(spec))
+    return {entry.name: entry.program for entry in runnables}
