@@ -1,6 +1,8 @@
-"""Single-process training that every synchronous plan must equal: the plain module, plain autograd, one optimizer.
+"""Single-process training that every synchronous plan must equal: plain autograd over the whole batch, one optimizer.
 
-It replays what a plan leaves to choice: microbatches as normalisation groups, and running statistics per replica.
+It replays what a plan leaves to choice: microbatches as normalisation groups, and running statistics per replica. Where placements
+let components see different samples (and the model normalises over them), the forward goes component by component: each runs once
+per group of samples that shares its statistics, on slices of whole values; there is one autograd graph and no communication.
 """
 
 from __future__ import annotations
@@ -8,13 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from parsim.data import BatchOrder, Dataset, part
 from parsim.execute.optimizer import make_optimizer
-from parsim.execute.stage import seeded_module
+from parsim.execute.stage import recorded_programs, seeded_module
+from parsim.graph.layout import Layout
+from parsim.model.component import Component
 from parsim.model.losses import loss_sum
+from parsim.model.model import Model
+from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec, loss_of
 from parsim.plan.plan import Plan
 
@@ -23,7 +31,8 @@ from parsim.plan.plan import Plan
 class ReferenceResult:
     """Attributes:
     parameters: by qualified name. optimizer_state: by parameter name, then by torch's key.
-    buffers: per replica, by qualified name. losses: mean over the global batch, per step.
+    buffers: per rank of the plan, by qualified name, those of its components (without placements: of all), uncut.
+    losses: mean over the global batch, per step.
     """
 
     parameters: dict[str, Tensor]
@@ -42,13 +51,31 @@ def train_reference(
     dtype: torch.dtype,
     seed: int,
     steps: int,
+    model: Model | None = None,
 ) -> ReferenceResult:
-    """`steps` steps in this process, on the same samples in the same order as any plan with this global batch."""
+    """`steps` steps in this process, on the same samples in the same order as any plan with this global batch.
+
+    Args:
+        model: the Model the plan was made for; needed where placements and normalisation meet.
+    """
     module = seeded_module(spec, seed, dtype, torch.device("cpu"))
     named = dict(module.named_parameters())
     updater = make_optimizer(optimizer, named.values(), learning_rate)
-    replicas = [_clone(dict(module.named_buffers())) for _ in range(plan.mesh.dp)]
     order = BatchOrder(n=len(data), global_batch=plan.global_batch, seed=seed)
+    if plan.is_mixed and model is not None and any(True for _ in module.buffers()):
+        replay = _Replay(spec, plan, model, module, dtype)
+        losses = []
+        for step in range(steps):
+            updater.zero_grad()
+            losses.append(replay.step(data, order.indices(step)))
+            updater.step()
+        return ReferenceResult(
+            parameters=_clone(named),
+            optimizer_state=_optimizer_state(updater, named),
+            buffers=replay.buffers_by_rank(),
+            losses=tuple(losses),
+        )
+    replicas = [_clone(dict(module.named_buffers())) for _ in range(plan.mesh.dp)]
     losses = []
     for step in range(steps):
         indices = order.indices(step)
@@ -68,11 +95,108 @@ def train_reference(
             replicas[replica] = _clone(dict(module.named_buffers()))
         updater.step()
         losses.append(total)
-    state = {
+    return ReferenceResult(
+        parameters=_clone(named),
+        optimizer_state=_optimizer_state(updater, named),
+        buffers=tuple(replicas[plan.replica_of_rank(rank)] for rank in range(plan.world_size)),
+        losses=tuple(losses),
+    )
+
+
+class _Replay:
+    """One training step component by component, in the groups of samples a mixed plan makes of every microbatch."""
+
+    def __init__(self, spec: ModelSpec, plan: Plan, model: Model, module: nn.Module, dtype: torch.dtype) -> None:
+        self._plan = plan
+        self._layout = Layout(plan, model)
+        self._module = module
+        self._dtype = dtype
+        self._runnables = {
+            component.name: Runnable(
+                recorded_programs(spec, self._layout.local_samples(component.name), model.granularity, dtype, "cpu")[
+                    component.name
+                ],
+                module,
+            )
+            for component in model.components
+        }
+        self._initial = _clone(dict(module.named_buffers()))
+        self._kept: dict[tuple[int, int, str], Tensor] = {}
+
+    def step(self, data: Dataset, indices: NDArray[np.int64]) -> float:
+        """Forward and backward of one global batch; returns its mean loss."""
+        plan, total = self._plan, 0.0
+        for replica in range(plan.mesh.dp):
+            for microbatch in range(plan.microbatches):
+                own = part(indices, replica=replica, dp=plan.mesh.dp, microbatch=microbatch, microbatches=plan.microbatches)
+                inputs, targets = (torch.from_numpy(array) for array in data.batch(own))
+                if inputs.is_floating_point():
+                    inputs = inputs.to(self._dtype)
+                loss = self._forward(replica, {"input:0": inputs, "target": targets}) / plan.global_batch
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.item()
+        return total
+
+    def _forward(self, replica: int, values: dict[str, Tensor]) -> Tensor:
+        """The sum of the losses of one microbatch."""
+        layout = self._layout
+        for component in layout.model.components:
+            size = layout.local_samples(component.name)
+            pieces = layout.plan.microbatch_samples // size
+            made = [self._piece(replica, number, component, size, values) for number in range(pieces)]
+            for place, name in enumerate(component.outputs):
+                parts = [outputs[place] for outputs in made]
+                scalar = parts[0].dim() == 0
+                values[name] = torch.stack(parts).sum() if scalar else torch.cat(parts) if pieces > 1 else parts[0]
+        return values[layout.model.outputs[0]]
+
+    def _piece(
+        self, replica: int, number: int, component: Component, size: int, values: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """One group of samples through one component, with the statistics of that group."""
+        whole = self._layout.plan.microbatch_samples
+        runnable = self._runnables[component.name]
+        for name in runnable.buffer_names:
+            key = (replica, number, name)
+            if key not in self._kept:
+                self._kept[key] = self._initial[name].clone()
+            path, _, last = name.rpartition(".")
+            self._module.get_submodule(path)._buffers[last] = self._kept[key]
+        inputs = [
+            values[name][number * size : (number + 1) * size] if size < whole and self._is_cut(name) else values[name]
+            for name in runnable.input_names
+        ]
+        outputs = runnable(inputs)
+        for name in runnable.buffer_names:
+            path, _, last = name.rpartition(".")
+            updated = self._module.get_submodule(path)._buffers[last]
+            assert updated is not None
+            self._kept[replica, number, name] = updated
+        return outputs
+
+    def _is_cut(self, name: str) -> bool:
+        value = self._layout.model.value[name]
+        return value.batch_first and value.bytes_per_sample > 0
+
+    def buffers_by_rank(self) -> tuple[dict[str, Tensor], ...]:
+        """What every rank has of the statistics of its components."""
+        plan, found = self._plan, []
+        for rank in range(plan.world_size):
+            own: dict[str, Tensor] = {}
+            for component in self._layout.rank_components(rank):
+                ways = self._layout.placement[component].batch_ways(plan.mesh.tp)
+                group = 0 if ways == plan.mesh.tp else plan.shard_of_rank(rank) // ways
+                for name in self._runnables[component].buffer_names:
+                    own[name] = self._kept[plan.replica_of_rank(rank), group, name].detach().clone()
+            found.append(own)
+        return tuple(found)
+
+
+def _optimizer_state(updater: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    return {
         name: {key: value.detach().clone() for key, value in updater.state[parameter].items() if isinstance(value, Tensor)}
         for name, parameter in named.items()
     }
-    return ReferenceResult(parameters=_clone(named), optimizer_state=state, buffers=tuple(replicas), losses=tuple(losses))
 
 
 def _clone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -273,7 +273,7 @@ def _recordings(
     whole = layout.plan.microbatch_samples
     granularity = layout.model.granularity
     programs = {
-        samples: _programs(spec, samples, granularity, dtype, str(device))
+        samples: recorded_programs(spec, samples, granularity, dtype, str(device))
         for samples in dict.fromkeys([whole, *(layout.local_samples(name) for name in own)])
     }
     shapes: Shapes = {}
@@ -284,7 +284,7 @@ def _recordings(
 
 
 @lru_cache(maxsize=32)
-def _programs(spec: ModelSpec, samples: int, granularity: str, dtype: torch.dtype, device: str) -> dict[str, Program]:
+def recorded_programs(spec: ModelSpec, samples: int, granularity: str, dtype: torch.dtype, device: str) -> dict[str, Program]:
     """The components of a model in training mode at so many samples; recorded once per process."""
     module = seeded_module(spec, 0, dtype, torch.device(device))
     inputs, _ = example_batch(spec, samples, dtype=dtype, device=device)
