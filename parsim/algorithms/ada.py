@@ -49,9 +49,9 @@ class Ada:
     def __post_init__(self) -> None:
         if self.kind not in ADA_SCHEDULES:
             raise AlgorithmError(f"unknown Ada schedule {self.kind!r}{near_matches(self.kind, ADA_SCHEDULES)}")
-        if self.n < 2 or self.least < 2 or self.first < self.least:
+        if self.n < 3 or self.least < 2 or self.first < self.least:
             raise AlgorithmError(
-                f"Ada needs n >= 2 workers and 2 <= least <= start, got n {self.n}, least {self.least}, start {self.first}"
+                f"Ada needs n >= 3 workers and 2 <= least <= start, got n {self.n}, least {self.least}, start {self.first}"
             )
         if self.rate < 0 or (self.kind in ("exponential", "step") and not 0 < self.rate <= 1):
             raise AlgorithmError(

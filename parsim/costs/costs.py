@@ -16,7 +16,7 @@ from parsim.hardware.profile import ComponentPoint
 from parsim.hardware.topology import device_name
 from parsim.model.component import Component
 from parsim.model.model import Model
-from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, SendRecv, Work
+from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
 
 LOAD_SIGMA = 0.25
 """Assumed relative spread of a batch's copy: it is priced by bandwidth, not measured."""
@@ -80,7 +80,29 @@ class Costs:
         return OverlapFactors(compute=measured.compute_factor, communication=measured.communication_factor)
 
     def _compute(self, work: Compute, device: Device) -> Estimate:
+        """Components that do the same work share their estimates."""
         component = self._component(work.component)
+        key = (self._alike[work.component], work.phase, work.samples, work.rule, work.ways, device.type.name)
+        if key not in self._computed:
+            self._computed[key] = self._compute_anew(work, component, device)
+        return self._computed[key]
+
+    @cached_property
+    def _computed(self) -> dict[tuple[int, Phase, int, str, int, str], Estimate]:
+        return {}
+
+    @cached_property
+    def _alike(self) -> dict[str, int]:
+        """Per component a number, equal for those that do the same work in the same shards."""
+        numbers: dict[object, int] = {}
+        return {
+            component.name: numbers.setdefault(
+                (component.fingerprint, component.shardings, self._has_input_gradient(component)), len(numbers)
+            )
+            for component in self.model.components
+        }
+
+    def _compute_anew(self, work: Compute, component: Component, device: Device) -> Estimate:
         return estimate_compute(
             work,
             component,

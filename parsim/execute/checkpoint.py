@@ -45,7 +45,7 @@ class RankState:
 
     Attributes:
         optimizer: parameter name to its state, e.g. {"momentum_buffer": Tensor}. rng: "cpu", "cuda".
-        fragments: by section ("weights", "buffers", "optimizer") and name, which part of the whole this is, where it is not all.
+        fragments: by section ("weights", "buffers", "optimizer") and name, which part of the whole it is, where not all.
     """
 
     weights: Mapping[str, Tensor]

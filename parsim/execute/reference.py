@@ -1,8 +1,8 @@
 """Single-process training that every synchronous plan must equal: plain autograd over the whole batch, one optimizer.
 
-It replays what a plan leaves to choice: microbatches as normalisation groups, and running statistics per replica. Where placements
-let components see different samples (and the model normalises over them), the forward goes component by component: each runs once
-per group of samples that shares its statistics, on slices of whole values; there is one autograd graph and no communication.
+It replays what a plan leaves to choice: microbatches as normalisation groups, and running statistics per replica. Where
+placements let components see different samples (and the model normalises over them), the forward goes component by component:
+each runs once per group of samples that shares its statistics, on slices of whole values; there is one autograd graph.
 """
 
 from __future__ import annotations

@@ -67,6 +67,8 @@ class StageReplica:
             self.runnables[name] = runnable
         everything = dict(self.module.named_parameters(remove_duplicate=False))
         held = layout.rank_parameters(rank)
+        self._held = {parameter.name: parameter for parameter in held}
+        self._loaded: dict[str, Mapping[str, Any]] = {}
         self.parameters = {parameter.name: everything[parameter.name] for parameter in held}
         with torch.no_grad():
             for parameter in held:
@@ -156,29 +158,48 @@ class StageReplica:
         return RankState(weights=weights, buffers=self.buffers(), optimizer=optimizer, fragments=fragments)
 
     def load(self, state: RankState) -> None:
-        """Take this rank's parts of *whole* weights, buffers and optimizer state, by name; a name without state starts anew."""
-        weights = dict(state.weights)
-        states: dict[str, Mapping[str, Any]] = dict(state.optimizer)
-        for held in self.layout.rank_parameters(self.rank):
-            if held.part is not None:
-                part, shard, ways = held.part, held.shard, held.ways
-                weights[held.name] = piece(weights[held.name], part, shard, ways)
-                states[held.name] = {
-                    key: piece(value, part, shard, ways) if isinstance(value, Tensor) and value.dim() else value
-                    for key, value in states.get(held.name, {}).items()
-                }
-        restore_tensors(self.parameters, weights)
-        buffers = dict(state.buffers)
+        """Take this rank's parts of *whole* weights, buffers and optimizer state, by name; a name without state starts anew.
+
+        Raises ExecutionError where a name is missing or has another shape.
+        """
+        restore_tensors({name: self.parameters[name] for name in self.parameters if name not in state.weights}, {})
+        for name in self.parameters:
+            self.load_parameter(name, state.weights[name], state.optimizer.get(name, {}))
+        self.load_buffers(state.buffers)
+        self.finish_loading()
+
+    def load_parameter(self, name: str, weight: Tensor, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of one whole parameter and of its optimizer state; `finish_loading` hands the latter on."""
+        held = self._held[name]
+        if held.part is not None:
+            part, shard, ways = held.part, held.shard, held.ways
+            weight = piece(weight, part, shard, ways)
+            state = {
+                key: piece(value, part, shard, ways) if isinstance(value, Tensor) and value.dim() else value
+                for key, value in state.items()
+            }
+        restore_tensors({name: self.parameters[name]}, {name: weight})
+        self._loaded[name] = state
+
+    def load_buffers(self, whole: Mapping[str, Tensor]) -> None:
+        """Take this rank's parts of whole buffers."""
+        buffers = dict(whole)
         for name, fragment in self._buffer_fragments().items():
             part = ParameterShard(name=name, dim=fragment.dim, blocks=fragment.blocks)
             buffers[name] = piece(buffers[name], part, fragment.shard, fragment.ways)
         restore_tensors(self.buffers(), buffers)
+
+    def finish_loading(self) -> None:
+        """Give the optimizer the states that `load_parameter` has collected."""
+        states, self._loaded = dict(self._loaded), {}
         if self._optimizer is None:
             return
         named: dict[str, Tensor] = dict(self.parameters)
         for number, divided in self._divided.items():
             named[_chunk_name(number)] = divided.chunk
             states[_chunk_name(number)] = self._chunk_state(divided, states)
+            for parameter in self.layout.buckets[number].parameters:
+                del named[parameter.name]
         restore_optimizer(self._optimizer, named, {name: held for name, held in states.items() if held and name in named})
 
     def _bucket_state(self, bucket: Bucket) -> Iterator[tuple[str, Fragment, Mapping[str, Any]]]:

@@ -26,6 +26,7 @@ from parsim.execute.job import Job, RunSpec
 from parsim.execute.live_memory import LiveBytes
 from parsim.execute.measurement import RankRecord
 from parsim.execute.pinning import prepare_rank
+from parsim.execute.reshard import reshard
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.score import score
 from parsim.execute.stage import StageReplica
@@ -96,8 +97,6 @@ class RankRun:
         """
         layout = Layout(plan, self.layout.model)
         graph = lower(plan, layout.model)
-        from parsim.execute.reshard import reshard
-
         groups.make(graph)
         random = checkpoint.rng_state(str(self.stage.device))
         after = RankRun(replace(self.run, plan=plan), layout, graph, place, groups.mine)

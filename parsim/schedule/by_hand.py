@@ -15,9 +15,9 @@ from parsim.model.narrow import check_ways
 from parsim.plan.mesh import Mesh
 from parsim.plan.placement import BATCH, KINDS, Placement, parse_placement
 from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage, check_plan, holding
-from parsim.schedule.families import balanced_plan
 from parsim.schedule.partition import partition
 from parsim.schedule.problem import Problem
+from parsim.schedule.stages import balanced_plan
 from parsim.work import Compute, Phase
 
 Pins = tuple[tuple[str, Placement], ...]

@@ -53,8 +53,13 @@ def solve_exactly(placing: Placing, *, hints: Iterable[Sequence[int]] = (), most
         best = found
     if search.gave_up:
         if best is None:
-            return Solution(choice=(), seconds=np.inf, lower_bound_s=relaxation.value, status="inaccurate",
-                            reason="the search was left before any choice that fits was found")
+            return Solution(
+                choice=(),
+                seconds=np.inf,
+                lower_bound_s=relaxation.value,
+                status="inaccurate",
+                reason="the search was left before any choice that fits was found",
+            )
         return Solution(choice=best[1], seconds=best[0], lower_bound_s=relaxation.value, status="feasible")
     if best is None:
         return _infeasible(placing)
@@ -88,9 +93,7 @@ def _with_distinct_ranks(placing: Placing) -> Placing:
     )
 
 
-def _bounds(
-    frontiers: Frontiers, hints: Iterable[Sequence[int]]
-) -> tuple[tuple[float, tuple[int, ...]] | None, Relaxation]:
+def _bounds(frontiers: Frontiers, hints: Iterable[Sequence[int]]) -> tuple[tuple[float, tuple[int, ...]] | None, Relaxation]:
     """The best feasible choice met while prices of memory are raised, improved by single changes; and the best bound."""
     placing = frontiers.placing
     best: tuple[float, tuple[int, ...]] | None = None

@@ -55,16 +55,16 @@ def solve_milp(placing: Placing, *, time_limit_s: float = 60.0) -> Solution:
     except cvxpy.SolverError as error:
         return Solution(choice=(), seconds=np.inf, lower_bound_s=0.0, status="inaccurate", reason=f"HiGHS: {error}")
     if problem.status in ("infeasible", "infeasible_or_unbounded"):
-        return Solution(
-            choice=(), seconds=np.inf, lower_bound_s=np.inf, status="infeasible", reason=why_infeasible(placing)
-        )
+        return Solution(choice=(), seconds=np.inf, lower_bound_s=np.inf, status="infeasible", reason=why_infeasible(placing))
     if x.value is None:
         return Solution(choice=(), seconds=np.inf, lower_bound_s=0.0, status="inaccurate", reason=f"HiGHS: {problem.status}")
     choice = model.choice(np.asarray(x.value))
     seconds = step_s(placing, choice)
     agrees = abs(seconds - float(problem.value)) <= AGREEMENT * max(seconds, 1e-12) and fits(placing, choice)
     if problem.status != "optimal" or not agrees:
-        return Solution(choice=choice, seconds=seconds, lower_bound_s=0.0, status="inaccurate", reason=f"HiGHS: {problem.status}")
+        return Solution(
+            choice=choice, seconds=seconds, lower_bound_s=0.0, status="inaccurate", reason=f"HiGHS: {problem.status}"
+        )
     return Solution(choice=choice, seconds=seconds, lower_bound_s=min(seconds, float(problem.value)), status="optimal")
 
 
@@ -126,6 +126,4 @@ class _Columns:
 
     def choice(self, x: np.ndarray) -> tuple[int, ...]:
         """The option of each component with the largest x."""
-        return tuple(
-            int(x[first:last].argmax()) for first, last in zip(self._first[:-1], self._first[1:], strict=True)
-        )
+        return tuple(int(x[first:last].argmax()) for first, last in zip(self._first[:-1], self._first[1:], strict=True))

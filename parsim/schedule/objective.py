@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,12 @@ class Solution:
     def gap(self) -> float:
         """(seconds - bound) / seconds."""
         return max(0.0, 1 - self.lower_bound_s / self.seconds) if self.choice and self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; what is infinite is None."""
+        seconds = self.seconds if np.isfinite(self.seconds) else None
+        bound = self.lower_bound_s if np.isfinite(self.lower_bound_s) else None
+        return {"status": self.status, "seconds": seconds, "lower_bound_s": bound, "gap": self.gap, "reason": self.reason}
 
 
 def step_s(placing: Placing, choice: Sequence[int]) -> float:

@@ -95,4 +95,3 @@ def exposed_s(synchronisation_s: list[float], backward_s: list[float]) -> float:
     for summed, back in zip(reversed(synchronisation_s), reversed(backward_s), strict=True):
         late = summed + max(0.0, late - back)
     return late
-

@@ -44,15 +44,11 @@ class Frontiers:
 
     @cached_property
     def before(self) -> list[tuple[int, ...]]:
-        return [
-            tuple(sorted({one for one, two in self.cost if one < cut <= two})) for cut in range(self.count + 1)
-        ]
+        return [tuple(sorted({one for one, two in self.cost if one < cut <= two})) for cut in range(self.count + 1)]
 
     @cached_property
     def after(self) -> list[tuple[int, ...]]:
-        return [
-            tuple(sorted({two for one, two in self.cost if one < cut <= two})) for cut in range(self.count + 1)
-        ]
+        return [tuple(sorted({two for one, two in self.cost if one < cut <= two})) for cut in range(self.count + 1)]
 
     def size(self, component: int) -> int:
         return len(self.placing.options[component])

@@ -10,8 +10,9 @@ from parsim.errors import CostError, ScheduleError, near_matches
 from parsim.graph.layout import Layout
 from parsim.plan.plan import Plan
 from parsim.schedule.evaluate import SAMPLES, Evaluation, evaluate
-from parsim.schedule.families import FAMILIES
+from parsim.schedule.families import FAMILIES, mixed_plans
 from parsim.schedule.memory import plan_memory
+from parsim.schedule.objective import Solution
 from parsim.schedule.problem import Problem
 from parsim.schedule.quick import QuickEstimates
 from parsim.units import format_bytes, format_seconds
@@ -31,6 +32,7 @@ class Search:
     status: "best_of_candidates" (the families were searched, optimality is not claimed) or "infeasible".
     lower_bound_s: the least of the candidates' own bounds: no candidate plan can be faster under these costs.
     skipped: families without a member, and why.
+    placements: the solver's answers to the placement problem (strategy "adaptive"), one per number of microbatches tried.
     """
 
     candidates: tuple[Evaluation, ...]
@@ -39,6 +41,7 @@ class Search:
     lower_bound_s: float
     judged: int
     skipped: tuple[tuple[str, str], ...]
+    placements: tuple[Solution, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -57,6 +60,7 @@ class Search:
             "gap": self.gap,
             "judged": self.judged,
             "skipped": dict(self.skipped),
+            "placements": [solution.to_dict() for solution in self.placements],
         }
 
 
@@ -72,20 +76,23 @@ def search(
     Raises:
         ScheduleError: an unknown strategy, or no family has any member. CostError: nothing can be priced.
     """
-    wanted = tuple(FAMILIES) if "adaptive" in strategies else tuple(dict.fromkeys(strategies))
+    mixes = "adaptive" in strategies
+    wanted = (*FAMILIES, "adaptive") if mixes else tuple(dict.fromkeys(strategies))
     for name in wanted:
-        if name not in FAMILIES:
+        if name not in (*FAMILIES, "adaptive"):
             raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, [*FAMILIES, 'adaptive'])}")
     quick = QuickEstimates(problem)
+    solutions: list[Solution] = []
     judged: list[Evaluation] = []
     skipped: dict[str, str] = {}
     unpriced: CostError | None = None
     for name in wanted:
-        if name in ("mp", "hp", "dp") and problem.cluster.size == 1:
+        if name != "single" and problem.cluster.size == 1:
             skipped[name] = "one device: there is nothing to distribute"
             continue
         try:
-            judged.extend(_judge_family(problem, FAMILIES[name](problem), quick))
+            plans = mixed_plans(problem, solutions) if name == "adaptive" else FAMILIES[name](problem)
+            judged.extend(_judge_family(problem, _respecting(problem, plans), quick))
         except ScheduleError as error:
             skipped[name] = str(error)
         except CostError as error:
@@ -113,7 +120,23 @@ def search(
         lower_bound_s=min(entry.result.lower_bound_s for entry in judged),
         judged=len(judged),
         skipped=tuple(skipped.items()),
+        placements=tuple(solutions),
     )
+
+
+def _respecting(problem: Problem, plans: Iterable[Plan]) -> list[Plan]:
+    """Those that keep the problem's pins and forbids. Raises ScheduleError if none does."""
+    found = list(plans)
+    if not problem.pins and not problem.forbids:
+        return found
+    kept = [
+        plan
+        for plan in found
+        if all(problem.allows(name, placement) for stage in plan.stages for name, placement in stage.placed())
+    ]
+    if found and not kept:
+        raise ScheduleError("none of its plans keeps what pin and forbid ask for")
+    return kept
 
 
 def _judge_family(problem: Problem, plans: Iterable[Plan], quick: QuickEstimates) -> list[Evaluation]:

@@ -97,6 +97,11 @@ class LocalTraining:
         self._gradient = vmap(grad_and_value(self._loss))
 
     @property
+    def tensors(self) -> tuple[tuple[str, int], ...]:
+        """Name and size of each parameter tensor, in the order of a row of weights."""
+        return tuple((name, shape.numel()) for name, shape in self._shapes)
+
+    @property
     def weight_bytes(self) -> int:
         """|w|: bytes of one worker's parameters."""
         return self.start.numel() * self.start.element_size()
