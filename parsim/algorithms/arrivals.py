@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from parsim.errors import AlgorithmError
 
@@ -94,9 +94,7 @@ def master_synchronisation_s(
     return workers * weight_bytes * (2.0 / bandwidth_bytes_per_s + 1.0 / memory_bytes_per_s)
 
 
-def ring_synchronisation_s(
-    workers: int, weight_bytes: float, *, bandwidth_bytes_per_s: float, latency_s: float = 0.0
-) -> float:
+def ring_synchronisation_s(workers: int, weight_bytes: float, *, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> float:
     """2 (P-1) alpha + 2 (P-1)/P |w| / bw: a ring all_reduce of the weights."""
     return 2.0 * (workers - 1) * (latency_s + weight_bytes / workers / bandwidth_bytes_per_s)
 
@@ -116,8 +114,3 @@ def throughput_epochs_per_s(events: tuple[MergeEvent, ...], until_s: float) -> f
 def amdahl_efficiency(workers: int, serial_fraction: float) -> float:
     """Speed-up over workers, 1 / (1 + f (P - 1)): what a serial fraction f of the work leaves of P workers."""
     return 1.0 / (1.0 + serial_fraction * (workers - 1))
-
-
-def event_arrays(events: tuple[MergeEvent, ...]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Worker numbers int64 [m] and ends float64 [m] of the merges, in order."""
-    return np.array([event.worker for event in events], dtype=np.int64), np.array([event.end_s for event in events])

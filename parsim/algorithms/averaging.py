@@ -52,7 +52,7 @@ class MergeRule:
             raise AlgorithmError(f"unknown merge {self.kind!r}{near_matches(self.kind, MERGES)}")
         if self.workers < 1 or not 1 <= self.buffer <= self.workers:
             raise AlgorithmError(
-                f"a merge needs workers >= 1 and a buffer between 1 and workers, got workers {self.workers}, buffer {self.buffer}"
+                f"a merge needs workers >= 1 and a buffer between 1 and workers, got {self.workers} and {self.buffer}"
             )
         if not 0 < self.rate <= 1 or self.exponent < 0:
             raise AlgorithmError(f"rate must be in (0, 1] and exponent >= 0, got {self.rate} and {self.exponent}")
@@ -107,7 +107,7 @@ def merge_running(state: Merged[V], arrival: Arrival[V], rule: MergeRule) -> Mer
 
 
 def merge_staleness(state: Merged[V], arrival: Arrival[V], rule: MergeRule) -> Merged[V]:
-    """g <- g + omega (w - g) with omega = min(1, rate * share * (1 + staleness)^-exponent): late work counts less (FedAsync)."""
+    """g <- g + omega (w - g), omega = min(1, rate * share * (1 + staleness)^-exponent): late work counts less (FedAsync)."""
     weight = min(1.0, rule.rate * arrival.share * (1.0 + arrival.staleness) ** -rule.exponent)
     return replace(state, weights=state.weights + (arrival.weights - state.weights) * weight)
 

@@ -36,7 +36,9 @@ def dirichlet_shards(
     goes whole to one worker.
     """
     if concentration <= 0:
-        raise AlgorithmError(f"the Dirichlet concentration must be > 0, got {concentration}; 0.1 is very uneven, 100 nearly even")
+        raise AlgorithmError(
+            f"the Dirichlet concentration must be > 0, got {concentration}; 0.1 is very uneven, 100 nearly even"
+        )
     prior = concentration * sizes / sizes.mean()
     pieces: list[list[NDArray[np.int64]]] = [[] for _ in sizes]
     for value in np.unique(targets):
@@ -95,7 +97,7 @@ def shard_sizes(samples: int, workers: int, proportions: Sequence[float] | None 
     if share.shape != (workers,) or not (share > 0).all():
         raise AlgorithmError(f"proportions must be {workers} positive numbers, one per worker; got {proportions}")
     exact = share / share.sum() * samples
-    sizes = np.maximum(np.floor(exact).astype(np.int64), 1)
+    sizes: NDArray[np.int64] = np.maximum(np.floor(exact).astype(np.int64), 1)
     by_need = np.argsort(-(exact - sizes), kind="stable")
     short = samples - int(sizes.sum())
     if short >= 0:

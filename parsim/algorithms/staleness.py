@@ -207,4 +207,6 @@ def safe_step_size(smoothness: float, modules: int) -> float:
 def stage_seconds(total_s: Sequence[float], backward_to_forward: float = 2.0) -> ModuleTimes:
     """Seconds per module split into forward and backward in the ratio 1 : `backward_to_forward`."""
     forward = tuple(seconds / (1.0 + backward_to_forward) for seconds in total_s)
-    return ModuleTimes(forward_s=forward, backward_s=tuple(seconds - part for seconds, part in zip(total_s, forward, strict=True)))
+    return ModuleTimes(
+        forward_s=forward, backward_s=tuple(seconds - part for seconds, part in zip(total_s, forward, strict=True))
+    )

@@ -29,12 +29,12 @@ def reduce_scatter_flat(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> 
     _reduce_scatter(own, flat, group=group)
 
 
-def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], rank: int, group: dist.ProcessGroup) -> Tensor:
+def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """One collective hop on one rank.
 
     Args:
         tensor: what this rank holds in `hop.source`; for a broadcast on the other ranks, room for the result.
-        ranks: the ranks of `group`, ascending, which is the order of their pieces. rank: this one.
+        ranks: the ranks of `group`, ascending, which is the order of their pieces.
 
     Returns:
         What this rank holds in `hop.target`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -37,6 +37,14 @@ def fragment_of(held: HeldParameter) -> Fragment:
     if held.part is None:
         return WHOLE
     return Fragment(dim=held.part.dim, blocks=held.part.blocks, shard=held.shard, ways=held.ways)
+
+
+def is_per_element(key: str, value: object) -> TypeGuard[Tensor]:
+    """Whether this entry of an optimizer's state has an element for each one of its parameter: all but step counters.
+
+    The number of dims does not tell: the momentum of a 0-dim parameter has none either.
+    """
+    return isinstance(value, Tensor) and key != "step"
 
 
 def join(name: str, parts: Mapping[Fragment, Tensor]) -> Tensor:
@@ -82,7 +90,7 @@ def join_state(name: str, parts: Mapping[Fragment, Mapping[str, Any]]) -> dict[s
     first = next(iter(parts.values()))
     joined: dict[str, Any] = {}
     for key, value in first.items():
-        if isinstance(value, Tensor) and value.dim() > 0:
+        if is_per_element(key, value):
             joined[key] = join(name, {fragment: state[key] for fragment, state in parts.items()})
         else:
             joined[key] = value

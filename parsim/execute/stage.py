@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parsim.execute.checkpoint import RankState, restore_optimizer, restore_tensors
-from parsim.execute.fragments import Fragment, fragment_of
+from parsim.execute.fragments import Fragment, fragment_of, is_per_element
 from parsim.execute.optimizer import flat_gradients, make_optimizer
 from parsim.execute.zero import DividedBucket
 from parsim.graph.holding import Bucket
@@ -54,7 +54,7 @@ class StageReplica:
         self.rank = rank
         self.number = layout.plan.stage_of_rank(rank)
         self.device = device
-        self._whole_shapes, programs = _recordings(spec, layout, layout.rank_components(rank), dtype, device)
+        self._shapes, programs = _recordings(spec, layout, layout.rank_components(rank), dtype, device)
         self.module = seeded_module(spec, seed, dtype, device)
         own = layout.rank_components(rank)
         shard = layout.plan.shard_of_rank(rank)
@@ -68,7 +68,7 @@ class StageReplica:
         everything = dict(self.module.named_parameters(remove_duplicate=False))
         held = layout.rank_parameters(rank)
         self._held = {parameter.name: parameter for parameter in held}
-        self._loaded: dict[str, Mapping[str, Any]] = {}
+        self._loaded: dict[str, dict[str, Any]] = {}
         self.parameters = {parameter.name: everything[parameter.name] for parameter in held}
         with torch.no_grad():
             for parameter in held:
@@ -82,6 +82,7 @@ class StageReplica:
             for bucket in layout.rank_buckets(rank)
             if layout.is_divided(bucket)
         }
+        self._divided_in = {p.name: number for number in self._divided for p in layout.buckets[number].parameters}
         self.buckets: dict[int, Tensor] = {
             bucket.number: self._divided[bucket.number].gradients
             if bucket.number in self._divided
@@ -99,9 +100,13 @@ class StageReplica:
 
     def local_shape(self, value: str, layout: ValueLayout) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what a rank that holds any has of one microbatch of a value in that layout."""
-        whole, dtype = self._whole_shapes[value]
+        samples, tp = self.layout.plan.microbatch_samples, self.layout.plan.mesh.tp
+        entry = self.layout.model.value[value]
+        if not (entry.batch_first and entry.bytes_per_sample):  # such a value is never cut: here it is as recorded here
+            return self._shapes[samples * layout.ways // tp][value]
+        whole, dtype = self._shapes[samples][value]
         shape = list(whole)
-        shape[0] = shape[0] * layout.ways // self.layout.plan.mesh.tp
+        shape[0] = shape[0] * layout.ways // tp
         if layout.form == "shard":
             shape[layout.dim] //= layout.ways
         return tuple(shape), dtype
@@ -126,8 +131,7 @@ class StageReplica:
 
     def _updated(self) -> list[Tensor]:
         """What the optimizer of this rank steps: its parameters, or its parts of divided buckets."""
-        divided = {p.name for number in self._divided for p in self.layout.buckets[number].parameters}
-        own = [parameter for name, parameter in self.parameters.items() if name not in divided]
+        own = [parameter for name, parameter in self.parameters.items() if name not in self._divided_in]
         return own + [entry.chunk for entry in self._divided.values()]
 
     def optimizer_step(self) -> None:
@@ -169,17 +173,28 @@ class StageReplica:
         self.finish_loading()
 
     def load_parameter(self, name: str, weight: Tensor, state: Mapping[str, Any]) -> None:
-        """Take this rank's part of one whole parameter and of its optimizer state; `finish_loading` hands the latter on."""
+        """Take this rank's part of one whole parameter and of its optimizer state; `finish_loading` hands the latter on.
+
+        The arrays of the state may become the optimizer's own. Step counters are copied: of parameters that were updated
+        together they can be one tensor, which would then be counted up once for each.
+        """
         held = self._held[name]
+        state = {
+            key: value.clone() if isinstance(value, Tensor) and not is_per_element(key, value) else value
+            for key, value in state.items()
+        }
         if held.part is not None:
             part, shard, ways = held.part, held.shard, held.ways
             weight = piece(weight, part, shard, ways)
             state = {
-                key: piece(value, part, shard, ways) if isinstance(value, Tensor) and value.dim() else value
-                for key, value in state.items()
+                key: piece(value, part, shard, ways) if is_per_element(key, value) else value for key, value in state.items()
             }
         restore_tensors({name: self.parameters[name]}, {name: weight})
-        self._loaded[name] = state
+        if name in self._divided_in:
+            number = self._divided_in[name]
+            self._divided[number].add_state(self._loaded.setdefault(_chunk_name(number), {}), name, state)
+        else:
+            self._loaded[name] = state
 
     def load_buffers(self, whole: Mapping[str, Tensor]) -> None:
         """Take this rank's parts of whole buffers."""
@@ -197,10 +212,9 @@ class StageReplica:
         named: dict[str, Tensor] = dict(self.parameters)
         for number, divided in self._divided.items():
             named[_chunk_name(number)] = divided.chunk
-            states[_chunk_name(number)] = self._chunk_state(divided, states)
-            for parameter in self.layout.buckets[number].parameters:
-                del named[parameter.name]
-        restore_optimizer(self._optimizer, named, {name: held for name, held in states.items() if held and name in named})
+        for name in self._divided_in:
+            del named[name]
+        restore_optimizer(self._optimizer, named, {name: state for name, state in states.items() if state})
 
     def _bucket_state(self, bucket: Bucket) -> Iterator[tuple[str, Fragment, Mapping[str, Any]]]:
         """The optimizer state of a bucket that this rank contributes."""
@@ -216,26 +230,8 @@ class StageReplica:
         divided = self._divided[bucket.number]
         state = self._optimizer.state.get(divided.chunk)
         if state:
-            shapes = {held.name: tuple(self.parameters[held.name].shape) for held in bucket.parameters}
-            for name, fragment, place in divided.parts(shapes):
-                yield (
-                    name,
-                    fragment,
-                    {key: value[place] if isinstance(value, Tensor) and value.dim() else value for key, value in state.items()},
-                )
-
-    def _chunk_state(self, divided: DividedBucket, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """The state of a chunk from the states of the parameters it reaches into."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.parameters.items()}
-        made: dict[str, Any] = {}
-        for name, fragment, place in divided.parts(shapes):
-            for key, value in states.get(name, {}).items():
-                if isinstance(value, Tensor) and value.dim():
-                    flat = made.setdefault(key, torch.zeros_like(divided.chunk.data))
-                    flat[place] = value.reshape(-1)[fragment.start : fragment.stop].to(flat)
-                else:
-                    made.setdefault(key, value)
-        return made
+            for name, (fragment, _) in divided.parts.items():
+                yield name, fragment, divided.state_of(name, state)
 
     def _buffer_fragments(self) -> dict[str, Fragment]:
         """Which of this rank's buffers are pieces, and of what."""
@@ -289,18 +285,22 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 def _recordings(
     spec: ModelSpec, layout: Layout, own: Sequence[str], dtype: torch.dtype, device: torch.device
-) -> tuple[Shapes, dict[str, Program]]:
-    """Shape and dtype of every value at the whole microbatch; and the components `own`, each at the samples it sees."""
+) -> tuple[dict[int, Shapes], dict[str, Program]]:
+    """Shape and dtype of every value, by samples: of the whole microbatch and of what the components `own` see; and these."""
     whole = layout.plan.microbatch_samples
     granularity = layout.model.granularity
     programs = {
         samples: recorded_programs(spec, samples, granularity, dtype, str(device))
         for samples in dict.fromkeys([whole, *(layout.local_samples(name) for name in own)])
     }
-    shapes: Shapes = {}
-    for program in programs[whole].values():
-        for value, slot, _ in (*program.inputs, *program.outputs):
-            shapes[value] = (program.tensors[slot].shape, program.tensors[slot].dtype)
+    shapes = {
+        samples: {
+            value: (program.tensors[slot].shape, program.tensors[slot].dtype)
+            for program in recorded.values()
+            for value, slot, _ in (*program.inputs, *program.outputs)
+        }
+        for samples, recorded in programs.items()
+    }
     return shapes, {name: programs[layout.local_samples(name)][name] for name in own}
 
 

@@ -8,19 +8,22 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from parsim.execute.fragments import Fragment, fragment_of
+from parsim.execute.fragments import Fragment, fragment_of, is_per_element
 from parsim.graph.holding import Bucket, HeldParameter
 
 
 class DividedBucket:
     """A bucket whose optimizer state is spread over its group; this rank is `place` in it.
 
-    Attributes: parameters, gradients: the flat padded arrays. chunk: this rank's part as a parameter, its `.grad` a view.
+    Attributes:
+        parameters, gradients: the flat padded arrays. chunk: this rank's part as a parameter, its `.grad` a view.
+        parts: the parameters the chunk reaches into, by name: what of each, and where in the chunk that lies.
     """
 
     def __init__(self, bucket: Bucket, held: Mapping[str, Tensor], place: int) -> None:
@@ -29,15 +32,22 @@ class DividedBucket:
         self._bucket = bucket
         self.parameters = torch.zeros(size * len(bucket.group), dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros_like(self.parameters)
-        self._place = place
+        self.parts: dict[str, tuple[Fragment, slice]] = {}
+        start, stop = place * size, (place + 1) * size
         for entry, offset in self._offsets():
             parameter = held[entry.name]
             view = self.parameters[offset : offset + parameter.numel()].view_as(parameter)
             view.copy_(parameter.data)
             parameter.data = view
             parameter.grad = self.gradients[offset : offset + parameter.numel()].view_as(parameter)
-        self.chunk = nn.Parameter(self.parameters[place * size : (place + 1) * size])
-        self.chunk.grad = self.gradients[place * size : (place + 1) * size]
+            first_own, last_own = max(start, offset), min(stop, offset + entry.elements)
+            if first_own < last_own:
+                own = fragment_of(entry)._replace(
+                    start=first_own - offset, stop=last_own - offset, shape=tuple(parameter.shape)
+                )
+                self.parts[entry.name] = own, slice(first_own - start, last_own - start)
+        self.chunk = nn.Parameter(self.parameters[start:stop])
+        self.chunk.grad = self.gradients[start:stop]
 
     def _offsets(self) -> Iterator[tuple[HeldParameter, int]]:
         offset = 0
@@ -45,12 +55,19 @@ class DividedBucket:
             yield entry, offset
             offset += entry.elements
 
-    def parts(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Fragment, slice]]:
-        """The parameters this rank's chunk reaches into: name, what of it, and where in the chunk that lies."""
-        size = self._bucket.chunk_elements
-        first, last = self._place * size, (self._place + 1) * size
-        for entry, offset in self._offsets():
-            start, stop = max(first, offset), min(last, offset + entry.elements)
-            if start < stop:
-                fragment = fragment_of(entry)._replace(start=start - offset, stop=stop - offset, shape=shapes[entry.name])
-                yield entry.name, fragment, slice(start - first, stop - first)
+    def state_of(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What the state of the chunk says of one parameter: views into its arrays, and its step counter."""
+        place = self.parts[name][1]
+        return {key: value[place] if is_per_element(key, value) else value for key, value in state.items()}
+
+    def add_state(self, chunk_state: MutableMapping[str, Any], name: str, state: Mapping[str, Any]) -> None:
+        """Put this rank's part of the state of one whole parameter (of its piece, if it is cut) into that of the chunk."""
+        if name not in self.parts:
+            return
+        fragment, place = self.parts[name]
+        for key, value in state.items():
+            if is_per_element(key, value):
+                flat = chunk_state.setdefault(key, torch.zeros_like(self.chunk.data))
+                flat[place] = value.reshape(-1)[fragment.start : fragment.stop].to(flat)
+            else:
+                chunk_state.setdefault(key, value)

@@ -45,9 +45,13 @@ class _Block:
     starts: Ints
 
 
-def lower_columns(plan: Plan, model: Model) -> Columns:
-    """The program of one step as columns. Raises PlanError if the plan does not fit the model."""
-    layout = Layout(plan, model)
+def lower_columns(plan: Plan, model: Model, layout: Layout | None = None) -> Columns:
+    """The program of one step as columns. Raises PlanError if the plan does not fit the model.
+
+    Args:
+        layout: of this plan and model, if there is one already.
+    """
+    layout = layout or Layout(plan, model)
     blocks = [
         _Block(draft, np.zeros((plan.mesh.dp, 1 if phase == LOAD else plan.microbatches), dtype=np.int64))
         for stage in range(plan.mesh.pp)

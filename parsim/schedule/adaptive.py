@@ -9,7 +9,8 @@ The rule (written for this project; the paper's Algorithm 1 says only that commu
     for `patience` windows in a row, has changed: its average starts anew from those windows.
  2. The plan is questioned when a factor has changed; and at the end of an epoch, when an average has moved by more than
     `epoch_threshold`. A change of communication outdates what was known of communication that the plan does not use.
- 3. With `ask_probes`, measurements of such communication are asked for first, and the plan is made after the next window.
+ 3. With `ask_probes`, measurements of such communication are asked for one window before a planning is due; where that could
+    not be foreseen, the planning waits for one window.
  4. A new plan is taken when it is predicted at least `least_improvement` faster than the current one *under the same factors*
     (so that an error common to both predictions cancels), and saves over the steps left more than `margin` times what
     the switch costs.
@@ -43,8 +44,8 @@ class ControllerConfig:
     least_improvement: least relative gain of step time worth a switch.
     margin: how many times its cost a switch must save over the steps left.
     settle_windows: windows after a switch in which there is no other.
-    ask_probes: before planning, ask for probes of communication the plan does not use; a driver that cannot probe loses a
-        window by it.
+    ask_probes: before planning, ask for probes of communication the plan does not use; a driver that cannot probe may lose
+        a window by it.
     """
 
     smoothing: float = 0.9
@@ -111,7 +112,8 @@ class Keep:
 
     Attributes:
         planned: a planner was asked, so this decision took the seconds of a planning.
-        probe: the plan is in question: time the communication of other plans and give it with the next observation.
+        probe: the plan is in question: time the communication of other plans and give it with the next observation (with
+            none, the controller infers it).
     """
 
     reason: str
@@ -158,7 +160,7 @@ class Controller:
     Attributes:
         plan, expected: what is running, and the profile's seconds of its work by class.
         tracks: what is known of every factor. reference: the averages at the last planning.
-        question: why a planning is due after probes were asked for.
+        question: why a planning is due with the next window. asked: probes were asked for with the last decision.
         last_window, last_switch: numbers of windows.
     """
 
@@ -170,6 +172,7 @@ class Controller:
     tracks: Mapping[Key, Track] = field(default_factory=dict)
     reference: Corrections = NO_CORRECTIONS
     question: str = ""
+    asked: bool = False
     last_window: int | None = None
     last_switch: int | None = None
     switches: int = 0
@@ -200,19 +203,23 @@ class Controller:
         }
         tracks = {**self.tracks, **fresh}
         why = self._why(tracks, learnt, weighty, probed, seen.epoch_ended)
-        state = replace(self, tracks=tracks, last_window=seen.window, question="")
+        state = replace(self, tracks=tracks, last_window=seen.window, question="", asked=False)
+        config = self.config
         if not why:
-            return state, Keep(reason=f"no lasting change: {self._largest(tracks, weighty | probed.keys())}")
-        if self.last_switch is not None and seen.window - self.last_switch <= self.config.settle_windows:
-            return state, Keep(
-                reason=f"{why}; but it is window {seen.window - self.last_switch} after a switch, and "
-                f"{self.config.settle_windows} must pass"
-            )
+            soon = config.ask_probes and any(0 < config.patience - 1 <= abs(fresh[key].streak) for key in learnt)
+            reason = f"no lasting change: {self._largest(tracks, weighty | probed.keys())}"
+            return replace(state, asked=soon), Keep(reason=reason, probe=soon)
+        since = config.settle_windows + 1 if self.last_switch is None else seen.window - self.last_switch
+        if since <= config.settle_windows:
+            soon = config.ask_probes and since == config.settle_windows
+            reason = f"{why}; but it is window {since} after a switch, and {config.settle_windows} must pass"
+            return replace(state, asked=soon), Keep(reason=reason, probe=soon)
         if seen.steps_left <= 0:
             return state, Keep(reason=f"{why}; but no steps are left")
-        if self.config.ask_probes and not seen.probes and not self.question:
-            return replace(state, question=why), Keep(reason=f"{why}; other plans' communication is probed first", probe=True)
-        changed = any(not isinstance(key, int) and abs(tracks[key].streak) >= self.config.patience for key in learnt)
+        if config.ask_probes and not seen.probes and not self.asked:
+            reason = f"{why}; other plans' communication is probed first"
+            return replace(state, question=why, asked=True), Keep(reason=reason, probe=True)
+        changed = any(not isinstance(key, int) and abs(tracks[key].streak) >= config.patience for key in learnt)
         if changed:
             kept = {key: track for key, track in tracks.items() if isinstance(key, int) or key in fresh}
             state = replace(state, tracks=kept)

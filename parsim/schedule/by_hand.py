@@ -5,20 +5,17 @@ A pattern is a shell pattern over component names: "layers.*.attention" means th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cache
 
 from parsim.errors import ConfigError, ModelError, PlanError, near_matches
 from parsim.model.model import Model
 from parsim.model.narrow import check_ways
 from parsim.plan.mesh import Mesh
 from parsim.plan.placement import BATCH, KINDS, Placement, parse_placement
-from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage, check_plan, holding
-from parsim.schedule.partition import partition
+from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan, holding
 from parsim.schedule.problem import Problem
 from parsim.schedule.stages import balanced_plan
-from parsim.work import Compute, Phase
 
 Pins = tuple[tuple[str, Placement], ...]
 Forbids = tuple[tuple[str, str], ...]
@@ -176,75 +173,20 @@ def custom_plan(
         PlanError: the placements, the batch and the mesh do not go together. ScheduleError: more stages than components.
         CostError: stages cannot be balanced where a component has no cost.
     """
-    if mesh.tp == 1 and not placements:
-        plan = balanced_plan(
-            problem,
-            "custom",
-            mesh,
-            microbatches=microbatches,
-            pipeline_order=pipeline_order,
-            bucket_bytes=bucket_bytes,
-        )
-        check_plan(plan, problem.model)
-        return plan
-    names = [component.name for component in problem.model.components]
-    chosen = {name: (placements or {}).get(name, BATCH) for name in names}
     parts = mesh.dp * microbatches
     if problem.global_batch % parts:
         raise PlanError(
             f"global_batch ({problem.global_batch}) must be divisible by dp ({mesh.dp}) * microbatches ({microbatches}) = "
             f"{parts}; the nearest that is: {max(1, round(problem.global_batch / parts)) * parts}"
         )
-    bounds = _balanced(problem, mesh, chosen, problem.global_batch // parts)
-    stages = tuple(
-        Stage(
-            components=tuple(names[first:last]),
-            ranks=mesh.stage_ranks(number),
-            placements=tuple(chosen[name] for name in names[first:last]),
-        )
-        for number, (first, last) in enumerate(bounds)
-    )
-    plan = Plan(
-        strategy="custom",
-        mesh=mesh,
-        stages=stages,
-        global_batch=problem.global_batch,
+    plan = balanced_plan(
+        problem,
+        "custom",
+        mesh,
         microbatches=microbatches,
         pipeline_order=pipeline_order,
         bucket_bytes=bucket_bytes,
-        zero_stage=problem.zero_stage,
+        placements=placements,
     )
     check_plan(plan, problem.model)
     return plan
-
-
-def _balanced(
-    problem: Problem, mesh: Mesh, placements: Mapping[str, Placement], microbatch_samples: int
-) -> tuple[tuple[int, int], ...]:
-    """Bounds of the stages by the computation of each component where it is placed; conversions are left out."""
-    components = problem.model.components
-    if mesh.pp == 1:
-        return ((0, len(components)),)
-    costs = problem.costs(mesh.size)
-
-    @cache
-    def seconds(number: int, rank: int) -> float:
-        name = components[number].name
-        placement = placements[name]
-        samples = microbatch_samples * placement.batch_ways(mesh.tp) // mesh.tp
-        return sum(
-            costs.estimate(
-                Compute(component=name, phase=phase, samples=samples, rule=placement.rule, ways=placement.ways), rank
-            ).median_s
-            for phase in (Phase.FORWARD, Phase.BACKWARD)
-        )
-
-    def stage_s(stage: int, first: int, last: int) -> float:
-        return max(sum(seconds(number, rank) for number in range(first, last)) for rank in _kinds(problem, mesh, stage))
-
-    return partition(len(components), mesh.pp, stage_s, [0.0] * len(components))
-
-
-def _kinds(problem: Problem, mesh: Mesh, stage: int) -> Iterable[int]:
-    """One rank of the stage for each of its device types."""
-    return {problem.cluster.devices[rank].type.name: rank for rank in mesh.stage_ranks(stage)}.values()

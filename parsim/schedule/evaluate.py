@@ -16,10 +16,8 @@ from parsim.costs.uncertainty import medians_s, rank_noise, sample_durations_s
 from parsim.errors import PlanError
 from parsim.graph.columns import Columns
 from parsim.graph.expand import lower_columns
-from parsim.graph.layout import Layout
 from parsim.graph.taskgraph import TaskGraph
 from parsim.plan.plan import Plan
-from parsim.schedule.memory import plan_memory
 from parsim.schedule.problem import Problem
 from parsim.schedule.result import Interval, PlanResult
 from parsim.simulate import dynamic, static
@@ -67,7 +65,7 @@ def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: i
             f"the plan needs {plan.world_size} ranks and {problem.cluster.name} offers {problem.cluster.size} devices; "
             "ask for more devices or a smaller mesh"
         )
-    columns = lower_columns(plan, problem.model)
+    columns = lower_columns(plan, problem.model, problem.layout(plan))
     estimates = tuple(problem.price(columns.units, plan.world_size))
     medians = medians_s(estimates)[columns.unit]
     overlap = problem.costs(plan.world_size).overlap
@@ -88,8 +86,7 @@ def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: i
         interval = Interval.of(step_s, times * (step_s / steady_s))
     parts = breakdown(compiled, timeline)
     fractions = step_fractions(parts)
-    layout = Layout(plan, problem.model)
-    memory = plan_memory(layout, problem.cluster, precision=problem.precision, optimizer=problem.optimizer)
+    memory = problem.memory(plan)
     result = PlanResult(
         strategy=plan.strategy,
         step_s=interval,

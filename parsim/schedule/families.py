@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 from parsim.errors import ScheduleError
 from parsim.plan.mesh import Mesh
-from parsim.plan.pipeline import PIPELINE_ORDERS
 from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.schedule.objective import Solution
 from parsim.schedule.problem import Problem
-from parsim.schedule.stages import balanced_plan
-from parsim.schedule.tensor import adaptive_plans, uniform_plans
+from parsim.schedule.tensor import adaptive_plans, uniform_plans, useful_plans
 
 BUCKET_BYTES = (DEFAULT_BUCKET_BYTES, 4 * 1024 * 1024, 100 * 1024 * 1024)
 MOST_MICROBATCHES = 64
@@ -109,7 +107,7 @@ def mixed_plans(problem: Problem, solutions: list[Solution] | None = None) -> It
 
 
 def pipeline_plans(problem: Problem, strategy: str, mesh: Mesh) -> Iterator[Plan]:
-    """Both orders and all microbatch counts, each with its own uneven stages.
+    """Both orders and the microbatch counts that help, each with its own uneven stages.
 
     Raises:
         ScheduleError: the batch or the components do not divide so far, or no cut fits any count.
@@ -121,6 +119,5 @@ def pipeline_plans(problem: Problem, strategy: str, mesh: Mesh) -> Iterator[Plan
         )
     if problem.global_batch % mesh.dp:
         raise ScheduleError(f"global_batch ({problem.global_batch}) is not divisible by dp ({mesh.dp}); use a multiple of it")
-    for microbatches in _powers_of_two(problem.global_batch // mesh.dp, MOST_MICROBATCHES):
-        for order in PIPELINE_ORDERS:
-            yield balanced_plan(problem, strategy, mesh, microbatches=microbatches, pipeline_order=order)
+    counts = _powers_of_two(problem.global_batch // mesh.dp, MOST_MICROBATCHES)
+    yield from useful_plans(problem, strategy, mesh, microbatches=counts)

@@ -9,10 +9,14 @@ from functools import cached_property
 from parsim.costs.corrected import NO_CORRECTIONS, Corrections
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
+from parsim.costs.memory import RankMemory
 from parsim.costs.pricing import price
+from parsim.graph.layout import Layout
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
 from parsim.plan.placement import Placement
+from parsim.plan.plan import Plan
+from parsim.schedule.memory import plan_memory
 from parsim.work import Work
 
 
@@ -48,6 +52,28 @@ class Problem:
     def _forbidden(self) -> dict[str, frozenset[str]]:
         names = {component for component, _ in self.forbids}
         return {name: frozenset(text for component, text in self.forbids if component == name) for name in names}
+
+    def layout(self, plan: Plan) -> Layout:
+        """The plan over this model; made once. Raises PlanError if they do not match."""
+        if plan not in self._layouts:
+            self._layouts[plan] = Layout(plan, self.model)
+        return self._layouts[plan]
+
+    @cached_property
+    def _layouts(self) -> dict[Plan, Layout]:
+        return {}
+
+    def memory(self, plan: Plan) -> tuple[RankMemory, ...]:
+        """Peak memory of every rank of a plan."""
+        if plan not in self._memories:
+            self._memories[plan] = plan_memory(
+                self.layout(plan), self.cluster, precision=self.precision, optimizer=self.optimizer
+            )
+        return self._memories[plan]
+
+    @cached_property
+    def _memories(self) -> dict[Plan, tuple[RankMemory, ...]]:
+        return {}
 
     def costs(self, ranks: int) -> Costs:
         """Prices under the load of `ranks` ranks that compute at once."""

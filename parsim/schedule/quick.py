@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from parsim.graph.layout import Layout
 from parsim.plan.pipeline import in_flight
 from parsim.plan.plan import Plan
 from parsim.schedule.options import Prices
@@ -64,7 +63,7 @@ class QuickEstimates:
         total = [0.0] * plan.mesh.pp
         if plan.mesh.pp == 1 and not plan.is_mixed:
             return total
-        layout = Layout(plan, model)
+        layout = self._problem.layout(plan)
         for value in model.values:
             home = layout.stage_of_value[value.name]
             if home is None:

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parsim.errors import CostError, ScheduleError, near_matches
-from parsim.graph.layout import Layout
 from parsim.plan.plan import Plan
 from parsim.schedule.evaluate import SAMPLES, Evaluation, evaluate
 from parsim.schedule.families import FAMILIES, mixed_plans
-from parsim.schedule.memory import plan_memory
 from parsim.schedule.objective import Solution
 from parsim.schedule.problem import Problem
 from parsim.schedule.quick import QuickEstimates
@@ -151,9 +149,7 @@ def _judge_family(problem: Problem, plans: Iterable[Plan], quick: QuickEstimates
     for plan in ordered:
         if best is not None and len(judged) >= FEWEST and quick.step_s(plan) > REACH * best:
             break
-        memory = plan_memory(
-            Layout(plan, problem.model), problem.cluster, precision=problem.precision, optimizer=problem.optimizer
-        )
+        memory = problem.memory(plan)
         if not all(entry.fits for entry in memory):
             too_large.append((max(entry.excess_bytes for entry in memory), plan))
             continue

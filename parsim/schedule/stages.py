@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+
+import numpy as np
 
 from parsim.costs.costs import Costs
-from parsim.costs.memory import rank_memory
 from parsim.errors import ScheduleError
 from parsim.model.component import Component
 from parsim.plan.mesh import Mesh
 from parsim.plan.pipeline import in_flight
+from parsim.plan.placement import BATCH, Placement
 from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
-from parsim.schedule.partition import INFINITE, partition
+from parsim.schedule.options import Prices
+from parsim.schedule.partition import INFINITE, FloatArray, partition, sums_until
 from parsim.schedule.problem import Problem
 from parsim.work import Compute, Phase, SendRecv
+
+TIGHTENINGS = 4
+"""How often stages that do not fit after all (workspace, boundary values) are cut again with that much less memory."""
+
+Bounds = tuple[tuple[int, int], ...]
 
 
 def balanced_plan(
@@ -27,29 +35,60 @@ def balanced_plan(
     microbatches: int,
     pipeline_order: str,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    placements: Mapping[str, Placement] | None = None,
 ) -> Plan:
-    """The plan whose slowest stage is fastest among those whose stages fit; among all, where none fits."""
-    stages = _StageCosts(problem, mesh, problem.global_batch // (mesh.dp * microbatches), microbatches, pipeline_order)
-    count = len(problem.model.components)
-    cuts = [stages.cut_s(place) for place in range(count)]
-    bounds = partition(count, mesh.pp, stages.seconds, cuts)
-    if not all(stages.fits(stage, first, last) for stage, (first, last) in enumerate(bounds)):
-        with contextlib.suppress(ScheduleError):  # where no cut fits, the fastest one is judged and shown as not fitting
-            bounds = partition(count, mesh.pp, stages.fitting_s, cuts)
-    names = [component.name for component in problem.model.components]
-    return Plan(
-        strategy=strategy,
-        mesh=mesh,
-        stages=tuple(
-            Stage(components=tuple(names[first:last]), ranks=mesh.stage_ranks(number))
-            for number, (first, last) in enumerate(bounds)
-        ),
-        global_batch=problem.global_batch,
-        microbatches=microbatches,
-        pipeline_order=pipeline_order,
-        bucket_bytes=bucket_bytes,
-        zero_stage=problem.zero_stage,
-    )
+    """The plan whose slowest stage is fastest among those whose stages fit; among all, where none fits.
+
+    Args:
+        placements: by component; None: all batch-sharded.
+
+    Raises:
+        ScheduleError: more stages than components. PlanError: the batch, the placements and the mesh do not go together.
+        CostError: stages cannot be balanced where a component has no cost.
+    """
+    chosen = placements or {}
+    components = problem.model.components
+
+    def plan(bounds: Bounds) -> Plan:
+        return Plan(
+            strategy=strategy,
+            mesh=mesh,
+            stages=tuple(
+                Stage(
+                    components=tuple(component.name for component in components[first:last]),
+                    ranks=mesh.stage_ranks(number),
+                    placements=tuple(chosen.get(component.name, BATCH) for component in components[first:last]),
+                )
+                for number, (first, last) in enumerate(bounds)
+            ),
+            global_batch=problem.global_batch,
+            microbatches=microbatches,
+            pipeline_order=pipeline_order,
+            bucket_bytes=bucket_bytes,
+            zero_stage=problem.zero_stage,
+        )
+
+    if mesh.pp == 1:
+        return plan(((0, len(components)),))
+    costs = _StageCosts(problem, mesh, problem.global_batch // (mesh.dp * microbatches), microbatches, pipeline_order, chosen)
+    cuts = costs.cuts_s()
+    fastest = plan(partition(len(components), mesh.pp, costs.seconds, cuts))
+    tried = fastest
+    limits = costs.limits_bytes()
+    with contextlib.suppress(ScheduleError):  # where no cut fits, the fastest one is judged and shown as not fitting
+        for _ in range(TIGHTENINGS):
+            excess = _excess_bytes(problem, tried)
+            if not any(excess):
+                return tried
+            limits = [limit - 1.02 * over for limit, over in zip(limits, excess, strict=True)]
+            tried = plan(partition(len(components), mesh.pp, partial(costs.fitting_s, limits), cuts))
+    return fastest if any(_excess_bytes(problem, tried)) else tried
+
+
+def _excess_bytes(problem: Problem, plan: Plan) -> list[float]:
+    """Per stage by how much its worst rank does not fit."""
+    memory = problem.memory(plan)
+    return [float(max(memory[rank].excess_bytes for rank in stage.ranks)) for stage in plan.stages]
 
 
 @dataclass(frozen=True)
@@ -61,68 +100,112 @@ class _StageCosts:
     samples: int
     microbatches: int
     order: str
+    placements: Mapping[str, Placement]
 
-    @property
+    @cached_property
     def _costs(self) -> Costs:
         return self.problem.costs(self.mesh.size)
 
     @cached_property
-    def _up_to_s(self) -> dict[str, list[float]]:
-        """Per device type: time of the first i components, forward and backward of one microbatch."""
-        totals: dict[str, list[float]] = {}
+    def _up_to_s(self) -> dict[str, FloatArray]:
+        """Per device kind: time of the first i components, forward and backward of one microbatch."""
+        totals: dict[str, FloatArray] = {}
         for rank in range(self.mesh.size):
             kind = self._costs.device_kind(rank)
             if kind not in totals:
-                seconds = [self._component_s(component, rank) for component in self.problem.model.components]
-                totals[kind] = [0.0, *itertools.accumulate(seconds)]
+                totals[kind] = _running([self._component_s(component, rank) for component in self.problem.model.components])
         return totals
 
     def _component_s(self, component: Component, rank: int) -> float:
+        placement = self.placements.get(component.name, BATCH)
+        samples = self.samples * placement.batch_ways(self.mesh.tp) // self.mesh.tp
         return sum(
-            self._costs.estimate(Compute(component=component.name, phase=phase, samples=self.samples), rank).median_s
+            self._costs.estimate(
+                Compute(component=component.name, phase=phase, samples=samples, rule=placement.rule, ways=placement.ways),
+                rank,
+            ).median_s
             for phase in (Phase.FORWARD, Phase.BACKWARD)
         )
 
-    def _types(self, stage: int) -> dict[str, int]:
-        """One rank of the stage for each of its device types."""
-        return {self._costs.device_kind(rank): rank for rank in self.mesh.stage_ranks(stage)}
+    @cached_property
+    def _kinds(self) -> list[set[str]]:
+        """Per stage its kinds of devices."""
+        return [{self._costs.device_kind(rank) for rank in self.mesh.stage_ranks(stage)} for stage in range(self.mesh.pp)]
 
-    def seconds(self, stage: int, first: int, last: int) -> float:
-        """Forward and backward of one microbatch on the slowest device of the stage."""
-        return max(self._up_to_s[kind][last] - self._up_to_s[kind][first] for kind in self._types(stage))
+    def seconds(self, stage: int, last: int) -> FloatArray:
+        """For every first < last: forward and backward of one microbatch on the slowest device of the stage."""
+        rows = [sums_until(self._up_to_s[kind], last) for kind in self._kinds[stage]]
+        slowest: FloatArray = np.max(rows, axis=0)
+        return slowest
 
-    def fits(self, stage: int, first: int, last: int) -> bool:
-        """Whether every device type of the stage can hold these components."""
-        problem = self.problem
-        alive = in_flight(self.order, stage, self.mesh.pp, self.microbatches)
-        return all(
-            rank_memory(
-                rank=rank,
-                components=problem.model.components[first:last],
-                values=problem.model.value,
-                microbatch_samples=self.samples,
+    @cached_property
+    def _up_to_bytes(self) -> tuple[FloatArray, FloatArray]:
+        """Of the first i components: what is kept whatever is in flight, and per microbatch in flight."""
+        running = []
+        for alive in (0, 1):
+            prices = Prices(
+                problem=self.problem,
+                mesh=Mesh(dp=self.mesh.dp, tp=self.mesh.tp),
+                samples=self.samples,
+                bucket_bytes=DEFAULT_BUCKET_BYTES,
                 in_flight=alive,
-                optimizer=problem.optimizer,
-                precision=problem.precision,
-                device=problem.cluster.devices[rank].type,
-                backend=problem.cluster.profile.communication.backend,
-                communicators=2,
-                loaded_microbatches=self.microbatches,
-            ).fits
-            for rank in self._types(stage).values()
-        )
+                zero_stage=self.problem.zero_stage,
+            )
+            running.append(
+                _running(
+                    [
+                        prices.memory_bytes(component, self.placements.get(component.name, BATCH), 0)
+                        for component in self.problem.model.components
+                    ]
+                )
+            )
+        return running[0], running[1] - running[0]
 
-    def fitting_s(self, stage: int, first: int, last: int) -> float:
-        """As `seconds`, infinite where a device of the stage cannot hold it."""
-        return self.seconds(stage, first, last) if self.fits(stage, first, last) else INFINITE
+    def limits_bytes(self) -> list[float]:
+        """Per stage what its smallest device has for components."""
+        devices = self.problem.cluster.devices
+        return [
+            float(
+                min(devices[rank].type.memory_bytes - devices[rank].type.context_bytes for rank in self.mesh.stage_ranks(stage))
+            )
+            for stage in range(self.mesh.pp)
+        ]
 
-    def cut_s(self, place: int) -> float:
-        """Transfer of everything that crosses the cut before component `place`, forward, between the first two ranks."""
-        if place == 0 or self.mesh.size == 1:
-            return 0.0
-        model = self.problem.model
-        before = {component.name for component in model.components[:place]}
-        after = {value for component in model.components[place:] for value in component.inputs}
-        size = sum(model.value[name].size_bytes(self.samples) for name in after if model.value[name].producer in before)
-        transfer = SendRecv(source=0, destination=self.mesh.dp, size_bytes=size)
-        return self._costs.estimate(transfer, 0).median_s
+    def fitting_s(self, limits_bytes: Sequence[float], stage: int, last: int) -> FloatArray:
+        """As `seconds`, infinite where the stage would hold more than its limit."""
+        kept, per_microbatch = (sums_until(up_to, last) for up_to in self._up_to_bytes)
+        alive = in_flight(self.order, stage, self.mesh.pp, self.microbatches)
+        held = kept + alive * per_microbatch
+        return np.where(held <= limits_bytes[stage], self.seconds(stage, last), INFINITE)
+
+    def cuts_s(self) -> list[float]:
+        """Per place the transfer of everything that crosses the cut before it, forward, between the first two stages."""
+        known: dict[int, float] = {}
+        found = []
+        for size_bytes in crossing_bytes(self.problem, self.samples):
+            if size_bytes not in known:
+                work = SendRecv(source=0, destination=self.mesh.dp * self.mesh.tp, size_bytes=size_bytes)
+                known[size_bytes] = self._costs.estimate(work, 0).median_s
+            found.append(known[size_bytes])
+        return found
+
+
+def _running(values: Sequence[float]) -> FloatArray:
+    return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])
+
+
+def crossing_bytes(problem: Problem, samples: int) -> list[int]:
+    """Per place the bytes of one microbatch that cross the cut before it: every value once, however many read it."""
+    model = problem.model
+    place = model.component_index
+    last_reader: dict[str, int] = {}
+    for number, component in enumerate(model.components):
+        for value in component.inputs:
+            last_reader[value] = number
+    crossing = np.zeros(len(model.components) + 1, dtype=np.int64)
+    for value, reader in last_reader.items():
+        producer = model.value[value].producer
+        if producer is not None:
+            crossing[place[producer] + 1] += model.value[value].size_bytes(samples)
+            crossing[reader + 1] -= model.value[value].size_bytes(samples)
+    return [int(size) for size in np.cumsum(crossing)[: len(model.components)]]

@@ -14,23 +14,25 @@ from dataclasses import replace
 import numpy as np
 
 from parsim.errors import PlanError, ScheduleError
-from parsim.graph.layout import Layout
 from parsim.model.component import Component
 from parsim.plan.mesh import Mesh
 from parsim.plan.pipeline import PIPELINE_ORDERS
 from parsim.plan.placement import BATCH, REPLICATE, Placement
 from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
-from parsim.schedule.by_hand import custom_plan
 from parsim.schedule.exact import solve_exactly
-from parsim.schedule.memory import plan_memory
 from parsim.schedule.objective import Solution
 from parsim.schedule.options import Prices, placements_of
 from parsim.schedule.placing import Placing, placing_of
 from parsim.schedule.problem import Problem
+from parsim.schedule.quick import QuickEstimates
 from parsim.schedule.relaxation import Frontiers, Relaxation
+from parsim.schedule.stages import balanced_plan
 
 TIGHTENINGS = 4
 """How often a choice that does not fit after all (workspace, conversions) is sought again with that much less memory."""
+
+SLOWER = 1.02
+"""More microbatches are no longer tried once a closed form has them this much slower than fewer."""
 
 MOST_PLACES = 4
 """Up to so many tp ranks a component may also be placed on one of them alone; beyond, on the first alone."""
@@ -51,21 +53,49 @@ def tensor_meshes(devices: int, components: int, *, replicated: bool) -> Iterato
 
 
 def uniform_plans(problem: Problem, strategy: str, *, replicated: bool, microbatches: Sequence[int]) -> Iterator[Plan]:
-    """Every mesh with a tp axis, with all microbatch counts and orders that make sense on it."""
+    """Every mesh with a tp axis, with the microbatch counts and orders that make sense on it."""
     for mesh in tensor_meshes(problem.cluster.size, len(problem.model.components), replicated=replicated):
-        if not can_be_cut(problem, mesh.tp):
+        if can_be_cut(problem, mesh.tp):
+            yield from useful_plans(problem, strategy, mesh, microbatches=microbatches)
+
+
+def useful_plans(problem: Problem, strategy: str, mesh: Mesh, *, microbatches: Sequence[int]) -> Iterator[Plan]:
+    """Plans of one mesh with ever more microbatches, until those that fit become slower by a closed form; then the other
+    pipeline orders with the best count. With a tp axis placements are uniform."""
+    quick = QuickEstimates(problem)
+    best: tuple[float, Plan] | None = None
+    orders = tuple(PIPELINE_ORDERS) if mesh.pp > 1 else ("1f1b",)
+    for count in microbatches:
+        if problem.global_batch % (mesh.dp * count):
             continue
-        for count in microbatches:
-            if problem.global_batch % (mesh.dp * count):
-                continue
-            samples = problem.global_batch // (mesh.dp * count)
-            chosen = uniform_placements(problem, Mesh(dp=mesh.dp, tp=mesh.tp), samples)
-            for order in PIPELINE_ORDERS if mesh.pp > 1 else ("1f1b",):
-                try:
-                    plan = custom_plan(problem, mesh, placements=chosen, microbatches=count, pipeline_order=order)
-                except PlanError:  # parameters tied across components that are cut differently
-                    continue
-                yield replace(plan, strategy=strategy)
+        plan = _uniform_plan(problem, strategy, mesh, count, "1f1b")
+        if plan is None:
+            continue
+        yield plan
+        if any(not entry.fits for entry in problem.memory(plan)):
+            continue
+        seconds = quick.step_s(plan)
+        if best is not None and seconds > SLOWER * best[0]:
+            break
+        if best is None or seconds < best[0]:
+            best = (seconds, plan)
+    for order in orders:
+        if best is not None and order != "1f1b":
+            other = _uniform_plan(problem, strategy, mesh, best[1].microbatches, order)
+            if other is not None:
+                yield other
+
+
+def _uniform_plan(problem: Problem, strategy: str, mesh: Mesh, count: int, order: str) -> Plan | None:
+    """None where parameters tied across components would be cut differently."""
+    samples = problem.global_batch // (mesh.dp * count)
+    chosen = uniform_placements(problem, Mesh(dp=mesh.dp, tp=mesh.tp), samples) if mesh.tp > 1 else None
+    plan = balanced_plan(problem, strategy, mesh, microbatches=count, pipeline_order=order, placements=chosen)
+    try:
+        problem.layout(plan)
+    except PlanError:
+        return None
+    return plan
 
 
 def uniform_placements(problem: Problem, mesh: Mesh, samples: int) -> dict[str, Placement]:
@@ -137,10 +167,7 @@ def best_placement(problem: Problem, microbatches: int) -> tuple[Solution, Plan 
         if not solution.choice:
             return solution, None
         plan = _plan(problem, mesh, _named(placing, solution.choice), microbatches)
-        memory = plan_memory(
-            Layout(plan, problem.model), problem.cluster, precision=problem.precision, optimizer=problem.optimizer
-        )
-        excess = max(entry.excess_bytes for entry in memory)
+        excess = max(entry.excess_bytes for entry in problem.memory(plan))
         if not excess:
             return solution, plan
         placing = replace(placing, limit_bytes=placing.limit_bytes - 1.02 * excess)

@@ -7,6 +7,7 @@ the same numbers.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -195,4 +196,4 @@ def cut_sequential(model: nn.Sequential, modules: int) -> tuple[nn.Sequential, .
     starts = [place for place, layer in enumerate(layers) if any(True for _ in layer.parameters())]
     cuts = even_cuts(len(starts), modules)
     edges = [0, *(starts[sum(cuts[: number + 1])] for number in range(modules - 1)), len(layers)]
-    return tuple(nn.Sequential(*layers[first:last]) for first, last in zip(edges[:-1], edges[1:], strict=True))
+    return tuple(nn.Sequential(*layers[first:last]) for first, last in itertools.pairwise(edges))

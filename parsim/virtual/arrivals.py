@@ -11,7 +11,8 @@ from torch import Tensor
 
 from parsim.algorithms.arrivals import MergeEvent, merge_events
 from parsim.algorithms.averaging import Arrival, Merged, MergeRule, merge
-from parsim.virtual.local import LocalTraining, Workers, epoch_batches, stack_batches
+from parsim.algorithms.shards import Shards
+from parsim.virtual.local import LocalTraining, Workers, batches_in, stack_batches
 from parsim.virtual.rounds import Outcome, Partition, Progress, StepSeconds
 
 
@@ -37,7 +38,7 @@ def train_by_arrival(
     """
     count = partition.workers
     shards = partition.shards(training.problem.targets.flatten().numpy())
-    steps = [max(1, len(shard) // partition.batch) for shard in shards]
+    steps = [batches_in(len(shard), partition.batch, partition.keep_remainder) for shard in shards]
     mean_samples = sum(map(len, shards)) / count
     events = order or merge_events(
         lambda worker, epoch: steps[worker] * step_s(worker, epoch),
@@ -47,7 +48,7 @@ def train_by_arrival(
         total=total_merges,
     )
     state = Merged(weights=training.start.clone())
-    starts: dict[int, tuple[Tensor, int]] = {worker: (state.weights, 0) for worker in range(count)}
+    starts: dict[int, tuple[Tensor, int]] = dict.fromkeys(range(count), (state.weights, 0))
     trained: dict[int, Tensor] = {}
     latest = [state.weights] * count
     progress: list[Progress] = []
@@ -70,15 +71,12 @@ def train_by_arrival(
 
 
 def _train_waiting(
-    training: LocalTraining, partition: Partition, shards: tuple, waiting: dict[int, tuple[Tensor, int]]
+    training: LocalTraining, partition: Partition, shards: Shards, waiting: dict[int, tuple[Tensor, int]]
 ) -> dict[int, Tensor]:
     """One epoch of each waiting worker (its start and epoch), all at once."""
     names = list(waiting)
     workers = Workers.fresh(torch.stack([waiting[worker][0] for worker in names]))
-    batches = [
-        epoch_batches(shards[worker], partition.batch, seed=partition.seed, worker=worker, epoch=waiting[worker][1])
-        for worker in names
-    ]
+    batches = [partition.batches(shards[worker], worker, waiting[worker][1]) for worker in names]
     for samples in stack_batches(batches):
         workers = training.step(workers, samples)
     return dict(zip(names, workers.weights, strict=True))

@@ -108,7 +108,7 @@ class LocalTraining:
 
     def outputs(self, weights: Tensor, inputs: Tensor) -> Tensor:
         """The model's outputs for one row of weights [D]."""
-        pieces = weights.split([shape.numel() for _, shape in self._shapes])
+        pieces = torch.split(weights, [shape.numel() for _, shape in self._shapes])
         named = {name: piece.view(shape) for (name, shape), piece in zip(self._shapes, pieces, strict=True)}
         result: Tensor = functional_call(self._model, named, (inputs,))
         return result
@@ -142,16 +142,24 @@ class LocalTraining:
         )
 
 
-def epoch_batches(shard: NDArray[np.int64], batch: int, *, seed: int, worker: int, epoch: int) -> NDArray[np.int64]:
-    """int64 [steps, batch]: a worker's shard in the order of (seed, worker, epoch); the samples left over are dropped.
+def epoch_batches(
+    shard: NDArray[np.int64], batch: int, *, seed: int, worker: int, epoch: int, keep_remainder: bool = False
+) -> NDArray[np.int64]:
+    """int64 [steps, batch]: a worker's shard in the order of (seed, worker, epoch).
 
-    A shard smaller than the batch makes one step on all of it (padded with -1).
+    The samples left over are dropped, or make a last short batch (padded with -1). A shard smaller than the batch makes
+    one step on all of it.
     """
     order = shard[np.random.default_rng([seed, worker, epoch]).permutation(len(shard))]
-    if len(order) < batch:
-        return np.concatenate([order, np.full(batch - len(order), -1, dtype=np.int64)])[None]
-    steps = len(order) // batch
-    return order[: steps * batch].reshape(steps, batch)
+    steps = batches_in(len(order), batch, keep_remainder)
+    order = order[: steps * batch]
+    padding = np.full(steps * batch - len(order), -1, dtype=np.int64)
+    return np.concatenate([order, padding]).reshape(steps, batch)
+
+
+def batches_in(samples: int, batch: int, keep_remainder: bool) -> int:
+    """Steps of one epoch over a shard: samples / batch, rounded up with the remainder, else down but at least one."""
+    return -(-samples // batch) if keep_remainder else max(1, samples // batch)
 
 
 def stack_batches(batches: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

@@ -5,6 +5,7 @@ Splits are those of the research these algorithms are compared with: the first 8
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,9 @@ def diabetes_problem(dtype: torch.dtype) -> Problem:
     return _split("diabetes", features, target[:, None], 1, dtype)
 
 
-def generated_problem(dtype: torch.dtype, *, samples: int = 4096, features: int = 32, classes: int = 10, seed: int = 0) -> Problem:
+def generated_problem(
+    dtype: torch.dtype, *, samples: int = 4096, features: int = 32, classes: int = 10, seed: int = 0
+) -> Problem:
     """Unit noise around one mean per class; as many samples as wanted."""
     rng = np.random.default_rng([seed, samples])
     means = np.random.default_rng([seed, 2]).standard_normal((classes, features))
@@ -106,7 +109,12 @@ ACTIVATIONS: dict[str, tuple[type[nn.Module], float]] = {"relu": (nn.ReLU, 2.0),
 
 
 def perceptron(
-    problem: Problem, hidden: Sequence[int] = (64,), *, seed: int = 0, dtype: torch.dtype = torch.float32, activation: str = "relu"
+    problem: Problem,
+    hidden: Sequence[int] = (64,),
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    activation: str = "relu",
 ) -> nn.Sequential:
     """Linear layers with an activation between, initialised after He (relu) or LeCun (tanh) by NumPy's generator from `seed`.
 
@@ -118,8 +126,8 @@ def perceptron(
     widths = [problem.features, *hidden, problem.outputs]
     rng = np.random.default_rng(seed)
     layers: list[nn.Module] = []
-    for first, second in zip(widths[:-1], widths[1:], strict=True):
-        linear = nn.utils.skip_init(nn.Linear, first, second, dtype=dtype)
+    for first, second in itertools.pairwise(widths):
+        linear = nn.Linear(first, second, dtype=dtype, device="meta").to_empty(device="cpu")
         linear.weight.data.copy_(torch.from_numpy(rng.standard_normal((second, first)) * (gain / first) ** 0.5))
         linear.bias.data.zero_()
         layers += [linear, make()]

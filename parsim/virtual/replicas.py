@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 from torch import Tensor
 
 from parsim.algorithms.graphs import check_column_stochastic, check_doubly_stochastic
@@ -148,12 +149,8 @@ def mixed_rows(matrix: NDArray[np.float64], rows: Tensor) -> Tensor:
     """W @ rows, [n, n] by [n, D], in the precision of the rows; sparse where W is."""
     if np.count_nonzero(matrix) >= SPARSE_BELOW * matrix.size:
         return torch.tensor(matrix, dtype=rows.dtype) @ rows
-    to, sender = np.nonzero(matrix)
-    starts = np.searchsorted(to, np.arange(len(matrix) + 1))
-    sparse = torch.sparse_csr_tensor(
-        torch.from_numpy(starts), torch.from_numpy(sender), torch.tensor(matrix[to, sender], dtype=rows.dtype), matrix.shape
-    )
-    return sparse @ rows
+    sparse = csr_array(matrix.astype(rows.numpy().dtype))
+    return torch.from_numpy(sparse @ rows.numpy())
 
 
 def adapt_combine(before: Replicas, stepped: Replicas, matrix: NDArray[np.float64]) -> Replicas:

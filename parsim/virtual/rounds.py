@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from parsim.algorithms.averaging import OuterOptimizer, averaging_matrix, participation_weights, sample_weights
+from parsim.algorithms.graphs import check_doubly_stochastic
 from parsim.algorithms.periods import Period, warn_if_not_synchronous
 from parsim.algorithms.shards import Shards, shard_samples
 from parsim.errors import AlgorithmError
-from parsim.virtual.local import LocalTraining, Workers, epoch_batches, stack_batches
+from parsim.virtual.local import LocalTraining, Workers, batches_in, epoch_batches, stack_batches
+from parsim.virtual.problems import Problem
 
 Mixing = Callable[[int], NDArray[np.float64]]
 """The matrix [P, P] of round number t: row i holds what worker i takes of each."""
@@ -30,7 +32,10 @@ StepSeconds = Callable[[int, int], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Who trains on what: workers, the rule of SHARDINGS, batch per worker, epochs over its shard, and the seed of it all."""
+    """Who trains on what: workers, the rule of SHARDINGS, batch per worker, epochs over its shard, and the seed of it all.
+
+    `keep_remainder` makes a short last batch of the samples left over at the end of a worker's epoch; else they are dropped.
+    """
 
     workers: int
     epochs: int
@@ -38,6 +43,7 @@ class Partition:
     sharding: str = "iid"
     concentration: float = 0.5
     proportions: tuple[float, ...] | None = None
+    keep_remainder: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -55,13 +61,22 @@ class Partition:
             proportions=self.proportions,
         )
 
+    def batches(self, shard: NDArray[np.int64], worker: int, epoch: int) -> NDArray[np.int64]:
+        """The samples of each step of a worker's epoch: int64 [steps, batch], padded with -1."""
+        return epoch_batches(shard, self.batch, seed=self.seed, worker=worker, epoch=epoch, keep_remainder=self.keep_remainder)
+
+    def steps_per_epoch(self, problem: Problem) -> int:
+        """Steps of the worker with the largest shard: what one epoch is, for a period counted in epochs."""
+        shards = self.shards(problem.targets.flatten().numpy())
+        return max(batches_in(len(shard), self.batch, self.keep_remainder) for shard in shards)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRule:
     """How synchronous workers come together.
 
     Attributes:
-        period: after which steps; see `steps_per_epoch` for periods in epochs.
+        period: after which steps; see `Partition.steps_per_epoch` for periods in epochs.
         weighted: average by samples per worker (FedAvg) rather than equally.
         participation: the fraction of workers drawn for each round. outer: applied to the change of each round.
         mixing: a matrix per round instead of the average; then weighted, participation and outer do not apply.
@@ -112,12 +127,6 @@ class Outcome:
         return self.progress[-1].score
 
 
-def steps_per_epoch(partition: Partition, samples: int) -> int:
-    """Steps of the workers with the largest shard, for periods counted in epochs (of shards of known size, not Dirichlet)."""
-    shards = partition.shards(np.zeros(samples, dtype=np.int64))
-    return max(max(1, len(shard) // partition.batch) for shard in shards)
-
-
 def train_in_rounds(
     training: LocalTraining,
     partition: Partition,
@@ -147,19 +156,14 @@ def train_in_rounds(
         if rule.new_optimizer:
             rounds.workers = Workers.fresh(rounds.workers.weights)
         seconds = np.array([step_s(worker, epoch) for worker in range(count)])
-        batches = [
-            epoch_batches(shard, partition.batch, seed=partition.seed, worker=worker, epoch=epoch)
-            for worker, shard in enumerate(rounds.shards)
-        ]
+        batches = [partition.batches(shard, worker, epoch) for worker, shard in enumerate(rounds.shards)]
         for samples in stack_batches(batches):
             rounds.step(samples, seconds)
         if epoch + 1 == partition.epochs and rule.mixing is None and rounds.since:
             rounds.exchange()
         progress.append(rounds.progress(epoch + 1, every_worker))
     weights = rounds.workers.weights
-    return Outcome(
-        weights=weights.mean(0), workers=weights, progress=tuple(progress), synchronisations=rounds.number
-    )
+    return Outcome(weights=weights.mean(0), workers=weights, progress=tuple(progress), synchronisations=rounds.number)
 
 
 def _ring_bytes(training: LocalTraining, workers: int, given: float | None) -> float:
@@ -216,11 +220,13 @@ class _Rounds:
         """Mix by the round's matrix, or average and let the outer optimizer move the global model."""
         weights, count = self.workers.weights, self.partition.workers
         if self.rule.mixing is not None:
-            mixed = torch.as_tensor(self.rule.mixing(self.number), dtype=weights.dtype) @ weights
+            matrix = self.rule.mixing(self.number)
+            check_doubly_stochastic(matrix)
+            mixed = torch.tensor(matrix, dtype=weights.dtype) @ weights
         elif self.rule.outer is None:
-            mixed = torch.as_tensor(averaging_matrix(count, self.drawn), dtype=weights.dtype) @ weights
+            mixed = torch.tensor(averaging_matrix(count, self.drawn), dtype=weights.dtype) @ weights
         else:
-            mean = torch.as_tensor(self.drawn, dtype=weights.dtype) @ weights
+            mean = torch.tensor(self.drawn, dtype=weights.dtype) @ weights
             self.previous, self.velocity = self.rule.outer.step(self.previous, mean, self.velocity)
             mixed = self.previous.repeat(count, 1)
         self.workers = Workers(weights=mixed, moments=self.workers.moments, steps=self.workers.steps)

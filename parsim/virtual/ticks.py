@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from parsim.algorithms.graphs import check_doubly_stochastic
 from parsim.algorithms.periods import Period, every_steps
 from parsim.algorithms.staleness import decoupling
 from parsim.errors import AlgorithmError
@@ -82,7 +83,8 @@ class TickEngine:
     ) -> None:
         """One tick per batch; then, with `drain`, as many as the last batch needs to be applied by every module.
 
-        Without `drain` the batches in flight stay there, and a further `run` goes on with them.
+        Without `drain` the batches in flight stay there, and a further `run` goes on with them. Gradients short of
+        `accumulate` wait for the next `run` in either case.
         """
         for batch in batches:
             self.step(batch, observe)
@@ -193,16 +195,10 @@ def mean_over_groups(gradients: Sequence[Gradients]) -> Gradients:
     return tuple(total.div_(len(gradients)) for total in totals)
 
 
-def check_doubly_stochastic(matrix: NDArray[np.float64]) -> None:
-    off = max(np.abs(matrix.sum(0) - 1).max(), np.abs(matrix.sum(1) - 1).max())
-    if off > 1e-9 or (matrix < 0).any():
-        raise AlgorithmError(f"a mixing matrix must have rows and columns that sum to 1; they are off by up to {off:.3g}")
-
-
 def mix_agents(agents: Sequence[Agent], matrix: NDArray[np.float64]) -> None:
     """w_s <- sum_r A_sr w_r over the agents of one module. Raises AlgorithmError unless A is doubly stochastic."""
     check_doubly_stochastic(matrix)
-    weights = torch.as_tensor(matrix, dtype=agents[0].live[0].dtype)
+    weights = torch.tensor(matrix, dtype=agents[0].live[0].dtype)
     for place in range(len(agents[0].live)):
         stacked = torch.stack([agent.live[place].data for agent in agents])
         mixed = torch.tensordot(weights, stacked, dims=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ def double_precision() -> Any:
 def network(seed: int = 0, widths: Sequence[int] = (6, 7, 5, 8, 4)) -> nn.Sequential:
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
-    for first, second in zip(widths[:-1], widths[1:], strict=True):
+    for first, second in itertools.pairwise(widths):
         layers += [nn.Linear(first, second), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
@@ -109,7 +110,9 @@ def test_identity_mixing_is_independent_pipelines() -> None:
         assert largest_difference(weights_of(together, group), weights_of(alone)) <= 1e-15
 
 
-def gradients_by_batch(engine: TickEngine, batches: list[list[tuple[Tensor, Tensor]]]) -> dict[tuple[int, int], Sequence[Tensor]]:
+def gradients_by_batch(
+    engine: TickEngine, batches: list[list[tuple[Tensor, Tensor]]]
+) -> dict[tuple[int, int], Sequence[Tensor]]:
     found: dict[tuple[int, int], Sequence[Tensor]] = {}
 
     def keep(event: GradientEvent) -> None:
@@ -208,7 +211,9 @@ def test_batches_held_are_what_the_schedule_says(schedule: str) -> None:
 def test_shrinking_compounds_over_boundaries(beta: float) -> None:
     batches, modules = stream(3), 4
     plain, shrunk = (
-        gradients_by_batch(TickEngine(cut_sequential(network(), modules), LOSS, TickRule(learning_rate=0.0, beta=value)), batches)
+        gradients_by_batch(
+            TickEngine(cut_sequential(network(), modules), LOSS, TickRule(learning_rate=0.0, beta=value)), batches
+        )
         for value in (1.0, beta)
     )
     for (k, batch), gradient in shrunk.items():

@@ -34,7 +34,9 @@ from parsim.algorithms.periods import (
 from parsim.errors import AlgorithmError
 
 
-def merged_models(rule: MergeRule, start: np.ndarray, models: list[np.ndarray], shares: list[float] | None = None) -> np.ndarray:
+def merged_models(
+    rule: MergeRule, start: np.ndarray, models: list[np.ndarray], shares: list[float] | None = None
+) -> np.ndarray:
     state = Merged(weights=start)
     for number, model in enumerate(models):
         share = 1.0 if shares is None else shares[number]

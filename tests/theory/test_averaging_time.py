@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -84,13 +86,13 @@ def test_event_queue_invariants(workers: int, epochs: int, seed: int, merge_s: f
     seconds = np.random.default_rng(seed).uniform(0.5, 2.0, (workers, epochs))
     events = merge_events(lambda worker, epoch: seconds[worker, epoch], workers, merge_s=merge_s, epochs=epochs)
     assert len(events) == workers * epochs
-    for earlier, later in zip(events, events[1:], strict=False):
+    for earlier, later in itertools.pairwise(events):
         assert later.start_s >= earlier.end_s
         assert later.ready_s >= earlier.ready_s, "first come, first served"
     for worker in range(workers):
         own = [event for event in events if event.worker == worker]
         assert [event.epoch for event in own] == list(range(epochs))
-        for earlier, later in zip(own, own[1:], strict=False):
+        for earlier, later in itertools.pairwise(own):
             assert later.ready_s == pytest.approx(earlier.end_s + seconds[worker, later.epoch])
 
 

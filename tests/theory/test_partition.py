@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from parsim.errors import ScheduleError
 from parsim.schedule.partition import INFINITE, partition
@@ -24,6 +27,11 @@ def brute_force(times: list[list[float]], limits: list[int], stages: int) -> flo
     return best
 
 
+def rows(stage_s: Callable[[int, int, int], float]) -> Callable[[int, int], NDArray[np.float64]]:
+    """As `partition` asks for it: all first components at once."""
+    return lambda stage, last: np.array([stage_s(stage, first, last) for first in range(last)])
+
+
 @settings(max_examples=500)
 @given(data=st.data())
 def test_equals_brute_force_with_unequal_devices_and_memory_limits(data: st.DataObject) -> None:
@@ -38,9 +46,9 @@ def test_equals_brute_force_with_unequal_devices_and_memory_limits(data: st.Data
     expected = brute_force(times, limits, stages)
     if expected == INFINITE:
         with pytest.raises(ScheduleError, match="memory"):
-            partition(count, stages, stage_s, [0.0] * count)
+            partition(count, stages, rows(stage_s), [0.0] * count)
         return
-    bounds = partition(count, stages, stage_s, [0.0] * count)
+    bounds = partition(count, stages, rows(stage_s), [0.0] * count)
     assert bounds[0][0] == 0
     assert bounds[-1][1] == count
     assert all(one[1] == other[0] for one, other in itertools.pairwise(bounds))
@@ -50,10 +58,10 @@ def test_equals_brute_force_with_unequal_devices_and_memory_limits(data: st.Data
 def test_equal_cuts_go_where_less_is_sent() -> None:
     """Four equal components in two stages of at most three: every cut but the middle is slower; ties go by transfer."""
     times = [1.0, 0.0, 0.0, 1.0]
-    bounds = partition(4, 2, lambda _, first, last: sum(times[first:last]), [0.0, 5.0, 1.0, 5.0])
+    bounds = partition(4, 2, rows(lambda _, first, last: sum(times[first:last])), [0.0, 5.0, 1.0, 5.0])
     assert bounds == ((0, 2), (2, 4))
 
 
 def test_more_stages_than_components() -> None:
     with pytest.raises(ScheduleError, match="at most 2 stages"):
-        partition(2, 3, lambda *_: 1.0, [0.0, 0.0])
+        partition(2, 3, rows(lambda *_: 1.0), [0.0, 0.0])

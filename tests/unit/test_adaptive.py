@@ -170,22 +170,38 @@ def test_probes_are_asked_for_before_planning_and_overrule_what_would_be_inferre
     """All that is seen is a slow all_reduce; a probe says whether the other plan's communication is slow as well."""
     toy = Toy((ToyPlan(0, 1.0, 0.5), ToyPlan(1, 1.1, 0.5)))
     for factor, switches in ((1.0, True), (4.0, False)):
-        controller = toy.controller(replace(CONFIG, ask_probes=True))
-        for window in range(3):
+        controller, asked = toy.controller(replace(CONFIG, ask_probes=True)), []
+        for window in range(2):
             controller, decision = controller.observe(seen(toy.plans[0], window, communication=4.0))
-        assert isinstance(decision, Keep)
-        assert decision.probe
-        assert not decision.planned
+            assert isinstance(decision, Keep)
+            asked.append(decision.probe)
+        assert asked == [False, True]
         probes = {toy.plans[1].group: factor}
-        controller, decision = controller.observe(seen(toy.plans[0], 3, communication=4.0, probes=probes))
+        controller, decision = controller.observe(seen(toy.plans[0], 2, communication=4.0, probes=probes))
         assert isinstance(decision, Replan) == switches
         assert isinstance(decision, Replan) or decision.planned
 
 
-def test_a_driver_that_cannot_probe_loses_one_window() -> None:
-    controller = TOY.controller(replace(CONFIG, ask_probes=True))
-    _, decisions = windows(controller, 0, 4, communication=4.0)
-    assert [type(decision) for decision in decisions] == [Keep, Keep, Keep, Replan]
+def test_a_driver_that_cannot_probe_is_waited_for_only_where_the_planning_was_not_foreseen() -> None:
+    asking = replace(CONFIG, ask_probes=True)
+    _, decisions = windows(TOY.controller(asking), 0, 3, communication=4.0)
+    assert [type(decision) for decision in decisions] == [Keep, Keep, Replan]
+    _, decisions = windows(TOY.controller(replace(asking, patience=1)), 0, 2, communication=4.0)
+    assert [type(decision) for decision in decisions] == [Keep, Replan]
+    assert isinstance(decisions[0], Keep)
+    assert decisions[0].probe
+    assert "probed first" in decisions[0].reason
+
+
+def test_a_question_of_an_epochs_end_is_answered_one_window_later() -> None:
+    toy = Toy((ToyPlan(0, 1.0, 1.0), ToyPlan(1, 1.0, 0.5)))
+    controller = toy.controller(replace(CONFIG, ask_probes=True))
+    controller, decision = controller.observe(seen(toy.plans[0], 0, communication=1.1, epoch_ended=True))
+    assert isinstance(decision, Keep)
+    assert decision.probe
+    controller, decision = controller.observe(seen(toy.plans[0], 1, communication=1.1, probes={toy.plans[1].group: 1.0}))
+    assert isinstance(decision, Replan)
+    assert "epoch's end" in decision.reason
 
 
 def test_a_change_outdates_what_was_known_of_unused_links() -> None:

@@ -21,8 +21,8 @@ from parsim.errors import CostError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.plan.mesh import Mesh
-from parsim.schedule.families import balanced_plan
 from parsim.schedule.problem import Problem
+from parsim.schedule.stages import balanced_plan
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
 from tests.models import chain_model
 
