@@ -35,8 +35,8 @@ def _whole_model(problem: Problem, strategy: str, replicas: int, bucket_choices:
             f"use a multiple of {replicas}, e.g. {max(1, round(problem.global_batch / replicas)) * replicas}"
         )
     for microbatches in _powers_of_two(problem.global_batch // replicas, MOST_MICROBATCHES):
-        for bucket_bytes in bucket_choices:
-            yield Plan(
+        plans = [
+            Plan(
                 strategy=strategy,
                 mesh=mesh,
                 stages=(Stage(components=names, ranks=mesh.stage_ranks(0)),),
@@ -45,6 +45,11 @@ def _whole_model(problem: Problem, strategy: str, replicas: int, bucket_choices:
                 bucket_bytes=bucket_bytes,
                 zero_stage=problem.zero_stage,
             )
+            for bucket_bytes in bucket_choices
+        ]
+        yield from plans
+        if all(entry.fits for entry in problem.memory(plans[0])):
+            return  # more accumulation than memory asks for only costs
 
 
 def single_plans(problem: Problem) -> Iterator[Plan]:

@@ -14,6 +14,7 @@ from parsim.costs.pricing import price
 from parsim.graph.layout import Layout
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
+from parsim.plan.mesh import Mesh
 from parsim.plan.placement import Placement
 from parsim.plan.plan import Plan
 from parsim.schedule.memory import plan_memory
@@ -61,6 +62,11 @@ class Problem:
 
     @cached_property
     def _layouts(self) -> dict[Plan, Layout]:
+        return {}
+
+    @cached_property
+    def uniform_placements(self) -> dict[Mesh, dict[str, Placement]]:
+        """What `parsim.schedule.tensor` has found for a mesh."""
         return {}
 
     def memory(self, plan: Plan) -> tuple[RankMemory, ...]:

@@ -61,19 +61,25 @@ def uniform_plans(problem: Problem, strategy: str, *, replicated: bool, microbat
 
 def useful_plans(problem: Problem, strategy: str, mesh: Mesh, *, microbatches: Sequence[int]) -> Iterator[Plan]:
     """Plans of one mesh with ever more microbatches, until those that fit become slower by a closed form; then the other
-    pipeline orders with the best count. With a tp axis placements are uniform."""
+    pipeline orders with the best count. With a tp axis placements are uniform.
+
+    A pipeline starts with as many microbatches as stages, if the batch allows; without one, more microbatches than memory asks
+    for only cost.
+    """
     quick = QuickEstimates(problem)
     best: tuple[float, Plan] | None = None
     orders = tuple(PIPELINE_ORDERS) if mesh.pp > 1 else ("1f1b",)
-    for count in microbatches:
-        if problem.global_batch % (mesh.dp * count):
-            continue
+    counts = [count for count in microbatches if problem.global_batch % (mesh.dp * count) == 0]
+    enough = [count for count in counts if count >= mesh.pp] or counts[-1:]
+    for count in enough:
         plan = _uniform_plan(problem, strategy, mesh, count, "1f1b")
         if plan is None:
             continue
         yield plan
         if any(not entry.fits for entry in problem.memory(plan)):
             continue
+        if mesh.pp == 1:
+            break
         seconds = quick.step_s(plan)
         if best is not None and seconds > SLOWER * best[0]:
             break
@@ -99,7 +105,17 @@ def _uniform_plan(problem: Problem, strategy: str, mesh: Mesh, count: int, order
 
 
 def uniform_placements(problem: Problem, mesh: Mesh, samples: int) -> dict[str, Placement]:
-    """Every component cut over all tp ranks where it can be, replicated where not; the cheapest such choice."""
+    """Every component cut over all tp ranks where it can be, replicated where not; the cheapest such choice.
+
+    It is sought once per mesh: which rules go together hardly depends on the samples.
+    """
+    known = problem.uniform_placements.get(mesh)
+    if known is None:
+        known = problem.uniform_placements[mesh] = _uniform_placements(problem, mesh, samples)
+    return known
+
+
+def _uniform_placements(problem: Problem, mesh: Mesh, samples: int) -> dict[str, Placement]:
     options: list[tuple[Placement, ...]] = []
     for component in problem.model.components:
         cut = [

@@ -18,6 +18,7 @@ from parsim.plan.layout import PIECES, ValueLayout
 from parsim.plan.mesh import Mesh
 from parsim.plan.placement import BATCH, REPLICATE, Placement, parse_placement
 from parsim.plan.plan import Plan, Stage
+from tests.execute.equality import Case, compare_case, run_cases
 from tests.execute.rank_states import (
     GPT,
     MLP,
@@ -218,3 +219,16 @@ def test_a_state_without_one_of_its_parameters_is_refused() -> None:
     name, *_ = state.weights
     with pytest.raises(ExecutionError, match=f"holds no '{name}'"):
         rank.load(RankState(weights={key: value for key, value in state.weights.items() if key != name}))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+def test_a_value_without_samples_crosses_stages_and_shards(tmp_path: Path) -> None:
+    """Forward whole, and its gradient from every rank's samples; parameters without dims under ZeRO."""
+    cases = [
+        Case(spec=TABLE, plan=even_plan(TABLE, mesh, zero=zero), dataset="synthetic", optimizer="adam", learning_rate=1e-3)
+        for mesh, zero in ((Mesh(pp=2, tp=2), 0), (Mesh(pp=2, tp=2), 1), (Mesh(dp=4), 1))
+    ]
+    for case, run in zip(cases, run_cases(cases, tmp_path, steps=20), strict=True):
+        difference = compare_case(case, run, tmp_path, steps=20)
+        assert difference.worst <= 1e-12, f"{case}: {difference}"
