@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from parsim.commands.output import JsonFlag, Overrides, RunFile, print_json, print_tables, progress
 from parsim.config import RunConfig, load_config
 from parsim.errors import ConfigError
+
+if TYPE_CHECKING:
+    from parsim.execute.job import AdaptiveSpec
 
 
 def run(
@@ -19,6 +23,8 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Folder of the run; left out: a new one below runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint in --out.")] = False,
     checkpoint_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0: at the end only.")] = 0,
+    adaptive: Annotated[bool, typer.Option("--adaptive", help="Measure on the way; change plan where that pays.")] = False,
+    window: Annotated[int, typer.Option(min=1, help="With --adaptive: steps between two looks.")] = 20,
     overrides: Overrides = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -27,8 +33,12 @@ def run(
     from parsim.commands.workflow import answer, check_runnable, device_kind, judge, launch_job, measured, run_spec
     from parsim.commands.write_report import write_run_files
     from parsim.execute.job import Job
+    from parsim.plan.plan import Plan
+    from parsim.schedule.evaluate import evaluate
 
     config = load_config(file, overrides or [])
+    if adaptive and resume:
+        raise ConfigError("--adaptive starts a training and cannot go on with one; drop --resume")
     if resume and out is None:
         raise ConfigError("--resume needs --out, the folder of the run to go on with")
     with progress("Planning"):
@@ -47,9 +57,16 @@ def run(
         device=device_kind(asked),
         checkpoint_every=checkpoint_every,
         resume=resume,
+        adaptive=adaptive_spec(config, window) if adaptive else None,
     )
     with progress(f"Training {steps} steps under {plan.summary()}") as say:
         launch_job(job, folder, say)
+    decisions: list[dict[str, Any]] = json.loads((folder.path / "decisions.json").read_text()) if adaptive else []
+    changed = [decision for decision in decisions if decision["plan"] is not None]
+    if changed:
+        plan = Plan.from_json(changed[-1]["plan"])
+        asked = replace(asked, evaluation=evaluate(asked.problem, plan))
+        plan.save(folder.plan)
     seen = measured(folder, "run", asked.evaluation)
     comparison = judge(asked.problem, asked.evaluation, seen)
     score: dict[str, Any] = json.loads((folder.path / "score.json").read_text())
@@ -59,6 +76,7 @@ def run(
         "steps": steps,
         "losses": list(seen.losses),
         **score,
+        "decisions": decisions,
         "comparison": comparison.to_dict(),
     }
     write_json(folder.result, document)
@@ -69,19 +87,42 @@ def run(
     from parsim.report.tables import validation_table
 
     print_tables([validation_table([(asked.problem.model.name, plan.summary(), comparison.to_dict())])])
+    for decision in decisions:
+        what = "keeps its plan" if decision["plan"] is None else f"goes on with {Plan.from_json(decision['plan']).summary()}"
+        print(f"after step {decision['step']} ({1e3 * decision['step_s']:.1f} ms a step) {what}: {decision['reason']}")
     first, last = (seen.losses[0], seen.losses[-1]) if seen.losses else (float("nan"), float("nan"))
     print(f"loss {first:.4f} -> {last:.4f}, test accuracy {100 * score['test_accuracy']:.1f}%")
     print(f"folder: {folder.path} (report.html, trace.json for Perfetto, checkpoints/)")
+
+
+def adaptive_spec(config: RunConfig, window: int) -> AdaptiveSpec:
+    """What the ranks need in order to plan again."""
+    from parsim.execute.job import AdaptiveSpec
+
+    devices = config.devices
+    chosen = tuple(range(devices)) if isinstance(devices, int) else None if devices is None else tuple(devices)
+    return AdaptiveSpec(
+        profile=config.cluster.profile,
+        devices=chosen,
+        precision=config.training.precision,
+        window_steps=window,
+        epoch_steps=steps_per_epoch(config),
+    )
 
 
 def total_steps(config: RunConfig) -> int:
     """training.steps, or as many as training.epochs takes."""
     if config.training.steps is not None:
         return config.training.steps
+    return config.training.epochs * steps_per_epoch(config)
+
+
+def steps_per_epoch(config: RunConfig) -> int:
+    """Steps of one pass over the data."""
     from parsim.data import BatchOrder
     from parsim.data.for_model import dataset_for
 
     training = config.training
     data = dataset_for(config.model_spec, training.dataset, root=training.data_root, seed=training.seed)
     order = BatchOrder(n=len(data), global_batch=training.global_batch, seed=training.seed)
-    return training.epochs * order.steps_per_epoch
+    return order.steps_per_epoch

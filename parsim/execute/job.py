@@ -43,13 +43,29 @@ class Switch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveSpec:
+    """What the controller needs beside the run: the costs of the machine, and how often to look.
+
+    Attributes:
+        profile: path or name of the hardware profile. devices: as `cluster_from_profile` takes them.
+        window_steps: steps between two looks. epoch_steps: of one pass over the data.
+    """
+
+    profile: str
+    devices: tuple[int, ...] | None
+    precision: str
+    window_steps: int
+    epoch_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """Attributes:
     mode: "train" runs `steps` steps of the only run; "measure" runs `rounds` rounds, in each of which every run in turn
         does `steps` steps; in both the first `warmup_steps` of each run are left out of the times.
     keep_state: in mode "measure", leave a checkpoint of every run in its folder at the end.
     checkpoint_every: steps between checkpoints (0: at the end only); resume: go on from the latest.
-    switches: plans to change to on the way (mode "train").
+    switches: plans to change to on the way (mode "train"). adaptive: let the controller decide instead.
     """
 
     output: str
@@ -64,6 +80,7 @@ class Job:
     resume: bool = False
     timeout_s: float = 60.0
     switches: tuple[Switch, ...] = ()
+    adaptive: AdaptiveSpec | None = None
 
     def __post_init__(self) -> None:
         if not self.runs or self.steps < 1 or self.rounds < 1:
@@ -100,4 +117,8 @@ class Job:
         document["switches"] = tuple(
             Switch(step=switch["step"], plan=Plan.from_json(switch["plan"])) for switch in document["switches"]
         )
+        adaptive = document["adaptive"]
+        if adaptive is not None:
+            devices = None if adaptive["devices"] is None else tuple(adaptive["devices"])
+            document["adaptive"] = AdaptiveSpec(**{**adaptive, "devices": devices})
         return cls(**document)

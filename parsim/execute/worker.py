@@ -7,6 +7,7 @@ the job's output folder.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from torch import Tensor
 from parsim.data import BatchOrder, Dataset, part
 from parsim.data.for_model import dataset_for
 from parsim.execute import checkpoint
+from parsim.execute.adaptive_run import Steering
 from parsim.execute.group import Place, Stream, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.live_memory import LiveBytes
@@ -255,6 +257,8 @@ def _train(job: Job, entry: RankRun, place: Place, groups: ProcessGroups) -> Ran
             if place.rank == 0:
                 _say({"resumed": f"at step {found.step}"})
     said = time.monotonic()
+    steering = Steering(job.adaptive, entry.run, job.steps) if job.adaptive is not None else None
+    best = float("-inf")
     warm = 0
     while entry.step_number < job.steps:
         if warm < job.warmup_steps:
@@ -267,6 +271,10 @@ def _train(job: Job, entry: RankRun, place: Place, groups: ProcessGroups) -> Ran
         for switch in job.switches:
             if switch.step == done:
                 entry = entry.switched(switch.plan, place, groups)
+        if steering is not None and job.adaptive is not None and steering.due(done):
+            entry = _steer(job, steering, entry, place, groups)
+            if done % job.adaptive.epoch_steps == 0:
+                best = _keep_if_better(job, entry, place, best)
         if done == job.steps or (job.checkpoint_every and done % job.checkpoint_every == 0):
             _save(folder, entry)
         if place.rank == place.world_size - 1 and (time.monotonic() - said > SAY_EVERY_S or done == job.steps):
@@ -280,9 +288,46 @@ def _train(job: Job, entry: RankRun, place: Place, groups: ProcessGroups) -> Ran
         result = score(entry.run, checkpoint.load_state(last), run_dataset(entry.run, "test"), entry.stage.device)
         (Path(job.output) / "score.json").write_text(json.dumps(result))
         _say(result)
+        if steering is not None:
+            decisions = [decision.to_dict() for decision in steering.decisions]
+            (Path(job.output) / "decisions.json").write_text(json.dumps(decisions, indent=1))
     dist.barrier()
     entry.measure_memory()
     return entry
+
+
+def _steer(job: Job, steering: Steering, entry: RankRun, place: Place, groups: ProcessGroups) -> RankRun:
+    """Show the controller the last window; change plan if it says so."""
+    assert job.adaptive is not None
+    rounds = entry.rounds[-job.adaptive.window_steps :]
+    step_s = (rounds[-1][1] - rounds[0][0]) / len(rounds) if rounds else 0.0
+    times = entry.recorded[-job.adaptive.window_steps :]
+    plan = steering.decide(entry.run.plan, entry.layout.model, entry.step_number, times, step_s)
+    entry.recorded.clear()
+    if plan is None:
+        return entry
+    if place.rank == 0:
+        _say({"step": entry.step_number, "new plan": plan.summary(), "because": steering.decisions[-1].reason})
+    return entry.switched(plan, place, groups)
+
+
+def _keep_if_better(job: Job, entry: RankRun, place: Place, best: float) -> float:
+    """At the end of an epoch: a checkpoint under `best/` if the model scores better than ever before."""
+    folder = Path(job.output) / "best"
+    _save(folder / "new", entry)
+    dist.barrier()
+    found: list[float] = [best]
+    if place.rank == 0:
+        last = checkpoint.latest_checkpoint(folder / "new")
+        assert last is not None, "every rank has just written its part"
+        result = score(entry.run, checkpoint.load_state(last), run_dataset(entry.run, "test"), entry.stage.device)
+        found = [max(best, result["test_accuracy"])]
+        if result["test_accuracy"] > best:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            (folder / "new").rename(folder / "checkpoints")
+        shutil.rmtree(folder / "new", ignore_errors=True)
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def _save(folder: Path, entry: RankRun) -> None:

@@ -122,7 +122,14 @@ class Prices:
         """One microbatch of a value from one layout to another, in the first replica."""
         if source == target:
             return 0.0
-        return sum(self._hop_s(value, hop) for hop in conversion(source, target, self.mesh.tp))
+        key = (value.bytes_per_sample, value.fixed_bytes, source, target)
+        if key not in self._converted:
+            self._converted[key] = sum(self._hop_s(value, hop) for hop in conversion(source, target, self.mesh.tp))
+        return self._converted[key]
+
+    @cached_property
+    def _converted(self) -> dict[tuple[int, int, ValueLayout, ValueLayout], float]:
+        return {}
 
     def _hop_s(self, value: Value, hop: Hop) -> float:
         if hop.operation in LOCAL_HOPS:

@@ -34,6 +34,9 @@ TIGHTENINGS = 4
 SLOWER = 1.02
 """More microbatches are no longer tried once a closed form has them this much slower than fewer."""
 
+ROOMY = 0.8
+"""A placement that leaves a fifth of every rank's memory was not limited by it: more microbatches would not help."""
+
 MOST_PLACES = 4
 """Up to so many tp ranks a component may also be placed on one of them alone; beyond, on the first alone."""
 
@@ -160,7 +163,8 @@ def adaptive_plans(problem: Problem, *, microbatches: Sequence[int], solutions: 
             continue
         found = True
         yield plan
-        if solution.seconds > before:
+        roomy = all(entry.total_bytes <= ROOMY * entry.limit_bytes for entry in problem.memory(plan))
+        if roomy or solution.seconds > before:
             return
         before = solution.seconds
     if not found:

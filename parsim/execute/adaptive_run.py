@@ -1,0 +1,138 @@
+"""Training that may change its plan on the way: the real executor drives the controller the simulator's scenarios drive.
+
+After every window of steps all ranks send rank 0 their task times; rank 0 shows them to the controller, and broadcasts what it
+decides; every rank changes plan at the same step, or none does (Algorithm 1 of the paper, with hysteresis).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from parsim.costs.corrected import Corrections
+from parsim.errors import ScheduleError
+from parsim.execute.job import AdaptiveSpec, RunSpec
+from parsim.execute.measurement import merge_times
+from parsim.execute.streams import TaskTime
+from parsim.graph.lower import lower
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.profile import load_profile
+from parsim.model.model import Model
+from parsim.plan.plan import Plan
+from parsim.schedule.adaptive import Choice, Controller, PlanFor, Replan
+from parsim.schedule.adaptive_planning import controller_for, expected_seconds, observation_of, task_seconds
+from parsim.schedule.evaluate import evaluate
+from parsim.schedule.problem import Problem
+from parsim.schedule.search import search
+
+REBUILD_S = 2.0
+"""Assumed seconds of a switch beside the moving of weights: recording components anew, process groups, first steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What was decided after `step` steps; `plan` is None where the plan was kept."""
+
+    step: int
+    reason: str
+    plan: str | None
+    step_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Steering:
+    """The controller on rank 0, and everyone's part in asking it."""
+
+    def __init__(self, spec: AdaptiveSpec, run: RunSpec, steps: int) -> None:
+        self._spec = spec
+        self._steps = steps
+        self._windows = 0
+        self.decisions: list[Decision] = []
+        self._controller: Controller | None = None
+        if dist.get_rank() == 0:
+            problem = problem_of(spec, run)
+            self._controller = controller_for(
+                problem, run.plan, plan_for=_planner(problem, run.plan.world_size), rebuild_s=REBUILD_S
+            )
+
+    def due(self, step: int) -> bool:
+        """Whether a window or an epoch ends after `step` steps, and training goes on."""
+        ends = step % self._spec.window_steps == 0 or step % self._spec.epoch_steps == 0
+        return 0 < step < self._steps and ends
+
+    def decide(self, plan: Plan, model: Model, step: int, times: Sequence[Sequence[TaskTime]], step_s: float) -> Plan | None:
+        """Every rank calls it with its own task times of the window; all get the same answer: a plan to change to, or None."""
+        gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(list(times), gathered, dst=0)
+        answer: list[Any] = [None]
+        if self._controller is not None and gathered is not None:
+            answer = [self._ask(plan, model, step, gathered, step_s)]
+        dist.broadcast_object_list(answer, src=0)
+        decision: Decision = answer[0]
+        self.decisions.append(decision)
+        return None if decision.plan is None else Plan.from_json(decision.plan)
+
+    def _ask(
+        self, plan: Plan, model: Model, step: int, gathered: Sequence[Sequence[Sequence[TaskTime]]], step_s: float
+    ) -> Decision:
+        assert self._controller is not None
+        graph = lower(plan, model)
+        recorded = min(len(times) for times in gathered)
+        if not recorded:
+            return Decision(step=step, reason="no step of this window was recorded", plan=None, step_s=step_s)
+        seconds = np.array(
+            [task_seconds(len(graph.tasks), merge_times([times[number] for times in gathered])) for number in range(recorded)]
+        )
+        self._windows += 1
+        seen = observation_of(
+            graph,
+            seconds,
+            window=self._windows,
+            step_s=step_s,
+            steps_left=self._steps - step,
+            epoch_ended=step % self._spec.epoch_steps == 0,
+        )
+        self._controller, decided = self._controller.observe(seen)
+        chosen = decided.plan.to_json() if isinstance(decided, Replan) else None
+        return Decision(step=step, reason=decided.reason, plan=chosen, step_s=step_s)
+
+
+def problem_of(spec: AdaptiveSpec, run: RunSpec) -> Problem:
+    """The scheduler's question of this run."""
+    devices = None if spec.devices is None else list(spec.devices)
+    return Problem(
+        model=Model.load(Path(run.model_path)),
+        cluster=cluster_from_profile(load_profile(spec.profile), devices),
+        global_batch=run.plan.global_batch,
+        precision=spec.precision,
+        optimizer=run.optimizer,
+        zero_stage=run.plan.zero_stage,
+    )
+
+
+def _planner(problem: Problem, world_size: int) -> PlanFor:
+    """Searches all families under the corrected costs, for plans on all the ranks there are."""
+
+    def plan_for(corrections: Corrections, current: Plan) -> Choice:
+        now = replace(problem, corrections=corrections)
+        found = search(now, ("adaptive",), samples=0)
+        results = [entry.result for entry in found.candidates]
+        fitting = [result for result in results if result.fits and result.plan.world_size == world_size]
+        if not fitting:
+            raise ScheduleError(f"no plan on {world_size} ranks fits")
+        best = fitting[0]
+        return Choice(
+            plan=best.plan,
+            step_s=best.step_s.median,
+            current_step_s=evaluate(now, current, samples=0).result.step_s.median,
+            expected=expected_seconds(problem, best.plan),
+        )
+
+    return plan_for
