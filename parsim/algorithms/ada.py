@@ -139,7 +139,11 @@ def ada_graphs(ada: Ada, epochs: int) -> tuple[MixingGraph, ...]:
     return tuple(ada.graph(epoch) for epoch in range(epochs))
 
 
-LEARNING_RATES: dict[str, Callable[[float], float]] = {"constant": lambda ratio: 1.0, "linear": lambda ratio: ratio, "sqrt": math.sqrt}
+LEARNING_RATES: dict[str, Callable[[float], float]] = {
+    "constant": lambda ratio: 1.0,
+    "linear": lambda ratio: ratio,
+    "sqrt": math.sqrt,
+}
 """The factor on the learning rate of a batch `ratio` times the one it was found with."""
 
 

@@ -124,5 +124,7 @@ def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
 
 def _ratio(above: Values, below: Values) -> Values:
     """above / below, 0 where below is 0."""
-    result: Values = np.divide(above, below, out=np.zeros_like(np.asarray(above, dtype=np.float64)), where=np.asarray(below) != 0)
+    result: Values = np.divide(
+        above, below, out=np.zeros_like(np.asarray(above, dtype=np.float64)), where=np.asarray(below) != 0
+    )
     return result

@@ -54,7 +54,9 @@ def metropolis_hastings(adjacency: NDArray[np.bool_]) -> Matrix:
     """
     edges = adjacency & ~np.eye(len(adjacency), dtype=bool)
     if (edges != edges.T).any():
-        raise AlgorithmError("Metropolis-Hastings weights need an undirected graph: make the adjacency symmetric, or use pushsum")
+        raise AlgorithmError(
+            "Metropolis-Hastings weights need an undirected graph: make the adjacency symmetric, or use pushsum"
+        )
     degree = edges.sum(1)
     weights: Matrix = edges / (np.maximum(degree[:, None], degree[None, :]) + 1.0)
     weights[np.diag_indices_from(weights)] = 1.0 - weights.sum(1)

@@ -259,6 +259,7 @@ def _train(job: Job, entry: RankRun, place: Place, groups: ProcessGroups) -> Ran
     said = time.monotonic()
     steering = Steering(job.adaptive, entry.run, job.steps) if job.adaptive is not None else None
     best = float("-inf")
+    dist.barrier()  # rank 0 has read the profile meanwhile
     warm = 0
     while entry.step_number < job.steps:
         if warm < job.warmup_steps:

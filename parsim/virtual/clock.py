@@ -58,9 +58,7 @@ class ReplicaClock:
             raise AlgorithmError(f"unknown timing {timing!r}{near_matches(timing, TIMINGS)}")
         spent = _per_replica(step_s, len(self.ready_s), "step")
         exchange = _per_replica(exchange_s, len(self.ready_s), "exchange")
-        return ReplicaClock(
-            ready_s=TIMINGS[timing](self.ready_s, spent, links, exchange), compute_s=self.compute_s + spent
-        )
+        return ReplicaClock(ready_s=TIMINGS[timing](self.ready_s, spent, links, exchange), compute_s=self.compute_s + spent)
 
 
 def adapt_combine_s(ready: Seconds, step: Seconds, links: Links, exchange: Seconds) -> Seconds:
@@ -140,5 +138,7 @@ def random_stragglers(
 def _per_replica(seconds: ArrayLike, n: int, what: str) -> Seconds:
     values = np.broadcast_to(np.asarray(seconds, dtype=np.float64), (n,))
     if not (np.isfinite(values).all() and (values >= 0).all()):
-        raise AlgorithmError(f"seconds of a {what} must be finite and >= 0 for each of {n} replicas, got {values.min()} .. {values.max()}")
+        raise AlgorithmError(
+            f"seconds of a {what} must be finite and >= 0 for each of {n} replicas, got {values.min()} .. {values.max()}"
+        )
     return values

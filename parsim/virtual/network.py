@@ -79,7 +79,9 @@ class MachineNetwork:
         """W (x) 11^T/g: average inside (an all_reduce), then the machines exchange S bytes per link of `node_matrix` [nodes, nodes],
         each GPU its shard, at once on the shared interface."""
         if node_matrix.shape != (self.nodes, self.nodes):
-            raise AlgorithmError(f"{self.nodes} machines need a matrix [{self.nodes}, {self.nodes}], got {list(node_matrix.shape)}")
+            raise AlgorithmError(
+                f"{self.nodes} machines need a matrix [{self.nodes}, {self.nodes}], got {list(node_matrix.shape)}"
+            )
         inside = ring_all_reduce_s(size_bytes, self.per_node, self.local_latency_s, 1.0 / self.local_bytes_per_s)
         peers = connections(node_matrix)
         return inside + peers * (size_bytes / self.network_bytes_per_s + self.network_latency_s)

@@ -103,11 +103,13 @@ class Replicas:
             AlgorithmError: a matrix of another size, or one that is not stochastic as it must be.
         """
         if matrix.shape != (len(self), len(self)):
-            raise AlgorithmError(f"{len(self)} replicas need a mixing matrix [{len(self)}, {len(self)}], got {list(matrix.shape)}")
+            raise AlgorithmError(
+                f"{len(self)} replicas need a mixing matrix [{len(self)}, {len(self)}], got {list(matrix.shape)}"
+            )
         if check:
             (check_doubly_stochastic if self.masses is None else check_column_stochastic)(matrix)
         weights = mixed_rows(matrix, self.workers.weights)
-        masses = None if self.masses is None else torch.as_tensor(matrix, dtype=self.masses.dtype) @ self.masses
+        masses = None if self.masses is None else torch.tensor(matrix, dtype=self.masses.dtype) @ self.masses
         return replace(self, workers=replace(self.workers, weights=weights), masses=masses)
 
     def average(self) -> Tensor:

@@ -1,0 +1,290 @@
+"""Mixing graphs: doubly stochastic, connected, with the spectral gaps of the table and their closed forms; push-sum; Ada."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parsim.algorithms.ada import (
+    ADA_SCHEDULES,
+    Ada,
+    ConsensusMeasured,
+    ada_graphs,
+    allowed_neighbours,
+    predicted_consensus,
+    scaled_learning_rate,
+)
+from parsim.algorithms.graphs import (
+    GRAPHS,
+    check_connected,
+    check_doubly_stochastic,
+    circulant,
+    closest_factors,
+    connections,
+    metropolis_hastings,
+    mixing_graph,
+    stochastic_error,
+)
+from parsim.algorithms.pushsum import (
+    PushSum,
+    column_stochastic,
+    failing_links,
+    random_strongly_connected,
+    rotating_peers,
+)
+from parsim.algorithms.spectral import (
+    contraction,
+    contraction_per_round,
+    eigenvalue_moduli,
+    exponential_gap,
+    lattice_gap,
+    mixes_until,
+    period_contraction,
+    ring_gap,
+    spectral_gap,
+)
+from parsim.errors import AlgorithmError
+
+# The specification's table, float64: n, ring, torus, exponential, lattice of 4, 6 and 10 neighbours.
+GAPS = """
+4 .666667 .666667 .666667 1 1 1
+8 .195262 .500000 .500000 .517157 .857143 1
+12 .089316 .400000 .400000 .253590 .466850 .909091
+16 .050747 .400000 .400000 .147605 .281809 .612548
+32 .012810 .117157 .333333 .038134 .075390 .182034
+64 .003210 .117157 .285714 .009612 .019168 .047507
+96 .001427 .053590 .250000 .004278 .008546 .021283
+1008 .000013 .006077 .181818 .000039 .000078 .000194
+"""
+COLUMNS = (
+    ("ring", {}),
+    ("torus", {}),
+    ("exponential", {}),
+    ("lattice", {"neighbours": 4}),
+    ("lattice", {"neighbours": 6}),
+    ("lattice", {"neighbours": 10}),
+)
+
+
+@pytest.mark.parametrize("line", GAPS.split("\n")[1:-1])
+def test_spectral_gaps_are_those_of_the_table(line: str) -> None:
+    n, *wanted = line.split()
+    for (name, settings), gap in zip(COLUMNS, wanted, strict=True):
+        assert spectral_gap(mixing_graph(name, int(n), **settings)(0)) == pytest.approx(float(gap), abs=1e-6), name
+
+
+@given(st.sampled_from(sorted(GRAPHS)), st.integers(1, 40), st.integers(0, 20))
+def test_every_graph_keeps_the_mean_and_reaches_everyone(name: str, n: int, t: int) -> None:
+    graph = mixing_graph(name, n)
+    assert graph(t) is graph(t + graph.period), "it repeats"
+    check_doubly_stochastic(graph(t), tolerance=1e-12)
+    if name != "alone":
+        check_connected(graph, period=graph.period)
+        assert n == 1 or period_contraction(graph) < 1.0 - 1e-6
+    values = np.random.default_rng(n).standard_normal((n, 3))
+    assert np.abs((graph(t) @ values).mean(0) - values.mean(0)).max() <= 1e-12
+
+
+@given(st.integers(4, 60), st.integers(1, 30))
+def test_closed_forms_of_circulants_equal_their_eigenvalues(n: int, half: int) -> None:
+    assert ring_gap(n) == pytest.approx(spectral_gap(mixing_graph("ring", n)(0)), abs=1e-12)
+    graph = mixing_graph("lattice", n, neighbours=2 * half)
+    assert lattice_gap(n, 2 * half) == pytest.approx(spectral_gap(graph(0)), abs=1e-12)
+    general = np.sort(np.abs(np.linalg.eigvals(graph(0))))[::-1]
+    assert np.abs(eigenvalue_moduli(graph(0)) - general).max() <= 1e-7
+
+
+@pytest.mark.parametrize("tau", range(1, 9))
+def test_exponential_graphs_of_powers_of_two(tau: int) -> None:
+    n = 2**tau
+    assert spectral_gap(mixing_graph("exponential", n)(0)) == pytest.approx(exponential_gap(tau), abs=1e-12)
+    peers = mixing_graph("one_peer_exponential", n)
+    product = np.eye(n)
+    for t in range(tau):
+        assert connections(peers(t)) == 1
+        product = peers(t) @ product
+    assert np.abs(product - 1.0 / n).max() <= 1e-15, "tau rounds average exactly"
+
+
+def test_one_peer_is_not_exact_for_six() -> None:
+    peers = mixing_graph("one_peer_exponential", 6)
+    assert np.abs(peers(2) @ peers(1) @ peers(0) - 1 / 6).max() == pytest.approx(1 / 12)
+
+
+def test_a_ring_of_eight_contracts_as_its_rho_says() -> None:
+    matrix = mixing_graph("ring", 8)(0)
+    rho = contraction(matrix)
+    assert rho == pytest.approx(0.804738, abs=1e-6)
+    values = np.random.default_rng(0).standard_normal(8)
+    values -= values.mean()
+    mixed = np.linalg.matrix_power(matrix, 20) @ values
+    assert np.linalg.norm(mixed) <= rho**20 * np.linalg.norm(values) * (1 + 1e-12)
+    assert rho**20 == pytest.approx(0.0130, abs=1e-4)
+    slowest = np.cos(2 * np.pi * np.arange(8) / 8)
+    assert np.linalg.norm(np.linalg.matrix_power(matrix, 20) @ slowest) == pytest.approx(rho**20 * np.linalg.norm(slowest))
+    assert (mixes_until(rho, 0.0130), mixes_until(rho, 0.0129)) == (20, 21)
+
+
+@given(st.sampled_from(sorted(set(GRAPHS) - {"alone"})), st.integers(2, 24), st.integers(0, 99))
+def test_no_mixing_leaves_more_than_rho(name: str, n: int, seed: int) -> None:
+    matrix = mixing_graph(name, n)(seed)
+    values = np.random.default_rng(seed).standard_normal(n)
+    values -= values.mean()
+    assert np.linalg.norm(matrix @ values) <= contraction(matrix) * np.linalg.norm(values) + 1e-12
+
+
+def test_weights_of_each_graph() -> None:
+    third = 1 / 3
+    assert mixing_graph("ring", 4)(0)[0].tolist() == pytest.approx([third, third, 0, third])
+    assert mixing_graph("ring", 2)(0).tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert sorted(mixing_graph("torus", 9)(0)[4].tolist()) == [0.0] * 4 + [0.2] * 5
+    assert mixing_graph("torus", 8)(0).max() == 0.25, "with two rows, above and below are one neighbour"
+    assert mixing_graph("star", 5)(0)[0].tolist() == pytest.approx([0.2] * 5)
+    assert mixing_graph("star", 5)(0)[1].tolist() == pytest.approx([0.2, 0.8, 0, 0, 0])
+    corner = mixing_graph("mesh", 9)(0)[0]
+    assert corner[[1, 3]].tolist() == [0.25, 0.25] and corner[0] == 0.5, "a corner's neighbours have degree 3"
+    exponential = mixing_graph("exponential", 8)(0)
+    assert np.flatnonzero(exponential[:, 0]).tolist() == [0, 1, 2, 4], "worker 0 sends to 1, 2 and 4"
+    machines = mixing_graph("hierarchical_one_peer", 8, per_node=4)
+    assert machines.period == 1 and np.abs(machines(0) - 1 / 8).max() <= 1e-15
+    assert mixing_graph("hierarchical_one_peer", 32, per_node=4).period == 3
+    assert [closest_factors(n) for n in (12, 1008, 7)] == [(3, 4), (28, 36), (1, 7)]
+
+
+@given(st.integers(2, 30), st.integers(0, 1000))
+def test_metropolis_hastings_makes_any_undirected_graph_doubly_stochastic(n: int, seed: int) -> None:
+    links = np.random.default_rng(seed).random((n, n)) < 0.3
+    matrix = metropolis_hastings(links | links.T)
+    check_doubly_stochastic(matrix, tolerance=1e-12)
+    assert np.array_equal(matrix, matrix.T)
+
+
+def test_denser_graphs_mix_faster_at_equal_size() -> None:
+    gaps = [spectral_gap(mixing_graph("lattice", 64, neighbours=k)(0)) for k in range(2, 64, 2)]
+    assert gaps == sorted(gaps) and gaps[0] == pytest.approx(ring_gap(64))
+    assert contraction_per_round(mixing_graph("one_peer_exponential", 64)) <= 1e-2
+    assert contraction_per_round(mixing_graph("ring", 64)) == pytest.approx(1 - ring_gap(64))
+
+
+def test_bad_graphs_say_what_is_wrong() -> None:
+    with pytest.raises(AlgorithmError, match=r"unknown mixing graph 'rng'; did you mean ring"):
+        mixing_graph("rng", 4)
+    with pytest.raises(AlgorithmError, match=r"no setting 'k'; its settings: neighbours"):
+        mixing_graph("lattice", 8, k=4)
+    with pytest.raises(AlgorithmError, match=r"even number of neighbours >= 2.*got 3 for 8"):
+        mixing_graph("lattice", 8, neighbours=3)
+    with pytest.raises(AlgorithmError, match=r"per_node \(3\) must divide the workers \(8\)"):
+        mixing_graph("hierarchical_one_peer", 8, per_node=3)
+    with pytest.raises(AlgorithmError, match=r"not connected: 3 workers .*\(1, 2, 3\)"):
+        check_connected(mixing_graph("alone", 4))
+    with pytest.raises(AlgorithmError, match="not connected"):
+        check_connected(lambda t: circulant(6, {0: 0.5, 2: 0.5}))
+    with pytest.raises(AlgorithmError, match=r"doubly stochastic.*off by up to 0 and 0\.1\)"):
+        check_doubly_stochastic(np.array([[0.5, 0.5], [0.6, 0.4]]))
+    with pytest.raises(AlgorithmError, match="entries >= 0"):
+        check_doubly_stochastic(np.array([[1.5, -0.5], [-0.5, 1.5]]))
+    with pytest.raises(AlgorithmError, match="square"):
+        check_doubly_stochastic(np.ones((2, 3)))
+    with pytest.raises(AlgorithmError, match="undirected"):
+        metropolis_hastings(np.array([[False, True], [False, False]]))
+    with pytest.raises(AlgorithmError, match="rho < 1"):
+        mixes_until(1.0, 0.1)
+
+
+@given(st.integers(2, 20), st.integers(0, 200))
+def test_push_sum_finds_the_mean_where_plain_mixing_does_not(n: int, seed: int) -> None:
+    matrix = column_stochastic(random_strongly_connected(n, seed=seed))
+    values = np.random.default_rng(seed).standard_normal((n, 2))
+    state, plain = PushSum.begin(values), values
+    for _ in range(200 if n <= 12 else 600):
+        state, plain = state.mix(matrix), matrix @ plain
+    assert np.abs(state.estimates - values.mean(0)).max() <= 1e-9
+    if stochastic_error(matrix)[0] > 0.05:
+        assert np.abs(plain - values.mean(0)).max() > 1e-3
+
+
+@pytest.mark.parametrize("peers", [1, 2])
+def test_push_sum_keeps_the_mean_when_links_fail(peers: int) -> None:
+    graph = failing_links(rotating_peers(12, peers), 0.3, seed=5)
+    values = np.random.default_rng(1).standard_normal(12)
+    state, plain = PushSum.begin(values), values
+    for t in range(300):
+        assert stochastic_error(graph(t))[1] <= 1e-12
+        state, plain = state.mix(graph(t)), graph(t) @ plain
+    assert np.abs(state.estimates - values.mean()).max() <= 1e-9
+    assert np.abs(plain - values.mean()).max() > 1e-2, "the same rounds without omega lose the mean"
+    assert np.array_equal(graph(7), graph(7))
+
+
+def test_push_sum_refuses_what_loses_mass() -> None:
+    with pytest.raises(AlgorithmError, match="column-stochastic"):
+        PushSum.begin(np.ones(2)).mix(np.array([[0.5, 0.5], [0.4, 0.5]]))
+    with pytest.raises(AlgorithmError, match="between 1 and 3"):
+        rotating_peers(8, 4)
+
+
+def test_ada_goes_from_dense_to_sparse() -> None:
+    ada = Ada(n=16, start=14)
+    assert [ada.neighbours(epoch) for epoch in range(14)] == [14, 12, 12, 10, 10, 8, 8, 6, 6, 4, 4, 2, 2, 2]
+    assert Ada(n=16).neighbours(0) == 15, "n-1 is the complete graph"
+    halving = Ada(n=1008, kind="exponential", start=64, rate=0.5)
+    assert [halving.neighbours(epoch) for epoch in range(8)] == [64, 32, 16, 8, 4, 2, 2, 2]
+    steps = Ada(n=32, kind="step", start=20, rate=0.5, milestones=(2, 5))
+    assert [steps.neighbours(epoch) for epoch in range(7)] == [20, 20, 10, 10, 10, 4, 4]
+    assert [graph.connections(0) for graph in ada_graphs(ada, 3)] == [14, 12, 12]
+
+
+@given(st.sampled_from(sorted(ADA_SCHEDULES)), st.integers(3, 40), st.integers(0, 30), st.floats(0, 10))
+def test_every_ada_schedule_gives_a_lattice_that_exists(kind: str, n: int, epoch: int, drift: float) -> None:
+    ada = Ada(n=n, kind=kind, rate=0.7, milestones=(3, 9), target=0.5)
+    measured = ConsensusMeasured(before=drift + 0.25, after=0.25, neighbours=n - 1)
+    graph = ada.graph(epoch, measured)
+    check_doubly_stochastic(graph(0), tolerance=1e-12)
+    check_connected(graph)
+
+
+def test_closed_loop_takes_the_sparsest_lattice_that_keeps_the_target() -> None:
+    ada = Ada(n=32, kind="closed_loop", target=0.01)
+    assert ada.neighbours(0) == 31
+    chosen = {}
+    for drift in (1e-5, 1e-3, 1e-2, 1e-1):
+        k = ada.neighbours(1, ConsensusMeasured(before=drift, after=0.0, neighbours=31))
+        chosen[drift] = k
+        assert predicted_consensus(drift, 1 - lattice_gap(32, k)) <= 0.01
+        if k > 2:
+            fewer = k - 2 if k < 31 else 30
+            assert predicted_consensus(drift, 1 - lattice_gap(32, fewer)) > 0.01
+    assert list(chosen.values()) == sorted(chosen.values()) and chosen[1e-5] == 2 and chosen[1e-1] > 8
+
+
+def test_predicted_consensus_is_the_steady_state_of_its_recursion() -> None:
+    distance = 0.0
+    for _ in range(2000):
+        distance = 0.9**2 * (distance + 0.3)
+    assert distance == pytest.approx(predicted_consensus(0.3, 0.9), rel=1e-12)
+
+
+def test_bad_ada_says_what_is_wrong() -> None:
+    with pytest.raises(AlgorithmError, match="did you mean linear"):
+        Ada(n=8, kind="liner")
+    with pytest.raises(AlgorithmError, match="2 <= least <= start"):
+        Ada(n=8, start=2, least=4)
+    with pytest.raises(AlgorithmError, match="target > 0"):
+        Ada(n=8, kind="closed_loop")
+    with pytest.raises(AlgorithmError, match="depend on what training measures"):
+        ada_graphs(Ada(n=8, kind="closed_loop", target=1.0), 3)
+    assert allowed_neighbours(9.7, 64) == 8
+
+
+def test_learning_rates_of_large_batches() -> None:
+    assert scaled_learning_rate(0.1, 16, 10) == pytest.approx(1.6)
+    assert scaled_learning_rate(0.1, 16, 10, rule="sqrt", base_workers=4) == pytest.approx(0.2)
+    assert scaled_learning_rate(0.1, 16, 2.5, warmup_epochs=5) == pytest.approx(0.85)
+    assert scaled_learning_rate(0.1, 16, 0, warmup_epochs=5) == 0.1
+    with pytest.raises(AlgorithmError, match="unknown learning-rate rule"):
+        scaled_learning_rate(0.1, 16, 0, rule="cubic")
+    assert math.isclose(scaled_learning_rate(0.1, 64, 3, rule="constant"), 0.1)
