@@ -86,7 +86,7 @@ def exponential(ada: Ada, epoch: int, measured: ConsensusMeasured | None) -> flo
 
 def step(ada: Ada, epoch: int, measured: ConsensusMeasured | None) -> float:
     """k_0 gamma^(milestones passed)."""
-    return ada.first * ada.rate ** sum(milestone <= epoch for milestone in ada.milestones)
+    return float(ada.first * ada.rate ** sum(milestone <= epoch for milestone in ada.milestones))
 
 
 def closed_loop(ada: Ada, epoch: int, measured: ConsensusMeasured | None) -> float:

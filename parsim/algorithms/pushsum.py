@@ -40,7 +40,8 @@ class PushSum:
     @property
     def estimates(self) -> NDArray[np.float64]:
         """z = x / omega: what each worker takes the mean to be."""
-        return debias(self.values, self.weights)
+        estimates: NDArray[np.float64] = debias(self.values, self.weights)
+        return estimates
 
 
 def debias(values: Any, weights: Any) -> Any:

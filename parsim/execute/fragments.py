@@ -39,7 +39,7 @@ def fragment_of(held: HeldParameter) -> Fragment:
     return Fragment(dim=held.part.dim, blocks=held.part.blocks, shard=held.shard, ways=held.ways)
 
 
-def is_per_element(key: str, value: object) -> TypeGuard[Tensor]:
+def is_per_element(value: object, key: str) -> TypeGuard[Tensor]:
     """Whether this entry of an optimizer's state has an element for each one of its parameter: all but step counters.
 
     The number of dims does not tell: the momentum of a 0-dim parameter has none either.
@@ -90,7 +90,7 @@ def join_state(name: str, parts: Mapping[Fragment, Mapping[str, Any]]) -> dict[s
     first = next(iter(parts.values()))
     joined: dict[str, Any] = {}
     for key, value in first.items():
-        if is_per_element(key, value):
+        if is_per_element(value, key):
             joined[key] = join(name, {fragment: state[key] for fragment, state in parts.items()})
         else:
             joined[key] = value

@@ -79,7 +79,7 @@ def _catalogue(state: RankState) -> dict[str, dict[str, _Holders]]:
 
 def _collect(holders: Mapping[Fragment, _Holder], own: Any, device: torch.device) -> dict[Fragment, Any]:
     """Every fragment, sent by its holder to all ranks; arrays on `device`, step counters where they were."""
-    found = {}
+    found: dict[Fragment, Any] = {}
     for fragment, holder in holders.items():
         given = own if holder.rank == dist.get_rank() else None
         if isinstance(holder.content, _Kind):
@@ -108,4 +108,4 @@ def _described(value: Tensor | Mapping[str, Any]) -> Any:
     """What stands in the catalogue for a tensor, or for the state of a parameter."""
     if isinstance(value, Tensor):
         return _Kind(tuple(value.shape), value.dtype)
-    return {key: _described(entry) if is_per_element(key, entry) else entry for key, entry in value.items()}
+    return {key: _described(entry) if is_per_element(entry, key) else entry for key, entry in value.items()}

@@ -131,7 +131,7 @@ class StageReplica:
 
     def _updated(self) -> list[Tensor]:
         """What the optimizer of this rank steps: its parameters, or its parts of divided buckets."""
-        own = [parameter for name, parameter in self.parameters.items() if name not in self._divided_in]
+        own: list[Tensor] = [parameter for name, parameter in self.parameters.items() if name not in self._divided_in]
         return own + [entry.chunk for entry in self._divided.values()]
 
     def optimizer_step(self) -> None:
@@ -180,14 +180,14 @@ class StageReplica:
         """
         held = self._held[name]
         state = {
-            key: value.clone() if isinstance(value, Tensor) and not is_per_element(key, value) else value
+            key: value.clone() if isinstance(value, Tensor) and not is_per_element(value, key) else value
             for key, value in state.items()
         }
         if held.part is not None:
             part, shard, ways = held.part, held.shard, held.ways
             weight = piece(weight, part, shard, ways)
             state = {
-                key: piece(value, part, shard, ways) if is_per_element(key, value) else value for key, value in state.items()
+                key: piece(value, part, shard, ways) if is_per_element(value, key) else value for key, value in state.items()
             }
         restore_tensors({name: self.parameters[name]}, {name: weight})
         if name in self._divided_in:

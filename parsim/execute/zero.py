@@ -58,7 +58,7 @@ class DividedBucket:
     def state_of(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """What the state of the chunk says of one parameter: views into its arrays, and its step counter."""
         place = self.parts[name][1]
-        return {key: value[place] if is_per_element(key, value) else value for key, value in state.items()}
+        return {key: value[place] if is_per_element(value, key) else value for key, value in state.items()}
 
     def add_state(self, chunk_state: MutableMapping[str, Any], name: str, state: Mapping[str, Any]) -> None:
         """Put this rank's part of the state of one whole parameter (of its piece, if it is cut) into that of the chunk."""
@@ -66,7 +66,7 @@ class DividedBucket:
             return
         fragment, place = self.parts[name]
         for key, value in state.items():
-            if is_per_element(key, value):
+            if is_per_element(value, key):
                 flat = chunk_state.setdefault(key, torch.zeros_like(self.chunk.data))
                 flat[place] = value.reshape(-1)[fragment.start : fragment.stop].to(flat)
             else:

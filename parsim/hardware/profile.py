@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from parsim.errors import ProfileError, near_matches
 from parsim.files import write_text_atomically
 from parsim.hardware.tables import from_text, to_text
+from parsim.hardware.topology import DEVICE_ROLES, device_name, role_of
 
 SCHEMA_VERSION = 1
 
@@ -273,6 +274,14 @@ class HostOverhead(Record):
     source: str
 
 
+class NicSlot(Record):
+    """Where one network card sits: the endpoint it is plugged into ("pcie0", "socket1") and the kind of that link."""
+
+    at: str
+    kind: str
+    lanes: Annotated[int, Field(ge=1)] = 1
+
+
 class Profile(Record):
     """The whole file."""
 
@@ -285,6 +294,8 @@ class Profile(Record):
     devices: list[DeviceEntry]
     link_kinds: dict[str, LinkKindEntry] = {}
     links: list[LinkEntry] = []
+    nics: list[NicSlot] = []
+    nics_source: str | None = None
     communication: Communication
     compute: Compute = Compute()
     overlap: Overlap | None = None
@@ -309,19 +320,34 @@ class Profile(Record):
         model = self.communication.link_model
         if model is not None and model.link_kind not in self.link_kinds:
             raise ValueError(f"link_model has link_kind {model.link_kind!r}{near_matches(model.link_kind, self.link_kinds)}")
-        for source in _source_keys(self.model_dump()):
+        _check_ends(self)
+        for source in source_keys(self.model_dump()):
             if source not in self.sources:
                 raise ValueError(f"source {source!r} is not listed under sources{near_matches(source, self.sources)}")
         return self
 
 
-def _source_keys(node: object) -> set[str]:
+def _check_ends(profile: Profile) -> None:
+    """A link that names a device names one of the profile's; a NIC slot names an end that some link has, and a known kind."""
+    devices = {device_name(entry.index, profile.device_types[entry.type].kind) for entry in profile.devices}
+    ends = {end for link in profile.links for end in (link.a, link.b)}
+    for end in sorted(ends):
+        if role_of(end) in DEVICE_ROLES and end not in devices:
+            raise ValueError(f"a link ends at {end!r}, which is not a device of the profile{near_matches(end, devices)}")
+    for number, slot in enumerate(profile.nics):
+        if slot.at not in ends:
+            raise ValueError(f"nics.{number} sits at {slot.at!r}, where no link ends{near_matches(slot.at, ends)}")
+        if slot.kind not in profile.link_kinds:
+            raise ValueError(f"nics.{number} has kind {slot.kind!r}{near_matches(slot.kind, profile.link_kinds)}")
+
+
+def source_keys(node: object) -> set[str]:
     """All values under a key `source` or `..._source`, anywhere below `node`."""
     if isinstance(node, dict):
         own = {value for key, value in node.items() if key.endswith("source") and isinstance(value, str)}
-        return own.union(*(_source_keys(value) for value in node.values()))
+        return own.union(*(source_keys(value) for value in node.values()))
     if isinstance(node, list):
-        return set[str]().union(*(_source_keys(value) for value in node))
+        return set[str]().union(*(source_keys(value) for value in node))
     return set()
 
 
@@ -354,12 +380,17 @@ def parse_profile(text: str, where: str) -> Profile:
     try:
         return Profile.model_validate(from_text(text, where))
     except ValidationError as error:
-        problems = [
-            f"{'.'.join(str(part) for part in problem['loc']) or 'profile'}: {problem['msg']} (got {_short(problem['input'])})"
-            for problem in error.errors()[:3]
-        ]
-        more = f" (+{error.error_count() - 3} more)" if error.error_count() > 3 else ""
-        raise ProfileError(f"profile {where} is broken: {'; '.join(problems)}{more}; mend these or calibrate again") from error
+        raise ProfileError(f"profile {where} is broken: {problems_text(error)}; mend these or calibrate again") from error
+
+
+def problems_text(error: ValidationError) -> str:
+    """The first three wrong keys, each with its path, the rule and the value."""
+    problems = [
+        f"{'.'.join(str(part) for part in problem['loc']) or 'profile'}: {problem['msg']} (got {_short(problem['input'])})"
+        for problem in error.errors()[:3]
+    ]
+    more = f" (+{error.error_count() - 3} more)" if error.error_count() > 3 else ""
+    return "; ".join(problems) + more
 
 
 def save_profile(profile: Profile, path: Path) -> None:

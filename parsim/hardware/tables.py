@@ -21,13 +21,16 @@ def to_text(document: dict[str, Any]) -> str:
     return _render(_encode(document), 0) + "\n"
 
 
-def from_text(text: str, where: str) -> Any:
-    """Raises ProfileError for text that is not JSON, or a table whose rows do not fit its columns."""
+def from_text(text: str, where: str, what: str = "profile") -> Any:
+    """Raises ProfileError for text that is not JSON, or a table whose rows do not fit its columns.
+
+    Errors name the document as `what` and `where`.
+    """
     try:
         return _decode(json.loads(text), where, ())
     except json.JSONDecodeError as error:
         raise ProfileError(
-            f"profile {where} is not JSON: {error.msg} at line {error.lineno} column {error.colno}; mend it or calibrate again"
+            f"{what} {where} is not JSON: {error.msg} at line {error.lineno} column {error.colno}; mend it or calibrate again"
         ) from error
 
 

@@ -1,10 +1,21 @@
-"""Links between devices, switches and hosts. Bandwidths are per lane and direction."""
+"""Links between devices, switches, hosts and the network. Bandwidths are per lane and direction.
+
+An endpoint is a role and a number: devices gpu3, cpu0; switches pcie0, nvswitch1; host memory socket0, host0; nic2; the
+switches of a network leaf0, spine0. On a cluster of several nodes whatever is not a device says where it is: node7/pcie0.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from parsim.errors import ProfileError
+
+DEVICE_ROLES = ("gpu", "cpu")
+HOST_ROLES = ("socket", "host")
+NIC_ROLE = "nic"
+NETWORK_ROLES = ("leaf", "spine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,35 +38,77 @@ class Link:
         if self.a == self.b or self.lanes < 1 or self.bandwidth_bytes_per_s <= 0 or self.latency_s < 0:
             raise ProfileError(f"link {self.a}-{self.b} needs two ends, lanes >= 1, bandwidth > 0 and latency >= 0")
 
+    @property
+    def capacity_bytes_per_s(self) -> float:
+        """Of all lanes together, in each direction."""
+        return self.lanes * self.bandwidth_bytes_per_s
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+    def other(self, end: str) -> str:
+        """The end that is not `end`."""
+        return self.b if end == self.a else self.a
+
+
+@dataclass(frozen=True)
 class Topology:
-    """The link graph; device i is the endpoint `device_name(i)`."""
+    """The link graph; device i is the endpoint `device_name(i)`.
+
+    What is asked often is worked out once per topology and kept: the links at each end, and the hash.
+    """
 
     links: tuple[Link, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, tuple[Link, ...]]:
+        return {"links": self.links}  # the kept hash of texts holds in one process only
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.links)
+
+    @cached_property
+    def _at(self) -> Mapping[str, tuple[Link, ...]]:
+        found: dict[str, list[Link]] = {}
+        for link in self.links:
+            found.setdefault(link.a, []).append(link)
+            found.setdefault(link.b, []).append(link)
+        return {end: tuple(links) for end, links in found.items()}
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Every endpoint that a link names, in order of appearance."""
+        return tuple(self._at)
+
+    def at(self, end: str) -> tuple[Link, ...]:
+        """The links with one end at `end`; () for an endpoint that has none."""
+        return self._at.get(end, ())
+
     def between(self, a: str, b: str) -> tuple[Link, ...]:
-        return tuple(link for link in self.links if {link.a, link.b} == {a, b})
+        return tuple(link for link in self.at(a) if link.other(a) == b)
 
     def lanes(self, a: str, b: str, kind: str) -> int:
         """Lanes of `kind` that join `a` and `b` directly."""
         return sum(link.lanes for link in self.between(a, b) if link.kind == kind)
 
-    def path(self, a: str, b: str, *, without_kind: str | None = None) -> tuple[Link, ...]:
-        """The links of a path with the fewest links from `a` to `b`, avoiding `without_kind`; empty if there is none.
+    def path(
+        self, a: str, b: str, *, without_kind: str | None = None, only_kind: str | None = None
+    ) -> tuple[Link, ...]:
+        """The links of a path with the fewest links from `a` to `b`, avoiding `without_kind` or on `only_kind` alone; empty
+        if there is none.
 
-        Traffic passes through switches and sockets, never through another device ("gpu...").
+        Traffic passes through switches, sockets and the network, never through another device.
         """
         came: dict[str, tuple[str, Link]] = {}
         frontier = [a]
         while frontier and b not in came:
             reached: list[str] = []
             for here in frontier:
-                for link in self.links:
-                    if link.kind == without_kind or here not in (link.a, link.b):
+                for link in self.at(here):
+                    there = link.other(here)
+                    if there == a or there in came or (there != b and role_of(there) in DEVICE_ROLES):
                         continue
-                    there = link.b if link.a == here else link.a
-                    if there == a or there in came or (there.startswith("gpu") and there != b):
+                    if link.kind == without_kind or (only_kind is not None and link.kind != only_kind):
                         continue
                     came[there] = (here, link)
                     reached.append(there)
@@ -69,11 +122,50 @@ class Topology:
 
     def socket_of(self, device: str) -> str | None:
         """The nearest host memory ("socket0", "host0") of a device, or None where the links name none."""
-        ends = {end for link in self.links for end in (link.a, link.b) if end.startswith(("socket", "host"))}
-        found = [(len(path), end) for end in sorted(ends) if (path := self.path(device, end))]
-        return min(found)[1] if found else None
+        seen, frontier = {device}, [device]
+        while frontier:
+            hosts = [end for end in frontier if role_of(end) in HOST_ROLES]
+            if hosts:
+                return min(hosts)
+            ahead = dict.fromkeys(link.other(end) for end in frontier for link in self.at(end))
+            frontier = [end for end in ahead if end not in seen and role_of(end) not in DEVICE_ROLES]
+            seen.update(frontier)
+        return None
+
+    def parts(self) -> tuple[frozenset[str], ...]:
+        """The endpoints that hang together, the largest part first; one part if the topology is connected.
+
+        Devices join here as well: two GPUs with a common neighbour are connected even where no traffic passes through it.
+        """
+        left = dict.fromkeys(self.ends)
+        found: list[frozenset[str]] = []
+        while left:
+            part, frontier = set[str](), [next(iter(left))]
+            while frontier:
+                part.update(frontier)
+                frontier = list({link.other(end) for end in frontier for link in self.at(end)} - part)
+            for end in part:
+                del left[end]
+            found.append(frozenset(part))
+        return tuple(sorted(found, key=len, reverse=True))
 
 
 def device_name(index: int, kind: str) -> str:
     """Endpoint of device `index`: gpu3 or cpu0."""
     return f"{'gpu' if kind == 'cuda' else 'cpu'}{index}"
+
+
+def role_of(end: str) -> str:
+    """What an endpoint is: "gpu" of gpu3, "pcie" of node7/pcie0."""
+    return end.rpartition("/")[2].rstrip("0123456789")
+
+
+def walk_of(path: tuple[Link, ...], start: str) -> tuple[tuple[str, str, Link], ...]:
+    """The links of a path from `start` on, each as (from, to, link)."""
+    steps: list[tuple[str, str, Link]] = []
+    here = start
+    for link in path:
+        there = link.other(here)
+        steps.append((here, there, link))
+        here = there
+    return tuple(steps)

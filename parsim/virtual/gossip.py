@@ -1,16 +1,15 @@
 """Decentralised training of virtual replicas: local steps, a mixing graph that may change every round, a clock per replica.
 
 One round: `period` local steps, then W_t by a row of COMBINATIONS (or push-sum). The centralised counterpart, one step on the
-mean gradient of all batches, is `centralised=True`: the same samples, optimizer and clock, an all_reduce in place of the graph.
+mean gradient of all samples in the batches, is `centralised=True`: the same samples, optimizer and clock, an all_reduce in place of the graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from parsim.algorithms.graphs import MixingGraph, check_connected, connections
 from parsim.algorithms.periods import Period, every_steps, warn_if_not_synchronous
 from parsim.errors import AlgorithmError, near_matches
 from parsim.virtual.clock import ReplicaClock
-from parsim.virtual.local import LocalTraining, epoch_batches, stack_batches
+from parsim.virtual.local import LocalTraining, stack_batches
 from parsim.virtual.replicas import COMBINATIONS, Replicas
 from parsim.virtual.rounds import Partition
 
@@ -197,10 +196,7 @@ class _Training:
 
     def _batches(self, epoch: int) -> list[NDArray[np.int64]]:
         shards = self.partition.shards(self.training.problem.targets.flatten().numpy())
-        return [
-            epoch_batches(shard, self.partition.batch, seed=self.partition.seed, worker=worker, epoch=epoch)
-            for worker, shard in enumerate(shards)
-        ]
+        return [self.partition.batches(shard, worker, epoch) for worker, shard in enumerate(shards)]
 
     def _round(self, samples: NDArray[np.int64], matrix: NDArray[np.float64], distances: list[tuple[float, float]]) -> int:
         """One local step of all, and the exchange if it is due; how many messages the busiest replica sent."""

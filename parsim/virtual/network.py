@@ -76,7 +76,7 @@ class MachineNetwork:
         return float(max(network, local) + latencies)
 
     def machine_mixing_s(self, node_matrix: NDArray[np.float64], size_bytes: float) -> float:
-        """W (x) 11^T/g: average inside (an all_reduce), then the machines exchange S bytes per link of `node_matrix` [nodes, nodes],
+        """W (x) 11^T/g: average inside (an all_reduce), then S bytes per link of `node_matrix` [nodes, nodes] between machines,
         each GPU its shard, at once on the shared interface."""
         if node_matrix.shape != (self.nodes, self.nodes):
             raise AlgorithmError(

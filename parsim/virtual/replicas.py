@@ -129,7 +129,7 @@ class Replicas:
 
     def norms(self) -> NDArray[np.float64]:
         """The L2 norm of every parameter tensor of every replica: float64 [n, tensors], in the order of `training.tensors`."""
-        pieces = self.models.split([size for _, size in self.training.tensors], dim=1)
+        pieces = torch.split(self.models, [size for _, size in self.training.tensors], dim=1)
         return np.stack([piece.double().norm(dim=1).numpy() for piece in pieces], axis=1)
 
     def evaluate(self, *, every: bool = False) -> Scores:

@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 
 def run_ranks(work: Callable[..., Any], world_size: int, folder: Path, *arguments: Any) -> list[Any]:
     """What `work(rank, *arguments)` returned on every rank of a gloo group; an exception on a rank is raised here."""
-    mp.start_processes(_rank, args=(work, world_size, folder, arguments), nprocs=world_size, start_method="fork")
+    start_processes(  # type: ignore[no-untyped-call]
+        _rank, args=(work, world_size, folder, arguments), nprocs=world_size, start_method="fork"
+    )
     return [torch.load(folder / f"result-{rank}.pt") for rank in range(world_size)]
 
 
 def _rank(rank: int, work: Callable[..., Any], world_size: int, folder: Path, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)  # a thread pool does not survive a fork
-    store = dist.FileStore(str(folder / "store"), world_size)
+    store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     torch.save(work(rank, *arguments), folder / f"result-{rank}.pt")
     dist.barrier()

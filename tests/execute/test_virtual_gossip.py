@@ -168,7 +168,8 @@ def test_push_sum_learns_over_failing_links() -> None:
     graph = failing_links(rotating_peers(8), 0.2, seed=2)
     run = train(8, epochs=8, graph=graph, push_sum=True)
     whole = train(8, epochs=8, graph=rotating_peers(8), push_sum=True)
-    assert run.replicas.masses is not None and run.replicas.masses.sum().item() == pytest.approx(8.0, abs=1e-12)
+    assert run.replicas.masses is not None
+    assert run.replicas.masses.sum().item() == pytest.approx(8.0, abs=1e-12)
     assert not torch.allclose(run.replicas.masses, torch.ones(8, dtype=torch.float64))
     assert run.score >= whole.score - 0.05
     with pytest.raises(AlgorithmError, match="doubly stochastic"):
@@ -216,14 +217,17 @@ def test_the_profile_of_a_run() -> None:
         every_replica=True,
     )
     profile = run.profile
-    assert profile is not None and profile.tensors == ("0.weight", "0.bias", "2.weight", "2.bias")
-    assert profile.rounds.tolist() == [0, 3, 6, 9, 12, 15] and profile.norms.shape == (6, 6, 4)
+    assert profile is not None
+    assert profile.tensors == ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert profile.rounds.tolist() == [0, 3, 6, 9, 12, 15]
+    assert profile.norms.shape == (6, 6, 4)
     assert (profile.consensus > profile.consensus_after).all(), "recorded before mixing, and after"
     weights = run.replicas.workers.weights
     assert run.replicas.norms()[:, 0] == pytest.approx(weights[:, : 8 * 6].norm(dim=1).numpy())
     assert run.epochs[-1].mean_score == pytest.approx(np.mean([run.replicas.training.score(row) for row in weights]))
     final = train(6, graph=mixing_graph("ring", 6), final_average=True)
-    assert final.replicas.consensus() <= 1e-28 and apart(final.weights, run.weights) <= 1e-14
+    assert final.replicas.consensus() <= 1e-28
+    assert apart(final.weights, run.weights) <= 1e-14
 
 
 def test_bad_input() -> None:

@@ -60,9 +60,9 @@ def test_a_number_keeps_its_shape_and_its_momentum() -> None:
     """A 0-dim parameter in a divided bucket is saved as a flat range of one element."""
     scalar = Fragment(start=0, stop=1, shape=())
     assert join("scale", {scalar: torch.tensor([2.0])}).shape == ()
-    assert is_per_element("exp_avg", torch.tensor(1.0))
-    assert not is_per_element("step", torch.tensor(1.0))
-    assert not is_per_element("momentum_buffer", None)
+    assert is_per_element(torch.tensor(1.0), "exp_avg")
+    assert not is_per_element(torch.tensor(1.0), "step")
+    assert not is_per_element(None, "momentum_buffer")
     state = join_state("scale", {scalar: {"exp_avg": torch.tensor([0.5]), "step": torch.tensor(3.0)}})
     assert state["exp_avg"].shape == ()
     assert state["step"].item() == 3

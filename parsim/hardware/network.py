@@ -1,0 +1,127 @@
+"""What joins the nodes of a cluster: one JSON per network, every number with its source, as in a profile.
+
+A network says what one network card carries, how long a message takes, how the library's protocols fare over it, and how
+the switches are wired: leaf switches that serve `nodes_per_leaf` nodes each, joined by one spine (which stands for all spine
+switches). Pydantic checks the file at the boundary.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from parsim.errors import ProfileError, near_matches
+from parsim.hardware.profile import NonNegative, Positive, Record, Sourced, SourceEntry, problems_text, source_keys
+from parsim.hardware.tables import from_text
+
+Algorithm = Literal["ring", "tree", "hierarchical"]
+
+
+class Card(Record):
+    """One network card (one rail).
+
+    Attributes:
+        bandwidth_bytes_per_s: what a collective reaches, in each direction. latency_s: one way, from the card to its leaf.
+        per_node: cards per node; None: one in each slot of the profile.
+    """
+
+    bandwidth_bytes_per_s: Sourced
+    latency_s: Sourced
+    per_node: Annotated[int, Field(ge=1)] | None = None
+
+
+class Fabric(Record):
+    """Two levels of switches.
+
+    Attributes:
+        oversubscription: capacity of a leaf's cards over that of its uplinks; 1 never blocks.
+        uplink_latency_s: one way, from a leaf to the spine.
+    """
+
+    nodes_per_leaf: Annotated[int, Field(ge=1)]
+    oversubscription: Sourced
+    uplink_latency_s: Sourced
+
+
+class NetworkProtocol(Record):
+    """One algorithm under one protocol of the library between nodes.
+
+    Attributes:
+        hop_s: per step over the network, beside the latency of the links. efficiency: of the card's bandwidth.
+        inside_efficiency: of the rate that rings reach inside a node under the same protocol.
+    """
+
+    algorithm: Literal["ring", "tree"]
+    protocol: str
+    hop_s: NonNegative
+    efficiency: Positive
+    inside_efficiency: Positive = 1.0
+    source: str
+
+
+class Network(Record):
+    """The whole file.
+
+    Attributes:
+        algorithms: which all_reduces the library has here. relative_sigma: spread of the times over it.
+    """
+
+    schema_version: Literal[1]
+    name: str
+    description: str
+    sources: dict[str, SourceEntry]
+    card: Card
+    fabric: Fabric
+    protocols: Annotated[list[NetworkProtocol], Field(min_length=1)]
+    algorithms: Annotated[list[Algorithm], Field(min_length=1)] = ["ring", "tree", "hierarchical"]
+    relative_sigma: Sourced
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Network:
+        for source in source_keys(self.model_dump()):
+            if source not in self.sources:
+                raise ValueError(f"source {source!r} is not listed under sources{near_matches(source, self.sources)}")
+        if self.card.bandwidth_bytes_per_s.value <= 0 or self.fabric.oversubscription.value < 1:
+            raise ValueError(
+                f"a card needs a bandwidth > 0 and a fabric an oversubscription >= 1, got "
+                f"{self.card.bandwidth_bytes_per_s.value:g} B/s and {self.fabric.oversubscription.value:g}"
+            )
+        if not any(entry.algorithm == "ring" for entry in self.protocols):
+            raise ValueError("protocols must hold at least one of the ring, on which every collective can run")
+        return self
+
+
+def shipped_networks() -> list[str]:
+    """Names of the networks that come with the package."""
+    folder = importlib.resources.files("hardware_profiles").joinpath("networks")
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def load_network(name_or_path: str) -> Network:
+    """A network by shipped name or by path. Raises ProfileError with near matches, or the path of the wrong key."""
+    path = Path(name_or_path)
+    if path.suffix == ".json" or os.sep in name_or_path:
+        try:
+            return parse_network(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ProfileError(f"cannot read network {path}: {error}; give a JSON file or one of {_listing()}") from error
+    if name_or_path not in shipped_networks():
+        raise ProfileError(f"unknown network {name_or_path!r}{near_matches(name_or_path, shipped_networks())}")
+    file = importlib.resources.files("hardware_profiles").joinpath("networks", f"{name_or_path}.json")
+    return parse_network(file.read_text("utf-8"), name_or_path)
+
+
+def parse_network(text: str, where: str) -> Network:
+    """Check a network's JSON text. Raises ProfileError naming the first wrong keys and their values."""
+    try:
+        return Network.model_validate(from_text(text, where, "network"))
+    except ValidationError as error:
+        raise ProfileError(f"network {where} is broken: {problems_text(error)}; mend these") from error
+
+
+def _listing() -> str:
+    return ", ".join(shipped_networks())

@@ -1,0 +1,224 @@
+"""The solvers of the placement problem against brute force, and what any solution must keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parsim.schedule.brute_force import solve_brute_force
+from parsim.schedule.exact import solve_exactly
+from parsim.schedule.milp import solve_milp
+from parsim.schedule.objective import fits, step_s
+from parsim.schedule.paper import PaperProblem, solve_paper_brute_force, solve_paper_dynamic, solve_paper_milp
+from parsim.schedule.placing import Placing
+
+CLOSE = 1e-9
+
+
+def random_placing(seed: int, *, components: int = 6, options: int = 4) -> Placing:
+    """A chain with residual edges, sometimes a tie, one to three constraints of memory from slack to infeasible."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(2, components + 1))
+    sizes = [int(rng.integers(1, options + 1)) for _ in range(count)]
+    ranks = int(rng.integers(1, 4))
+    edges = {}
+    for two in range(1, count):
+        for one in {two - 1} | ({int(rng.integers(0, two))} if rng.random() < 0.3 else set()):
+            shape = (sizes[one], sizes[two])
+            edges[one, two] = (2 * rng.random(shape), 2 * rng.random(shape))
+    allowed = {}
+    if count > 2 and rng.random() < 0.2:
+        allowed[0, count - 1] = rng.random((sizes[0], sizes[-1])) < 0.6
+    return Placing(
+        components=tuple(f"c{number}" for number in range(count)),
+        options=tuple(tuple(range(size)) for size in sizes),  # type: ignore[misc]
+        forward_s=tuple(rng.random(size) for size in sizes),
+        backward_s=tuple(2 * rng.random(size) for size in sizes),
+        synchronisation_s=tuple(4 * rng.random(size) for size in sizes),
+        conversion_s=edges,
+        memory_bytes=tuple(rng.random((size, ranks)) for size in sizes),
+        limit_bytes=np.full(ranks, count * rng.uniform(0.1, 0.9)),
+        allowed=allowed,
+    )
+
+
+def assert_same(placing: Placing, solver: str, seconds: float, status: str, choice: tuple[int, ...]) -> None:
+    oracle = solve_brute_force(placing)
+    assert status == oracle.status, solver
+    if oracle.choice:
+        assert seconds == pytest.approx(oracle.seconds, abs=CLOSE), solver
+        assert step_s(placing, choice) == pytest.approx(oracle.seconds, abs=CLOSE), solver
+        assert fits(placing, choice), solver
+
+
+def check_exact(seed: int) -> None:
+    placing = random_placing(seed)
+    found = solve_exactly(placing)
+    assert_same(placing, "exact", found.seconds, found.status, found.choice)
+    assert found.status == "infeasible" or found.lower_bound_s <= found.seconds * (1 + CLOSE)
+    assert found.status != "infeasible" or found.reason
+
+
+def check_milp(seed: int) -> None:
+    placing = random_placing(seed)
+    found = solve_milp(placing)
+    assert_same(placing, "milp", found.seconds, found.status, found.choice)
+
+
+def test_the_dynamic_programme_equals_brute_force() -> None:
+    for seed in range(400):
+        check_exact(seed)
+
+
+def test_the_milp_equals_brute_force() -> None:
+    for seed in range(60):
+        check_milp(seed)
+
+
+@pytest.mark.slow
+def test_the_dynamic_programme_equals_brute_force_on_2000_instances() -> None:
+    for seed in range(10_000, 12_000):
+        check_exact(seed)
+
+
+@pytest.mark.slow
+def test_the_milp_equals_brute_force_on_500_instances() -> None:
+    for seed in range(20_000, 20_500):
+        check_milp(seed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.floats(1.0, 3.0))
+def test_more_memory_or_bandwidth_never_hurts_and_seconds_scale(seed: int, factor: float) -> None:
+    placing = random_placing(seed)
+    before = solve_exactly(placing)
+    roomier = solve_exactly(replace(placing, limit_bytes=placing.limit_bytes * factor))
+    assert roomier.seconds <= before.seconds * (1 + CLOSE)
+    faster = solve_exactly(
+        replace(
+            placing,
+            conversion_s={pair: (one / factor, two / factor) for pair, (one, two) in placing.conversion_s.items()},
+            synchronisation_s=tuple(own / factor for own in placing.synchronisation_s),
+        )
+    )
+    # A conversion in the backward hides gradient sums, so what is compared is an upper bound: the same choice, made faster.
+    if before.choice:
+        assert faster.seconds <= step_s(
+            replace(
+                placing,
+                conversion_s={pair: (one / factor, two / factor) for pair, (one, two) in placing.conversion_s.items()},
+                synchronisation_s=tuple(own / factor for own in placing.synchronisation_s),
+            ),
+            before.choice,
+        ) * (1 + CLOSE)
+        assert faster.seconds <= before.seconds * (1 + CLOSE)
+    scaled = solve_exactly(
+        replace(
+            placing,
+            forward_s=tuple(factor * own for own in placing.forward_s),
+            backward_s=tuple(factor * own for own in placing.backward_s),
+            synchronisation_s=tuple(factor * own for own in placing.synchronisation_s),
+            conversion_s={pair: (factor * one, factor * two) for pair, (one, two) in placing.conversion_s.items()},
+        )
+    )
+    assert scaled.status == before.status
+    if before.choice:
+        assert scaled.seconds == pytest.approx(factor * before.seconds, rel=CLOSE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_never_worse_than_any_uniform_choice_and_invariant_under_renaming(seed: int) -> None:
+    placing = random_placing(seed)
+    best = solve_exactly(placing)
+    for option in range(max(len(options) for options in placing.options)):
+        uniform = tuple(min(option, len(options) - 1) for options in placing.options)
+        if fits(placing, uniform):
+            assert best.seconds <= step_s(placing, uniform) * (1 + CLOSE)
+    rng = np.random.default_rng(seed)
+    ranks = rng.permutation(len(placing.limit_bytes))
+    orders = [rng.permutation(len(options)) for options in placing.options]
+    renamed = replace(
+        placing,
+        options=tuple(tuple(options[place] for place in order) for options, order in zip(placing.options, orders, strict=True)),
+        forward_s=tuple(own[order] for own, order in zip(placing.forward_s, orders, strict=True)),
+        backward_s=tuple(own[order] for own, order in zip(placing.backward_s, orders, strict=True)),
+        synchronisation_s=tuple(own[order] for own, order in zip(placing.synchronisation_s, orders, strict=True)),
+        conversion_s={
+            (one, two): (ahead[np.ix_(orders[one], orders[two])], back[np.ix_(orders[one], orders[two])])
+            for (one, two), (ahead, back) in placing.conversion_s.items()
+        },
+        allowed={(one, two): pairs[np.ix_(orders[one], orders[two])] for (one, two), pairs in placing.allowed.items()},
+        memory_bytes=tuple(own[order][:, ranks] for own, order in zip(placing.memory_bytes, orders, strict=True)),
+        limit_bytes=placing.limit_bytes[ranks],
+    )
+    again = solve_exactly(renamed)
+    assert again.status == best.status
+    if best.choice:
+        assert again.seconds == pytest.approx(best.seconds, rel=CLOSE)
+
+
+def test_a_solver_stopped_early_is_not_called_optimal() -> None:
+    placing = random_placing(5, components=40, options=8)
+    found = solve_exactly(placing, most_labels=1)
+    assert found.status in ("feasible", "inaccurate", "infeasible") or found.gap <= CLOSE
+    if found.choice:
+        assert found.lower_bound_s <= found.seconds
+
+
+# --- the paper's problem as printed -----------------------------------------------------------------------------------
+
+
+def random_paper(seed: int) -> PaperProblem:
+    rng = np.random.default_rng(seed)
+    components, devices, strategies = int(rng.integers(2, 8)), int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    shape = (strategies, devices)
+    used = [rng.random(shape) < 0.8 for _ in range(components)]
+    for own in used:
+        own[:, 0] |= ~own.any(axis=1)
+    return PaperProblem(
+        compute_s=tuple(np.where(own, rng.random(shape), np.nan) for own in used),
+        communication_s=tuple(np.where(own, rng.random(shape), np.nan) for own in used),
+        memory_bytes=tuple(np.where(own, rng.random(shape), 0.0) for own in used),
+        limit_bytes=np.full(devices, components * rng.uniform(0.1, 0.8)),
+    )
+
+
+def check_paper(seed: int, *, milp: bool) -> None:
+    problem = random_paper(seed)
+    oracle = solve_paper_brute_force(problem)
+    for solve in (solve_paper_dynamic, solve_paper_milp) if milp else (solve_paper_dynamic,):
+        found = solve(problem)
+        assert found.status == oracle.status
+        if oracle.choice:
+            assert found.seconds == pytest.approx(oracle.seconds, abs=CLOSE)
+
+
+def test_the_papers_problem_equals_brute_force() -> None:
+    for seed in range(200):
+        check_paper(seed, milp=seed < 40)
+
+
+@pytest.mark.slow
+def test_the_papers_problem_equals_brute_force_on_500_instances() -> None:
+    for seed in range(30_000, 30_500):
+        check_paper(seed, milp=True)
+
+
+def test_without_strategy_dependent_computation_the_paper_takes_the_least_communication() -> None:
+    """SEEDS: reading R degenerates to argmin over s of t_comm(i, s)."""
+    rng = np.random.default_rng(0)
+    compute = tuple(np.full((3, 2), rng.random()) for _ in range(5))
+    communication = tuple(np.repeat(rng.random((3, 1)), 2, axis=1) for _ in range(5))
+    problem = PaperProblem(
+        compute_s=compute,
+        communication_s=communication,
+        memory_bytes=tuple(np.zeros((3, 2)) for _ in range(5)),
+        limit_bytes=np.ones(2),
+    )
+    expected = tuple(int(own[:, 0].argmin()) for own in communication)
+    assert solve_paper_dynamic(problem).choice == expected
