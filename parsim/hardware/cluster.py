@@ -4,32 +4,111 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from parsim.errors import ProfileError
 from parsim.hardware.device import Device, DeviceType
+from parsim.hardware.fabric import cluster_links, node_links
+from parsim.hardware.network import Network, load_network, shipped_networks
+from parsim.hardware.nodes import Nodes, nodes_of
 from parsim.hardware.profile import Profile
-from parsim.hardware.topology import Link, Topology
+from parsim.hardware.topology import Topology, device_name
+
+Spread = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Attributes: devices (by rank), topology (of the whole machine), profile (measurements and fits)."""
+    """Attributes: devices (by rank), topology (of all nodes), profile (measurements and fits of one node), network (that
+    joins several nodes; None for one)."""
 
     name: str
     devices: tuple[Device, ...]
     topology: Topology
     profile: Profile
+    network: Network | None = None
 
     @property
     def size(self) -> int:
         return len(self.devices)
 
+    @property
+    def nodes(self) -> Nodes:
+        """The nodes of the topology (of the whole machine, whatever devices are used)."""
+        return nodes_of(self.topology)
 
-def cluster_from_profile(profile: Profile, devices: int | Sequence[int] | None = None) -> Cluster:
-    """The first `devices` devices of the profile, or the listed ones, or all.
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Per rank its node and the number of its device there. Raises ProfileError for a device that no link joins."""
+        places = self.nodes.place
+        names = [device_name(device.index, device.type.kind) for device in self.devices]
+        if lost := [name for name in names if name not in places]:
+            raise ProfileError(
+                f"profile {self.profile.name} has no link to {', '.join(lost)}, but prices communication by links; list them"
+            )
+        return tuple(places[name] for name in names)
 
-    Raises ProfileError if the profile has not that many, or not those.
+    def spread(self, group: tuple[int, ...]) -> Spread:
+        """Where the ranks of a group sit: per node, in order, the sorted numbers of their devices there."""
+        if group not in self._spreads:
+            members: dict[int, list[int]] = {}
+            for rank in group:
+                node, number = self.places[rank]
+                members.setdefault(node, []).append(number)
+            self._spreads[group] = tuple((node, tuple(sorted(numbers))) for node, numbers in sorted(members.items()))
+        return self._spreads[group]
+
+    @cached_property
+    def _spreads(self) -> dict[tuple[int, ...], Spread]:
+        return {}
+
+
+def cluster_from_profile(
+    profile: Profile,
+    devices: int | Sequence[int] | None = None,
+    *,
+    nodes: int = 1,
+    network: str | Network | None = None,
+) -> Cluster:
+    """The first `devices` devices of `nodes` such machines, or the listed ones, or all.
+
+    Args:
+        devices: numbers count through the nodes: device d of node k is k * (devices per node) + d.
+        network: what joins the nodes: a shipped network by name, the path of one, or a Network. Needed for nodes > 1; with one
+            node it prices nothing.
+
+    Raises:
+        ProfileError: the profile has not that many devices, or not those; the topology is not connected; no network, an
+            unknown one, or a machine that cannot be multiplied.
     """
+    if nodes < 1:
+        raise ProfileError(f"a cluster needs nodes >= 1, got {nodes}")
+    if nodes > 1 and network is None:
+        raise ProfileError(f"nodes = {nodes} needs a network that joins them: one of {', '.join(shipped_networks())}")
+    joined = load_network(network) if isinstance(network, str) else network
+    if nodes > 1 and joined is not None:
+        links, name = cluster_links(profile, nodes, joined), f"{nodes} x {profile.name} on {joined.name}"
+    else:
+        links, name, joined = node_links(profile), profile.name, None
+    known = _devices(profile, nodes)
+    wanted = list(known) if devices is None else list(known)[:devices] if isinstance(devices, int) else list(devices)
+    if isinstance(devices, int) and not 1 <= devices <= len(known):
+        raise ProfileError(f"{_whose(profile, nodes)} {len(known)} devices, {devices} were asked for; ask for 1 to {len(known)}")
+    for index in wanted:
+        if index not in known:
+            raise ProfileError(f"{_whose(profile, nodes)} no device {index}; it has {_range(known)}")
+    if len(set(wanted)) != len(wanted):
+        raise ProfileError(f"cluster.devices lists a device twice: {wanted}")
+    topology = Topology(links=links)
+    if profile.communication.link_model is not None:
+        _check_connected(profile, Topology(links=node_links(profile)))
+    return Cluster(
+        name=name, devices=tuple(known[index] for index in wanted), topology=topology, profile=profile, network=joined
+    )
+
+
+def _devices(profile: Profile, nodes: int) -> dict[int, Device]:
+    """By number; node by node, each in the order of the profile."""
     types = {
         name: DeviceType(
             name=name,
@@ -41,28 +120,35 @@ def cluster_from_profile(profile: Profile, devices: int | Sequence[int] | None =
         )
         for name, entry in profile.device_types.items()
     }
-    known = {entry.index: Device(index=entry.index, type=types[entry.type], node=entry.node) for entry in profile.devices}
-    wanted = list(known) if devices is None else list(known)[:devices] if isinstance(devices, int) else list(devices)
-    if isinstance(devices, int) and not 1 <= devices <= len(known):
+    if nodes == 1:
+        return {entry.index: Device(index=entry.index, type=types[entry.type], node=entry.node) for entry in profile.devices}
+    per_node = len(profile.devices)
+    return {
+        node * per_node + place: Device(index=node * per_node + place, type=types[entry.type], node=node)
+        for node in range(nodes)
+        for place, entry in enumerate(profile.devices)
+    }
+
+
+def _check_connected(profile: Profile, topology: Topology) -> None:
+    """All devices of a machine hang together; whatever hangs on no device is a slip of the file too."""
+    names = [device_name(entry.index, profile.device_types[entry.type].kind) for entry in profile.devices]
+    if len(names) == 1:
+        return
+    parts = [sorted(part) for part in topology.parts()]
+    parts += [[name] for name in names if not topology.at(name)]
+    if len(parts) > 1:
+        listing = " | ".join(", ".join(part[:6]) + (", ..." if len(part) > 6 else "") for part in parts[:4])
         raise ProfileError(
-            f"profile {profile.name} has {len(known)} devices, {devices} were asked for; ask for 1 to {len(known)}"
+            f"the topology of profile {profile.name} falls into {len(parts)} parts that no link joins: {listing}; "
+            "add the missing link"
         )
-    for index in wanted:
-        if index not in known:
-            raise ProfileError(f"profile {profile.name} has no device {index}; it has {sorted(known)}")
-    if len(set(wanted)) != len(wanted):
-        raise ProfileError(f"cluster.devices lists a device twice: {wanted}")
-    links = tuple(
-        Link(
-            a=link.a,
-            b=link.b,
-            kind=link.kind,
-            lanes=link.lanes,
-            bandwidth_bytes_per_s=profile.link_kinds[link.kind].bandwidth_bytes_per_s.value,
-            latency_s=profile.link_kinds[link.kind].latency_s.value,
-        )
-        for link in profile.links
-    )
-    return Cluster(
-        name=profile.name, devices=tuple(known[index] for index in wanted), topology=Topology(links=links), profile=profile
-    )
+
+
+def _whose(profile: Profile, nodes: int) -> str:
+    return f"profile {profile.name} has" if nodes == 1 else f"{nodes} nodes of profile {profile.name} have"
+
+
+def _range(known: dict[int, Device]) -> str:
+    numbers = sorted(known)
+    return str(numbers) if len(numbers) <= 32 else f"{numbers[0]} to {numbers[-1]}"

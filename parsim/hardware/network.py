@@ -120,7 +120,7 @@ def parse_network(text: str, where: str) -> Network:
     try:
         return Network.model_validate(from_text(text, where, "network"))
     except ValidationError as error:
-        raise ProfileError(f"network {where} is broken: {problems_text(error)}; mend these") from error
+        raise ProfileError(f"network {where} is broken: {problems_text(error, 'network')}; mend these") from error
 
 
 def _listing() -> str:

@@ -383,10 +383,10 @@ def parse_profile(text: str, where: str) -> Profile:
         raise ProfileError(f"profile {where} is broken: {problems_text(error)}; mend these or calibrate again") from error
 
 
-def problems_text(error: ValidationError) -> str:
-    """The first three wrong keys, each with its path, the rule and the value."""
+def problems_text(error: ValidationError, whole: str = "profile") -> str:
+    """The first three wrong keys, each with its path (`whole` for the document itself), the rule and the value."""
     problems = [
-        f"{'.'.join(str(part) for part in problem['loc']) or 'profile'}: {problem['msg']} (got {_short(problem['input'])})"
+        f"{'.'.join(str(part) for part in problem['loc']) or whole}: {problem['msg']} (got {_short(problem['input'])})"
         for problem in error.errors()[:3]
     ]
     more = f" (+{error.error_count() - 3} more)" if error.error_count() > 3 else ""

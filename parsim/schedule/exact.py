@@ -10,7 +10,7 @@ by the Lagrangian bound of `parsim.schedule.relaxation`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -197,7 +197,6 @@ class _Search:
         frontiers, placing = self._frontiers, self._placing
         given = frontiers.after[number + 1]
         kept = frontiers.after[number]
-        axes = (*given, number)
         guide = self._relaxation.to_go(number)
         edges = [(two, *placing.conversion_s[one, two]) for one, two in placing.conversion_s if one == number]
         ties = [(two, allowed) for (one, two), allowed in placing.allowed.items() if one == number]
@@ -227,8 +226,7 @@ class _Search:
                 place = tuple(chosen[axis] for axis in kept)
                 alive = self._alive(made, number, None if guide is None else float(guide[place]))
                 if alive.any():
-                    grown.setdefault(place, []).append(_Labels(*(column[alive] for column in made)))
-        del axes
+                    grown.setdefault(place, []).append(_chosen(made, alive))
         merged = {place: _undominated(_joined(parts)) for place, parts in grown.items()}
         self._history.append(
             (
@@ -257,8 +255,19 @@ class _Search:
         return tuple(choice)
 
 
+def _chosen(labels: _Labels, which: NDArray[Any]) -> _Labels:
+    """Some labels: by mask or by place."""
+    return _Labels(labels.seconds[which], labels.late[which], labels.memory[which], labels.parent[which], labels.option[which])
+
+
 def _joined(parts: Sequence[_Labels]) -> _Labels:
-    return _Labels(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    return _Labels(
+        np.concatenate([part.seconds for part in parts]),
+        np.concatenate([part.late for part in parts]),
+        np.concatenate([part.memory for part in parts]),
+        np.concatenate([part.parent for part in parts]),
+        np.concatenate([part.option for part in parts]),
+    )
 
 
 def _undominated(labels: _Labels) -> _Labels:
@@ -278,5 +287,4 @@ def _undominated(labels: _Labels) -> _Labels:
         kept_seconds[count], kept_late[count], kept_memory[count] = seconds[place], late[place], memory[place]
         keep[place] = True
         count += 1
-    chosen = order[keep]
-    return _Labels(*(column[chosen] for column in labels))
+    return _chosen(labels, order[keep])

@@ -5,13 +5,16 @@
     e              what of the gradient synchronisation outlasts the backward: at least
                    sum of sync over components <= i  -  sum of backward over components < i, for every i
 
-Every choice returned is evaluated again by `parsim.schedule.objective`; a status of the solver that is not "optimal" is passed on
-as what it is.
+Every choice returned is evaluated again by `parsim.schedule.objective`; a status of the solver that is not "optimal" is
+passed on as what it is.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 from scipy import sparse
 
 from parsim.errors import ScheduleError
@@ -28,11 +31,13 @@ def solve_milp(placing: Placing, *, time_limit_s: float = 60.0) -> Solution:
     Raises:
         ScheduleError: cvxpy has no HiGHS.
     """
-    import cvxpy
+    import cvxpy as cp
+
+    cvxpy: Any = cp  # it types neither its operators nor its functions
 
     if "HIGHS" not in cvxpy.installed_solvers():
         raise ScheduleError("cvxpy finds no HiGHS solver; install the package highspy")
-    model = _Columns(placing)
+    model: Any = _Columns(placing)
     x = cvxpy.Variable(model.choices, boolean=True)
     constraints = [model.one_each @ x == 1]
     late = cvxpy.Variable(nonneg=True)
@@ -79,7 +84,7 @@ class _Columns:
         owner = np.repeat(np.arange(self.components), sizes)
         columns = np.arange(self.choices)
 
-        def by_component(values: np.ndarray) -> sparse.csr_array:
+        def by_component(values: NDArray[np.float64]) -> Any:
             return sparse.csr_array((values, (owner, columns)), shape=(self.components, self.choices))
 
         self.one_each = by_component(np.ones(self.choices))
@@ -124,6 +129,6 @@ class _Columns:
         self.sums_z = sparse.csr_array((np.ones(len(rows_z)), (rows_z, columns_z)), shape=(row, start))
         self.sums_x = sparse.csr_array((np.ones(len(rows_x)), (rows_x, columns_x)), shape=(row, self.choices))
 
-    def choice(self, x: np.ndarray) -> tuple[int, ...]:
+    def choice(self, x: NDArray[np.float64]) -> tuple[int, ...]:
         """The option of each component with the largest x."""
         return tuple(int(x[first:last].argmax()) for first, last in zip(self._first[:-1], self._first[1:], strict=True))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +92,9 @@ def solve_paper_dynamic(problem: PaperProblem) -> Solution:
 
 def solve_paper_milp(problem: PaperProblem) -> Solution:
     """The same as a mixed-integer linear programme, by HiGHS through cvxpy."""
-    import cvxpy
+    import cvxpy as cp
+
+    cvxpy: Any = cp  # it types neither its operators nor its functions
 
     sizes = [len(own) for own in problem.memory_bytes]
     x = cvxpy.Variable(sum(sizes), boolean=True)

@@ -117,4 +117,5 @@ class Relaxation:
         for (one, two), cost in frontiers.cost.items():
             if one < cut <= two:
                 total = total + self._spread(cost, (one, two), axes)
-        return total.reshape(*(frontiers.size(axis) for axis in given), -1).min(axis=-1)
+        cheapest: FloatArray = total.reshape(*(frontiers.size(axis) for axis in given), -1).min(axis=-1)
+        return cheapest
