@@ -184,7 +184,7 @@ def test_a_profile_that_is_not_json(cli: Cli, run_file: Path, tmp_path: Path) ->
 
 def planned(cli: Cli, run_file: Path) -> dict[str, Any]:
     """The chosen plan of RUN.toml as JSON."""
-    outcome = cli("plan", str(run_file), "--set", "plan.strategy=mp", "--json")
+    outcome = cli("plan", str(run_file), "--set", "plan.strategy=custom", "--set", "plan.mesh.pp=4", "--json")
     assert outcome.status == 0, outcome.stderr
     plan: dict[str, Any] = json.loads(outcome.stdout)["chosen"]["plan"]
     return plan

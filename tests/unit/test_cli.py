@@ -104,7 +104,7 @@ def test_plan_ranks_the_families_and_keeps_the_chosen_one(call: Call, tmp_path: 
     assert [candidate["fits"] for candidate in document["candidates"]] == [True] * len(document["candidates"])
     medians = [candidate["step_s"]["median"] for candidate in document["candidates"]]
     assert medians == sorted(medians)
-    assert {candidate["strategy"] for candidate in document["candidates"]} == {"single", "dp", "mp", "hp"}
+    assert {candidate["strategy"] for candidate in document["candidates"]} == {"single", "dp", "mp", "hp", "adaptive"}
     for candidate in document["candidates"]:
         assert_is_result(candidate)
         assert candidate["reason"]
