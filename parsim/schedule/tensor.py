@@ -63,32 +63,32 @@ def uniform_plans(problem: Problem, strategy: str, *, replicated: bool, microbat
 
 
 def useful_plans(problem: Problem, strategy: str, mesh: Mesh, *, microbatches: Sequence[int]) -> Iterator[Plan]:
-    """Plans of one mesh with ever more microbatches, until those that fit become slower by a closed form; then the other
-    pipeline orders with the best count. With a tp axis placements are uniform.
+    """Plans of one mesh: from as many microbatches as stages upwards, and downwards, each way until those that fit are slower
+    by a closed form; then the other pipeline orders with the best count. With a tp axis placements are uniform.
 
-    A pipeline starts with as many microbatches as stages, if the batch allows; without one, more microbatches than memory asks
-    for only cost.
+    Without a pipeline, more microbatches than memory asks for only cost.
     """
     quick = QuickEstimates(problem)
     best: tuple[float, Plan] | None = None
-    orders = tuple(PIPELINE_ORDERS) if mesh.pp > 1 else ("1f1b",)
     counts = [count for count in microbatches if problem.global_batch % (mesh.dp * count) == 0]
-    enough = [count for count in counts if count >= mesh.pp] or counts[-1:]
-    for count in enough:
-        plan = _uniform_plan(problem, strategy, mesh, count, "1f1b")
-        if plan is None:
-            continue
-        yield plan
-        if any(not entry.fits for entry in problem.memory(plan)):
-            continue
-        if mesh.pp == 1:
-            break
-        seconds = quick.step_s(plan)
-        if best is not None and seconds > SLOWER * best[0]:
-            break
-        if best is None or seconds < best[0]:
-            best = (seconds, plan)
-    for order in orders:
+    upwards = [count for count in counts if count >= mesh.pp]
+    downwards = [count for count in reversed(counts) if count < mesh.pp]
+    for way in (upwards, downwards):
+        for count in way:
+            plan = _uniform_plan(problem, strategy, mesh, count, "1f1b")
+            if plan is None:
+                continue
+            yield plan
+            if any(not entry.fits for entry in problem.memory(plan)):
+                continue
+            seconds = quick.step_s(plan)
+            if best is not None and seconds > SLOWER * best[0]:
+                break
+            if best is None or seconds < best[0]:
+                best = (seconds, plan)
+            if mesh.pp == 1:
+                return
+    for order in PIPELINE_ORDERS:
         if best is not None and order != "1f1b":
             other = _uniform_plan(problem, strategy, mesh, best[1].microbatches, order)
             if other is not None:
