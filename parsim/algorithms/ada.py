@@ -94,7 +94,8 @@ def closed_loop(ada: Ada, epoch: int, measured: ConsensusMeasured | None) -> flo
     if measured is None:
         return ada.first
     drift = max(measured.before - measured.after, 0.0)
-    for k in (*range(ada.least + ada.least % 2, ada.n - 1, 2), ada.n - 1):
+    even = range(ada.least + ada.least % 2, ada.n - 1, 2)
+    for k in even:
         if predicted_consensus(drift, 1.0 - lattice_gap(ada.n, k)) <= ada.target:
             return k
     return ada.n - 1

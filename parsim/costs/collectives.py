@@ -1,133 +1,157 @@
 """What a collective or a transfer costs: closed forms over the links of the machine, or piecewise lines measured per group.
 
-A profile says which: where it holds a link model (NCCL on NVLink), times follow from rings packed on the link graph;
-otherwise (gloo) from `CollectiveFit`s. Only all_reduce was measured on the DGX-1V that the link model stands for: the other
-operations are derived from the same links by their closed forms and carry a wider uncertainty for it.
+A profile says which: where it holds a link model (NCCL on NVLink or PCIe), times follow from rings packed on the links of a
+node (`parsim.costs.inside`) and, across nodes, from the network that joins them (`parsim.costs.internode`); otherwise (gloo)
+from `CollectiveFit`s. Only all_reduce was measured on the DGX-1V that the link model stands for: the other operations are
+derived from the same links by their closed forms and carry a wider uncertainty for it.
+
+Groups that run at the same time slow one another where they share a link, a network card or an uplink: whoever knows them
+passes them as `concurrent`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from parsim.costs.estimate import Estimate
-from parsim.costs.linkgraph import RingSet, busiest_seconds_per_byte, ring_set
+from parsim.costs.forms import busbw_bytes_per_s, ring_all_reduce_s, ring_steps, ring_traffic, tree_all_reduce_s
+from parsim.costs.inside import ProtocolLine, choose_protocol, inside_choice, link_model_of, protocol_lines
+from parsim.costs.internode import choices, parts_of, point_to_point
+from parsim.costs.linkgraph import RingSet
+from parsim.costs.traffic import group_pace, rings_of, transfer_pace
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
-from parsim.hardware.profile import CollectiveFit, LinkModel, LinkProtocol, Regime
-from parsim.hardware.topology import device_name
+from parsim.hardware.profile import CollectiveFit, LinkModel, Regime
 from parsim.work import Collective, SendRecv
+
+__all__ = [
+    "ProtocolLine",
+    "busbw_bytes_per_s",
+    "choose_protocol",
+    "estimate_collective",
+    "estimate_send_recv",
+    "fitted_s",
+    "protocol_lines",
+    "regimes_s",
+    "ring_all_reduce_s",
+    "ring_steps",
+    "ring_traffic",
+    "tree_all_reduce_s",
+]
 
 EXTRAPOLATION_SIGMA = 0.25
 """Relative spread given to what was not measured: sizes outside the range, derived operations, relayed rings. Assumed."""
 
 MEASURED_ON_LINKS = "all_reduce"
+DERIVED = ("communication:derived operation", EXTRAPOLATION_SIGMA)
 
 
-def ring_all_reduce_s(size_bytes: float, group_size: int, latency_s: float, seconds_per_byte: float) -> float:
-    """Time of a ring all_reduce in the alpha-beta model: 2 (n - 1) alpha + 2 (n - 1)/n * S * beta.
-
-    Args:
-        size_bytes: S, the whole array held by each rank. group_size: n >= 1; one rank costs nothing.
-        latency_s, seconds_per_byte: alpha and beta of the slowest hop of the ring.
-
-    Leaves out the reduction arithmetic and the launch. Raises CostError if an argument is out of range.
-    """
-    return ring_steps("all_reduce", group_size) * latency_s + ring_traffic("all_reduce", group_size) * _size(
-        size_bytes
-    ) * _positive(seconds_per_byte)
-
-
-def tree_all_reduce_s(
-    size_bytes: float, group_size: int, latency_s: float, seconds_per_byte: float, *, depth: int | None = None
-) -> float:
-    """Time of a tree all_reduce: up and down a tree of `depth` levels, 2 depth alpha + 2 S beta.
-
-    `depth` defaults to ceil(log2 n), the double binary tree, in which every rank forwards each half of the array once
-    up and once down, so that the full bandwidth of its links is used. Within one box NCCL's trees are chains of depth
-    n - 1 (so its tuner counts them). One rank costs nothing. Leaves out the pipelining of chunks, as for the ring.
-
-    Raises CostError if an argument is out of range.
-    """
-    if _group(group_size) == 1:
-        return 0.0
-    levels = math.ceil(math.log2(group_size)) if depth is None else depth
-    return 2 * levels * latency_s + 2 * _size(size_bytes) * _positive(seconds_per_byte)
-
-
-def ring_steps(operation: str, group_size: int) -> int:
-    """Hops one after the other: 2 (n - 1) for all_reduce, n - 1 for all_gather, reduce_scatter, broadcast, all_to_all."""
-    return (2 if operation == "all_reduce" else 1) * (_group(group_size) - 1)
-
-
-def ring_traffic(operation: str, group_size: int) -> float:
-    """Bytes through the slowest hop of a ring per byte of S: 2 (n - 1)/n for all_reduce, (n - 1)/n for all_gather and
-    reduce_scatter, 1 for a pipelined broadcast. One rank moves nothing. all_to_all does not run on a ring: see
-    `all_to_all_s`."""
-    n = _group(group_size)
-    if n == 1:
-        return 0.0
-    match operation:
-        case "all_reduce":
-            return 2 * (n - 1) / n
-        case "all_gather" | "reduce_scatter":
-            return (n - 1) / n
-        case "broadcast":
-            return 1.0
-    raise CostError(f"no ring runs {operation!r}; known: all_gather, all_reduce, broadcast, reduce_scatter")
-
-
-def busbw_bytes_per_s(operation: str, size_bytes: float, group_size: int, seconds: float) -> float:
-    """Bus bandwidth as nccl-tests defines it: S / t times 2 (n - 1)/n for all_reduce, (n - 1)/n for all_gather,
-    reduce_scatter and all_to_all, 1 for broadcast and send_recv. Zero where no time passes."""
-    if seconds <= 0:
-        return 0.0
-    factor = {"send_recv": 1.0, "all_to_all": (group_size - 1) / group_size}.get(operation)
-    return size_bytes / seconds * (ring_traffic(operation, group_size) if factor is None else factor)
-
-
-def estimate_collective(work: Collective, cluster: Cluster) -> Estimate:
+def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence[tuple[int, ...]] = ()) -> Estimate:
     """Price a collective over ranks of `cluster`.
 
-    Raises CostError if the group names a rank the cluster has not, if no link joins two members, or if neither a link
-    model nor a fit for this operation and group size is in the profile.
+    Args:
+        concurrent: the groups of ranks that run the same kind of collective over as many bytes at the same time (with or
+            without this one): the T data-parallel groups of a mesh with T tensor shards, say. Costs fitted per group (gloo)
+            know nothing of it.
+
+    Raises CostError if a group names a rank the cluster has not or one twice, if no link joins two members, or if neither a
+    link model nor a fit for this operation and group size is in the profile.
     """
-    devices = _devices(work.group, cluster, work.operation)
-    if len(devices) == 1:
+    _check_ranks(work.group, cluster, work.operation)
+    if len(work.group) == 1:
         return Estimate(median_s=0.0, source="fitted", detail="one rank: nothing to do")
-    model = cluster.profile.communication.link_model
-    if model is None:
-        return _from_fits(work.operation, len(devices), work.size_bytes, cluster)
+    if cluster.profile.communication.link_model is None:
+        return _from_fits(work.operation, len(work.group), work.size_bytes, cluster)
+    for other in concurrent:
+        _check_ranks(other, cluster, "a concurrent group")
+    group, others = tuple(sorted(work.group)), tuple(dict.fromkeys(tuple(sorted(other)) for other in concurrent))
     if work.operation == "all_to_all":
-        return _all_to_all(devices, work.size_bytes, cluster, model)
-    rings = ring_set(cluster.topology, model.link_kind, devices)
-    seconds, protocol = choose_protocol(protocol_lines(work.operation, rings, model), work.size_bytes)
-    extra = [] if _measured(rings, cluster, model) else [("communication:unmeasured group", model.unmeasured_group_sigma)]
-    if work.operation != MEASURED_ON_LINKS:
-        extra.append(("communication:derived operation", EXTRAPOLATION_SIGMA))
+        return _all_to_all(group, work.size_bytes, cluster, others)
+    if len(cluster.spread(group)) > 1:
+        return _between_nodes(work.operation, group, work.size_bytes, cluster, others)
+    return _inside_node(work.operation, group, work.size_bytes, cluster, others)
+
+
+def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tuple[int, int]] = ()) -> Estimate:
+    """Price a transfer between two ranks: over their direct lanes, or the path over PCIe and sockets where none joins them;
+    between nodes from card to card.
+
+    `concurrent`: the (source, destination) of transfers of as many bytes at the same time, with or without this one.
+    Raises CostError as `estimate_collective` does.
+    """
+    pair = (work.source, work.destination)
+    _check_ranks(pair, cluster, "send_recv")
+    if cluster.profile.communication.link_model is None:
+        return _from_fits("send_recv", 2, work.size_bytes, cluster)
+    for other in concurrent:
+        _check_ranks(other, cluster, "a concurrent transfer")
+    model = link_model_of(cluster)
+    crosses = cluster.places[pair[0]][0] != cluster.places[pair[1]][0]
+    if crosses:
+        parts_of(cluster)
+    beta, direct, hop_latency_s = transfer_pace(cluster, model.link_kind, pair, tuple(dict.fromkeys(concurrent)))
+    if not crosses:
+        detail = f"direct {model.link_kind}" if direct else "relayed over other links"
+        return _link_estimate(
+            model.point_to_point_base_s + beta * work.size_bytes, work.size_bytes, model, detail, "p2p", [DERIVED]
+        )
+    network, _ = parts_of(cluster)
+    base, efficiency = point_to_point(network, model)
+    seconds = base + hop_latency_s + beta / efficiency * work.size_bytes
+    extra = [DERIVED, ("communication:network", network.relative_sigma.value)]
+    return _link_estimate(seconds, work.size_bytes, model, f"card to card over {network.name}", "p2p", extra)
+
+
+def _inside_node(
+    operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]
+) -> Estimate:
+    model = link_model_of(cluster)
+    seconds, protocol, rings = inside_choice(operation, group, size_bytes, cluster, concurrent)
+    extra = (
+        [] if _measured(rings, group, cluster, model) else [("communication:unmeasured group", model.unmeasured_group_sigma)]
+    )
+    if operation != MEASURED_ON_LINKS:
+        extra.append(DERIVED)
     if rings.relayed:
         extra = [("communication:relay", EXTRAPOLATION_SIGMA)]
     where = "relayed over " + "+".join(rings.kinds) if rings.relayed else f"on {rings.count} ring(s)"
-    derived = "" if work.operation == MEASURED_ON_LINKS else ", closed form"
-    return _link_estimate(
-        seconds, work.size_bytes, model, f"{protocol.algorithm} {protocol.protocol} {where}{derived}", protocol.algorithm, extra
-    )
+    derived = "" if operation == MEASURED_ON_LINKS else ", closed form"
+    detail = f"{protocol.algorithm} {protocol.protocol} {where}{derived}"
+    return _link_estimate(seconds, size_bytes, model, detail, protocol.algorithm, extra)
 
 
-def estimate_send_recv(work: SendRecv, cluster: Cluster) -> Estimate:
-    """Price a transfer between two ranks: over their direct lanes, or the path over PCIe and sockets where none joins them.
+def _between_nodes(
+    operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]
+) -> Estimate:
+    network, model = parts_of(cluster)
+    best = choices(operation, group, size_bytes, cluster, concurrent)[0]
+    extra = [
+        ("communication:unmeasured group", model.unmeasured_group_sigma),
+        ("communication:network", network.relative_sigma.value),
+    ]
+    if operation != MEASURED_ON_LINKS:
+        extra.append(DERIVED)
+    how = f"{best.algorithm} {best.protocol}".strip()
+    detail = f"{how} over {len(cluster.spread(group))} nodes on {network.name}, closed form"
+    return _link_estimate(best.seconds, size_bytes, model, detail, best.algorithm, extra)
 
-    Raises CostError as `estimate_collective` does.
-    """
-    a, b = _devices((work.source, work.destination), cluster, "send_recv")
-    model = cluster.profile.communication.link_model
-    if model is None:
-        return _from_fits("send_recv", 2, work.size_bytes, cluster)
-    beta, direct = busiest_seconds_per_byte(cluster.topology, model.link_kind, [(a, b, 1.0)])
-    detail = f"direct {model.link_kind}" if direct else "relayed over other links"
-    extra = [("communication:derived operation", EXTRAPOLATION_SIGMA)]
-    return _link_estimate(model.point_to_point_base_s + beta * work.size_bytes, work.size_bytes, model, detail, "p2p", extra)
+
+def _all_to_all(group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]) -> Estimate:
+    """Every rank sends S/n to every other at once; the busiest link sets the pace. Leaves out the cost of each message beyond
+    the first hop, which many small ones over a network have."""
+    model = link_model_of(cluster)
+    extra = [DERIVED]
+    pace = group_pace(cluster, model.link_kind, group, "pairs", concurrent)
+    seconds, beta = model.point_to_point_base_s, pace.inside_s_per_byte
+    detail = "pairwise, some pairs relayed, closed form" if pace.relayed else "pairwise over direct links, closed form"
+    if pace.nodes > 1:
+        network, _ = parts_of(cluster)
+        seconds, efficiency = point_to_point(network, model)
+        seconds += pace.hop_latency_s
+        beta = max(beta, pace.outside_s_per_byte / efficiency)
+        extra.append(("communication:network", network.relative_sigma.value))
+        detail = f"pairwise over {pace.nodes} nodes on {network.name}, closed form"
+    return _link_estimate(seconds + beta * size_bytes, size_bytes, model, detail, "pairwise", extra)
 
 
 def fitted_s(fit: CollectiveFit, size_bytes: float) -> float:
@@ -146,81 +170,6 @@ def regimes_s(regimes: Sequence[Regime], size_bytes: float) -> float:
             return seconds
     last = regimes[-1]
     return max(seconds, last.latency_s + last.seconds_per_byte * size_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class ProtocolLine:
-    """seconds = latency_s + seconds_per_byte * S of one protocol, and the same as the library's tuner counts it."""
-
-    protocol: LinkProtocol
-    latency_s: float
-    seconds_per_byte: float
-    tuner_latency_s: float
-    tuner_seconds_per_byte: float
-
-
-def protocol_lines(operation: str, rings: RingSet, model: LinkModel) -> list[ProtocolLine]:
-    """One line per protocol. The tuner's lane rate is the profile's; on relayed rings it is the path's own."""
-    n = len(rings.devices)
-    steps, ring_share = ring_steps(operation, n), ring_traffic(operation, n)
-    tuner_beta = rings.seconds_per_byte if rings.relayed else 1.0 / (rings.count * model.tuner_bandwidth_bytes_per_s.value)
-    lines: list[ProtocolLine] = []
-    for protocol in model.relay_protocols if rings.relayed else model.protocols:
-        if protocol.algorithm == "tree" and operation != "all_reduce":
-            continue
-        share = 2.0 if protocol.algorithm == "tree" else ring_share
-        lines.append(
-            ProtocolLine(
-                protocol=protocol,
-                latency_s=protocol.base_s + steps * protocol.hop_s,
-                seconds_per_byte=share * rings.seconds_per_byte / protocol.efficiency,
-                tuner_latency_s=protocol.tuner_base_s + steps * protocol.tuner_hop_s,
-                tuner_seconds_per_byte=share * tuner_beta / protocol.tuner_efficiency,
-            )
-        )
-    if not lines:
-        names = ", ".join(rings.devices)
-        raise CostError(
-            f"no protocol prices {operation} over {names}, whose rings must leave {model.link_kind}; "
-            "add relay_protocols to the link model or choose devices that a ring of links joins"
-        )
-    return lines
-
-
-def choose_protocol(lines: Sequence[ProtocolLine], size_bytes: int) -> tuple[float, LinkProtocol]:
-    """The protocol with the least tuner time, and its seconds, made monotone in the size.
-
-    The tuner's choice is not always the fastest one: at the size where it changes its mind the time can drop (measured
-    as well). A size therefore costs at most what the next protocol costs where it begins.
-    """
-    current = min(lines, key=lambda line: (line.tuner_latency_s, line.tuner_seconds_per_byte))
-    seconds, chosen, start = math.inf, current, 0.0
-    while True:
-        if start <= size_bytes:
-            chosen, seconds = current, current.latency_s + current.seconds_per_byte * size_bytes
-        else:
-            seconds = min(seconds, current.latency_s + current.seconds_per_byte * start)
-        later = [line for line in lines if line.tuner_seconds_per_byte < current.tuner_seconds_per_byte]
-        if not later:
-            return seconds, chosen.protocol
-        start, current = min(
-            ((_crossing(current, line), line) for line in later), key=lambda pair: (pair[0], pair[1].tuner_seconds_per_byte)
-        )
-
-
-def _crossing(slow: ProtocolLine, fast: ProtocolLine) -> float:
-    """The size from which the tuner prefers `fast`, which has the smaller slope."""
-    return (fast.tuner_latency_s - slow.tuner_latency_s) / (slow.tuner_seconds_per_byte - fast.tuner_seconds_per_byte)
-
-
-def _all_to_all(devices: tuple[str, ...], size_bytes: int, cluster: Cluster, model: LinkModel) -> Estimate:
-    """Every rank sends S/n to every other at once; the busiest link sets the pace."""
-    share = 1.0 / len(devices)
-    flows = [(a, b, share) for a in devices for b in devices if a != b]
-    beta, direct = busiest_seconds_per_byte(cluster.topology, model.link_kind, flows)
-    detail = "pairwise over direct links, closed form" if direct else "pairwise, some pairs relayed, closed form"
-    extra = [("communication:derived operation", EXTRAPOLATION_SIGMA)]
-    return _link_estimate(model.point_to_point_base_s + beta * size_bytes, size_bytes, model, detail, "pairwise", extra)
 
 
 def _link_estimate(
@@ -258,38 +207,20 @@ def _from_fits(operation: str, group_size: int, size_bytes: int, cluster: Cluste
     )
 
 
-def _measured(rings: RingSet, cluster: Cluster, model: LinkModel) -> bool:
+def _measured(rings: RingSet, group: tuple[int, ...], cluster: Cluster, model: LinkModel) -> bool:
     """True if a measured group has the same size and the same number of rings."""
-    kind = cluster.devices[0].type.kind
+    ((node, _),) = cluster.spread(group)
+    shape = cluster.nodes.shapes[node]
     return any(
-        len(group) == len(rings.devices)
-        and ring_set(cluster.topology, model.link_kind, tuple(device_name(index, kind) for index in group)).count == rings.count
-        for group in model.measured_groups
+        len(other) == len(rings.devices) and rings_of(shape, model.link_kind, tuple(other)).count == rings.count
+        for other in model.measured_groups
+        if max(other) < len(shape.devices)
     )
 
 
-def _devices(ranks: Sequence[int], cluster: Cluster, operation: str) -> tuple[str, ...]:
+def _check_ranks(ranks: Sequence[int], cluster: Cluster, what: str) -> None:
+    if len(set(ranks)) != len(ranks):
+        raise CostError(f"{what} lists a rank twice: {tuple(ranks)}; list every rank once")
     for rank in ranks:
         if not 0 <= rank < cluster.size:
-            raise CostError(
-                f"{operation} names rank {rank}, but the cluster has ranks 0 to {cluster.size - 1}; use more devices"
-            )
-    return tuple(device_name(cluster.devices[rank].index, cluster.devices[rank].type.kind) for rank in ranks)
-
-
-def _group(group_size: int) -> int:
-    if group_size < 1:
-        raise CostError(f"group_size must be >= 1, got {group_size}")
-    return group_size
-
-
-def _size(size_bytes: float) -> float:
-    if size_bytes < 0:
-        raise CostError(f"size_bytes must be >= 0, got {size_bytes}")
-    return size_bytes
-
-
-def _positive(value: float) -> float:
-    if value < 0:
-        raise CostError(f"seconds_per_byte must be >= 0, got {value}")
-    return value
+            raise CostError(f"{what} names rank {rank}, but the cluster has ranks 0 to {cluster.size - 1}; use more devices")

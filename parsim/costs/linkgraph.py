@@ -57,7 +57,9 @@ def _ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> R
         rings = pack_rings(lanes)
         if rings:
             flows = [
-                (devices[a], devices[b], 1.0 / len(rings)) for ring in rings for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
+                (devices[a], devices[b], 1.0 / len(rings))
+                for ring in rings
+                for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
             ]
             loads = link_loads(topology, link_kind, flows)
             rate = min(link.bandwidth_bytes_per_s for _, _, link in loads)

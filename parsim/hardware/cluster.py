@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from parsim.errors import ProfileError
@@ -27,6 +27,16 @@ class Cluster:
     topology: Topology
     profile: Profile
     network: Network | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, tuple(device.index for device in self.devices), self.topology))
 
     @property
     def size(self) -> int:
@@ -93,7 +103,9 @@ def cluster_from_profile(
     known = _devices(profile, nodes)
     wanted = list(known) if devices is None else list(known)[:devices] if isinstance(devices, int) else list(devices)
     if isinstance(devices, int) and not 1 <= devices <= len(known):
-        raise ProfileError(f"{_whose(profile, nodes)} {len(known)} devices, {devices} were asked for; ask for 1 to {len(known)}")
+        raise ProfileError(
+            f"{_whose(profile, nodes)} {len(known)} devices, {devices} were asked for; ask for 1 to {len(known)}"
+        )
     for index in wanted:
         if index not in known:
             raise ProfileError(f"{_whose(profile, nodes)} no device {index}; it has {_range(known)}")

@@ -30,7 +30,9 @@ def cluster_links(profile: Profile, nodes: int, network: Network) -> tuple[Link,
     """
     _check_machine(profile)
     slots = _slots(profile, network)
-    local = {device_name(entry.index, profile.device_types[entry.type].kind): place for place, entry in enumerate(profile.devices)}
+    local = {
+        device_name(entry.index, profile.device_types[entry.type].kind): place for place, entry in enumerate(profile.devices)
+    }
     per_node = len(profile.devices)
     card, fabric = network.card, network.fabric
     leaves = -(-nodes // fabric.nodes_per_leaf)

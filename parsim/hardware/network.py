@@ -52,7 +52,7 @@ class NetworkProtocol(Record):
 
     Attributes:
         hop_s: per step over the network, beside the latency of the links. efficiency: of the card's bandwidth.
-        inside_efficiency: of the rate that rings reach inside a node under the same protocol.
+        inside_efficiency: of the rate that rings reach inside a node under the same protocol; inside_source says why.
     """
 
     algorithm: Literal["ring", "tree"]
@@ -61,6 +61,7 @@ class NetworkProtocol(Record):
     efficiency: Positive
     inside_efficiency: Positive = 1.0
     source: str
+    inside_source: str | None = None
 
 
 class Network(Record):
@@ -77,7 +78,7 @@ class Network(Record):
     card: Card
     fabric: Fabric
     protocols: Annotated[list[NetworkProtocol], Field(min_length=1)]
-    algorithms: Annotated[list[Algorithm], Field(min_length=1)] = ["ring", "tree", "hierarchical"]
+    algorithms: list[Algorithm] = Field(default=["ring", "tree", "hierarchical"], min_length=1)
     relative_sigma: Sourced
 
     @model_validator(mode="after")

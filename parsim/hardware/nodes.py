@@ -158,9 +158,7 @@ def _leaves(outside: list[Link]) -> dict[str, Leaf]:
             if len(ends) == 2:
                 rates[end] += link.capacity_bytes_per_s
                 latencies[end] = max(latencies.get(end, 0.0), link.latency_s)
-    return {
-        end: Leaf(uplink_bytes_per_s=rate or None, uplink_latency_s=latencies.get(end, 0.0)) for end, rate in rates.items()
-    }
+    return {end: Leaf(uplink_bytes_per_s=rate or None, uplink_latency_s=latencies.get(end, 0.0)) for end, rate in rates.items()}
 
 
 def _number(end: str) -> tuple[int, str]:

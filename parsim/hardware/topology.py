@@ -91,9 +91,7 @@ class Topology:
         """Lanes of `kind` that join `a` and `b` directly."""
         return sum(link.lanes for link in self.between(a, b) if link.kind == kind)
 
-    def path(
-        self, a: str, b: str, *, without_kind: str | None = None, only_kind: str | None = None
-    ) -> tuple[Link, ...]:
+    def path(self, a: str, b: str, *, without_kind: str | None = None, only_kind: str | None = None) -> tuple[Link, ...]:
         """The links of a path with the fewest links from `a` to `b`, avoiding `without_kind` or on `only_kind` alone; empty
         if there is none.
 

@@ -1,7 +1,8 @@
 """Decentralised training of virtual replicas: local steps, a mixing graph that may change every round, a clock per replica.
 
 One round: `period` local steps, then W_t by a row of COMBINATIONS (or push-sum). The centralised counterpart, one step on the
-mean gradient of all samples in the batches, is `centralised=True`: the same samples, optimizer and clock, an all_reduce in place of the graph.
+mean gradient of all samples in the batches, is `centralised=True`: the same samples, optimizer and clock, an all_reduce in
+place of the graph.
 """
 
 from __future__ import annotations

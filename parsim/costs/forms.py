@@ -1,0 +1,87 @@
+"""Closed forms of collectives in the alpha-beta model."""
+
+from __future__ import annotations
+
+import math
+
+from parsim.errors import CostError
+
+
+def ring_all_reduce_s(size_bytes: float, group_size: int, latency_s: float, seconds_per_byte: float) -> float:
+    """Time of a ring all_reduce in the alpha-beta model: 2 (n - 1) alpha + 2 (n - 1)/n * S * beta.
+
+    Args:
+        size_bytes: S, the whole array held by each rank. group_size: n >= 1; one rank costs nothing.
+        latency_s, seconds_per_byte: alpha and beta of the slowest hop of the ring.
+
+    Leaves out the reduction arithmetic and the launch. Raises CostError if an argument is out of range.
+    """
+    return ring_steps("all_reduce", group_size) * latency_s + ring_traffic("all_reduce", group_size) * _size(
+        size_bytes
+    ) * _positive(seconds_per_byte)
+
+
+def tree_all_reduce_s(
+    size_bytes: float, group_size: int, latency_s: float, seconds_per_byte: float, *, depth: int | None = None
+) -> float:
+    """Time of a tree all_reduce: up and down a tree of `depth` levels, 2 depth alpha + 2 S beta.
+
+    `depth` defaults to ceil(log2 n), the double binary tree, in which every rank forwards each half of the array once
+    up and once down, so that the full bandwidth of its links is used. Within one box NCCL's trees are chains of depth
+    n - 1 (so its tuner counts them). One rank costs nothing. Leaves out the pipelining of chunks, as for the ring.
+
+    Raises CostError if an argument is out of range.
+    """
+    if _group(group_size) == 1:
+        return 0.0
+    levels = math.ceil(math.log2(group_size)) if depth is None else depth
+    return 2 * levels * latency_s + 2 * _size(size_bytes) * _positive(seconds_per_byte)
+
+
+def ring_steps(operation: str, group_size: int) -> int:
+    """Hops one after the other: 2 (n - 1) for all_reduce, n - 1 for all_gather, reduce_scatter, broadcast, all_to_all."""
+    return (2 if operation == "all_reduce" else 1) * (_group(group_size) - 1)
+
+
+def ring_traffic(operation: str, group_size: int) -> float:
+    """Bytes through the slowest hop of a ring per byte of S: 2 (n - 1)/n for all_reduce, (n - 1)/n for all_gather and
+    reduce_scatter, 1 for a pipelined broadcast. One rank moves nothing. all_to_all does not run on a ring: see
+    `all_to_all_s`."""
+    n = _group(group_size)
+    if n == 1:
+        return 0.0
+    match operation:
+        case "all_reduce":
+            return 2 * (n - 1) / n
+        case "all_gather" | "reduce_scatter":
+            return (n - 1) / n
+        case "broadcast":
+            return 1.0
+    raise CostError(f"no ring runs {operation!r}; known: all_gather, all_reduce, broadcast, reduce_scatter")
+
+
+def busbw_bytes_per_s(operation: str, size_bytes: float, group_size: int, seconds: float) -> float:
+    """Bus bandwidth as nccl-tests defines it: S / t times 2 (n - 1)/n for all_reduce, (n - 1)/n for all_gather,
+    reduce_scatter and all_to_all, 1 for broadcast and send_recv. Zero where no time passes."""
+    if seconds <= 0:
+        return 0.0
+    factor = {"send_recv": 1.0, "all_to_all": (group_size - 1) / group_size}.get(operation)
+    return size_bytes / seconds * (ring_traffic(operation, group_size) if factor is None else factor)
+
+
+def _group(group_size: int) -> int:
+    if group_size < 1:
+        raise CostError(f"group_size must be >= 1, got {group_size}")
+    return group_size
+
+
+def _size(size_bytes: float) -> float:
+    if size_bytes < 0:
+        raise CostError(f"size_bytes must be >= 0, got {size_bytes}")
+    return size_bytes
+
+
+def _positive(value: float) -> float:
+    if value < 0:
+        raise CostError(f"seconds_per_byte must be >= 0, got {value}")
+    return value

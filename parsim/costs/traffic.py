@@ -1,0 +1,347 @@
+"""Who loads which link: what each group sends through its nodes, and how much groups that run at once slow one another.
+
+A group is seen node by node as a Part: which devices of the node belong to it, and the way its bytes go. All loads are shares
+of the bytes that the collective moves through its slowest hop (so a ring loads every hop with 1, two rings with 1/2 each).
+Links, network cards and the uplinks of leaf switches alike carry the sum of all parts; a group is paced by the busiest of
+those it uses. That takes the groups to move as many bytes at the same time, as the same step of equal replicas does.
+
+Every result depends on the shape of a node and the parts on it, not on its number: a cluster of thousands of like nodes costs
+a table look-up per node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal
+
+from parsim.costs.linkgraph import Flow, RingSet, Step, added, busiest_seconds_per_byte, link_loads, pace, ring_set
+from parsim.errors import CostError
+from parsim.hardware.cluster import Cluster
+from parsim.hardware.nodes import NodeShape, Port
+from parsim.hardware.topology import Link, walk_of
+
+Way = Literal["inside", "through", "rails", "pairs"]
+"""inside: the group (or its phase) stays in the node. through: one ring or tree over all members comes in and goes out at the
+cards nearest to them. rails: every member exchanges its piece of the node's bytes with its counterparts in the other nodes.
+pairs: every member sends to every other of the group."""
+
+FABRIC = "fabric"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one group does on one node; `ranks` is the size of the whole group."""
+
+    members: tuple[int, ...]
+    way: Way
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds per byte of the busiest link inside the nodes, and of the busiest on the way between them.
+
+    Attributes:
+        relayed: a ring inside some node leaves the direct links. hop_latency_s: of the links from one node to the next.
+        members: the most that one node holds. nodes: how many there are.
+    """
+
+    inside_s_per_byte: float
+    outside_s_per_byte: float
+    relayed: bool
+    hop_latency_s: float
+    members: int
+    nodes: int
+
+
+@lru_cache(maxsize=16384)
+def group_pace(
+    cluster: Cluster, link_kind: str, group: tuple[int, ...], way: Way, concurrent: tuple[tuple[int, ...], ...] = ()
+) -> Pace:
+    """How fast a group of several nodes moves bytes while the `concurrent` groups do the same.
+
+    Raises CostError if a member's node has no network card.
+    """
+    spread, nodes = cluster.spread(group), cluster.nodes
+    others = _others(cluster, group, way, concurrent)
+    inside = outside = port_latency = 0.0
+    relayed = False
+    for node, members in spread:
+        part = Part(members, way, len(group))
+        there = others.get(node, ())
+        seconds = part_pace(nodes.shapes[node], link_kind, part, there)
+        inside, outside = max(inside, seconds[0]), max(outside, seconds[1])
+        relayed = relayed or (len(members) > 1 and _leaves_direct_links(nodes.shapes[node], link_kind, part))
+        if len(spread) > 1:
+            port_latency = max(port_latency, max(port.latency_s for port in ports_of(nodes.shapes[node], members)))
+    uplinks, crossing = _uplinks(cluster, group, way, concurrent)
+    return Pace(
+        inside_s_per_byte=inside,
+        outside_s_per_byte=max(outside, uplinks),
+        relayed=relayed,
+        hop_latency_s=2 * port_latency + crossing,
+        members=max(len(members) for _, members in spread),
+        nodes=len(spread),
+    )
+
+
+@lru_cache(maxsize=16384)
+def inside_pace(
+    cluster: Cluster, link_kind: str, group: tuple[int, ...], concurrent: tuple[tuple[int, ...], ...] = ()
+) -> tuple[RingSet, float]:
+    """The rings of the members on each node, of the slowest node, and their seconds per byte while the `concurrent` groups do
+    the same inside their nodes."""
+    others = _others(cluster, group, "inside", concurrent)
+    found = []
+    for node, members in cluster.spread(group):
+        shape = cluster.nodes.shapes[node]
+        seconds, _ = part_pace(shape, link_kind, Part(members, "inside", len(group)), others.get(node, ()))
+        found.append((seconds, rings_of(shape, link_kind, members)))
+    seconds, rings = max(found, key=lambda entry: entry[0])
+    return rings, seconds
+
+
+def transfer_pace(
+    cluster: Cluster, link_kind: str, pair: tuple[int, int], concurrent: tuple[tuple[int, int], ...] = ()
+) -> tuple[float, bool, float]:
+    """A transfer from rank to rank while the `concurrent` ones run: seconds per byte of its busiest link, whether it has direct
+    lanes, and the latency of the links between the nodes (0 inside one)."""
+    loads = [_transfer_loads(cluster, link_kind, other) for other in (pair, *(other for other in concurrent if other != pair))]
+    total: dict[object, float] = {}
+    for load in loads:
+        for key, (weight, _) in load.items():
+            total[key] = total.get(key, 0.0) + weight
+    own = loads[0]
+    seconds = max(total[key] / capacity for key, (_, capacity) in own.items())
+    (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
+    shapes = cluster.nodes.shapes
+    if source == destination:
+        names = shapes[source].devices
+        return seconds, busiest_seconds_per_byte(shapes[source].topology, link_kind, [(names[a], names[b], 1.0)])[1], 0.0
+    latency = port_of(shapes[source], a).latency_s + port_of(shapes[destination], b).latency_s
+    leaves = cluster.nodes.leaf[source], cluster.nodes.leaf[destination]
+    if leaves[0] != leaves[1]:
+        latency += sum(cluster.nodes.leaves[leaf].uplink_latency_s for leaf in leaves)
+    return seconds, False, latency
+
+
+def _transfer_loads(cluster: Cluster, link_kind: str, pair: tuple[int, int]) -> dict[object, tuple[float, float]]:
+    """Per link of the cluster that a transfer uses, its share of the bytes and the link's capacity."""
+    (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
+    nodes = cluster.nodes
+    shape = nodes.shapes[source]
+    if source == destination:
+        flow = [(shape.devices[a], shape.devices[b], 1.0)]
+        inside = link_loads(shape.topology, link_kind, flow)
+        return {(source, step): (weight, step[2].capacity_bytes_per_s) for step, weight in inside.items()}
+    found: dict[object, tuple[float, float]] = {}
+    for step in way_out(shape, a):
+        found[(source, step)] = (1.0, step[2].capacity_bytes_per_s)
+    for step in map(reverse, way_out(nodes.shapes[destination], b)):
+        found[(destination, step)] = (1.0, step[2].capacity_bytes_per_s)
+    leaves = nodes.leaf[source], nodes.leaf[destination]
+    if leaves[0] != leaves[1]:
+        for leaf, direction in zip(leaves, ("up", "down"), strict=True):
+            found[(leaf, direction)] = (1.0, uplink_rate(cluster, leaf))
+    return found
+
+
+def uplink_rate(cluster: Cluster, leaf: str) -> float:
+    """Bytes per second of a leaf's uplinks. Raises CostError if it has none."""
+    rate = cluster.nodes.leaves[leaf].uplink_bytes_per_s
+    if rate is None:
+        raise CostError(f"{leaf} has no uplink to the leaves of the other nodes; join the switches in the topology")
+    return rate
+
+
+def groups_at(cluster: Cluster, groups: Sequence[tuple[int, ...]]) -> Mapping[int, int]:
+    """How many of the groups use each network card, by (node, place of the card) numbered through: for reports and tests."""
+    count: dict[int, int] = {}
+    for group in groups:
+        spread = cluster.spread(group)
+        if len(spread) == 1:
+            continue
+        for node, members in spread:
+            shape = cluster.nodes.shapes[node]
+            for port in set(ports_of(shape, members)):
+                number = node * len(shape.ports) + shape.ports.index(port)
+                count[number] = count.get(number, 0) + 1
+    return count
+
+
+@lru_cache(maxsize=65536)
+def part_pace(shape: NodeShape, link_kind: str, own: Part, others: tuple[Part, ...]) -> tuple[float, float]:
+    """Seconds per byte of the busiest link inside the node and of the busiest to the network that `own` uses."""
+    inside, outside = part_loads(shape, link_kind, own)
+    total = added([inside, outside, *(load for other in others for load in part_loads(shape, link_kind, other))])
+    alone = 0.0
+    if own.way in ("inside", "through") and len(own.members) > 1:
+        rings = rings_of(shape, link_kind, own.members)
+        alone = rings.seconds_per_byte if own.way == "inside" or not rings.relayed else 0.0
+    return max(alone, pace(inside, total)), pace(outside, total)
+
+
+@lru_cache(maxsize=65536)
+def _leaves_direct_links(shape: NodeShape, link_kind: str, part: Part) -> bool:
+    if part.way == "pairs":
+        return any(link.kind != link_kind for _, _, link in part_loads(shape, link_kind, part)[0])
+    return rings_of(shape, link_kind, part.members).relayed
+
+
+@lru_cache(maxsize=65536)
+def part_loads(shape: NodeShape, link_kind: str, part: Part) -> tuple[dict[Step, float], dict[Step, float]]:
+    """The loads of one part on the links between its members, and on those between them and the network."""
+    names = [shape.devices[member] for member in part.members]
+    size = len(names)
+    if part.way == "inside":
+        return (dict(rings_of(shape, link_kind, part.members).loads) if size > 1 else {}), {}
+    if part.way == "rails":
+        return {}, added(_out_and_in(shape, member, member, 1.0 / size) for member in part.members)
+    if part.way == "pairs":
+        share = 1.0 / part.ranks
+        flows: list[Flow] = [(a, b, share) for a in names for b in names if a != b]
+        away = part.ranks - size
+        outward = [_out_and_in(shape, member, member, away * share) for member in part.members] if away else []
+        return link_loads(shape.topology, link_kind, flows), added(outward)
+    cards = dict.fromkeys(port_of(shape, member) for member in part.members)
+    inward: list[Mapping[Step, float]] = []
+    chain: list[Flow] = []
+    for card in cards:
+        order = _order(shape, part.members, card)
+        inward.append(_out_and_in(shape, order[-1], order[0], 1.0 / len(cards), card))
+        chain += [(shape.devices[a], shape.devices[b], 1.0 / len(cards)) for a, b in pairwise(order)]
+    if size == 1:
+        return {}, added(inward)
+    rings = rings_of(shape, link_kind, part.members)
+    return (link_loads(shape.topology, link_kind, chain) if rings.relayed else dict(rings.loads)), added(inward)
+
+
+@lru_cache(maxsize=65536)
+def port_of(shape: NodeShape, member: int) -> Port:
+    """The card nearest to a device by links; devices that have several at the same distance take turns."""
+    nearest = _nearest(shape, member)
+    turn = sum(_nearest(shape, earlier) == nearest for earlier in range(member))
+    return nearest[turn % len(nearest)]
+
+
+def ports_of(shape: NodeShape, members: Sequence[int]) -> tuple[Port, ...]:
+    return tuple(port_of(shape, member) for member in members)
+
+
+def way_out(shape: NodeShape, member: int, port: Port | None = None) -> tuple[Step, ...]:
+    """The links from a device to its card (or another) and into the network."""
+    port = port or port_of(shape, member)
+    path = shape.topology.path(shape.devices[member], port.nic)
+    return (*walk_of(path, shape.devices[member]), (port.nic, FABRIC, _port_link(port)))
+
+
+def rings_of(shape: NodeShape, link_kind: str, members: tuple[int, ...]) -> RingSet:
+    """The rings of some devices of a node."""
+    return ring_set(shape.topology, link_kind, tuple(shape.devices[member] for member in members))
+
+
+def reverse(step: Step) -> Step:
+    """The same link in the other direction."""
+    return step[1], step[0], step[2]
+
+
+@lru_cache(maxsize=65536)
+def _nearest(shape: NodeShape, member: int) -> tuple[Port, ...]:
+    reached = [(len(path), port) for port in shape.ports if (path := shape.topology.path(shape.devices[member], port.nic))]
+    if not reached:
+        raise CostError(
+            f"{shape.devices[member]} reaches no network card of its node, so its group cannot leave it; join a card to the "
+            "links of the profile"
+        )
+    least = min(length for length, _ in reached)
+    return tuple(port for length, port in reached if length == least)
+
+
+def _order(shape: NodeShape, members: tuple[int, ...], card: Port) -> tuple[int, ...]:
+    """The members in a chain that ends at the first one near the card, so that it begins at a second one where there is one."""
+    last = next(place for place, member in enumerate(members) if port_of(shape, member) == card)
+    return members[last + 1 :] + members[: last + 1]
+
+
+def _out_and_in(shape: NodeShape, last: int, first: int, share: float, card: Port | None = None) -> dict[Step, float]:
+    """`share` leaves the node from the device `last` and as much comes in to `first`."""
+    steps = [*way_out(shape, last, card), *map(reverse, way_out(shape, first, card))]
+    return added({step: share} for step in steps)
+
+
+@lru_cache(maxsize=4096)
+def _port_link(port: Port) -> Link:
+    return Link(
+        a=port.nic, b=FABRIC, kind=FABRIC, lanes=1, bandwidth_bytes_per_s=port.bandwidth_bytes_per_s, latency_s=port.latency_s
+    )
+
+
+def _others(
+    cluster: Cluster, group: tuple[int, ...], way: Way, concurrent: tuple[tuple[int, ...], ...]
+) -> Mapping[int, tuple[Part, ...]]:
+    """The parts of the other groups on the nodes of this one."""
+    if not concurrent:
+        return {}
+    there = _parts(cluster, concurrent, way)
+    spread = cluster.spread(group)
+    if group not in concurrent:
+        return {node: there[node] for node, _ in spread if node in there}
+    found: dict[int, tuple[Part, ...]] = {}
+    for node, members in spread:
+        parts = list(there[node])
+        parts.remove(Part(members, way if len(spread) > 1 else "inside", len(group)))
+        found[node] = tuple(parts)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _parts(cluster: Cluster, groups: tuple[tuple[int, ...], ...], way: Way) -> dict[int, tuple[Part, ...]]:
+    """What all groups do on each node: a group of several nodes goes `way`, one of a single node stays inside it."""
+    found: dict[int, list[Part]] = {}
+    for group in dict.fromkeys(groups):
+        spread = cluster.spread(group)
+        for node, members in spread:
+            found.setdefault(node, []).append(Part(members, way if len(spread) > 1 else "inside", len(group)))
+    return {node: tuple(sorted(parts, key=lambda part: (part.members, part.way, part.ranks))) for node, parts in found.items()}
+
+
+def _uplinks(
+    cluster: Cluster, group: tuple[int, ...], way: Way, concurrent: tuple[tuple[int, ...], ...]
+) -> tuple[float, float]:
+    """Seconds per byte of the busiest uplink that the group crosses, and the seconds an average hop spends on uplinks.
+
+    A ring or tree in the order of the nodes leaves every leaf once; pairs leave it with all that is meant for elsewhere.
+    """
+    own = _leaf_shares(cluster, group, way)
+    if not own:
+        return 0.0, 0.0
+    total = _all_leaf_shares(cluster, concurrent if group in concurrent else (*concurrent, group), way)
+    worst = crossing = 0.0
+    for name in own:
+        worst = max(worst, total[name] / uplink_rate(cluster, name))
+        crossing = max(crossing, 2 * cluster.nodes.leaves[name].uplink_latency_s)
+    return worst, crossing * len(own) / len(cluster.spread(group))
+
+
+@lru_cache(maxsize=4096)
+def _leaf_shares(cluster: Cluster, group: tuple[int, ...], way: Way) -> dict[str, float]:
+    """Per leaf the share of the bytes that leaves it; nothing for a group under one leaf."""
+    count: dict[str, int] = {}
+    for node, members in cluster.spread(group):
+        leaf = cluster.nodes.leaf[node]
+        count[leaf] = count.get(leaf, 0) + len(members)
+    if len(count) < 2 or way == "inside":
+        return {}
+    return {leaf: held * (len(group) - held) / len(group) if way == "pairs" else 1.0 for leaf, held in count.items()}
+
+
+@lru_cache(maxsize=1024)
+def _all_leaf_shares(cluster: Cluster, groups: tuple[tuple[int, ...], ...], way: Way) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for group in dict.fromkeys(groups):
+        for leaf, share in _leaf_shares(cluster, group, way).items():
+            total[leaf] = total.get(leaf, 0.0) + share
+    return total
