@@ -8,7 +8,7 @@ from typing import Any
 
 from parsim.errors import CostError, ScheduleError, near_matches
 from parsim.plan.plan import Plan
-from parsim.schedule.evaluate import SAMPLES, Evaluation, evaluate
+from parsim.schedule.evaluate import SAMPLES, Evaluation, evaluate, with_interval
 from parsim.schedule.families import FAMILIES, mixed_plans
 from parsim.schedule.objective import Solution
 from parsim.schedule.problem import Problem
@@ -170,8 +170,8 @@ def _best_of_each(ranked: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def _with_interval(problem: Problem, entry: Evaluation, first: Evaluation, samples: int) -> Evaluation:
-    """Judge again with draws, and say why the plan won or lost against the first of the ranking."""
-    return evaluate(problem, entry.result.plan, samples=samples, reason=_reason(entry, first))
+    """With draws, and why the plan won or lost against the first of the ranking."""
+    return with_interval(problem, entry, samples=samples, reason=_reason(entry, first))
 
 
 def _reason(entry: Evaluation, first: Evaluation) -> str:
