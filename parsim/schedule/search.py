@@ -181,8 +181,14 @@ def _reason(entry: Evaluation, first: Evaluation) -> str:
         return f"does not fit: rank {worst.rank} by {format_bytes(worst.excess_bytes)}, mostly {line} ({format_bytes(size)})"
     if entry is first:
         return "fastest plan that fits"
+    if _same_program(entry.result.plan, first.result.plan):
+        return f"the same plan as {first.result.strategy}"
     slower = entry.result.step_s.median - first.result.step_s.median
     return f"slower by {format_seconds(slower)} ({100 * slower / first.result.step_s.median:.0f}%){_where(entry, first)}"
+
+
+def _same_program(one: Plan, other: Plan) -> bool:
+    return replace(one, strategy=other.strategy) == other
 
 
 def _where(entry: Evaluation, first: Evaluation) -> str:
