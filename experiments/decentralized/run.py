@@ -37,7 +37,7 @@ def ada_part(arguments: argparse.Namespace) -> Tables:
 
 
 def dbench_part(arguments: argparse.Namespace) -> Tables:
-    scales = (8,) if arguments.quick else (8, 16, 32)
+    scales = (8,) if arguments.quick else (16, 32, 64)
     return bench_tables(scales=scales, seeds=_seeds(arguments, 3), epochs=3 if arguments.quick else 20)
 
 
