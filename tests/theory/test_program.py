@@ -1,0 +1,121 @@
+"""Programs of repeated parts against the same run unrolled into one graph, in both engines; what recurs is not simulated."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import random_graph
+
+from parsim.algorithms.program import Part, Program, simulate_program, unrolled
+from parsim.errors import AlgorithmError
+from parsim.graph.task import COMPUTE, Origin, Resource, Task
+from parsim.graph.taskgraph import TaskGraph
+from parsim.simulate import dynamic, static
+from parsim.work import Compute, Phase
+
+RANKS = 4
+
+
+def chain(ranks: int = 1, tasks: int = 1) -> TaskGraph:
+    """On every rank `tasks` computations, one after another."""
+    made = []
+    for rank in range(ranks):
+        for _ in range(tasks):
+            work = Compute(component="a", phase=Phase.FORWARD, samples=1)
+            where = (Resource(rank, COMPUTE),)
+            made.append(Task(index=len(made), work=work, resources=where, dependencies=(), origin=Origin(stage=0)))
+    return TaskGraph(tasks=tuple(made), world_size=ranks)
+
+
+def random_part(random: Random) -> Part:
+    drawn = random_graph(random, most_ranks=RANKS, most_tasks=12)
+    graph = TaskGraph(tasks=drawn.tasks, world_size=RANKS, issue_order=drawn.issue_order)
+    n = len(graph.tasks)
+
+    def some() -> dict[str, tuple[int, ...]]:
+        values = random.sample("abc", random.randint(0, 3)) if n else []
+        return {value: tuple(random.sample(range(n), random.randint(1, min(3, n)))) for value in values}
+
+    return Part(graph=graph, repeat=random.randint(1, 4), makes=some(), reads=some())
+
+
+def random_program(random: Random, depth: int = 1) -> Program:
+    parts: list[Part | Program] = [random_part(random) for _ in range(random.randint(1, 3))]
+    if depth:
+        parts.insert(random.randrange(len(parts) + 1), random_program(random, depth - 1))
+    if not any(part.graph.tasks for part in Program(parts=tuple(parts)).walk_once()):
+        parts.append(Part(graph=chain(RANKS)))
+    return Program(parts=tuple(parts), repeat=random.randint(1, 3))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 10**9), st.booleans())
+def test_a_program_ends_as_its_unrolled_run(seed: int, varying: bool) -> None:
+    random = Random(seed)
+    program = random_program(random)
+    whole = unrolled(program)
+    assert len(whole.tasks) == program.run_tasks
+    rng = np.random.default_rng(seed)
+    drawn: dict[int, np.ndarray] = {}
+    used: list[np.ndarray] = []
+    for part in program.walk():
+        fresh = rng.integers(0, 50, len(part.graph.tasks)) / 1024
+        used.append(fresh if varying else drawn.setdefault(id(part), fresh))
+    times = simulate_program(program, lambda part, t: used[t] if varying else drawn[id(part)], varying=varying)
+    durations = np.concatenate(used)
+    for engine in (static, dynamic):
+        timeline = engine.simulate(whole, durations)
+        assert times.makespan_s == pytest.approx(timeline.makespan_s, abs=1e-9)
+        if not varying:
+            continue
+        ends = np.zeros(len(whole.tasks))
+        ends[timeline.task] = timeline.end_s
+        edges = np.cumsum([0, *map(len, used)])
+        wanted = [ends[first:last].max(initial=0.0) for first, last in pairwise(edges)]
+        assert times.end_s.tolist() == np.maximum.accumulate(wanted).tolist(), "the same sums, so the same bits"
+    if varying:
+        assert times.simulated == program.repeats == len(times.end_s)
+
+
+def test_a_value_makes_the_next_repeat_wait_and_a_frontier_does_not() -> None:
+    """Two ranks, 1 s and 3 s: alone each goes on at its own pace; a value read by rank 0 holds it to rank 1's."""
+    free = Program(parts=(Part(graph=chain(2), repeat=10),))
+    times = simulate_program(free, lambda part, t: [1.0, 3.0])
+    assert times.frontier_s[Resource(0, COMPUTE)] == 10.0
+    assert times.makespan_s == 30.0
+    held = Program(parts=(Part(graph=chain(2), repeat=10, makes={"x": (1,)}, reads={"x": (0,)}),))
+    times = simulate_program(held, lambda part, t: [1.0, 3.0])
+    assert times.frontier_s[Resource(0, COMPUTE)] == 28.0
+    assert times.ready_s["x"] == 30.0
+    assert (times.end_s == 3.0 * np.arange(1, 11)).all()
+
+
+def test_a_million_repeats_are_a_handful() -> None:
+    graph = Part(graph=chain(2, 3), repeat=1_000_000, makes={"x": (2,)}, reads={"x": (3,)})
+    times = simulate_program(Program(parts=(graph,)), lambda part, t: [0.25] * 6)
+    assert times.simulated <= 4
+    assert times.makespan_s == pytest.approx(750_000.0, abs=1e-6)
+    nested = Program(parts=(Program(parts=(Part(graph=chain()), Part(graph=chain(1, 2))), repeat=1000),), repeat=50)
+    times = simulate_program(nested, lambda part, t: np.full(len(part.graph.tasks), 0.5))
+    assert nested.repeats == 100_000 == len(times.end_s)
+    assert times.makespan_s == pytest.approx(75_000.0, rel=1e-12)
+    assert times.simulated < 50
+    assert nested.written_tasks == 3
+
+
+def test_bad_programs() -> None:
+    with pytest.raises(AlgorithmError, match="runs at least once, got repeat 0"):
+        Part(graph=chain(), repeat=0)
+    with pytest.raises(AlgorithmError, match="'x' names task 1, but the part has tasks 0 to 0"):
+        Part(graph=chain(), reads={"x": (1,)})
+    with pytest.raises(AlgorithmError, match="'x' names no task"):
+        Part(graph=chain(), makes={"x": ()})
+    with pytest.raises(AlgorithmError, match=r"same ranks, got world sizes \[1, 2\]"):
+        Program(parts=(Part(graph=chain()), Part(graph=chain(2))))
+    with pytest.raises(AlgorithmError, match="at least one part"):
+        Program(parts=())
