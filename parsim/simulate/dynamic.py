@@ -10,7 +10,10 @@ its communication at 1 / communication; a collective or a transfer goes at the r
 once per instant, after everything that starts or ends in it; a task whose rate changes gets a new timer for what is left
 of it.
 
-Leaves out: links shared by several transfers, and everything that varies during a run (jitter, stragglers, failures).
+Under `conditions` (a scenario) the paces come from `parsim.simulate.paces`: stragglers, links whose bandwidth changes, and
+links shared max-min fairly by whoever uses them. Where none of it touches a task, the task ends when the static engine says.
+
+Leaves out: failures, which stop whole steps and belong to `parsim.simulate.whole_run`.
 """
 
 from __future__ import annotations
@@ -22,33 +25,45 @@ import simpy
 from numpy.typing import ArrayLike
 
 from parsim.costs.estimate import OverlapFactors
+from parsim.errors import ScenarioError
 from parsim.graph.columns import Columns, columns_of
 from parsim.graph.task import COMPUTE
 from parsim.graph.taskgraph import TaskGraph
 from parsim.simulate.boundary import checked_durations_s, checked_factors, simulated_timeline
 from parsim.simulate.compile import Program
-from parsim.simulate.deadlock import stuck_error
+from parsim.simulate.conditions import Conditions
+from parsim.simulate.deadlock import describe_task, stuck_error
+from parsim.simulate.paces import Paces
 from parsim.timeline import Timeline
 from parsim.work import is_communication
 
 
-def simulate(graph: Program, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> Timeline:
+def simulate(
+    graph: Program,
+    durations_s: ArrayLike,
+    *,
+    overlap: OverlapFactors | None = None,
+    conditions: Conditions | None = None,
+) -> Timeline:
     """The Timeline of one step that starts at 0 with every resource free.
 
     Args:
         durations_s: float64 [n], seconds each task takes alone.
         overlap: slowdown while one rank computes and communicates at once; None for none.
+        conditions: of the world; None for none.
 
     Raises:
         GraphError: a cycle of dependencies; durations of the wrong shape, negative or not finite; factors below 1.
         DeadlockError: issue orders that wait for one another.
+        ScenarioError: a link that is down for good stops the step.
     """
     columns = columns_of(graph) if isinstance(graph, TaskGraph) else graph if isinstance(graph, Columns) else graph.columns
     graph = columns.graph
     durations = checked_durations_s(columns, durations_s, dimensions=1).tolist()
-    run = _Run(graph, durations, checked_factors(overlap))
+    run = _Run(graph, durations, checked_factors(overlap), conditions)
     run.environment.run()
     if len(run.finished) < len(graph.tasks):
+        run.check_lanes()
         raise stuck_error(graph, run.finished)
     return simulated_timeline(columns, np.array(run.start_s), np.array(run.end_s))
 
@@ -73,7 +88,9 @@ class _Queue:
 class _Run:
     """One simulation. `blockers[i]` counts the dependencies of task i that run or wait and the queues it does not head."""
 
-    def __init__(self, graph: TaskGraph, durations: list[float], factors: tuple[float, float]) -> None:
+    def __init__(
+        self, graph: TaskGraph, durations: list[float], factors: tuple[float, float], conditions: Conditions | None
+    ) -> None:
         n = len(graph.tasks)
         self.environment = simpy.Environment()
         self.finished: set[int] = set()
@@ -83,7 +100,11 @@ class _Run:
         self._queues = {resource: _Queue(order) for resource, order in graph.issue_order.items()}
         self._dependents: list[list[int]] = [[] for _ in range(n)]
         self._blockers = [len(set(task.dependencies)) + len(task.resources) for task in graph.tasks]
-        self._rates = _Rates(self, graph, factors) if factors != (1.0, 1.0) else None
+        self._rates: _Rates | Paces | None = None
+        if conditions is not None:
+            self._rates = Paces(self, graph, factors, conditions)
+        elif factors != (1.0, 1.0):
+            self._rates = _Rates(self, graph, factors)
         self._timers: dict[int, simpy.Timeout] = {}
         for task in graph.tasks:
             for dependency in set(task.dependencies):
@@ -106,6 +127,20 @@ class _Run:
         timer = self.environment.timeout(delay_s)
         self._timers[task] = timer
         timer.callbacks.append(lambda event: self._end(task) if self._timers.get(task) is event else None)
+
+    def stop_timer(self, task: int) -> None:
+        """Task stands still until a timer is set for it."""
+        self._timers.pop(task, None)
+
+    def check_lanes(self) -> None:
+        """Raises ScenarioError if a task stands still since a link it needs has no bandwidth and never will have."""
+        standing = self._rates.standing if isinstance(self._rates, Paces) else {}
+        for task, lanes in standing.items():
+            names = ", ".join(sorted({"-".join(sorted((lane.source, lane.target))) for lane in lanes}))
+            raise ScenarioError(
+                f"{describe_task(self._graph, task)} never ends: bandwidth_factor = 0 on {names} to the end of the scenario; "
+                "give the spell an until_s, or a factor above 0"
+            )
 
     def _end(self, task: int) -> None:
         del self._timers[task]
