@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.errors import CostError, ScenarioError, near_matches
+from parsim.errors import ScenarioError, near_matches
 from parsim.graph.columns import Columns
 from parsim.hardware.cluster import Cluster
 from parsim.simulate.flows import Flow, Lane, flow_of
@@ -24,14 +24,14 @@ class Conditions:
 
     Attributes:
         start_s: the scenario's time at which the simulation begins.
-        flows: per task its flow; none for what is no communication, and empty where no link matters.
+        flows: of every piece of communication that moves bytes over links; empty where no link matters.
         share_links: flows that use a lane at once share it max-min fairly.
     """
 
     start_s: float = 0.0
     stragglers: tuple[Straggler, ...] = ()
     links: tuple[LinkChange, ...] = ()
-    flows: Mapping[int, Flow] = field(default_factory=dict)
+    flows: Mapping[Collective | SendRecv, Flow] = field(default_factory=dict)
     share_links: bool = False
 
     def slowness(self, rank: int, at_s: float) -> float:
@@ -65,7 +65,8 @@ def conditions_for(
 
     Jitter is no condition: see `jittered_s`.
 
-    Raises ScenarioError for ranks or links that are not there, and for links where the profile prices communication without.
+    Raises ScenarioError for ranks or links that are not there, and for links where the profile prices communication without;
+    CostError where a price has no links.
     """
     check_places(scenario, columns.world_size, cluster)
     if not (scenario.stragglers or scenario.links or scenario.share_links):
@@ -112,19 +113,15 @@ def _check_rank(key: str, rank: int, world_size: int) -> None:
         raise ScenarioError(f"{key}: no rank {rank}: the plan has ranks 0 to {world_size - 1}; name one of them")
 
 
-def _flows(columns: Columns, cluster: Cluster) -> dict[int, Flow]:
+def _flows(columns: Columns, cluster: Cluster) -> dict[Collective | SendRecv, Flow]:
     if cluster.profile.communication.link_model is None:
         raise ScenarioError(
             f"profile {cluster.profile.name} prices communication per group of ranks and knows no links, so none can change or "
             "be shared; drop links and share_links, or take a profile with a link model"
         )
-    by_unit: list[Flow | None] = []
-    for unit in columns.units:
-        try:
-            by_unit.append(flow_of(unit.work, cluster) if isinstance(unit.work, Collective | SendRecv) else None)
-        except CostError as error:
-            raise ScenarioError(f"the links of {unit.work} are not known: {error}") from error
-    return {task: flow for task, unit in enumerate(columns.unit.tolist()) if (flow := by_unit[unit]) is not None}
+    works = dict.fromkeys(unit.work for unit in columns.units if isinstance(unit.work, Collective | SendRecv))
+    found = {work: flow_of(work, cluster) for work in works}
+    return {work: flow for work, flow in found.items() if flow is not None}
 
 
 def jittered_s(durations_s: Floats, columns: Columns, jitter: Jitter, rng: np.random.Generator, draws: int) -> Floats:

@@ -22,7 +22,7 @@
     [asynchronous]              # data-parallel workers do not wait for one another
     merge_s = 0.01              # each holds the global model this long, first come first served
 
-and, for whole runs, the tables of `parsim.simulate.training`: [run], [checkpoints], [failures], [device].
+and, for whole runs (`parsim.simulate.whole_run`), the tables [run], [checkpoints], [failures] and [device].
 """
 
 from __future__ import annotations

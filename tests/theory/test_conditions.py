@@ -77,7 +77,7 @@ def test_links_used_one_after_the_other_are_not_shared() -> None:
     durations = [estimate_send_recv(task.work, PAIR).median_s for task in graph.tasks]  # type: ignore[arg-type]
     conditions = conditions_for(Scenario(share_links=True), columns_of(graph), PAIR)
     assert conditions is not None
-    assert len(conditions.flows) == 4
+    assert len(conditions.flows) == 3
     assert_same(static.simulate(graph, durations), dynamic.simulate(graph, durations, conditions=conditions))
 
 

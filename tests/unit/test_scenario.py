@@ -70,7 +70,7 @@ def test_an_empty_file_changes_nothing() -> None:
         ("[[stragglers]]\nrank = 1", r"stragglers.0.factor is missing; add it"),
         ("[[stragglers]]\nrank = 1\nfactor = 2.0\nfrom_s = 5.0\nuntil_s = 5.0", r"until_s \(5\) must lie after from_s \(5\)"),
         ("[[links]]\nbandwidth_factor = -0.5", r"links.0.bandwidth_factor = -0.5: must be greater than or equal to 0"),
-        ('[jitter]\ndistribution = "lognorm"', r"jitter.distribution = 'lognorm' is unknown; did you mean lognormal\?"),
+        ('[jitter]\ndistribution = "lognorm"', r"jitter.distribution = 'lognorm' is unknown; did you mean lognormal"),
         ('[jitter]\ndistribution = "uniform"\ncompute_sigma = 0.8', r"would fall below 0; sigma <= 0.577"),
         ("[failures]\nat = [{ at_s = 3.0 }]", r"one rank or of one node; give one of the two keys"),
         ("[checkpoints]\ninterval_s = 10.0", r"write_s, or its bytes over write_bytes_per_s"),
