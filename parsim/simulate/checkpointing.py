@@ -63,7 +63,7 @@ def _check(write_s: float, mtbf_s: float) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalTimes:
     """Attributes:
-    interval_s: int steps times the first draw's step. mean_s: float64 [intervals] of the runs' seconds.
+    interval_s: whole steps of the median draw. mean_s: float64 [intervals] of the runs' seconds.
     error_s: float64 [intervals], the standard error of each mean's difference to that of the best: draws share their failures.
     """
 
@@ -101,7 +101,7 @@ def interval_times(
     """Simulate the run under every interval, with the same failures for all. Raises as `simulate_run`."""
     if not intervals_s:
         raise ScenarioError("a choice of checkpoint interval needs at least one candidate")
-    step_s = float(training.step_s[0, 0])
+    step_s = float(np.median(training.step_s[:, 0]))
     counts = sorted({max(1, round(interval / step_s)) for interval in intervals_s})
     totals = np.array(
         [

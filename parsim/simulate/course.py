@@ -41,7 +41,7 @@ class Course:
 def course_of(
     run: Run, *, steps_per_epoch: int, interval_steps: int | None, checkpoint_s: float = 0.0, evaluation_s: float = 0.0
 ) -> Course:
-    """The blocks of `run`.
+    """The blocks of `run` (one epoch where it names no number).
 
     Args:
         interval_steps: training steps between checkpoints, counted through epochs; None for no checkpoint. With them, the run
@@ -51,16 +51,17 @@ def course_of(
     """
     if steps_per_epoch < 1 or (interval_steps is not None and interval_steps < 1):
         raise ScenarioError(f"an epoch and a checkpoint interval hold >= 1 step, got {steps_per_epoch} and {interval_steps}")
-    total = run.epochs * steps_per_epoch
+    epochs = run.epochs or 1
+    total = epochs * steps_per_epoch
     marks = np.arange(interval_steps, total, interval_steps) if interval_steps else np.zeros(0, dtype=np.int64)
-    if len(marks) + 3 * run.epochs > MOST_BLOCKS:
+    if len(marks) + 3 * epochs > MOST_BLOCKS:
         raise ScenarioError(
-            f"{len(marks)} checkpoints in {run.epochs} epochs are too many to simulate; take a longer checkpoints.interval_s"
+            f"{len(marks)} checkpoints in {epochs} epochs are too many to simulate; take a longer checkpoints.interval_s"
         )
     written = set(marks.tolist())
     blocks: list[tuple[int, int, float]] = []
     done = 0
-    for epoch in range(1, run.epochs + 1):
+    for epoch in range(1, epochs + 1):
         if run.epoch_start_s:
             blocks.append((EPOCH_START, 0, run.epoch_start_s))
         end = epoch * steps_per_epoch

@@ -158,7 +158,7 @@ class Run(Table):
     """The run around the steps.
 
     Attributes:
-        epochs, samples_per_epoch: together the steps. start_s: before the first step of the run.
+        epochs, samples_per_epoch: together the steps (without epochs: as the run file says). start_s: before the first.
         epoch_start_s: at the beginning of an epoch (shuffling, first batches). loading_samples_per_s: the most that storage
             and host deliver: no step is faster than its batch takes.
         evaluate_every_epochs, evaluation_samples: forward passes over so many samples.
@@ -166,7 +166,7 @@ class Run(Table):
         draws: independent runs that make the intervals.
     """
 
-    epochs: Count = 1
+    epochs: Count | None = None
     samples_per_epoch: Count
     start_s: NonNegative = 0.0
     epoch_start_s: NonNegative = 0.0
