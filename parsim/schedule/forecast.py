@@ -85,7 +85,7 @@ class Played:
         known: dict[Scenario, float] = {}
         found: list[State] = []
         for number, time in enumerate(times):
-            now = _frozen(self.scenario, time)
+            now = self.scenario.at(time)
             if now not in known:
                 known[now] = self._slowdown(now)
             until = times[number + 1] if number + 1 < len(times) else None
@@ -219,13 +219,3 @@ class Forecast:
     steps: int
     whole: WholeRun
     choice: IntervalChoice | None
-
-
-def _frozen(scenario: Scenario, at_s: float) -> Scenario:
-    """The scenario as it is at a time, for ever."""
-    stragglers = [entry.model_copy(update=_FOR_EVER) for entry in scenario.stragglers if entry.holds(at_s)]
-    links = [entry.model_copy(update=_FOR_EVER) for entry in scenario.links if entry.holds(at_s)]
-    return scenario.model_copy(update={"stragglers": tuple(stragglers), "links": tuple(links), "start_s": 0.0})
-
-
-_FOR_EVER = {"from_s": 0.0, "until_s": None}

@@ -215,6 +215,15 @@ class Scenario(Table):
         times = {time for spell in spells for time in (spell.from_s, spell.until_s) if time}
         return tuple(sorted(times))
 
+    def at(self, at_s: float) -> Scenario:
+        """The scenario as it is at a time, for ever."""
+        stragglers = tuple(entry.model_copy(update=_FOR_EVER) for entry in self.stragglers if entry.holds(at_s))
+        links = tuple(entry.model_copy(update=_FOR_EVER) for entry in self.links if entry.holds(at_s))
+        return self.model_copy(update={"stragglers": stragglers, "links": links, "start_s": 0.0})
+
+
+_FOR_EVER = {"from_s": 0.0, "until_s": None}
+
 
 def load_scenario(path: Path) -> Scenario:
     """Read and check a scenario. Raises ScenarioError: no such file, not TOML, or wrong keys with value, rule and fix."""
