@@ -2,8 +2,8 @@
 
 What is counted, and when: the peak of a synchronous training step, which is the end of the last forward in flight, the
 worst moment of the backward that follows, or the optimizer step. Gradients are views into flat buckets, so they are counted
-once. A value between components lives as long as autograd keeps it for a backward; one that the Model counts among no saved
-activations is taken to live as long, which is an upper bound.
+once. A value between components lives as long as autograd keeps it for a backward; where the Model does not say who keeps it,
+one that crosses to another rank, or is among no saved activations, is taken to live as long: an upper bound.
 
 Leaves out: allocator effects beyond the stated fragmentation share, and what autocast keeps in fp32 although the rest of
 the network is in half precision.
@@ -11,7 +11,7 @@ the network is in half precision.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from parsim.errors import CostError, near_matches
@@ -147,8 +147,8 @@ def rank_memory(
     Returns:
         Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, optimizer_state, buffers,
         activations, boundary_values, inputs, communication, context, workspace.
-        A value that crosses to another rank is counted under boundary_values on both, even where a component of this rank
-        saves it too: an upper bound, as the Model says only that some component saves it.
+        A value is counted with the component that is the first to save it, and under boundary_values on every other rank
+        that keeps it.
 
     Raises:
         CostError: unknown optimizer, samples or in_flight < 1, or samples by component without their boundary.
@@ -223,7 +223,9 @@ def _uniform_boundary(components: Sequence[Component], values: Mapping[str, Valu
         size = value.size_bytes(samples)
         if value.producer is None:
             loaded += size
-            loaded_saved += size if value.saved else 0
+            loaded_saved += size if _counted(value, here) else 0
+        elif value.savers:
+            held += 0 if _counted(value, here) or here.isdisjoint(value.savers) else size
         elif value.producer not in here or name not in read or not value.saved:
             held += size
     return Boundary(
@@ -237,6 +239,11 @@ def _uniform_boundary(components: Sequence[Component], values: Mapping[str, Valu
     )
 
 
+def _counted(value: Value, here: Collection[str]) -> bool:
+    """Whether the value is among the saved activations of the components `here`: the first that saves it counts it."""
+    return value.savers[0] in here if value.savers else value.saved
+
+
 def _backward_transient_bytes(
     components: Sequence[Component],
     samples: Mapping[str, int],
@@ -246,16 +253,23 @@ def _backward_transient_bytes(
 ) -> float:
     """By how much the worst moment of the last microbatch's backward exceeds the end of its forward.
 
-    While component i runs backward, what the later ones saved is free, and the gradients of the input and output of its
-    largest operator and of its boundary outputs are alive.
+    While component i runs backward, what the later ones saved is free.
     """
     before = 0.0
     peak = 0.0
     for component, own in zip(components, saved, strict=True):
         before += own
-        inner = max((operator.activation_bytes for operator in component.operators), default=0) * samples[component.name]
-        peak = max(peak, before + scale * max(inner, gradients[component.name]))
+        alive = _alive_bytes(component, samples[component.name], scale)
+        peak = max(peak, before + max(alive, scale * gradients[component.name]))
     return max(0.0, peak - before)
+
+
+def _alive_bytes(component: Component, samples: int, scale: float) -> float:
+    """Beyond what is saved at the fullest moment of the component's backward: as counted when it was traced, else the
+    gradients of the input, the output and the parameters (before they are added to their bucket) of its largest operator."""
+    if component.backward_peaks:
+        return max(scale * rate * samples + fixed for rate, fixed in component.backward_peaks)
+    return max((scale * op.activation_bytes * samples + op.parameter_bytes for op in component.operators), default=0.0)
 
 
 def _communication_bytes(backend: str, communicators: int, largest_message_bytes: int) -> int:

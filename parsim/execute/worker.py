@@ -25,7 +25,6 @@ from parsim.execute import checkpoint
 from parsim.execute.adaptive_run import Steering
 from parsim.execute.group import Place, Stream, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.job import Job, RunSpec
-from parsim.execute.live_memory import LiveBytes
 from parsim.execute.measurement import RankRecord
 from parsim.execute.pinning import prepare_rank
 from parsim.execute.reshard import reshard
@@ -36,6 +35,7 @@ from parsim.execute.streams import TaskTime, make_streams
 from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
 from parsim.graph.taskgraph import TaskGraph
+from parsim.model.live_memory import LiveBytes
 from parsim.model.model import Model
 from parsim.plan.plan import Plan
 

@@ -38,6 +38,10 @@ class _Entry(torch.autograd.Function):
         return None, None
 
 
+Entry = tuple[GradientEdge, list[Tensor]]
+"""Where the gradient of an input arrives, and the list it is put in."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
     """What the backward of one forward needs. Neither inputs nor outputs are kept: only where gradients enter and leave.
@@ -47,8 +51,15 @@ class Saved:
         edges: per output where its gradient enters; None without a gradient.
     """
 
-    entries: tuple[tuple[GradientEdge, list[Tensor]] | None, ...]
+    entries: tuple[Entry | None, ...]
     edges: tuple[GradientEdge | None, ...]
+
+
+def enter(value: Tensor) -> tuple[Tensor, Entry]:
+    """A detached copy (sharing memory) that a gradient flows back to, and where that gradient arrives."""
+    box: list[Tensor] = []
+    cut = _Entry.apply(value.detach().requires_grad_(), box)  # type: ignore[no-untyped-call]
+    return cut, (get_gradient_edge(cut), box)
 
 
 def forward_component(runnable: Runnable, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Saved]:
@@ -62,14 +73,9 @@ def forward_component(runnable: Runnable, inputs: Sequence[Tensor]) -> tuple[tup
     """
     training = torch.is_grad_enabled()
     given: list[Tensor] = []
-    entries: list[tuple[GradientEdge, list[Tensor]] | None] = []
+    entries: list[Entry | None] = []
     for value, flows in zip(inputs, runnable.input_differentiable, strict=True):
-        entry = None
-        cut = value.detach()
-        if training and (flows or value.requires_grad):
-            box: list[Tensor] = []
-            cut = _Entry.apply(cut.requires_grad_(), box)  # type: ignore[no-untyped-call]
-            entry = (get_gradient_edge(cut), box)
+        cut, entry = enter(value) if training and (flows or value.requires_grad) else (value.detach(), None)
         given.append(cut)
         entries.append(entry)
     outputs = runnable(given)

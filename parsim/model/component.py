@@ -123,6 +123,7 @@ class Value:
         differentiable: False for token ids, masks, positions.
         batch_first: dim 0 is the samples, so that it can be cut into pieces of the batch and put together again.
         saved: its storage is counted in some component's saved activations.
+        savers: the components whose backward needs it, in the order in which they run; the first counts it. Empty: unknown.
     """
 
     name: str
@@ -131,6 +132,7 @@ class Value:
     fixed_bytes: int = 0
     differentiable: bool = True
     saved: bool = True
+    savers: tuple[str, ...] = ()
     batch_first: bool = True
 
     def size_bytes(self, samples: int) -> int:
@@ -146,6 +148,8 @@ class Component:
         buffer_bytes: running statistics and the like.
         saved_activation_bytes, saved_fixed_bytes: what its forward keeps for its backward, per sample and whatever the
             samples; a storage saved by two components belongs to the first.
+        backward_peaks: (bytes per sample, fixed bytes) of the moments of its backward that can be the fullest: what is alive
+            beyond all saved activations, gradients of outputs, inputs and parameters included; empty: not counted.
         shardings: the ways it can be tensor-sharded; none: it cannot.
     """
 
@@ -156,6 +160,7 @@ class Component:
     buffer_bytes: int = 0
     saved_activation_bytes: int = 0
     saved_fixed_bytes: int = 0
+    backward_peaks: tuple[tuple[int, int], ...] = ()
     operators: tuple[Operator, ...] = ()
     shardings: tuple[Sharding, ...] = ()
 

@@ -22,6 +22,7 @@ from parsim.model.cut import cut, final_values, programs, value_names
 from parsim.model.divisions import Whole, divide
 from parsim.model.model import Model
 from parsim.model.operators import OperatorMode, RawOperator
+from parsim.model.peaks import Peaks, backward_peaks
 from parsim.model.recorder import Recorder, Recording, storage_key
 from parsim.model.recording import run_recorded
 from parsim.model.runnable import Program
@@ -34,6 +35,7 @@ class Measurement:
 
     Attributes:
         programs: per interval. saved: (number of the recorded call it is first saved in, storage, bytes).
+        saves: (number of a recorded call, storage that it saves), all of them.
     """
 
     batch: int
@@ -42,10 +44,16 @@ class Measurement:
     programs: tuple[Program, ...]
     operators: list[RawOperator]
     saved: list[tuple[int, int, int]]
+    saves: set[tuple[int, int]]
     fakes: FakeTensorMode
 
     def saved_bytes(self, interval: Interval) -> int:
         return sum(size for op, _, size in self.saved if interval.start <= op < interval.end)
+
+    def savers(self, storage: int) -> tuple[str, ...]:
+        """The components that save a storage, in the order in which they run."""
+        calls = [op for op, key in self.saves if key == storage]
+        return tuple(interval.name for interval in self.intervals if any(interval.start <= op < interval.end for op in calls))
 
     def whole(self, place: int) -> Whole:
         """One component, its calls counted from its first."""
@@ -82,6 +90,7 @@ def measure(
         programs=programs(recording, intervals),
         operators=watchers[0].mode.operators,
         saved=watchers[0].saved,
+        saves=watchers[0].saves,
         fakes=watchers[0].recorder.fakes,
     )
 
@@ -95,6 +104,7 @@ class _Watch:
         state = {storage_key(tensors[number]) for number in recorder.recording.state}
         self.mode = OperatorMode(lambda: recorder.current, state)
         self.saved: list[tuple[int, int, int]] = []
+        self.saves: set[tuple[int, int]] = set()
         self._seen = set(state)
         self._alive: list[Tensor] = []
 
@@ -105,6 +115,7 @@ class _Watch:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
+        self.saves.add((self.recorder.current, key))
         if key not in self._seen:
             self._seen.add(key)
             self._alive.append(tensor)
@@ -123,7 +134,8 @@ def combine(small: Measurement, large: Measurement, *, name: str, granularity: s
         )
     values = _values(small, large)
     counted_buffers: set[int] = set()
-    components = tuple(_component(small, large, place, values, counted_buffers) for place in range(len(small.intervals)))
+    peaks: dict[str, Peaks] = {}
+    components = tuple(_component(small, large, place, values, counted_buffers, peaks) for place in range(len(small.intervals)))
     names = value_names(small.recording, small.intervals)
     used = {value for component in components for value in component.inputs}
     return Model(
@@ -166,6 +178,7 @@ def _values(small: Measurement, large: Measurement) -> dict[str, Value]:
             differentiable=small.recording.differentiable.get(number, False),
             batch_first=_is_batch_first(one, other, (small.batch, large.batch)),
             saved=storage_key(one) in saved,
+            savers=small.savers(storage_key(one)),
         )
     return found
 
@@ -180,7 +193,12 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _component(
-    small: Measurement, large: Measurement, place: int, values: dict[str, Value], counted_buffers: set[int]
+    small: Measurement,
+    large: Measurement,
+    place: int,
+    values: dict[str, Value],
+    counted_buffers: set[int],
+    peaks: dict[str, Peaks],
 ) -> Component:
     one, other = small.intervals[place], large.intervals[place]
     batches = (small.batch, large.batch)
@@ -201,7 +219,7 @@ def _component(
     )
     if not all(values[names[number]].batch_first for number in one.outputs) or one.name == LOSS:
         shardings = ()
-    return Component(
+    component = Component(
         name=one.name,
         inputs=tuple(names[number] for number in one.inputs),
         outputs=tuple(names[number] for number in one.outputs),
@@ -220,3 +238,7 @@ def _component(
         operators=operators,
         shardings=shardings,
     )
+    if component.fingerprint not in peaks:
+        runs = [(run.programs[place], run.fakes, run.batch) for run in (small, large)]
+        peaks[component.fingerprint] = backward_peaks(runs[0], runs[1])
+    return replace(component, backward_peaks=peaks[component.fingerprint])

@@ -12,7 +12,7 @@ from typing import Any
 from parsim.errors import ModelError
 from parsim.model.component import Component, Operator, OperatorShard, Parameter, ParameterShard, Sharding, Value
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 GRANULARITIES = ("block", "sublayer", "layer")
 
 
@@ -104,7 +104,7 @@ class Model:
             if version != SCHEMA_VERSION:
                 raise ModelError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}; trace the model again")
             document["components"] = tuple(_component(entry) for entry in document["components"])
-            document["values"] = tuple(Value(**entry) for entry in document["values"])
+            document["values"] = tuple(Value(**{**entry, "savers": tuple(entry["savers"])}) for entry in document["values"])
             document["inputs"] = tuple(document["inputs"])
             document["outputs"] = tuple(document["outputs"])
             return cls(**document)
@@ -129,6 +129,7 @@ def _component(entry: dict[str, Any]) -> Component:
             "inputs": tuple(entry["inputs"]),
             "outputs": tuple(entry["outputs"]),
             "parameters": tuple(Parameter(**parameter) for parameter in entry["parameters"]),
+            "backward_peaks": tuple((int(rate), int(fixed)) for rate, fixed in entry["backward_peaks"]),
             "operators": operators,
             "shardings": tuple(_sharding(sharding) for sharding in entry["shardings"]),
         }

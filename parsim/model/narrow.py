@@ -27,7 +27,7 @@ def narrow(component: Component, rule: str, ways: int) -> Component:
     cut = {part.number: part for part in sharding.operators}
     saved = component.saved_activation_bytes - sharding.saved_activation_bytes
     fixed = component.saved_fixed_bytes - sharding.saved_fixed_bytes
-    return replace(
+    shard = replace(
         component,
         parameters=tuple(_part(p, ways) if p.name in divided else p for p in component.parameters),
         operators=tuple(
@@ -37,6 +37,24 @@ def narrow(component: Component, rule: str, ways: int) -> Component:
         saved_activation_bytes=saved + sharding.saved_activation_bytes // ways,
         saved_fixed_bytes=fixed + sharding.saved_fixed_bytes // ways,
         shardings=(),
+    )
+    return replace(shard, backward_peaks=_peaks(component, shard))
+
+
+def _peaks(whole: Component, shard: Component) -> tuple[tuple[int, int], ...]:
+    """The fullest moments of a shard's backward: those of the whole, less by as much as its largest operator is smaller."""
+
+    def largest(component: Component) -> tuple[int, int]:
+        sizes = [(operator.activation_bytes, operator.parameter_bytes) for operator in component.operators]
+        return max((size for size, _ in sizes), default=0), max((size for _, size in sizes), default=0)
+
+    (activations, weights), (own_activations, own_weights) = largest(whole), largest(shard)
+    return tuple(
+        (
+            rate * own_activations // activations if activations else rate,
+            fixed * own_weights // weights if weights else fixed,
+        )
+        for rate, fixed in whole.backward_peaks
     )
 
 

@@ -1,8 +1,8 @@
 """Peak memory of every rank of a plan.
 
 Where components are placed differently, a value lies on a rank in the layout in which it was made there and in those in which
-it is read there. Counted beyond the saved activations is every copy that a conversion makes; not counted is what only moves on:
-partial sums, which no backward keeps, and the value in the layout of the component that saves it.
+it is read there. Counted beyond the saved activations is every copy that some component keeps for its backward, but for the one
+of the first to save it, whose saved activations hold it; not counted is what only moves on.
 
 Leaves out: conversions of earlier values that are under way while a later component computes.
 """
@@ -85,7 +85,8 @@ def rank_boundary(layout: Layout, rank: int) -> Boundary:
     for name, layouts in layout.batch_layouts(rank).items():
         value = layout.model.value[name]
         loaded += local_bytes(layout, value, batch)
-        if value.saved and all(entry.form != "shard" for entry in layouts):  # pieces of a dim are copies
+        counted = layout.runs_on(rank, value.savers[0]) if value.savers else value.saved
+        if counted and all(entry.form != "shard" for entry in layouts):  # pieces of a dim are copies
             loaded_saved += min(local_bytes(layout, value, entry) for entry in layouts)
     for value in layout.model.values:
         if value.producer is not None:
@@ -105,7 +106,27 @@ def local_bytes(layout: Layout, value: Value, how: ValueLayout) -> float:
 
 
 def _held_bytes(layout: Layout, rank: int, value: Value) -> float:
-    """Copies of a value on this rank that no saved activation stands for."""
+    """Copies of a value on this rank that are kept for a backward and that no saved activation stands for."""
+    keepers = [name for name in value.savers if layout.runs_on(rank, name)]
+    if not keepers:
+        return 0.0 if value.savers else _held_at_most(layout, rank, value)
+    here = value.producer is not None and layout.runs_on(rank, value.producer)
+    made = layout.source[value.name].value
+    layouts = {name: reading.ends.value for reading in layout.readings[value.name] for name in reading.components}
+    if value.producer is not None:
+        layouts[value.producer] = made
+    kept: dict[ValueLayout, float] = {}
+    for name in keepers:
+        storage = layouts[name]
+        if here:
+            storage = _storage(conversion(made, storage, layout.plan.mesh.tp), made, layout.plan.shard_of_rank(rank))
+        kept[storage] = local_bytes(layout, value, storage)
+    counted = local_bytes(layout, value, layouts[keepers[0]]) if keepers[0] == value.savers[0] else 0.0
+    return sum(kept.values()) - counted
+
+
+def _held_at_most(layout: Layout, rank: int, value: Value) -> float:
+    """The same where the Model does not say who keeps the value: as if every reader did."""
     assert value.producer is not None
     stage = layout.plan.stage_of_rank(rank)
     read = list(dict.fromkeys(reading.ends.value for reading in _readings_here(layout, rank, value)))

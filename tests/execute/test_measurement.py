@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parsim.errors import ExecutionError
-from parsim.execute.live_memory import LiveBytes
+from parsim.model.live_memory import LiveBytes
 from parsim.execute.measurement import RankRecord, load_measurement, merge_times
 from parsim.execute.streams import TaskTime, ThreadStreams
 from parsim.graph.lower import lower

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """While active, counts every storage an operator of this thread makes, from its birth to its death.
 
-    `track` adds tensors made elsewhere (weights, buckets, receive buffers). Leaves out an operator's own scratch memory
-    and what the C library keeps.
+    `track` adds tensors made elsewhere (weights, buckets, receive buffers). `moments`: bytes alive right after each storage
+    that was made. Leaves out an operator's own scratch memory and what the C library keeps.
     """
 
     def __init__(self) -> None:
@@ -24,6 +24,7 @@ class LiveBytes(TorchDispatchMode):
         self._live: dict[int, int] = {}
         self.current_bytes = 0
         self.peak_bytes = 0
+        self.moments: list[int] = []
 
     def track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -34,6 +35,7 @@ class LiveBytes(TorchDispatchMode):
         self._live[key] = size
         self.current_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        self.moments.append(self.current_bytes)
         weakref.finalize(storage, self._release, key)
 
     def _release(self, key: int) -> None:

@@ -1,0 +1,210 @@
+"""How far is the predicted peak memory from the measured one?
+
+    python experiments/memory/run.py [--quick] [--models A,B] [--out DIR] [--json]
+
+Every model of the zoo small enough for this machine under many plans on two processes: one device, replicas, pipelines of both
+orders, shards, divided optimizer state, components placed by themselves. Predicted from the Model and the Plan alone;
+measured by counting the bytes of every live tensor, operator by operator, during one step of a real run. What no tensor
+accounts for (the process itself, gloo's scratch copies) is on neither side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from parsim.execute.job import Job, RunSpec
+from parsim.execute.launch import launch
+from parsim.execute.measurement import RankRecord
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.profile import load_profile
+from parsim.model.model import Model
+from parsim.model.spec import ModelSpec, load_model
+from parsim.plan.mesh import Mesh
+from parsim.plan.placement import BATCH, REPLICATE, Placement
+from parsim.plan.plan import Plan, Stage
+from parsim.schedule.problem import Problem
+from parsim.schedule.tensor import uniform_placements
+
+BATCH_SAMPLES = 32
+NOT_TENSORS = ("context", "communication")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model as it is cut. `tuned`: constants of the memory model were looked at with it, so it is not held out."""
+
+    spec: ModelSpec
+    granularity: str
+    dataset: str = "digits"
+    tuned: bool = False
+
+
+QUESTIONS = (
+    Question(ModelSpec(name="resnet_small"), "block", tuned=True),
+    Question(ModelSpec(name="vit_small"), "block", tuned=True),
+    Question(ModelSpec(name="vit_small"), "sublayer", tuned=True),
+    Question(ModelSpec(name="mlp", args=(("width", 768),)), "layer"),
+    Question(ModelSpec(name="vgg_small"), "layer"),
+    Question(ModelSpec(name="gpt_small"), "sublayer", "synthetic"),
+    Question(ModelSpec(name="bert_small"), "sublayer", "synthetic"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    label: str
+    plan: Plan
+    optimizer: str
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two models")
+    parser.add_argument("--models", help="some of them, by name")
+    parser.add_argument("--out", type=Path, default=Path("runs/memory"))
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    names = asked.models.split(",") if asked.models else None
+    questions = [question for question in QUESTIONS if names is None or question.spec.name in names]
+    rows = [row for question in questions[: 2 if asked.quick else None] for row in measure(question)]
+    asked.out.mkdir(parents=True, exist_ok=True)
+    with (asked.out / "memory.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, fieldnames=list(rows[0]))
+        table.writeheader()
+        table.writerows(rows)
+    if asked.json:
+        print(json.dumps(rows))
+        return
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    for kept, what in ((False, "held-out models"), (True, "models looked at")):
+        errors = [abs(float(row["error_percent"])) for row in rows if row["tuned"] is kept]
+        if errors:
+            worst, mean = max(errors), statistics.mean(errors)
+            print(f"{what}: {len(errors)} cases, mean |error| {mean:.2f}%, worst {worst:.2f}%")
+
+
+def measure(question: Question) -> Iterator[dict[str, Any]]:
+    """All plans of one model in one launch; per plan the rank whose error is largest."""
+    model = load_model(question.spec, granularity=question.granularity)
+    base = Problem(model=model, cluster=two_processes(), global_batch=BATCH_SAMPLES)
+    cases = list(plans(model))
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        model.save(folder / "model.json")
+        runs = tuple(
+            RunSpec(
+                name=f"case{number}",
+                model=question.spec,
+                model_path=str(folder / "model.json"),
+                plan=case.plan,
+                optimizer=case.optimizer,
+                learning_rate=1e-3,
+                dataset=question.dataset,
+            )
+            for number, case in enumerate(cases)
+        )
+        job = Job(output=text, mode="measure", runs=runs, steps=1, rounds=1, warmup_steps=1)
+        job.save(folder / "job.json")
+        launch(folder / "job.json", job.world_size, timeout_s=900)
+        for case, run in zip(cases, runs, strict=True):
+            problem = replace(base, optimizer=case.optimizer)
+            worst: dict[str, Any] = {}
+            for entry in problem.memory(case.plan):
+                predicted = sum(size for name, size in entry.lines if name not in NOT_TENSORS)
+                measured = RankRecord.load(folder / run.name, entry.rank).peak_bytes
+                error = 100 * (predicted - measured) / measured
+                if not worst or abs(error) > abs(worst["error_percent"]):
+                    largest = max((line for line in entry.lines if line[0] not in NOT_TENSORS), key=lambda line: line[1])
+                    worst = {
+                        "rank": entry.rank,
+                        "predicted_bytes": predicted,
+                        "measured_bytes": measured,
+                        "error_percent": round(error, 2),
+                        "largest_line": largest[0],
+                    }
+            yield {
+                "model": question.spec.name,
+                "granularity": question.granularity,
+                "tuned": question.tuned,
+                "case": case.label,
+                "optimizer": case.optimizer,
+                **worst,
+            }
+
+
+def two_processes() -> Cluster:
+    """Two CPU devices over gloo: no allocator rounds, and no library keeps a workspace that is a tensor."""
+    cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), 2)
+    communication = cluster.profile.communication.model_copy(update={"backend": "gloo", "uses_cores": True})
+    devices = tuple(replace(device, type=replace(device.type, kind="cpu", context_bytes=0)) for device in cluster.devices)
+    return replace(cluster, devices=devices, profile=cluster.profile.model_copy(update={"communication": communication}))
+
+
+def plans(model: Model) -> Iterator[Case]:
+    """Named plans over two devices that the model allows. Which rules cut it is decided by the prices of two V100s."""
+    yield Case("single", staged(model, Mesh()), "sgd_momentum")
+    yield Case("single, 4 microbatches", staged(model, Mesh(), microbatches=4), "adam")
+    yield Case("dp", staged(model, Mesh(dp=2)), "sgd_momentum")
+    yield Case("dp, 4 microbatches", staged(model, Mesh(dp=2), microbatches=4), "adamw")
+    yield Case("dp, zero 1", staged(model, Mesh(dp=2), zero_stage=1), "adam")
+    for order in ("gpipe", "1f1b"):
+        yield Case(f"pp {order}", staged(model, Mesh(pp=2), microbatches=4, order=order), "sgd_momentum")
+    yield Case("pp 1f1b, 8 microbatches", staged(model, Mesh(pp=2), microbatches=8), "adam")
+    yield Case("replicated", staged(model, Mesh(tp=2), placements=dict.fromkeys(names_of(model), REPLICATE)), "sgd")
+    if any(component.shardings for component in model.components):
+        priced = Problem(model=model, cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 2), global_batch=BATCH_SAMPLES)
+        cut = uniform_placements(priced, Mesh(tp=2))
+        yield Case("tp", staged(model, Mesh(tp=2), placements=cut), "sgd_momentum")
+        yield Case("tp, 2 microbatches", staged(model, Mesh(tp=2), microbatches=2, placements=cut), "adam")
+        every_other = {name: placement if number % 2 else BATCH for number, (name, placement) in enumerate(cut.items())}
+        yield Case("batch and shards in turn", staged(model, Mesh(tp=2), placements=every_other), "adam")
+        yield Case("the same, zero 1", staged(model, Mesh(tp=2), placements=every_other, zero_stage=1), "adam")
+
+
+def names_of(model: Model) -> list[str]:
+    return [component.name for component in model.components]
+
+
+def staged(
+    model: Model,
+    mesh: Mesh,
+    *,
+    microbatches: int = 1,
+    order: str = "1f1b",
+    zero_stage: int = 0,
+    placements: dict[str, Placement] | None = None,
+) -> Plan:
+    """Stages of as equal a number of components as can be."""
+    names = names_of(model)
+    cuts = [round(number * len(names) / mesh.pp) for number in range(mesh.pp + 1)]
+    stages = tuple(
+        Stage(
+            components=tuple(names[first:last]),
+            ranks=mesh.stage_ranks(number),
+            placements=tuple((placements or {}).get(name, BATCH) for name in names[first:last]) if mesh.tp > 1 else (),
+        )
+        for number, (first, last) in enumerate(zip(cuts[:-1], cuts[1:], strict=True))
+    )
+    return Plan(
+        strategy="custom",
+        mesh=mesh,
+        stages=stages,
+        global_batch=BATCH_SAMPLES,
+        microbatches=microbatches,
+        pipeline_order=order,
+        zero_stage=zero_stage,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""What is alive while a component runs backward, beyond what it had saved: counted on fake tensors, operator by operator.
+
+The backward runs as in the executor: the outputs' gradients are held until it ends, the inputs' are handed over, those of
+parameters are added to what is there. Every moment's bytes are linear in the batch; kept are the moments that can be the
+largest for some batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from parsim.model.autograd_cut import Saved, backward_component, enter
+from parsim.model.live_memory import LiveBytes
+from parsim.model.runnable import Program, TensorKind, run_op
+
+Peaks = tuple[tuple[int, int], ...]
+"""(bytes per sample, fixed bytes) of moments."""
+
+
+def backward_peaks(small: tuple[Program, FakeTensorMode, int], large: tuple[Program, FakeTensorMode, int]) -> Peaks:
+    """Of one component as recorded at two batches: (program, its fake mode, samples) each.
+
+    Empty where it has no backward, or where the two backwards differ in more than the batch.
+    """
+    one, other = (_alive_bytes(program, fakes) for program, fakes, _ in (small, large))
+    if len(one) != len(other):
+        return ()
+    step = large[2] - small[2]
+    moments = {((more - less) // step, less - (more - less) // step * small[2]) for less, more in zip(one, other, strict=True)}
+    return upper_envelope(moments)
+
+
+def upper_envelope(moments: set[tuple[int, int]]) -> Peaks:
+    """Those (rate, fixed) that are the largest `rate * samples + fixed` for some number of samples >= 1."""
+    best: list[tuple[int, int]] = []
+    for rate, fixed in sorted(moments):
+        while best and best[-1][1] <= fixed:
+            best.pop()
+        while len(best) > 1 and not _needed(best[-2], best[-1], (rate, fixed)):
+            best.pop()
+        best.append((rate, fixed))
+    while len(best) > 1 and sum(best[0]) <= sum(best[1]):
+        best.pop(0)
+    return tuple(best)
+
+
+def _needed(low: tuple[int, int], middle: tuple[int, int], high: tuple[int, int]) -> bool:
+    """Whether the middle line rises above both others somewhere; slopes ascend, intercepts descend."""
+    return (middle[1] - low[1]) * (high[0] - low[0]) > (high[1] - low[1]) * (middle[0] - low[0])
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    """As if it had been added in place to what is there. (Of fake tensors torch adds out of place.)"""
+    parameter.grad = None
+
+
+def _alive_bytes(program: Program, fakes: FakeTensorMode) -> list[int]:
+    """Bytes alive beyond the saved ones after every storage that the backward makes."""
+    environment: list[Any] = [None] * program.slots
+    with fakes, torch.enable_grad():
+        entries = []
+        for _, slot, differentiable in program.inputs:
+            value = _like(program.tensors[slot])
+            cut, entry = enter(value) if differentiable else (value, None)
+            environment[slot] = cut
+            entries.append(entry)
+        for key, slot in program.state:
+            value = _like(program.tensors[slot])
+            if key.kind == "parameter" and program.tensors[slot].differentiable:
+                value.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+            environment[slot] = value
+        for constant, slot in program.constants:
+            environment[slot] = constant
+        with LiveBytes() as live:
+            for op in program.ops:
+                run_op(op, environment)
+            outputs = [environment[slot] for _, slot, _ in program.outputs]
+            edges = tuple(
+                torch.autograd.graph.get_gradient_edge(value) if isinstance(value, Tensor) and value.requires_grad else None
+                for value in outputs
+            )
+            shapes = [(value.shape, value.dtype) for value in outputs]
+            del outputs, environment
+            if not any(edges):
+                return []
+            saved = live.current_bytes
+            live.moments = []
+            gradients = [
+                None if edge is None else torch.ones(shape, dtype=dtype)
+                for edge, (shape, dtype) in zip(edges, shapes, strict=True)
+            ]
+            backward_component(Saved(tuple(entries), edges), gradients)
+            return [moment - saved for moment in live.moments]
+
+
+def _like(kind: TensorKind) -> Tensor:
+    """A new tensor of that shape and memory order."""
+    order: Sequence[int] = sorted(range(len(kind.shape)), key=lambda dim: -kind.stride[dim])
+    tensor = torch.empty([kind.shape[dim] for dim in order], dtype=kind.dtype)
+    return tensor.permute([list(order).index(dim) for dim in range(len(kind.shape))])
