@@ -134,8 +134,11 @@ class _Shape:
     def __init__(self, part: Part, arrival: frozenset[Resource]) -> None:
         self.part = part
         self.tasks = part.graph.tasks
-        self.queued = [tuple(resource for resource in task.resources if resource not in arrival) for task in self.tasks]
-        self.counter = [next((resource for resource in task.resources if resource in arrival), None) for task in self.tasks]
+        self.queued = [task.resources for task in self.tasks]
+        self.counter: list[Resource | None] = [None] * len(self.tasks)
+        for task in self.tasks if arrival else ():
+            self.queued[task.index] = tuple(resource for resource in task.resources if resource not in arrival)
+            self.counter[task.index] = next((resource for resource in task.resources if resource in arrival), None)
         self.blockers = [
             len(set(task.dependencies)) + len(queued) for task, queued in zip(self.tasks, self.queued, strict=True)
         ]
@@ -226,7 +229,7 @@ class _Run:
         if key is None:
             return
         number, task = key
-        step = self._open(number)
+        step = self._steps.get(number) or self._open(number)
         step.blockers[task] -= 1
         if step.blockers[task]:
             return
