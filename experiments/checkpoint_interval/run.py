@@ -178,7 +178,7 @@ def row(case: Case, draws: int, seed: int) -> dict[str, object]:
 
 
 def candidates(young: float, daly: float, work_s: float, mtbf_s: float) -> Sequence[float]:
-    """Three per doubling from a quarter to four times Daly's interval, the formulas' own, and a short run's halves, thirds ...."""
+    """Three per doubling from a quarter to four times Daly's interval, the formulas' own, and parts of a short run."""
     grid = [daly * 2 ** (power / 3) for power in range(-6, 7)]
     parts = [work_s / count for count in range(1, 9) if work_s / count < 8 * daly]
     every = (*grid, young, daly, *parts, 0.49 * work_s)
