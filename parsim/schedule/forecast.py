@@ -12,7 +12,7 @@ from parsim.analyze.breakdown import breakdown
 from parsim.costs.estimate import OverlapFactors
 from parsim.costs.memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
 from parsim.costs.uncertainty import medians_s, sample_durations_s
-from parsim.errors import ScenarioError
+from parsim.errors import ScenarioError, StandstillError
 from parsim.schedule.evaluate import REPEATED_STEPS, SEED, Evaluation
 from parsim.schedule.problem import Problem
 from parsim.simulate import dynamic, static
@@ -93,7 +93,7 @@ class Played:
         return tuple(found)
 
     def _slowdown(self, now: Scenario) -> float:
-        """The mean step under unchanging conditions over that of the quiet machine, both by the same engine and repeats."""
+        """The mean step under unchanging conditions over that of the quiet machine; inf: it stands still."""
         compiled, columns = self.evaluation.compiled, self.evaluation.compiled.columns
         jitter, asynchronous = self.scenario.jitter, self.scenario.asynchronous
         varied = bool(jitter.compute_sigma or jitter.communication_sigma)
@@ -108,7 +108,12 @@ class Played:
         if conditions is None and not varied:
             return 1.0
         program = TrainingProgram(parts=(Part(graph=columns.graph, durations_s=rows, repeats=steps),))
-        done = dynamic.run_program(program, overlap=self._overlap, conditions=conditions)
+        try:
+            done = dynamic.run_program(program, overlap=self._overlap, conditions=conditions)
+        except StandstillError:
+            if self.scenario.at(np.inf) == now:
+                raise
+            return np.inf
         return float(done.makespan_s / steps / quiet_s)
 
     def training(self, run: Run) -> Training:

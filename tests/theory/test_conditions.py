@@ -23,7 +23,7 @@ from parsim.simulate.conditions import Conditions, conditions_for, jittered_s
 from parsim.simulate.flows import flow_of
 from parsim.simulate.scenario import Jitter, LinkChange, Scenario, Straggler, parse_scenario
 from parsim.timeline import Timeline
-from parsim.work import Collective, SendRecv
+from parsim.work import Collective, SendRecv, is_communication
 
 DGX = cluster_from_profile(load_profile("dgx1-v100-32gb"), 8)
 PAIR = cluster_from_profile(load_profile("dgx1-v100-32gb"), nodes=2, network="infiniband-100g")
@@ -212,6 +212,49 @@ def test_a_step_that_begins_later_meets_the_later_conditions() -> None:
     for start_s, wanted in ((0.0, 3.0), (3600.0, 5.0), (3599.0, 4.0)):
         conditions = conditions_for(scenario, columns_of(TWO_RANKS), DGX, start_s=start_s)
         assert dynamic.simulate(TWO_RANKS, [2.0, 2.0, 1.0], conditions=conditions).makespan_s == wanted
+
+
+def test_stragglers_for_good_are_longer_durations() -> None:
+    """Bitwise: a computation or a load takes the factor of the slowest rank it runs on, communication what it took."""
+    factors = (1.0, 1.5, 2.0, 1.25, 3.0, 1.0)
+    conditions = Conditions(stragglers=tuple(Straggler(rank=rank, factor=factor) for rank, factor in enumerate(factors)))
+    for seed in range(200):
+        random = Random(seed)
+        graph = random_graph(random, most_ranks=6)
+        durations = random_durations_s(random, len(graph.tasks), on_grid=seed % 2 == 0)
+        longer = [
+            seconds if is_communication(task.work) else seconds * max(factors[rank] for rank in task.ranks)
+            for task, seconds in zip(graph.tasks, durations, strict=True)
+        ]
+        assert_same(static.simulate(graph, longer), dynamic.simulate(graph, durations, conditions=conditions))
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.125, 4.0])
+def test_slow_links_for_good_are_longer_transfers(factor: float) -> None:
+    """Latency as it was, bytes over the factor, on random graphs with durations as the cluster prices them."""
+    slowed = 0
+    for seed in range(60):
+        random = Random(seed)
+        graph = random_graph(random, most_ranks=6)
+        columns = columns_of(graph)
+        durations, longer = [], []
+        for task in graph.tasks:
+            if isinstance(task.work, Collective):
+                alone = estimate_collective(task.work, DGX).median_s
+            elif isinstance(task.work, SendRecv):
+                alone = estimate_send_recv(task.work, DGX).median_s
+            else:
+                alone = random.uniform(0, 1e-4)
+            flow = flow_of(task.work, DGX) if isinstance(task.work, Collective | SendRecv) else None
+            moved = 0.0 if flow is None else flow.transfer_s
+            durations.append(alone)
+            longer.append(alone - moved + moved / factor)
+        change = LinkChange(bandwidth_factor=factor)
+        conditions = conditions_for(Scenario(links=(change,)), columns, DGX)
+        got = dynamic.simulate(graph, durations, conditions=conditions)
+        np.testing.assert_allclose(got.end_s, static.simulate(graph, longer).end_s, rtol=1e-9)
+        slowed += got.makespan_s != static.simulate(graph, durations).makespan_s
+    assert slowed > 20, "too few of the graphs send anything that matters"
 
 
 @pytest.mark.parametrize("distribution", ["lognormal", "gamma", "uniform"])

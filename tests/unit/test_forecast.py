@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,8 @@ import pytest
 
 from parsim.cli import main
 from parsim.errors import ScenarioError
+from parsim.report.scenario_tables import states_table
+from parsim.report.tables import to_text
 from parsim.schedule.evaluate import evaluate
 from parsim.schedule.forecast import Played
 from parsim.simulate.scenario import Scenario, parse_scenario
@@ -48,6 +50,18 @@ def test_a_slow_link_slows_the_plan_that_uses_it() -> None:
     assert slow > 1.2
     pipeline = Played(problem=PROBLEM, evaluation=evaluate(PROBLEM, HP, samples=0), scenario=parse_scenario(text))
     assert pipeline.states[0].slowdown != slow
+
+
+def test_a_link_that_is_down_for_a_while_stops_the_run_for_that_while() -> None:
+    text = '[[links]]\nbetween = ["gpu0", "gpu3"]\nbandwidth_factor = 0.0\nfrom_s = 10.0\nuntil_s = 1010.0\n'
+    down = played(text + RUN)
+    assert [state.slowdown for state in down.states] == [1.0, np.inf, 1.0]
+    quiet = played(RUN).whole_run(1).whole.total_s
+    np.testing.assert_allclose(down.whole_run(1).whole.total_s, quiet + 1000.0, rtol=1e-9)
+    shown = to_text(states_table([asdict(state) for state in down.states]))
+    assert "stands still" in shown
+    with pytest.raises(ScenarioError, match="never ends: bandwidth_factor = 0 on gpu0-gpu3"):
+        _ = played(text.replace("until_s = 1010.0", "")).states
 
 
 def test_jitter_costs_what_waiting_for_the_slowest_costs() -> None:
