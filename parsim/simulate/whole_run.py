@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,7 +157,7 @@ class _Tables:
         return held
 
 
-def _running(values: Floats) -> Floats:
+def _running(values: NDArray[Any]) -> Floats:
     """float64 [n + 1]: the sum of all before."""
     sums = np.zeros(len(values) + 1)
     np.cumsum(values, out=sums[1:])

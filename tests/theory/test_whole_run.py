@@ -120,7 +120,7 @@ def walk(made: Course, step_s: float, start_s: float, failures: Failures) -> tup
     place, written, since = 0, 0, now
     while place < len(pieces):
         seconds, block = pieces[place]
-        if times and now < times[0] < now + seconds:
+        if times and now <= times[0] < now + seconds:
             now = times.pop(0)
             count += 1
             lost += now - since
@@ -145,7 +145,7 @@ def walk(made: Course, step_s: float, start_s: float, failures: Failures) -> tup
 def test_jumps_equal_a_walk_step_by_step(
     epochs: int, steps: int, interval: int | None, times: list[float], restart_s: int, start_s: int
 ) -> None:
-    """Everything happens at whole seconds and failures between them, so nothing hangs on who is first in an instant."""
+    """Halves of seconds are exact, so ties are real: what ends in the instant of a failure has ended."""
     run = Run(epochs=epochs, samples_per_epoch=1, epoch_start_s=1.0, evaluate_every_epochs=2)
     made = course_of(run, steps_per_epoch=steps, interval_steps=interval, checkpoint_s=2.0, evaluation_s=3.0)
     failures = failing_at(*times, restart_s=restart_s)
