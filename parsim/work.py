@@ -90,7 +90,22 @@ class LoadBatch:
     size_bytes: int
 
 
-Work = Compute | OptimizerStep | Collective | SendRecv | LoadBatch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """Local weight maths: w <- sum_j c_j w_j over `copies` >= 1 arrays of `elements` scalars each, the rank's own among them.
+
+    Averaging, the sum over neighbours of gossip, and merging into a global model are all this.
+    """
+
+    elements: int
+    copies: int
+
+    def __post_init__(self) -> None:
+        if self.elements < 0 or self.copies < 1:
+            raise GraphError(f"a mix needs elements >= 0 and copies >= 1, got {self.elements} and {self.copies}")
+
+
+Work = Compute | OptimizerStep | Collective | SendRecv | LoadBatch | Mix
 
 
 def is_communication(work: Work) -> bool:
@@ -99,7 +114,7 @@ def is_communication(work: Work) -> bool:
 
 
 def kind_of(work: Work) -> str:
-    """The task kind used in comparisons and reports: forward, backward, optimizer, all_reduce, send_recv, load."""
+    """The task kind used in comparisons and reports: forward, backward, optimizer, all_reduce, send_recv, load, mix."""
     match work:
         case Compute():
             return work.phase.value
@@ -111,3 +126,5 @@ def kind_of(work: Work) -> str:
             return "send_recv"
         case LoadBatch():
             return "load"
+        case Mix():
+            return "mix"

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from parsim.algorithms.graphs import mixing_graph
+from parsim.algorithms.program import simulate_program
 from parsim.algorithms.programs import TickModules, tick_durations_s, tick_program
 from parsim.algorithms.staleness import ModuleTimes, balanced_speedup, decoupling, stage_seconds
-from parsim.simulate import static
 from parsim.virtual.agent import TickRule, cut_sequential
 from parsim.virtual.problems import Problem, load_problem, perceptron
 from parsim.virtual.ticks import TickEngine
@@ -136,15 +136,15 @@ def accuracy_table(seeds: int, epochs: int) -> list[dict[str, Any]]:
 
 
 def simulated_epoch_s(schedule: str, replay: bool, times: ModuleTimes, count: int) -> float:
-    """The makespan of a whole epoch's task graph in the static engine, without communication."""
+    """The makespan of a whole epoch's task graph in the static engine, full ticks repeated, without communication."""
     modules = TickModules(
         names=tuple(f"module{k + 1}" for k in range(times.modules)),
         elements=(1,) * times.modules,
         boundary_bytes=(1,) * (times.modules - 1),
         samples=128,
     )
-    graph = tick_program(schedule, modules, count, replay=replay)
-    return static.simulate(graph, tick_durations_s(graph, modules, times)).makespan_s
+    program = tick_program(schedule, modules, count, replay=replay)
+    return simulate_program(program, lambda part, t: tick_durations_s(part.graph, modules, times)).makespan_s
 
 
 def common_overhead(simulated: Sequence[float], printed: Sequence[float]) -> float:

@@ -1,10 +1,13 @@
-"""Decoupled backpropagation as a task graph: the ticks of `staleness`, written in the vocabulary every engine reads.
+"""Decoupled backpropagation as a program: the ticks of `staleness`, written in the vocabulary every engine reads.
 
 S groups of K modules; agent (s, k) is rank s*K + k-1. Per tick an agent forwards, backwards (both read the weights of the
 tick's beginning), averages its gradients with its peers and updates. With a barrier every tick waits for the exchange of the
 one before, as the published implementations do; without, an agent goes on as soon as its own inputs are there, and transfers
 hide behind computation. Where one tick forwards through all modules (ddg), its delayed backwards begin when the last forward
 has ended.
+
+An epoch is three parts: the ticks that fill the modules, one full tick with as many repeats as there are, the ticks that drain.
+What a tick hands to the next (activations, gradients, the barrier) is carried from repeat to repeat.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.algorithms.program import Part, Program
 from parsim.algorithms.staleness import Decoupling, ModuleTimes, decoupling
 from parsim.errors import AlgorithmError
 from parsim.graph.task import COMPUTE, Origin, Resource, Task
@@ -47,8 +51,8 @@ class TickModules:
 
 def tick_program(
     schedule: str, modules: TickModules, batches: int, *, groups: int = 1, replay: bool = False, barrier: bool = True
-) -> TaskGraph:
-    """All ticks of `batches` batches per group, drained at the end.
+) -> Program:
+    """All ticks of `batches` batches per group, drained at the end. A repeated task's microbatch is that of its first tick.
 
     Args:
         schedule: a row of DECOUPLINGS. replay: a delayed backward repeats its forward first (fr is ddg with replay).
@@ -58,14 +62,24 @@ def tick_program(
     """
     if batches < 1 or groups < 1:
         raise AlgorithmError(f"a program needs batches >= 1 and groups >= 1, got {batches} and {groups}")
-    draft = _Draft(modules, decoupling(schedule), batches, groups, replay, barrier)
-    for tick in range(batches + draft.schedule.span(draft.count)):
-        draft.tick(tick)
-    return TaskGraph(tasks=tuple(draft.tasks), world_size=groups * draft.count)
+    row = decoupling(schedule)
+    span = row.span(len(modules.names))
+    full = max(0, batches - span)
+    spans = [(range(span), 1), (range(span, span + 1), full), (range(batches, batches + span), 1)]
+    if full == 0:
+        spans = [(range(batches + span), 1)]
+    parts = []
+    for ticks, repeat in spans:
+        if ticks and repeat:
+            draft = _Draft(modules, row, batches, groups, replay, barrier)
+            for tick in ticks:
+                draft.tick(tick)
+            parts.append(draft.part(repeat))
+    return Program(parts=tuple(parts))
 
 
 def tick_durations_s(graph: TaskGraph, modules: TickModules, times: ModuleTimes) -> NDArray[np.float64]:
-    """Seconds of every task: compute by `times`, each transfer transfer_s, each all_reduce reduce_s, updates none."""
+    """Seconds of every task of a part's graph: compute by `times`, transfers transfer_s, all_reduces reduce_s, updates none."""
     place = {name: number for number, name in enumerate(modules.names)}
 
     def seconds(work: Work) -> float:
@@ -86,7 +100,10 @@ def tick_durations_s(graph: TaskGraph, modules: TickModules, times: ModuleTimes)
 
 @dataclass(slots=True)
 class _Draft:
-    """The program so far, and which task made each value: keys (group, k, batch), k of the module that reads it."""
+    """A part so far, and which task made each value: keys (group, k, batch), k of the module that reads it.
+
+    What the part needs and has not made was left by the tick before it.
+    """
 
     modules: TickModules
     schedule: Decoupling
@@ -94,7 +111,8 @@ class _Draft:
     groups: int
     replay: bool
     barrier: bool
-    before: tuple[int, ...] = ()
+    before: tuple[int, ...] | None = None
+    reads: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tasks: list[Task] = field(default_factory=list)
     values: dict[tuple[int, int, int], int] = field(default_factory=dict)
     gradients: dict[tuple[int, int, int], int] = field(default_factory=dict)
@@ -102,6 +120,19 @@ class _Draft:
     @property
     def count(self) -> int:
         return len(self.modules.names)
+
+    def part(self, repeat: int) -> Part:
+        graph = TaskGraph(tasks=tuple(self.tasks), world_size=self.groups * self.count)
+        makes: dict[str, tuple[int, ...]] = {} if self.before is None else {"barrier": self.before}
+        for what, made in (("value", self.values), ("gradient", self.gradients)):
+            for (group, k, _), task in made.items():
+                if _name(what, group, k) in makes:
+                    raise AlgorithmError(
+                        f"schedule {self.schedule.name} keeps two batches waiting for module {k}; a tick hands over one: let "
+                        "neighbouring modules work on a batch at most one tick apart"
+                    )
+                makes[_name(what, group, k)] = (task,)
+        return Part(graph=graph, repeat=repeat, makes=makes, reads=self.reads)
 
     def tick(self, tick: int) -> None:
         first = len(self.tasks)
@@ -121,8 +152,8 @@ class _Draft:
             return []
         made = []
         for group in range(self.groups):
-            needs = [self.values.pop((group, k, batch))] if k > 1 else []
-            made.append(self._compute(group, k, batch, Phase.FORWARD, needs))
+            needs, left = self._taken("value", self.values, (group, k, batch)) if k > 1 else ([], [])
+            made.append(self._compute(group, k, batch, Phase.FORWARD, needs, left))
             if k < self.count:
                 self.values[group, k + 1, batch] = self._send(group, k, k + 1, batch, made[-1])
         return made
@@ -134,12 +165,12 @@ class _Draft:
             return False
         delayed = self.schedule.delay(k, self.count) > 0
         for group in range(self.groups):
-            needs = [self.gradients.pop((group, k, batch))] if k < self.count else []
+            needs, left = self._taken("gradient", self.gradients, (group, k, batch)) if k < self.count else ([], [])
             if delayed:
                 needs += after
             if self.replay and delayed:
-                self._compute(group, k, batch, Phase.FORWARD, after)
-            made = self._compute(group, k, batch, Phase.BACKWARD, needs)
+                self._compute(group, k, batch, Phase.FORWARD, after, [])
+            made = self._compute(group, k, batch, Phase.BACKWARD, needs, left)
             if k > 1:
                 self.gradients[group, k - 1, batch] = self._send(group, k, k - 1, batch, made)
         return True
@@ -164,11 +195,19 @@ class _Draft:
             if isinstance(task.work, Compute) and task.work.phase is Phase.BACKWARD and task.ranks == (rank,)
         )
 
-    def _compute(self, group: int, k: int, batch: int, phase: Phase, needs: Sequence[int]) -> int:
+    @staticmethod
+    def _taken(what: str, made: dict[tuple[int, int, int], int], key: tuple[int, int, int]) -> tuple[list[int], list[str]]:
+        """The task that made a value, or the name under which the tick before left it."""
+        return ([made.pop(key)], []) if key in made else ([], [_name(what, key[0], key[1])])
+
+    def _compute(self, group: int, k: int, batch: int, phase: Phase, needs: Sequence[int], left: Sequence[str]) -> int:
         name = self.modules.names[k - 1]
         work = Compute(component=name, phase=phase, samples=self.modules.samples)
         origin = Origin(stage=k - 1, replica=group, component=name, microbatch=batch)
-        return self._add(work, [Resource(group * self.count + k - 1, COMPUTE)], [*needs, *self.before], origin)
+        index = self._add(work, [Resource(group * self.count + k - 1, COMPUTE)], [*needs, *(self.before or ())], origin)
+        for name in (*left, *(["barrier"] if self.barrier and self.before is None else ())):
+            self.reads[name] = (*self.reads.get(name, ()), index)
+        return index
 
     def _send(self, group: int, k: int, to: int, batch: int, made: int) -> int:
         source, target = group * self.count + k - 1, group * self.count + to - 1
@@ -182,3 +221,8 @@ class _Draft:
         index = len(self.tasks)
         self.tasks.append(Task(index=index, work=work, resources=tuple(resources), dependencies=tuple(needs), origin=origin))
         return index
+
+
+def _name(what: str, group: int, k: int) -> str:
+    """Of a value that one tick leaves to the next."""
+    return f"{what} {group} {k}"

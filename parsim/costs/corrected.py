@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from parsim.costs.estimate import Estimate
 from parsim.errors import CostError
-from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
+from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 
 
 class ComputeClass(NamedTuple):
@@ -55,7 +55,7 @@ def class_of(work: Work, rank: int) -> WorkClass | None:
     match work:
         case Compute():
             return ComputeClass(rank, work.component, work.phase)
-        case OptimizerStep():
+        case OptimizerStep() | Mix():
             return ComputeClass(rank, "", Phase.OPTIMIZER)
         case Collective():
             return CommunicationClass(work.operation, tuple(sorted(work.group)))

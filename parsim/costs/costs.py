@@ -16,10 +16,10 @@ from parsim.hardware.profile import ComponentPoint
 from parsim.hardware.topology import device_name
 from parsim.model.component import Component
 from parsim.model.model import Model
-from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
+from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 
 LOAD_SIGMA = 0.25
-"""Assumed relative spread of a batch's copy: it is priced by bandwidth, not measured."""
+"""Assumed relative spread of a batch's copy and of mixing: they are priced by bandwidth, not measured."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Costs:
                 estimate = estimate_optimizer(
                     work, self.optimizer, self._device(rank), self.cluster.profile, self.precision, self.ranks_active
                 )
+            case Mix():
+                estimate = estimate_mix(work, self._device(rank))
             case Collective():
                 return estimate_collective(work, self.cluster)
             case SendRecv():
@@ -149,6 +151,20 @@ def with_host_overhead(estimate: Estimate, cluster: Cluster) -> Estimate:
         repeat_sigma=estimate.repeat_sigma,
         detail=estimate.detail,
         extrapolated=estimate.extrapolated,
+    )
+
+
+def estimate_mix(work: Mix, device: Device) -> Estimate:
+    """A weighted sum of arrays in one pass, at the memory bandwidth: every array read and the sum written, 4 bytes per element.
+
+    Leaves out the launch, and that few kernels reach the published bandwidth.
+    """
+    size_bytes = 4 * (work.copies + 1) * work.elements
+    return Estimate(
+        median_s=size_bytes / device.type.memory_bandwidth_bytes_per_s,
+        source="published",
+        parameters=(("mix", LOAD_SIGMA),),
+        detail=f"{work.copies + 1} accesses of 4 bytes per element over the memory bandwidth, not measured",
     )
 
 

@@ -117,15 +117,22 @@ def transfer_pace(
     own = loads[0]
     seconds = max(total[key] / capacity for key, (_, capacity) in own.items())
     (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
-    shapes = cluster.nodes.shapes
     if source == destination:
-        names = shapes[source].devices
-        return seconds, busiest_seconds_per_byte(shapes[source].topology, link_kind, [(names[a], names[b], 1.0)])[1], 0.0
+        shape = cluster.nodes.shapes[source]
+        flow = (shape.devices[a], shape.devices[b], 1.0)
+        return seconds, busiest_seconds_per_byte(shape.topology, link_kind, [flow])[1], 0.0
+    return seconds, False, hop_latency_s(cluster, pair)
+
+
+def hop_latency_s(cluster: Cluster, pair: tuple[int, int]) -> float:
+    """Latency of the links between the nodes of two ranks: both cards, and the uplinks where their leaves differ."""
+    (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
+    shapes = cluster.nodes.shapes
     latency = port_of(shapes[source], a).latency_s + port_of(shapes[destination], b).latency_s
     leaves = cluster.nodes.leaf[source], cluster.nodes.leaf[destination]
     if leaves[0] != leaves[1]:
         latency += sum(cluster.nodes.leaves[leaf].uplink_latency_s for leaf in leaves)
-    return seconds, False, latency
+    return latency
 
 
 def transfer_loads(cluster: Cluster, link_kind: str, pair: tuple[int, int]) -> dict[tuple[object, object], tuple[float, float]]:

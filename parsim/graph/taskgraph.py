@@ -15,7 +15,7 @@ from typing import Any
 from parsim.errors import GraphError, PlanError
 from parsim.graph.task import Origin, Resource, Task, parse_resource
 from parsim.plan.layout import parse_hop, parse_layout
-from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
+from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +101,11 @@ def _(work: LoadBatch) -> str:
     return f"load x{work.samples} {work.size_bytes} B"
 
 
+@work_text.register
+def _(work: Mix) -> str:
+    return f"mix {work.elements} elements of {work.copies}"
+
+
 def parse_work(text: str) -> Work:
     """Inverse of `work_text`."""
     if match := re.fullmatch(r"optimizer (\d+) elements in (\d+)", text):
@@ -110,6 +115,8 @@ def parse_work(text: str) -> Work:
         return Compute(phase=Phase(phase), component=component, samples=int(samples), rule=rule or "", ways=int(ways or 1))
     if match := re.fullmatch(r"send_recv (\d+) B (\d+)>(\d+)", text):
         return SendRecv(size_bytes=int(match[1]), source=int(match[2]), destination=int(match[3]))
+    if match := re.fullmatch(r"mix (\d+) elements of (\d+)", text):
+        return Mix(elements=int(match[1]), copies=int(match[2]))
     if match := re.fullmatch(r"load x(\d+) (\d+) B", text):
         return LoadBatch(samples=int(match[1]), size_bytes=int(match[2]))
     if match := re.fullmatch(r"(\w+) (\d+) B over ([\d,]+)", text):

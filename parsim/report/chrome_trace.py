@@ -22,7 +22,7 @@ from parsim.files import write_text_atomically
 from parsim.graph.task import COMPUTE, HOST, Task, parse_resource
 from parsim.graph.taskgraph import TaskGraph, work_text
 from parsim.timeline import Span, Timeline
-from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, SendRecv, kind_of
+from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, kind_of
 
 
 def task_label(task: Task) -> str:
@@ -42,6 +42,8 @@ def task_label(task: Task) -> str:
             return f"{work.operation}{bucket}"
         case LoadBatch():
             return f"load{microbatch}"
+        case Mix() as work:
+            return f"mix of {work.copies}"
 
 
 def chrome_trace(graph: TaskGraph, timelines: Mapping[str, Timeline]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ KIND_COLOURS = {
     "reduce_scatter": "#8C510A",
     "all_to_all": "#882255",
     "broadcast": "#661100",
+    "mix": "#44AA99",
 }
 CATEGORY_COLOURS = {
     "compute_s": BLUE,

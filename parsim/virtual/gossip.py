@@ -208,6 +208,7 @@ class _Training:
             self.replicas = self.replicas.local_steps(samples.reshape(1, 1, -1))
             self.clock = self.clock.round("all_reduce", seconds, matrix != 0, self.exchange_s(matrix))
             self.sent_bytes += 2.0 * (len(matrix) - 1) / len(matrix) * self.training.weight_bytes
+            self._record(self.replicas, distances)
             self.exchanges += 1
             return len(matrix) - 1
         before = self.replicas
@@ -224,7 +225,10 @@ class _Training:
         return sent
 
     def _record(self, stepped: Replicas, distances: list[tuple[float, float]]) -> None:
-        """Distances that Ada's closed loop and DBench look at, where one of them is there."""
+        """Distances that Ada's closed loop and DBench look at, where one of them is there.
+
+        Centralised replicas are n equal copies of the one that is kept.
+        """
         wanted = self.recording is not None and self.exchanges % self.recording.every == 0
         closed_loop = isinstance(self.rule.graph, Ada) and self.rule.graph.kind == "closed_loop"
         if not (wanted or closed_loop):
@@ -232,7 +236,8 @@ class _Training:
         distance = (stepped.consensus(), self.replicas.consensus())
         distances.append(distance)
         if wanted:
-            self.recorded.append((self.exchanges, stepped.norms(), *distance))
+            copies = self.partition.workers // len(stepped)
+            self.recorded.append((self.exchanges, stepped.norms().repeat(copies, axis=0), *distance))
 
     def profile(self) -> Profile:
         rounds, norms, before, after = zip(*self.recorded, strict=True)

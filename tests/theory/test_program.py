@@ -1,170 +1,121 @@
-"""Programs: repeats without unrolling, what steps carry over, and resources that serve by arrival, whose record replays."""
+"""Programs of repeated parts against the same run unrolled into one graph, in both engines; what recurs is not simulated."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import GRID_S, random_graph
+from strategies import random_graph
 
-from parsim.algorithms.arrivals import merge_events
-from parsim.costs.estimate import OverlapFactors
-from parsim.errors import GraphError
+from parsim.algorithms.program import Part, Program, simulate_program, unrolled
+from parsim.errors import AlgorithmError
 from parsim.graph.task import COMPUTE, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.simulate import dynamic, static
-from parsim.simulate.conditions import Conditions
-from parsim.simulate.program import Part, TrainingProgram, unrolled
-from parsim.simulate.scenario import Straggler
-from parsim.work import Compute, OptimizerStep, Phase
+from parsim.work import Compute, Phase
 
-COUNTER = Resource(0, "merge")
-ORIGIN = Origin(stage=0)
+RANKS = 4
 
 
-def with_counter(graph: TaskGraph, random: Random) -> TaskGraph:
-    """The graph, of which some tasks also need the counter; its own issue order there is only the list's."""
-    tasks = tuple(
-        Task(
-            index=task.index,
-            work=task.work,
-            resources=(*task.resources, COUNTER) if random.random() < 0.4 else task.resources,
-            dependencies=task.dependencies,
-            origin=task.origin,
-        )
-        for task in graph.tasks
-    )
-    order = dict(graph.issue_order)
-    using = tuple(task.index for task in tasks if COUNTER in task.resources)
-    return TaskGraph(tasks=tasks, world_size=graph.world_size, issue_order={**order, COUNTER: using} if using else order)
+def chain(ranks: int = 1, tasks: int = 1) -> TaskGraph:
+    """On every rank `tasks` computations, one after another."""
+    made = []
+    for rank in range(ranks):
+        for _ in range(tasks):
+            work = Compute(component="a", phase=Phase.FORWARD, samples=1)
+            where = (Resource(rank, COMPUTE),)
+            made.append(Task(index=len(made), work=work, resources=where, dependencies=(), origin=Origin(stage=0)))
+    return TaskGraph(tasks=tuple(made), world_size=ranks)
 
 
-@st.composite
-def programs(draw: st.DrawFn, *, counter: bool = True) -> TrainingProgram:
-    """One to three parts over the same ranks, with ties in time; carried dependencies point to the step before."""
-    random = draw(st.randoms(use_true_random=False))
-    parts = []
-    before: int | None = None
-    for _ in range(draw(st.integers(1, 3))):
-        graph = random_graph(random, most_ranks=4, most_tasks=8)
-        graph = TaskGraph(tasks=graph.tasks, world_size=4, issue_order=graph.issue_order)
-        graph = with_counter(graph, random) if counter else graph
-        n, repeats = len(graph.tasks), draw(st.integers(1, 3))
-        shape = (repeats, n) if draw(st.booleans()) else (n,)
-        durations = np.array([draw(st.integers(0, 4)) * GRID_S for _ in range(int(np.prod(shape)))]).reshape(shape)
-        carried = n if before is None else min(n, before)
-        carries = [(random.randrange(n), random.randrange(carried)) for _ in range(2)] if carried else []
-        parts.append(Part(graph=graph, durations_s=durations, repeats=repeats, carries=tuple(carries)))
-        before = n
-    used = any(COUNTER in part.graph.issue_order for part in parts)
-    return TrainingProgram(parts=tuple(parts), arrival=frozenset({COUNTER} if used else ()))
+def random_part(random: Random) -> Part:
+    drawn = random_graph(random, most_ranks=RANKS, most_tasks=12)
+    graph = TaskGraph(tasks=drawn.tasks, world_size=RANKS, issue_order=drawn.issue_order)
+    n = len(graph.tasks)
+
+    def some() -> dict[str, tuple[int, ...]]:
+        values = random.sample("abc", random.randint(0, 3)) if n else []
+        return {value: tuple(random.sample(range(n), random.randint(1, min(3, n)))) for value in values}
+
+    return Part(graph=graph, repeat=random.randint(1, 4), makes=some(), reads=some())
 
 
-@given(programs())
-def test_the_order_that_arrival_recorded_replays_in_the_static_engine(program: TrainingProgram) -> None:
-    """Start and end of every task of every step, bitwise; times are multiples of 1/1024 s, so ties are common."""
-    done = dynamic.run_program(program, record=True)
-    graph, durations = unrolled(program, done.served)
-    replayed = static.simulate(graph, durations)
-    start, end = np.full(len(graph.tasks), np.nan), np.full(len(graph.tasks), np.nan)
-    start[replayed.task], end[replayed.task] = replayed.start_s, replayed.end_s
-    np.testing.assert_array_equal(done.start_s, start)
-    np.testing.assert_array_equal(done.end_s, end)
+def random_program(random: Random, depth: int = 1) -> Program:
+    parts: list[Part | Program] = [random_part(random) for _ in range(random.randint(1, 3))]
+    if depth:
+        parts.insert(random.randrange(len(parts) + 1), random_program(random, depth - 1))
+    if not any(part.graph.tasks for part in Program(parts=tuple(parts)).walk_once()):
+        parts.append(Part(graph=chain(RANKS)))
+    return Program(parts=tuple(parts), repeat=random.randint(1, 3))
 
 
-@given(programs())
-def test_a_counter_serves_one_at_a_time_and_first_come_first(program: TrainingProgram) -> None:
-    done = dynamic.run_program(program, record=True)
-    first = program.first_number
-    served = [first[step] + task for step, task in done.served.get(COUNTER, ())]
-    ends = done.end_s[served]
-    starts = done.start_s[served]
-    assert np.all(starts[1:] >= ends[:-1])
-    users = sum(COUNTER in task.resources for number, _ in program.steps for task in program.parts[number].graph.tasks)
-    assert len(served) == len(set(served)) == users
-
-
-@given(programs(counter=False))
-def test_programs_without_counters_equal_their_unrolled_graph(program: TrainingProgram) -> None:
-    overlap = OverlapFactors(compute=1.5, communication=1.25)
-    graph, durations = unrolled(program, {})
-    for factors in (None, overlap):
-        done = dynamic.run_program(program, overlap=factors, record=True)
-        whole = static.simulate(graph, durations, overlap=factors)
-        assert done.makespan_s == whole.makespan_s or not len(whole)
-        np.testing.assert_array_equal(done.end_s[whole.task], whole.end_s)
-
-
-def test_repeats_equal_the_static_engines_mean_step() -> None:
-    for seed in range(60):
-        random = Random(seed)
-        graph = random_graph(random)
-        if not graph.tasks:
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 10**9), st.booleans())
+def test_a_program_ends_as_its_unrolled_run(seed: int, varying: bool) -> None:
+    random = Random(seed)
+    program = random_program(random)
+    whole = unrolled(program)
+    assert len(whole.tasks) == program.run_tasks
+    rng = np.random.default_rng(seed)
+    drawn: dict[int, np.ndarray] = {}
+    used: list[np.ndarray] = []
+    for part in program.walk():
+        fresh = rng.integers(0, 50, len(part.graph.tasks)) / 1024
+        used.append(fresh if varying else drawn.setdefault(id(part), fresh))
+    times = simulate_program(program, lambda part, t: used[t] if varying else drawn[id(part)], varying=varying)
+    durations = np.concatenate(used)
+    for engine in (static, dynamic):
+        timeline = engine.simulate(whole, durations)
+        assert times.makespan_s == pytest.approx(timeline.makespan_s, abs=1e-9)
+        if not varying:
             continue
-        durations = np.array([random.uniform(0, 2) for _ in graph.tasks])
-        done = dynamic.run_program(TrainingProgram(parts=(Part(graph=graph, durations_s=durations, repeats=4),)))
-        assert done.makespan_s / 4 == static.step_times_s(graph, durations[None, :], steps=4)[0]
-        assert not len(done.start_s), "nothing is kept that nobody asked for"
+        ends = np.zeros(len(whole.tasks))
+        ends[timeline.task] = timeline.end_s
+        edges = np.cumsum([0, *map(len, used)])
+        wanted = [ends[first:last].max(initial=0.0) for first, last in pairwise(edges)]
+        assert times.end_s.tolist() == np.maximum.accumulate(wanted).tolist(), "the same sums, so the same bits"
+    if varying:
+        assert times.simulated == program.repeats == len(times.end_s)
 
 
-def workers_graph(workers: int) -> TaskGraph:
-    """Local work on each rank, then its merge at the one counter."""
-    tasks = []
-    for rank in range(workers):
-        compute = Resource(rank, COMPUTE)
-        local = Compute(component="epoch", phase=Phase.FORWARD, samples=1)
-        tasks.append(Task(index=2 * rank, work=local, resources=(compute,), dependencies=(), origin=ORIGIN))
-        merge = OptimizerStep(elements=1, tensors=1)
-        tasks.append(
-            Task(index=2 * rank + 1, work=merge, resources=(compute, COUNTER), dependencies=(2 * rank,), origin=ORIGIN)
-        )
-    return TaskGraph(tasks=tuple(tasks), world_size=workers)
+def test_a_value_makes_the_next_repeat_wait_and_a_frontier_does_not() -> None:
+    """Two ranks, 1 s and 3 s: alone each goes on at its own pace; a value read by rank 0 holds it to rank 1's."""
+    free = Program(parts=(Part(graph=chain(2), repeat=10),))
+    times = simulate_program(free, lambda part, t: [1.0, 3.0])
+    assert times.frontier_s[Resource(0, COMPUTE)] == 10.0
+    assert times.makespan_s == 30.0
+    held = Program(parts=(Part(graph=chain(2), repeat=10, makes={"x": (1,)}, reads={"x": (0,)}),))
+    times = simulate_program(held, lambda part, t: [1.0, 3.0])
+    assert times.frontier_s[Resource(0, COMPUTE)] == 28.0
+    assert times.ready_s["x"] == 30.0
+    assert (times.end_s == 3.0 * np.arange(1, 11)).all()
 
 
-@pytest.mark.parametrize("merge_s", [0.0, 0.25, 2.0])
-@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 1.7, 3.1), (0.25, 2.0, 2.0, 0.5)])
-def test_asynchronous_workers_arrive_as_the_event_queue_says(speeds: tuple[float, ...], merge_s: float) -> None:
-    """The queue of `algorithms.arrivals` was written for this alone: the same merges at the same times, ties included."""
-    epochs, workers = 5, len(speeds)
-    graph = workers_graph(workers)
-    durations = np.array([seconds for speed in speeds for seconds in (speed, merge_s)])
-    program = TrainingProgram(parts=(Part(graph=graph, durations_s=durations, repeats=epochs),), arrival=frozenset({COUNTER}))
-    done = dynamic.run_program(program, record=True)
-    wanted = merge_events(lambda worker, _: speeds[worker], workers, merge_s=merge_s, epochs=epochs)
-    assert [(event.epoch, 2 * event.worker + 1) for event in wanted] == list(done.served[COUNTER])
-    numbers = [program.first_number[step] + task for step, task in done.served[COUNTER]]
-    assert [event.start_s for event in wanted] == done.start_s[numbers].tolist()
-    assert [event.end_s for event in wanted] == done.end_s[numbers].tolist()
+def test_a_million_repeats_are_a_handful() -> None:
+    graph = Part(graph=chain(2, 3), repeat=1_000_000, makes={"x": (2,)}, reads={"x": (3,)})
+    times = simulate_program(Program(parts=(graph,)), lambda part, t: [0.25] * 6)
+    assert times.simulated <= 4
+    assert times.makespan_s == pytest.approx(750_000.0, abs=1e-6)
+    nested = Program(parts=(Program(parts=(Part(graph=chain()), Part(graph=chain(1, 2))), repeat=1000),), repeat=50)
+    times = simulate_program(nested, lambda part, t: np.full(len(part.graph.tasks), 0.5))
+    assert nested.repeats == 100_000 == len(times.end_s)
+    assert times.makespan_s == pytest.approx(75_000.0, rel=1e-12)
+    assert times.simulated < 50
+    assert nested.written_tasks == 3
 
 
-def test_a_straggler_does_not_hold_up_asynchronous_workers() -> None:
-    program = TrainingProgram(
-        parts=(Part(graph=workers_graph(3), durations_s=np.array([1.0, 0.0] * 3), repeats=10),), arrival=frozenset({COUNTER})
-    )
-    slow = Conditions(stragglers=(Straggler(rank=1, factor=4.0),))
-    done = dynamic.run_program(program, conditions=slow, record=True)
-    ends = done.end_s.reshape(10, 3, 2)[:, :, 1]
-    np.testing.assert_array_equal(ends[:, 0], np.arange(1.0, 11.0))
-    np.testing.assert_array_equal(ends[:, 1], 4.0 * np.arange(1.0, 11.0))
-
-
-def test_what_a_program_cannot_be() -> None:
-    graph = workers_graph(2)
-    durations = np.ones(4)
-    with pytest.raises(GraphError, match=r"no task uses the arrival resource r1.merge; the program has r0.compute"):
-        TrainingProgram(parts=(Part(graph=graph, durations_s=durations),), arrival=frozenset({Resource(1, "merge")}))
-    with pytest.raises(GraphError, match="of which 1 serve by arrival"):
-        TrainingProgram(parts=(Part(graph=graph, durations_s=durations),), arrival=frozenset({COUNTER, Resource(0, COMPUTE)}))
-    with pytest.raises(GraphError, match="repeats >= 1, got 0"):
-        Part(graph=graph, durations_s=durations, repeats=0)
-    with pytest.raises(GraphError, match=r"shape \[4\] or \[3, 4\], got \[2, 4\]"):
-        Part(graph=graph, durations_s=np.ones((2, 4)), repeats=3)
-    with pytest.raises(GraphError, match="carries task 9 to 0"):
-        TrainingProgram(parts=(Part(graph=graph, durations_s=durations, carries=((0, 9),)),))
-    rows = np.ones((2, 4))
-    rows[1, 2] = np.nan
-    with pytest.raises(GraphError, match="has duration nan s in sample 1"):
-        dynamic.run_program(TrainingProgram(parts=(Part(graph=graph, durations_s=rows, repeats=2),)))
+def test_bad_programs() -> None:
+    with pytest.raises(AlgorithmError, match="runs at least once, got repeat 0"):
+        Part(graph=chain(), repeat=0)
+    with pytest.raises(AlgorithmError, match="'x' names task 1, but the part has tasks 0 to 0"):
+        Part(graph=chain(), reads={"x": (1,)})
+    with pytest.raises(AlgorithmError, match="'x' names no task"):
+        Part(graph=chain(), makes={"x": ()})
+    with pytest.raises(AlgorithmError, match=r"same ranks, got world sizes \[1, 2\]"):
+        Program(parts=(Part(graph=chain()), Part(graph=chain(2))))
+    with pytest.raises(AlgorithmError, match="at least one part"):
+        Program(parts=())

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parsim.algorithms.program import simulate_program, unrolled
 from parsim.algorithms.programs import TickModules, tick_durations_s, tick_program
 from parsim.algorithms.staleness import ModuleTimes, decoupling, epoch_s, tick_s
 from parsim.errors import AlgorithmError
@@ -29,8 +30,8 @@ def makespan_s(
     schedule: str, times: ModuleTimes, batches: int, *, replay: bool = False, groups: int = 1, barrier: bool = True
 ) -> float:
     parts = modules(times.modules)
-    graph = tick_program(schedule, parts, batches, groups=groups, replay=replay, barrier=barrier)
-    return static.simulate(graph, tick_durations_s(graph, parts, times)).makespan_s
+    program = tick_program(schedule, parts, batches, groups=groups, replay=replay, barrier=barrier)
+    return simulate_program(program, lambda part, t: tick_durations_s(part.graph, parts, times)).makespan_s
 
 
 @pytest.mark.parametrize(("schedule", "replay"), WAYS)
@@ -83,18 +84,36 @@ def test_averaging_over_groups_is_paid_per_tick() -> None:
 def test_the_program_is_a_graph_like_any_other(schedule: str, replay: bool) -> None:
     """It prints and reads back, both engines agree on it, and it holds the work the schedule says."""
     parts, batches, groups = modules(3), 5, 2
-    graph = tick_program(schedule, parts, batches, groups=groups, replay=replay)
+    program = tick_program(schedule, parts, batches, groups=groups, replay=replay)
+    graph = unrolled(program)
     assert from_text(to_text(graph)) == graph
     times = ModuleTimes(forward_s=(1.0, 1.5, 0.5), backward_s=(2.0, 1.0, 3.0), transfer_s=0.25, reduce_s=0.125)
     durations = tick_durations_s(graph, parts, times)
     ends = [{span.task: span.end_s for span in engine.simulate(graph, durations)} for engine in (static, dynamic)]
     assert ends[0] == ends[1]
+    repeated = simulate_program(program, lambda part, t: tick_durations_s(part.graph, parts, times))
+    assert repeated.makespan_s == max(ends[0].values()), "what is not unrolled ends with what is"
     backwards = [t for t in graph.tasks if isinstance(t.work, Compute) and t.work.phase is Phase.BACKWARD]
     forwards = [t for t in graph.tasks if isinstance(t.work, Compute) and t.work.phase is Phase.FORWARD]
     again = sum(decoupling(schedule).delay(k, 3) > 0 for k in (1, 2, 3)) if replay else 0
     assert len(backwards) == 3 * batches * groups
     assert len(forwards) == (3 + again) * batches * groups
     assert sum(isinstance(task.work, Collective) for task in graph.tasks) == 3 * batches
+
+
+@pytest.mark.parametrize("schedule", ["bp", "ddg", "fdg"])
+def test_an_epoch_is_written_once_however_long(schedule: str) -> None:
+    parts, times = modules(4), ModuleTimes(forward_s=(1.0, 2.0, 1.0, 1.0), backward_s=(2.0, 3.0, 2.0, 1.0), transfer_s=0.5)
+    short, long = (tick_program(schedule, parts, batches, groups=2) for batches in (20, 20_000))
+    assert short.written_tasks == long.written_tasks
+    assert long.run_tasks > 900 * short.run_tasks
+    seconds = [simulate_program(it, lambda part, t: tick_durations_s(part.graph, parts, times)) for it in (short, long)]
+    assert seconds[1].simulated <= 30, "full ticks recur, so the rest follows"
+    assert len(seconds[1].end_s) == long.repeats
+    whole = static.simulate(unrolled(short), tick_durations_s(unrolled(short), parts, times)).makespan_s
+    assert seconds[0].makespan_s == pytest.approx(whole, rel=1e-12)
+    tick = (seconds[1].makespan_s - seconds[0].makespan_s) / 19_980
+    assert tick == pytest.approx(tick_s(schedule, times), rel=0.2), "transfers may hide"
 
 
 def test_bad_input() -> None:
