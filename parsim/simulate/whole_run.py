@@ -9,7 +9,8 @@ in that time begins it anew. Warm-up steps add their extra seconds to the start 
 for all the time; energy counts a device as busy for the seconds that it computes, again after a failure where steps are
 repeated, and idle for the rest.
 
-Leaves out: checkpoints written beside the training, spare nodes and smaller meshes after a failure, and silent errors.
+Leaves out: checkpoints written beside the training, spare nodes and smaller meshes after a failure, asynchronous
+workers who would go on when one fails, and silent errors.
 """
 
 from __future__ import annotations

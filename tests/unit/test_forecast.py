@@ -12,10 +12,14 @@ import pytest
 
 from parsim.cli import main
 from parsim.errors import ScenarioError
+from parsim.plan.plan import Plan
 from parsim.report.scenario_tables import states_table
 from parsim.report.tables import to_text
-from parsim.schedule.evaluate import evaluate
+from parsim.schedule.evaluate import REPEATED_STEPS, evaluate
 from parsim.schedule.forecast import Played
+from parsim.simulate.conditions import conditions_for
+from parsim.simulate.dynamic import run_program
+from parsim.simulate.program import Part, TrainingProgram
 from parsim.simulate.scenario import Scenario, parse_scenario
 from tests.unit.test_adaptive_planning import DP, HP, PROBLEM
 
@@ -42,6 +46,20 @@ def test_every_change_makes_a_state() -> None:
     assert states[0].slowdown == states[3].slowdown == 1.0
     assert 1.5 < states[1].slowdown <= 2.0
     assert 2.5 < states[2].slowdown <= 3.0
+
+
+@pytest.mark.parametrize("plan", [DP, HP])
+def test_stragglers_by_the_static_engine_are_those_of_the_dynamic_one(plan: Plan) -> None:
+    """What states take the short way for, against a program in the dynamic engine."""
+    scenario = parse_scenario("[[stragglers]]\nrank = 1\nfactor = 1.7\n[[stragglers]]\nrank = 2\nfactor = 0.5")
+    evaluation = evaluate(PROBLEM, plan, samples=0)
+    slow = Played(problem=PROBLEM, evaluation=evaluation, scenario=scenario)
+    columns = evaluation.compiled.columns
+    conditions = conditions_for(scenario, columns, PROBLEM.cluster)
+    part = Part(graph=columns.graph, durations_s=slow.durations_s, repeats=REPEATED_STEPS)
+    overlap = PROBLEM.costs(plan.world_size).overlap
+    done = run_program(TrainingProgram(parts=(part,)), overlap=overlap, conditions=conditions)
+    assert slow.states[0].step_s == pytest.approx(done.makespan_s / REPEATED_STEPS, rel=1e-9)
 
 
 def test_a_slow_link_slows_the_plan_that_uses_it() -> None:
@@ -197,7 +215,8 @@ def test_the_command_plays_a_scenario(
     assert run["price"]["median"] == pytest.approx(run["total_s"]["median"] / 3600 * 4 * 3.0)
     assert run["failures"]["median"] >= 1
     assert {"simulated_s", "young_s", "daly_s", "rows"} <= run["checkpoint_interval"].keys()
-    assert call(monkeypatch, *arguments) == 0
+    assert call(monkeypatch, *arguments, "--out", "kept") == 0
+    assert json.loads((tmp_path / "kept" / "scenario.json").read_text()) == document["scenario"]
     shown = capsys.readouterr().out
     assert "The whole run: 3 epochs, 2343 steps, 20 draws" in shown
     assert "simulated optimum" in shown
