@@ -10,6 +10,7 @@ ParsimError                 exit status 1: one clear message, no traceback
 │   └── DeadlockError       issue orders that wait for one another
 ├── CostError               a piece of work no cost is known for
 ├── ScenarioError           conditions or a whole run that contradict themselves, the plan or the cluster
+│   └── StandstillError     a link that is down stops a step for good
 ├── ScheduleError           nothing to choose from
 ├── AlgorithmError          a mixing matrix, merge, period or delay that contradicts itself or its data
 ├── DataError               a dataset that is not there or is not what it says
@@ -62,6 +63,10 @@ class CostError(ParsimError):
 
 class ScenarioError(ParsimError):
     """What a scenario says cannot be, or does not fit the plan or the cluster."""
+
+
+class StandstillError(ScenarioError):
+    """A step never ends, since a link that it needs is down."""
 
 
 class ScheduleError(ParsimError):

@@ -29,7 +29,7 @@ def simulate(
     """Simulate one step of the best plan of a strategy: step time, breakdown, memory, critical path."""
     from parsim.analyze.critical_path import critical_path
     from parsim.commands.folder import describe, write_prediction
-    from parsim.commands.run_folder import new_folder
+    from parsim.commands.run_folder import new_folder, write_json
     from parsim.commands.scenario import check_options, play, scenario_tables
     from parsim.commands.workflow import answer
     from parsim.report.chrome_trace import task_label
@@ -56,6 +56,8 @@ def simulate(
         document["scenario"] = happening
     if folder is not None:
         write_prediction(folder, asked)
+        if happening is not None:
+            write_json(folder.path / "scenario.json", happening)
     if as_json:
         print_json(document)
         return

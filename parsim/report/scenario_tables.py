@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,8 @@ def states_table(states: Sequence[Mapping[str, Any]]) -> ReportTable:
         (
             format_seconds(state["from_s"]),
             NOTHING if state["until_s"] is None else format_seconds(state["until_s"]),
-            format_seconds(state["step_s"]),
-            f"{state['slowdown']:.3f}",
+            "stands still" if math.isinf(state["step_s"]) else format_seconds(state["step_s"]),
+            NOTHING if math.isinf(state["step_s"]) else f"{state['slowdown']:.3f}",
         )
         for state in states[:MOST_STATES]
     ]

@@ -12,7 +12,7 @@ from parsim.analyze.breakdown import breakdown
 from parsim.costs.estimate import OverlapFactors
 from parsim.costs.memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
 from parsim.costs.uncertainty import medians_s, sample_durations_s
-from parsim.errors import ScenarioError
+from parsim.errors import ScenarioError, StandstillError
 from parsim.schedule.evaluate import REPEATED_STEPS, SEED, Evaluation
 from parsim.schedule.problem import Problem
 from parsim.simulate import dynamic, static
@@ -24,7 +24,7 @@ from parsim.simulate.checkpointing import (
     machine_mtbf_s,
     young_interval_s,
 )
-from parsim.simulate.conditions import check_places, conditions_for, jittered_s
+from parsim.simulate.conditions import check_places, conditions_for, jittered_s, straggling
 from parsim.simulate.course import course_of, interval_steps_of
 from parsim.simulate.program import Part, TrainingProgram
 from parsim.simulate.scenario import Run, Scenario
@@ -93,7 +93,7 @@ class Played:
         return tuple(found)
 
     def _slowdown(self, now: Scenario) -> float:
-        """The mean step under unchanging conditions over that of the quiet machine, both by the same engine and repeats."""
+        """The mean step under unchanging conditions over that of the quiet machine; inf: it stands still."""
         compiled, columns = self.evaluation.compiled, self.evaluation.compiled.columns
         jitter, asynchronous = self.scenario.jitter, self.scenario.asynchronous
         varied = bool(jitter.compute_sigma or jitter.communication_sigma)
@@ -107,8 +107,17 @@ class Played:
             return float(columns.world_size / merges_per_s(program, done) / quiet_s)
         if conditions is None and not varied:
             return 1.0
+        if conditions is not None and not varied and not conditions.flows:
+            # Stragglers alone are longer durations, for which the static engine gives the dynamic one's times.
+            longer = self.durations_s * straggling(columns, conditions)
+            return float(static.step_times_s(compiled, longer[None, :], steps=steps, overlap=self._overlap)[0] / quiet_s)
         program = TrainingProgram(parts=(Part(graph=columns.graph, durations_s=rows, repeats=steps),))
-        done = dynamic.run_program(program, overlap=self._overlap, conditions=conditions)
+        try:
+            done = dynamic.run_program(program, overlap=self._overlap, conditions=conditions)
+        except StandstillError:
+            if self.scenario.at(np.inf) == now:
+                raise
+            return np.inf
         return float(done.makespan_s / steps / quiet_s)
 
     def training(self, run: Run) -> Training:
@@ -116,8 +125,11 @@ class Played:
         result, compiled = self.evaluation.result, self.evaluation.compiled
         draws = sample_durations_s(self.evaluation.estimates, run.draws, SEED, unit=compiled.columns.unit)
         times = static.step_times_s(compiled, draws, steps=REPEATED_STEPS, overlap=self._overlap)
-        steady = static.step_times_s(compiled, self.durations_s[None, :], steps=REPEATED_STEPS, overlap=self._overlap)[0]
-        step_s = result.step_s.median * (times / steady)[:, None] * np.array([state.slowdown for state in self.states])[None, :]
+        step_s = (
+            result.step_s.median
+            * (times / self.evaluation.steady_step_s)[:, None]
+            * np.array([state.slowdown for state in self.states])[None, :]
+        )
         if run.loading_samples_per_s is not None:
             step_s = np.maximum(step_s, self.problem.global_batch / run.loading_samples_per_s)
         return Training(

@@ -12,7 +12,7 @@ from parsim.graph.task import COMPUTE, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.simulate.dynamic import ProgramRun
 from parsim.simulate.program import Part, TrainingProgram
-from parsim.work import Collective, OptimizerStep
+from parsim.work import Collective, Mix, OptimizerStep
 
 Floats = NDArray[np.float64]
 
@@ -55,7 +55,8 @@ def asynchronous_program(graph: TaskGraph, rows_s: Floats, merge_s: float) -> Tr
             last[rank] = kept[index]
     for rank, end in sorted(last.items()):
         resources = (Resource(rank, COMPUTE), MERGE)
-        work = OptimizerStep(elements=0, tensors=0)
+        steps = [task.work for task in tasks if task.ranks[0] == rank and isinstance(task.work, OptimizerStep)]
+        work = Mix(elements=sum(step.elements for step in steps), copies=2)
         tasks.append(Task(index=len(tasks), work=work, resources=resources, dependencies=(end,), origin=tasks[end].origin))
     made = TaskGraph(tasks=tuple(tasks), world_size=graph.world_size)
     rows = np.hstack([rows_s[:, list(kept)], np.full((len(rows_s), len(last)), merge_s)])

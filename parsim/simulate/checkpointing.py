@@ -77,9 +77,12 @@ class IntervalTimes:
 
     @property
     def best_interval_s(self) -> float:
-        """Where a parabola through the best and its neighbours, over the logarithm of the interval, is lowest."""
+        """Where a parabola through the best and its neighbours, over the logarithm of the interval, is lowest.
+
+        Just the best where nothing is random: with failures at known times the mean jumps, and no curve fits it.
+        """
         place = self.best
-        if place in (0, len(self.mean_s) - 1):
+        if place in (0, len(self.mean_s) - 1) or not self.error_s.any():
             return float(self.interval_s[place])
         x, y = np.log(self.interval_s[place - 1 : place + 2]), self.mean_s[place - 1 : place + 2]
         curve = np.polyfit(x - x[1], y - y[1], 2)
@@ -101,7 +104,7 @@ def interval_times(
     """Simulate the run under every interval, with the same failures for all. Raises as `simulate_run`."""
     if not intervals_s:
         raise ScenarioError("a choice of checkpoint interval needs at least one candidate")
-    step_s = float(np.median(training.step_s[:, 0]))
+    step_s = float(np.median(training.step_s.min(axis=1)))
     counts = sorted({max(1, round(interval / step_s)) for interval in intervals_s})
     totals = np.array(
         [

@@ -80,6 +80,15 @@ def conditions_for(
     )
 
 
+def straggling(columns: Columns, conditions: Conditions) -> Floats:
+    """float64 [n]: how many times as long every task takes on the stragglers of the conditions' start: the slowest of its ranks
+    for computation and loading, 1 for communication."""
+    slowness = np.array([conditions.slowness(rank, conditions.start_s) for rank in range(columns.world_size)])
+    slowest = np.maximum.reduceat(slowness[columns.resource_rank[columns.uses.values]], columns.uses.offsets[:-1])
+    factors: Floats = np.where(columns.communicates, 1.0, slowest)
+    return factors
+
+
 def check_places(scenario: Scenario, world_size: int, cluster: Cluster) -> None:
     """Raises ScenarioError unless every rank, node and link that the scenario names is there."""
     for number, entry in enumerate(scenario.stragglers):

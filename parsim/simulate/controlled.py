@@ -2,7 +2,7 @@
 
 The controller is a value handed in; this module knows its protocol and nothing of plans. A step is simulated once for every
 state of the machine in which something runs, and a window moves from change to change of the machine, not from task to task.
-With jitter every window is simulated anew.
+With jitter every window is simulated anew. Where a link that is down stops the step, the window waits until the link is back.
 
 Leaves out: a change of the machine within a step (the step in which it falls is still the old one), and failures.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.costs.estimate import OverlapFactors
-from parsim.errors import ScenarioError
+from parsim.errors import ScenarioError, StandstillError
 from parsim.graph.columns import Columns
 from parsim.hardware.cluster import Cluster
 from parsim.simulate.conditions import check_places, conditions_for, jittered_s
@@ -107,7 +107,8 @@ def run_controlled(
 ) -> Controlled:
     """Train so many windows from the scenario's `start_s` on. The same arguments give the same result.
 
-    Raises ScenarioError for fewer than one window or step, or a rank or link that is not there; else as `run_program`.
+    Raises ScenarioError for fewer than one window or step, a rank or link that is not there, or a link that is down
+    for good (StandstillError); else as `run_program`.
     """
     if windows < 1 or steps_per_window < 1:
         raise ScenarioError(f"a controlled run needs windows >= 1 and steps_per_window >= 1, got {windows}, {steps_per_window}")
@@ -160,8 +161,14 @@ class _Machine:
         total: Floats = np.zeros(running.columns.size)
         left = steps
         while left:
-            step_s, task_s = self.step(running, now_s)
             until_s = next((time for time in self._scenario.change_times_s if time > now_s), math.inf)
+            try:
+                step_s, task_s = self.step(running, now_s)
+            except StandstillError:
+                if math.isinf(until_s):
+                    raise
+                now_s = until_s
+                continue
             count = left if math.isinf(until_s) or step_s == 0 else min(left, max(1, math.ceil((until_s - now_s) / step_s)))
             now_s += count * step_s
             total += count * task_s

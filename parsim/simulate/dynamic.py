@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from parsim.costs.estimate import OverlapFactors
-from parsim.errors import ScenarioError
+from parsim.errors import StandstillError
 from parsim.graph.columns import Columns, columns_of
 from parsim.graph.task import Resource
 from parsim.graph.taskgraph import TaskGraph
@@ -59,7 +59,7 @@ def simulate(
     Raises:
         GraphError: a cycle of dependencies; durations of the wrong shape, negative or not finite; factors below 1.
         DeadlockError: issue orders that wait for one another.
-        ScenarioError: a link that is down for good stops the step.
+        StandstillError: a link that is down for good stops the step.
     """
     columns = columns_of(graph) if isinstance(graph, TaskGraph) else graph if isinstance(graph, Columns) else graph.columns
     durations = checked_durations_s(columns, durations_s, dimensions=1)
@@ -134,8 +134,11 @@ class _Shape:
     def __init__(self, part: Part, arrival: frozenset[Resource]) -> None:
         self.part = part
         self.tasks = part.graph.tasks
-        self.queued = [tuple(resource for resource in task.resources if resource not in arrival) for task in self.tasks]
-        self.counter = [next((resource for resource in task.resources if resource in arrival), None) for task in self.tasks]
+        self.queued = [task.resources for task in self.tasks]
+        self.counter: list[Resource | None] = [None] * len(self.tasks)
+        for task in self.tasks if arrival else ():
+            self.queued[task.index] = tuple(resource for resource in task.resources if resource not in arrival)
+            self.counter[task.index] = next((resource for resource in task.resources if resource in arrival), None)
         self.blockers = [
             len(set(task.dependencies)) + len(queued) for task, queued in zip(self.tasks, self.queued, strict=True)
         ]
@@ -189,7 +192,7 @@ class _Run:
             self._unblock(queue.head)
 
     def to_the_end(self) -> None:
-        """Raises DeadlockError or GraphError if it is never reached, ScenarioError if a link that is down for good is why."""
+        """Raises DeadlockError or GraphError if it is never reached, StandstillError if a link that is down for good is why."""
         self.environment.run()
         if len(self._closed) == len(self._program.steps):
             return
@@ -203,7 +206,7 @@ class _Run:
         for (step, task), lanes in paces.standing.items():
             names = ", ".join(sorted({"-".join(sorted((lane.source, lane.target))) for lane in lanes}))
             graph = self._program.parts[self._program.steps[step][0]].graph
-            raise ScenarioError(
+            raise StandstillError(
                 f"{describe_task(graph, task)} never ends: bandwidth_factor = 0 on {names} to the end of the scenario; "
                 "give the spell an until_s, or a factor above 0"
             )
@@ -226,7 +229,7 @@ class _Run:
         if key is None:
             return
         number, task = key
-        step = self._open(number)
+        step = self._steps.get(number) or self._open(number)
         step.blockers[task] -= 1
         if step.blockers[task]:
             return

@@ -56,6 +56,7 @@ class Flow:
         return min(self.room[lane] / share for lane, share in self.loads.items())
 
 
+@lru_cache(maxsize=4096)
 def flow_of(work: Collective | SendRecv, cluster: Cluster) -> Flow | None:
     """The flow of a piece of communication; None where it moves nothing over any link.
 

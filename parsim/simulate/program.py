@@ -77,7 +77,7 @@ class TrainingProgram:
         if unknown := sorted(self.arrival - known):
             raise GraphError(f"no task uses the arrival resource {unknown[0]}; the program has {_some(known)}")
         for number, part in enumerate(self.parts):
-            for task in part.graph.tasks:
+            for task in part.graph.tasks if self.arrival else ():
                 shared = [resource for resource in task.resources if resource in self.arrival]
                 if len(shared) > 1 or len(shared) == len(task.resources):
                     names = ", ".join(map(str, task.resources))

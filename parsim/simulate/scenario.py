@@ -1,7 +1,7 @@
 """scenario.toml: what happens while a plan runs. Checked here, read-only inside.
 
     seed = 0
-    start_s = 0.0               # when, in the scenario's time, the simulated step begins
+    start_s = 0.0               # when, in the scenario's time, the simulated step begins (a whole run begins at 0)
     share_links = true          # transfers that use a link at the same time share it
 
     [jitter]                    # every task's seconds are multiplied by a draw of mean 1

@@ -89,6 +89,17 @@ def test_a_machine_that_is_slower_for_a_while() -> None:
     assert again.lost_s.tolist() == [15.0]
 
 
+def test_while_a_link_is_down_training_stands_and_checkpoints_end() -> None:
+    """Nothing trains from 10.5 s to 20 s; the checkpoint begun at 10 s is written at 11 s."""
+    training = Training(step_s=np.array([[1.0, np.inf, 1.0]]), ranks=1, change_s=(10.5, 20.0))
+    done = simulate_run(course(100, 10), training, Failures(), seed=0)
+    assert done.total_s.tolist() == [110.0 + 9.0]
+    assert done.down_s.tolist() == [9.0]
+    again = simulate_run(course(100, 10), training, failing_at(15.0), seed=0)
+    assert again.total_s.tolist() == [119.0], "nothing is lost: the checkpoint was written"
+    assert again.lost_s.tolist() == [0.0]
+
+
 def walk(made: Course, step_s: float, start_s: float, failures: Failures) -> tuple[float, float, int]:
     """Step by step: every step and every other block is tried; a failure within it goes back behind the last checkpoint."""
     pieces: list[tuple[float, int]] = []  # seconds, the block
@@ -109,7 +120,7 @@ def walk(made: Course, step_s: float, start_s: float, failures: Failures) -> tup
     place, written, since = 0, 0, now
     while place < len(pieces):
         seconds, block = pieces[place]
-        if times and now < times[0] < now + seconds:
+        if times and now <= times[0] < now + seconds:
             now = times.pop(0)
             count += 1
             lost += now - since
@@ -134,7 +145,7 @@ def walk(made: Course, step_s: float, start_s: float, failures: Failures) -> tup
 def test_jumps_equal_a_walk_step_by_step(
     epochs: int, steps: int, interval: int | None, times: list[float], restart_s: int, start_s: int
 ) -> None:
-    """Everything happens at whole seconds and failures between them, so nothing hangs on who is first in an instant."""
+    """Halves of seconds are exact, so ties are real: what ends in the instant of a failure has ended."""
     run = Run(epochs=epochs, samples_per_epoch=1, epoch_start_s=1.0, evaluate_every_epochs=2)
     made = course_of(run, steps_per_epoch=steps, interval_steps=interval, checkpoint_s=2.0, evaluation_s=3.0)
     failures = failing_at(*times, restart_s=restart_s)
@@ -203,7 +214,7 @@ def test_what_does_not_get_on_is_said() -> None:
         simulate_run(course(10, None), ONE_SECOND, Failures(rank_mtbf_s=4.0, restart_s=100.0), seed=0)
     with pytest.raises(ScenarioError, match=r"shape \[draws, 2\], one column per state, got \[1, 1\]"):
         Training(step_s=np.ones((1, 1)), ranks=1, change_s=(3.0,))
-    with pytest.raises(ScenarioError, match="finite and above 0"):
+    with pytest.raises(ScenarioError, match="above 0, and finite at last"):
         Training(step_s=np.array([[np.inf]]), ranks=1)
     with pytest.raises(ScenarioError, match="hold >= 1 step, got 10 and 0"):
         course(10, 0)

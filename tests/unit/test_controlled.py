@@ -96,6 +96,14 @@ def test_a_change_within_a_window_divides_its_steps() -> None:
     assert windows[2] == pytest.approx(slow, rel=1e-12)
 
 
+def test_a_link_that_is_down_for_a_while_is_waited_for() -> None:
+    quiet = play(Keeps(), Scenario(), windows=3)
+    text = SLOW_LINK.format(1.5 * quiet.window_s[0]).replace("0.0003", "0.0") + f"until_s = {1000.0}\n"
+    waited = play(Keeps(), parse_scenario(text), windows=3)
+    assert waited.window_s[1] > 1000 - 2 * quiet.window_s[0]
+    assert waited.total_s == pytest.approx(1000 + 1.5 * quiet.window_s[0], rel=0.01)
+
+
 def test_with_jitter_the_same_seed_gives_the_same_run() -> None:
     runs = [play(Keeps(), parse_scenario(f"seed = {seed}\n[jitter]\ncompute_sigma = 0.1"), windows=3) for seed in (1, 1, 2)]
     assert runs[0] == runs[1]

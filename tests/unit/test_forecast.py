@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,14 @@ import pytest
 
 from parsim.cli import main
 from parsim.errors import ScenarioError
-from parsim.schedule.evaluate import evaluate
+from parsim.plan.plan import Plan
+from parsim.report.scenario_tables import states_table
+from parsim.report.tables import to_text
+from parsim.schedule.evaluate import REPEATED_STEPS, evaluate
 from parsim.schedule.forecast import Played
+from parsim.simulate.conditions import conditions_for
+from parsim.simulate.dynamic import run_program
+from parsim.simulate.program import Part, TrainingProgram
 from parsim.simulate.scenario import Scenario, parse_scenario
 from tests.unit.test_adaptive_planning import DP, HP, PROBLEM
 
@@ -42,12 +48,38 @@ def test_every_change_makes_a_state() -> None:
     assert 2.5 < states[2].slowdown <= 3.0
 
 
+@pytest.mark.parametrize("plan", [DP, HP])
+def test_stragglers_by_the_static_engine_are_those_of_the_dynamic_one(plan: Plan) -> None:
+    """What states take the short way for, against a program in the dynamic engine."""
+    scenario = parse_scenario("[[stragglers]]\nrank = 1\nfactor = 1.7\n[[stragglers]]\nrank = 2\nfactor = 0.5")
+    evaluation = evaluate(PROBLEM, plan, samples=0)
+    slow = Played(problem=PROBLEM, evaluation=evaluation, scenario=scenario)
+    columns = evaluation.compiled.columns
+    conditions = conditions_for(scenario, columns, PROBLEM.cluster)
+    part = Part(graph=columns.graph, durations_s=slow.durations_s, repeats=REPEATED_STEPS)
+    overlap = PROBLEM.costs(plan.world_size).overlap
+    done = run_program(TrainingProgram(parts=(part,)), overlap=overlap, conditions=conditions)
+    assert slow.states[0].step_s == pytest.approx(done.makespan_s / REPEATED_STEPS, rel=1e-9)
+
+
 def test_a_slow_link_slows_the_plan_that_uses_it() -> None:
     text = '[[links]]\nbetween = ["gpu0", "gpu3"]\nbandwidth_factor = 0.001\n'
     slow = played(text).states[0].slowdown
     assert slow > 1.2
     pipeline = Played(problem=PROBLEM, evaluation=evaluate(PROBLEM, HP, samples=0), scenario=parse_scenario(text))
     assert pipeline.states[0].slowdown != slow
+
+
+def test_a_link_that_is_down_for_a_while_stops_the_run_for_that_while() -> None:
+    text = '[[links]]\nbetween = ["gpu0", "gpu3"]\nbandwidth_factor = 0.0\nfrom_s = 10.0\nuntil_s = 1010.0\n'
+    down = played(text + RUN)
+    assert [state.slowdown for state in down.states] == [1.0, np.inf, 1.0]
+    quiet = played(RUN).whole_run(1).whole.total_s
+    np.testing.assert_allclose(down.whole_run(1).whole.total_s, quiet + 1000.0, rtol=1e-9)
+    shown = to_text(states_table([asdict(state) for state in down.states]))
+    assert "stands still" in shown
+    with pytest.raises(ScenarioError, match="never ends: bandwidth_factor = 0 on gpu0-gpu3"):
+        _ = played(text.replace("until_s = 1010.0", "")).states
 
 
 def test_jitter_costs_what_waiting_for_the_slowest_costs() -> None:
@@ -183,7 +215,8 @@ def test_the_command_plays_a_scenario(
     assert run["price"]["median"] == pytest.approx(run["total_s"]["median"] / 3600 * 4 * 3.0)
     assert run["failures"]["median"] >= 1
     assert {"simulated_s", "young_s", "daly_s", "rows"} <= run["checkpoint_interval"].keys()
-    assert call(monkeypatch, *arguments) == 0
+    assert call(monkeypatch, *arguments, "--out", "kept") == 0
+    assert json.loads((tmp_path / "kept" / "scenario.json").read_text()) == document["scenario"]
     shown = capsys.readouterr().out
     assert "The whole run: 3 epochs, 2343 steps, 20 draws" in shown
     assert "simulated optimum" in shown
