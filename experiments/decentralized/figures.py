@@ -19,6 +19,7 @@ def draw(out: Path, tables: Tables) -> list[Path]:
         ("accuracy", "figures", _accuracy),
         ("ada", "ada", _ada),
         ("dbench", "dbench", _dbench),
+        ("dbench_ranks", "dbench_ranks", _ranks),
         ("times", "times", _times),
         ("time_to_accuracy", "curves", _curves),
     ):
@@ -92,14 +93,14 @@ def _dbench(tables: Tables) -> go.Figure:
     models = list(dict.fromkeys(row["model"] for row in rows))
     titles = [f"{model}, {sharding}" for sharding in ("iid", "label_sorted") for model in models]
     figure = make_subplots(rows=2, cols=len(models), subplot_titles=titles)
-    ways = list(dict.fromkeys(row["way"] for row in rows))
+    ways = [way for way in dict.fromkeys(row["way"] for row in rows) if way != "centralised"]
     scales = list(dict.fromkeys(row["n"] for row in rows))
     for line, sharding in enumerate(("iid", "label_sorted"), start=1):
         for column, model in enumerate(models, start=1):
             for number, way in enumerate(ways):
                 found = [row for row in rows if (row["model"], row["sharding"], row["way"]) == (model, sharding, way)]
                 figure.add_scatter(
-                    x=[max(row["coefficient_of_variation"], 1e-9) for row in found],
+                    x=[row["consensus"] for row in found],
                     y=[row["score"] for row in found],
                     text=[f"n = {row['n']}" for row in found],
                     name=way,
@@ -110,9 +111,30 @@ def _dbench(tables: Tables) -> go.Figure:
                     row=line,
                     col=column,
                 )
-    figure.update_xaxes(type="log").update_xaxes(title="coefficient of variation of the norms", row=2)
+    figure.update_xaxes(type="log").update_xaxes(title="consensus distance", row=2)
     figure.update_yaxes(title="accuracy", col=1)
-    return figure.update_layout(title="Accuracy against the variance of tensors over replicas (larger dots: more replicas)")
+    return figure.update_layout(title="Accuracy against the mean distance between replicas (larger dots: more replicas)")
+
+
+def _ranks(tables: Tables) -> go.Figure:
+    """Mean ranks over models and scales: a row per way, a column per metric."""
+    rows = tables["dbench_ranks"]
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    ways = [key for key in rows[0] if key not in ("model", "n", "sharding", "metric", "tau_with_score")]
+    figure = make_subplots(rows=1, cols=2, subplot_titles=["IID shards", "label-sorted shards"])
+    for place, sharding in enumerate(("iid", "label_sorted"), start=1):
+        ranks = [
+            [
+                sum(row[way] for row in found) / len(found)
+                for metric in metrics
+                for found in [[row for row in rows if (row["metric"], row["sharding"]) == (metric, sharding)]]
+            ]
+            for way in ways
+        ]
+        figure.add_heatmap(
+            x=metrics, y=ways, z=ranks, zmin=1, zmax=len(ways), texttemplate="%{z:.2f}", colorscale="Blues", row=1, col=place
+        )
+    return figure.update_layout(title="Mean rank of each way of training by variance over replicas (1: least)")
 
 
 def _times(tables: Tables) -> go.Figure:
