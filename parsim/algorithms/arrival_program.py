@@ -22,7 +22,7 @@ from parsim.algorithms.program import Part, Program
 from parsim.errors import AlgorithmError
 from parsim.graph.task import COMPUTE, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
-from parsim.work import Compute, Mix, OptimizerStep, Phase
+from parsim.work import Compute, Mix, OptimizerStep, Phase, Work
 
 MERGE = Resource(0, "merge")
 """The global model, on rank 0."""
@@ -143,16 +143,16 @@ def merge_program(model: GossipModel, *, workers: int, epochs: int, steps: int =
     for worker in range(workers):
         first = len(tasks)
         reads[f"weights {worker}"] = (first,)
-        makes[f"weights {worker}"] = (first + 3,)
-        origin = Origin(stage=0, replica=worker, component=model.name, microbatch=0)
-        for work in (
-            Compute(component=model.name, phase=Phase.FORWARD, samples=steps * model.samples),
-            Compute(component=model.name, phase=Phase.BACKWARD, samples=steps * model.samples),
-            OptimizerStep(elements=steps * model.elements, tensors=steps),
-            Mix(elements=model.elements, copies=2),
-        ):
+        origin = Origin(stage=0, replica=worker, microbatch=0)
+        samples, names = steps * model.samples, model.components
+        epoch: list[Work] = [Compute(component=name, phase=Phase.FORWARD, samples=samples) for name in names]
+        epoch += [Compute(component=name, phase=Phase.BACKWARD, samples=samples) for name in reversed(names)]
+        epoch.append(OptimizerStep(elements=steps * model.elements, tensors=steps * model.tensors))
+        epoch.append(Mix(elements=model.elements, copies=2))
+        for work in epoch:
             where = (Resource(worker, COMPUTE), *([MERGE] if isinstance(work, Mix) else []))
             needs = (len(tasks) - 1,) if len(tasks) > first else ()
             tasks.append(Task(index=len(tasks), work=work, resources=where, dependencies=needs, origin=origin))
+        makes[f"weights {worker}"] = (len(tasks) - 1,)
     graph = TaskGraph(tasks=tuple(tasks), world_size=workers)
     return Program(parts=(Part(graph=graph, repeat=epochs, makes=makes, reads=reads),))
