@@ -9,6 +9,7 @@ ParsimError                 exit status 1: one clear message, no traceback
 ├── GraphError              a task graph that cannot be run
 │   └── DeadlockError       issue orders that wait for one another
 ├── CostError               a piece of work no cost is known for
+├── ScenarioError           conditions or a whole run that contradict themselves, the plan or the cluster
 ├── ScheduleError           nothing to choose from
 ├── AlgorithmError          a mixing matrix, merge, period or delay that contradicts itself or its data
 ├── DataError               a dataset that is not there or is not what it says
@@ -57,6 +58,10 @@ class DeadlockError(GraphError):
 
 class CostError(ParsimError):
     """No cost is known for a piece of work."""
+
+
+class ScenarioError(ParsimError):
+    """What a scenario says cannot be, or does not fit the plan or the cluster."""
 
 
 class ScheduleError(ParsimError):

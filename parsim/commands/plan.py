@@ -13,7 +13,7 @@ from parsim.commands.question import fixed_plan, problem_of, search_plans
 from parsim.config import load_config
 from parsim.errors import ScheduleError
 from parsim.files import write_text_atomically
-from parsim.units import format_percent, format_seconds
+from parsim.units import format_bytes, format_percent, format_seconds
 
 
 def plan(
@@ -72,9 +72,25 @@ def _only(problem: Any, plan: Any) -> dict[str, Any]:
 def _verdict(document: dict[str, Any]) -> str:
     chosen = document["chosen"]
     if chosen is None:
-        return "No plan fits: use more devices, a smaller batch or more microbatches."
+        nearest = min(document["candidates"], key=lambda candidate: max(candidate["peak_memory_bytes"]))
+        return (
+            f"No plan fits. The nearest is {nearest['plan_summary']}: devices of "
+            f"{format_bytes(max(nearest['peak_memory_bytes']))} would do; or use more devices, a smaller batch, zero_stage = 1."
+        )
     return (
         f"Chosen: {chosen['plan_summary']}, {format_seconds(chosen['step_s']['median'])} per step. "
         f"Status {document['status']}; {document['judged']} plans judged; none of them can take less than "
-        f"{format_seconds(document['lower_bound_s'])} (gap {format_percent(document['gap'])})."
+        f"{format_seconds(document['lower_bound_s'])} (gap {format_percent(document['gap'])}).{_placements(document)}"
+    )
+
+
+def _placements(document: dict[str, Any]) -> str:
+    """How the solver of placements vouches for the best one on a single stage."""
+    solved = [entry for entry in document.get("placements", ()) if entry["seconds"] is not None]
+    if not solved:
+        return ""
+    best = min(solved, key=lambda entry: float(entry["seconds"]))
+    return (
+        f"\nPlacements of single components on one stage: {best['status']}, {format_seconds(best['seconds'])} under the cost "
+        f"model, gap {format_percent(best['gap'])}."
     )

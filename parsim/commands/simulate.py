@@ -19,6 +19,10 @@ def simulate(
     overrides: Overrides = None,
     strategy: Annotated[str | None, typer.Option(help="Instead of the file's: the same as --set plan.strategy=...")] = None,
     engine: Annotated[Literal["static", "dynamic"], typer.Option(help="numba arrays, or SimPy processes.")] = "static",
+    scenario: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Stragglers, links, failures; with --engine dynamic. See the README.")
+    ] = None,
+    whole_run: Annotated[bool, typer.Option("--whole-run", help="To the end of training, by the scenario's [run].")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep config, plan, timeline, trace and report.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -26,11 +30,13 @@ def simulate(
     from parsim.analyze.critical_path import critical_path
     from parsim.commands.folder import describe, write_prediction
     from parsim.commands.run_folder import new_folder
+    from parsim.commands.scenario import check_options, play, scenario_tables
     from parsim.commands.workflow import answer
     from parsim.report.chrome_trace import task_label
     from parsim.report.tables import breakdown_table, memory_table, strategy_table
     from parsim.schedule.evaluate import evaluate
 
+    check_options(engine, scenario, whole_run)
     changes = [*(overrides or []), *([f"plan.strategy={json.dumps(strategy)}"] if strategy else [])]
     config = load_config(run_file, changes)
     folder = None if out is None else new_folder(out, run_file.stem)
@@ -39,10 +45,15 @@ def simulate(
         if engine != "static":
             result = asked.evaluation.result
             asked = replace(asked, evaluation=evaluate(asked.problem, result.plan, engine=engine, reason=result.reason))
+        happening = None
+        if scenario is not None:
+            asked, happening = play(asked, scenario, whole_run)
     evaluation = asked.evaluation
     path = critical_path(evaluation.graph, evaluation.timeline)
     labels = [task_label(evaluation.graph.tasks[index]) for index in path]
     document = describe(evaluation) | {"engine": engine, "critical_path": labels}
+    if happening is not None:
+        document["scenario"] = happening
     if folder is not None:
         write_prediction(folder, asked)
     if as_json:
@@ -55,6 +66,7 @@ def simulate(
             strategy_table([evaluation.result.to_dict()], title=title),
             breakdown_table(document["breakdown"]),
             memory_table(document["memory"]),
+            *([] if happening is None else scenario_tables(happening)),
         ]
     )
     print(f"Critical path: {len(labels)} of {len(evaluation.graph.tasks)} tasks, from {', '.join(labels[:3])}")

@@ -135,7 +135,7 @@ def hop_latency_s(cluster: Cluster, pair: tuple[int, int]) -> float:
     return latency
 
 
-def transfer_loads(cluster: Cluster, link_kind: str, pair: tuple[int, int]) -> dict[object, tuple[float, float]]:
+def transfer_loads(cluster: Cluster, link_kind: str, pair: tuple[int, int]) -> dict[tuple[object, object], tuple[float, float]]:
     """Per link of the cluster that a transfer uses, its share of the bytes and the link's capacity."""
     (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
     nodes = cluster.nodes
@@ -144,7 +144,7 @@ def transfer_loads(cluster: Cluster, link_kind: str, pair: tuple[int, int]) -> d
         flow = [(shape.devices[a], shape.devices[b], 1.0)]
         inside = link_loads(shape.topology, link_kind, flow)
         return {(source, step): (weight, step[2].capacity_bytes_per_s) for step, weight in inside.items()}
-    found: dict[object, tuple[float, float]] = {}
+    found: dict[tuple[object, object], tuple[float, float]] = {}
     for step in way_out(shape, a):
         found[(source, step)] = (1.0, step[2].capacity_bytes_per_s)
     for step in map(reverse, way_out(nodes.shapes[destination], b)):
@@ -322,7 +322,7 @@ def _uplinks(
 
     A ring or tree in the order of the nodes leaves every leaf once; pairs leave it with all that is meant for elsewhere.
     """
-    own = _leaf_shares(cluster, group, way)
+    own = leaf_shares(cluster, group, way)
     if not own:
         return 0.0, 0.0
     total = _all_leaf_shares(cluster, concurrent if group in concurrent else (*concurrent, group), way)
@@ -334,7 +334,7 @@ def _uplinks(
 
 
 @lru_cache(maxsize=4096)
-def _leaf_shares(cluster: Cluster, group: tuple[int, ...], way: Way) -> dict[str, float]:
+def leaf_shares(cluster: Cluster, group: tuple[int, ...], way: Way) -> dict[str, float]:
     """Per leaf the share of the bytes that leaves it; nothing for a group under one leaf."""
     count: dict[str, int] = {}
     for node, members in cluster.spread(group):
@@ -349,6 +349,6 @@ def _leaf_shares(cluster: Cluster, group: tuple[int, ...], way: Way) -> dict[str
 def _all_leaf_shares(cluster: Cluster, groups: tuple[tuple[int, ...], ...], way: Way) -> dict[str, float]:
     total: dict[str, float] = {}
     for group in dict.fromkeys(groups):
-        for leaf, share in _leaf_shares(cluster, group, way).items():
+        for leaf, share in leaf_shares(cluster, group, way).items():
             total[leaf] = total.get(leaf, 0.0) + share
     return total

@@ -58,9 +58,9 @@ class Steering:
         self._controller: Controller | None = None
         if dist.get_rank() == 0:
             problem = problem_of(spec, run)
-            self._controller = controller_for(
-                problem, run.plan, plan_for=_planner(problem, run.plan.world_size), rebuild_s=REBUILD_S
-            )
+            controller = controller_for(problem, run.plan, plan_for=_planner(problem, run.plan.world_size), rebuild_s=REBUILD_S)
+            by_hand = run.plan.strategy == "custom"  # no search has stood behind it yet
+            self._controller = replace(controller, question="the plan was written by hand") if by_hand else controller
 
     def due(self, step: int) -> bool:
         """Whether a window or an epoch ends after `step` steps, and training goes on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,10 @@ WORTH_SAYING = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A plan's result with everything it was read from. `estimates` are per unit of the program (`Columns.units`)."""
+    """A plan's result with everything it was read from.
+
+    Attributes: estimates: per unit of the program (`Columns.units`). steady_step_s: the step without noise of single ranks.
+    """
 
     result: PlanResult
     compiled: CompiledGraph
@@ -42,6 +45,7 @@ class Evaluation:
     timeline: Timeline
     memory: tuple[RankMemory, ...]
     breakdown: tuple[RankBreakdown, ...]
+    steady_step_s: float
 
     @property
     def graph(self) -> TaskGraph:
@@ -80,10 +84,6 @@ def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: i
         noisy = medians * rank_noise(computing, sigma, NOISY_STEPS, SEED)
         step_s = float(static.step_times_s(compiled, noisy, steps=REPEATED_STEPS, overlap=overlap).mean())
     interval = Interval(median=step_s, p05=step_s, p95=step_s)
-    if samples:
-        draws = sample_durations_s(estimates, samples, SEED, unit=columns.unit)
-        times = static.step_times_s(compiled, draws, steps=REPEATED_STEPS, overlap=overlap)
-        interval = Interval.of(step_s, times * (step_s / steady_s))
     parts = breakdown(compiled, timeline)
     fractions = step_fractions(parts)
     memory = problem.memory(plan)
@@ -103,9 +103,30 @@ def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: i
         reason=reason,
         lower_bound_s=busiest_resource_s(compiled, medians),
     )
-    return Evaluation(
-        result=result, compiled=compiled, estimates=estimates, timeline=timeline, memory=memory, breakdown=tuple(parts)
+    evaluation = Evaluation(
+        result=result,
+        compiled=compiled,
+        estimates=estimates,
+        timeline=timeline,
+        memory=memory,
+        breakdown=tuple(parts),
+        steady_step_s=steady_s,
     )
+    return with_interval(problem, evaluation, samples=samples, reason=reason)
+
+
+def with_interval(problem: Problem, evaluation: Evaluation, *, samples: int, reason: str) -> Evaluation:
+    """The same evaluation with an interval from `samples` draws of the cost parameters, and the reason it was kept for."""
+    result = replace(evaluation.result, reason=reason)
+    if samples:
+        plan, compiled = result.plan, evaluation.compiled
+        overlap = problem.costs(plan.world_size).overlap
+        draws = sample_durations_s(evaluation.estimates, samples, SEED, unit=compiled.columns.unit)
+        times = static.step_times_s(compiled, draws, steps=REPEATED_STEPS, overlap=overlap)
+        median = result.step_s.median
+        interval = Interval.of(median, times * (median / evaluation.steady_step_s))
+        result = replace(result, step_s=interval, throughput_samples_per_s=interval.inverse(plan.global_batch))
+    return replace(evaluation, result=result)
 
 
 def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArray[np.float64]:

@@ -132,7 +132,7 @@ def _bounds(frontiers: Frontiers, hints: Iterable[Sequence[int]]) -> tuple[tuple
             tightest = relaxation
         else:
             pace *= 0.8
-    if best is not None:
+    if best is not None and best[0] - tightest.value > TOLERANCE * abs(best[0]):
         best = _improve(placing, best)
     return best, tightest
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 
 from parsim.errors import ScheduleError
@@ -10,7 +9,7 @@ from parsim.plan.mesh import Mesh
 from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.schedule.objective import Solution
 from parsim.schedule.problem import Problem
-from parsim.schedule.tensor import adaptive_plans, uniform_plans, useful_plans
+from parsim.schedule.tensor import Best, adaptive_plans, uniform_plans, useful_plans
 
 BUCKET_BYTES = (DEFAULT_BUCKET_BYTES, 4 * 1024 * 1024, 100 * 1024 * 1024)
 MOST_MICROBATCHES = 64
@@ -71,25 +70,34 @@ def _useful_buckets(problem: Problem) -> tuple[int, ...]:
 def mp_plans(problem: Problem) -> Iterator[Plan]:
     """One replica: one stage per device, every component cut over all devices, and what lies between (pp x tp)."""
     counts = _powers_of_two(problem.global_batch, MOST_MICROBATCHES)
-    tensor = list(uniform_plans(problem, "mp", replicated=False, microbatches=counts))
-    yield from tensor
-    with contextlib.nullcontext() if not tensor else contextlib.suppress(ScheduleError):
-        yield from pipeline_plans(problem, "mp", Mesh(pp=problem.cluster.size))
+    best, found = Best(), False
+    no_pipeline: ScheduleError | None = None
+    try:
+        for plan in pipeline_plans(problem, "mp", Mesh(pp=problem.cluster.size), best):
+            found = True
+            yield plan
+    except ScheduleError as error:
+        no_pipeline = error
+    for plan in uniform_plans(problem, "mp", replicated=False, microbatches=counts, best=best):
+        found = True
+        yield plan
+    if not found and no_pipeline is not None:
+        raise no_pipeline
 
 
 def hp_plans(problem: Problem) -> Iterator[Plan]:
     """Every pp x dp x tp with dp above one and another axis too."""
-    found = False
+    best, found = Best(), False
     counts = _powers_of_two(problem.global_batch, MOST_MICROBATCHES)
-    for plan in uniform_plans(problem, "hp", replicated=True, microbatches=counts):
-        found = True
-        yield plan
     for pp in range(2, problem.cluster.size):
         if problem.cluster.size % pp == 0 and pp <= len(problem.model.components):
             mesh = Mesh(pp=pp, dp=problem.cluster.size // pp)
             if problem.global_batch % mesh.dp == 0:
                 found = True
-                yield from pipeline_plans(problem, "hp", mesh)
+                yield from pipeline_plans(problem, "hp", mesh, best)
+    for plan in uniform_plans(problem, "hp", replicated=True, microbatches=counts, best=best):
+        found = True
+        yield plan
     if not found:
         raise ScheduleError(
             f"hp needs dp > 1 and pp * tp > 1 with pp * dp * tp = {problem.cluster.size} and dp dividing the batch "
@@ -111,7 +119,7 @@ def mixed_plans(problem: Problem, solutions: list[Solution] | None = None) -> It
     return adaptive_plans(problem, microbatches=counts, solutions=solutions)
 
 
-def pipeline_plans(problem: Problem, strategy: str, mesh: Mesh) -> Iterator[Plan]:
+def pipeline_plans(problem: Problem, strategy: str, mesh: Mesh, best: Best | None = None) -> Iterator[Plan]:
     """Both orders and the microbatch counts that help, each with its own uneven stages.
 
     Raises:
@@ -125,4 +133,4 @@ def pipeline_plans(problem: Problem, strategy: str, mesh: Mesh) -> Iterator[Plan
     if problem.global_batch % mesh.dp:
         raise ScheduleError(f"global_batch ({problem.global_batch}) is not divisible by dp ({mesh.dp}); use a multiple of it")
     counts = _powers_of_two(problem.global_batch // mesh.dp, MOST_MICROBATCHES)
-    yield from useful_plans(problem, strategy, mesh, microbatches=counts)
+    yield from useful_plans(problem, strategy, mesh, microbatches=counts, best=best)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.schedule.placing import Placing
+from parsim.units import format_bytes
 
 FloatArray = NDArray[np.float64]
 STATUSES = ("optimal", "feasible", "infeasible", "inaccurate")
@@ -92,7 +93,7 @@ def why_infeasible(placing: Placing) -> str:
     worst = int(short.argmax())
     if short[worst] > 0:
         return (
-            f"memory of tp rank {worst}: the smallest placements need {least[worst]:.0f} bytes of "
-            f"{placing.limit_bytes[worst]:.0f}; {short[worst]:.0f} bytes more, or more ranks, would be the least that could do"
+            f"memory of tp rank {worst}: even the smallest placement of every component takes {format_bytes(least[worst])} of "
+            f"{format_bytes(max(0.0, placing.limit_bytes[worst]))}; it needs {format_bytes(short[worst])} more at the least"
         )
     return "memory: every rank could hold the smallest placements, but no choice is small enough on all of them at once"

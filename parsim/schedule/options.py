@@ -66,10 +66,6 @@ class Prices:
     in_flight: int = 1
     zero_stage: int = 0
 
-    @property
-    def _costs(self) -> Costs:
-        return self.problem.costs(self.mesh.size)
-
     @cached_property
     def _seconds(self) -> dict[tuple[Work, int], float]:
         return {}
@@ -86,32 +82,49 @@ class Prices:
         """One rank for each device type."""
         return {self._costs.device_kind(rank): rank for rank in reversed(range(self.mesh.size))}
 
-    def compute_s(self, component: Component, placement: Placement, phase: Phase) -> float:
-        """One microbatch on the slowest device that has the component."""
-        samples = self.samples * placement.batch_ways(self.mesh.tp) // self.mesh.tp
-        work = Compute(component=component.name, phase=phase, samples=samples, rule=placement.rule, ways=placement.ways)
+    def compute_s(self, component: Component, placement: Placement, phase: Phase, *, fastest: bool = False) -> float:
+        """One microbatch on the slowest device that has the component, or on the fastest."""
         ranks = (
             [self.mesh.rank(stage=0, replica=replica, shard=placement.shard) for replica in range(self.mesh.dp)]
             if placement.kind == "place"
             else list(self._device_types.values())
         )
-        return max(self._compute_s(component, work, rank) for rank in ranks)
+        seconds = [self.compute_on_s(component, placement, phase, rank) for rank in ranks]
+        return min(seconds) if fastest else max(seconds)
 
-    def _compute_s(self, component: Component, work: Compute, rank: int) -> float:
-        """Components that do the same work share a price, unless one of them alone reads nothing but the batch."""
-        makes_gradient = any(self.problem.model.value[name].producer is not None for name in component.inputs)
-        key = (self._fingerprints[component.name], work.phase, work.samples, work.rule, work.ways, rank, makes_gradient)
+    def compute_on_s(self, component: Component, placement: Placement, phase: Phase, rank: int) -> float:
+        """One microbatch on a rank of the cluster. Components that do the same work share a price, unless one of them alone
+        reads nothing but the batch."""
+        samples = self.samples * placement.batch_ways(self.mesh.tp) // self.mesh.tp
+        kind = self._costs.device_kind(rank)
+        key = (*self._same_work[component.name], phase, samples, placement.rule, placement.ways, kind)
         if key not in self._computed:
+            work = Compute(component=component.name, phase=phase, samples=samples, rule=placement.rule, ways=placement.ways)
             self._computed[key] = self._costs.estimate(work, rank).median_s
         return self._computed[key]
 
-    @cached_property
-    def _computed(self) -> dict[tuple[object, ...], float]:
-        return {}
+    @property
+    def _costs(self) -> Costs:
+        return self.problem.costs(self.mesh.size)
 
     @cached_property
-    def _fingerprints(self) -> dict[str, str]:
-        return {component.name: component.fingerprint for component in self.problem.model.components}
+    def _computed(self) -> dict[tuple[object, ...], float]:
+        """Shared by all meshes of as many ranks."""
+        known: dict[tuple[object, ...], float] = self.problem.found.setdefault(f"compute, {self.mesh.size} ranks", {})
+        return known
+
+    @cached_property
+    def _same_work(self) -> dict[str, tuple[str, bool]]:
+        model = self.problem.model
+        if "same work" not in self.problem.found:
+            self.problem.found["same work"] = {
+                component.name: (
+                    component.fingerprint,
+                    any(model.value[name].producer is not None for name in component.inputs),
+                )
+                for component in model.components
+            }
+        return self.problem.found["same work"]
 
     @cached_property
     def differentiable(self) -> frozenset[str]:

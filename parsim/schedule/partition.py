@@ -21,15 +21,15 @@ FloatArray = NDArray[np.float64]
 def partition(
     components: int,
     stages: int,
-    stage_s: Callable[[int, int], FloatArray],
+    stage_s: Callable[[int], FloatArray],
     cut_s: Sequence[float],
 ) -> tuple[tuple[int, int], ...]:
     """Bounds (first, one past the last) of each stage.
 
     Args:
         components: n >= stages >= 1.
-        stage_s: stage_s(stage, last) is float64 [last]: for every first < last the time of components first..last-1 on that
-            stage's devices, in seconds; infinite where they do not fit its memory.
+        stage_s: stage_s(stage) is float64 [n + 1, n + 1]: at [last, first] the time of components first..last-1 on that
+            stage's devices, in seconds; infinite where they do not fit its memory, and for first >= last.
         cut_s: cut_s[i] is the transfer across the cut before component i (0 < i < n), in seconds.
 
     Raises:
@@ -37,33 +37,29 @@ def partition(
     """
     if stages > components:
         raise ScheduleError(f"{components} components cannot fill {stages} pipeline stages; use at most {components} stages")
-    transfer_s = np.array([0.0, *cut_s[1:components]])
-    slowest = np.full((stages + 1, components + 1), INFINITE)
-    moved = np.full((stages + 1, components + 1), INFINITE)
-    cut = np.zeros((stages + 1, components + 1), dtype=np.int64)
-    slowest[0, 0] = moved[0, 0] = 0.0
-    for stage in range(1, stages + 1):
-        for end in range(stage, components - (stages - stage) + 1):
-            reached = np.maximum(slowest[stage - 1, :end], stage_s(stage - 1, end))
-            least = reached.min()
-            if least == INFINITE:
-                continue
-            ties = np.flatnonzero(reached == least)
-            sums = moved[stage - 1, ties] + transfer_s[ties]
-            start = int(ties[sums.argmin()])
-            slowest[stage, end], moved[stage, end], cut[stage, end] = least, sums.min(), start
-    if slowest[stages, components] == INFINITE:
+    transfer_s = np.array([0.0, *cut_s[1:components], 0.0])
+    slowest = np.full(components + 1, INFINITE)
+    moved = np.zeros(components + 1)
+    slowest[0] = 0.0
+    cuts: list[NDArray[np.int64]] = []
+    for stage in range(stages):
+        reached = np.maximum(slowest, stage_s(stage))
+        least = reached.min(axis=1)
+        sums = np.where(reached == least[:, None], moved + transfer_s, INFINITE)
+        cuts.append(sums.argmin(axis=1))
+        slowest, moved = least, sums.min(axis=1)
+    if slowest[components] == INFINITE:
         raise ScheduleError(f"no cut into {stages} stages fits the devices' memory; use more devices or a smaller batch")
     bounds: list[tuple[int, int]] = []
     end = components
-    for stage in range(stages, 0, -1):
-        start = int(cut[stage, end])
+    for starts in reversed(cuts):
+        start = int(starts[end])
         bounds.append((start, end))
         end = start
     return tuple(reversed(bounds))
 
 
-def sums_until(up_to: FloatArray, last: int) -> FloatArray:
-    """float64 [last]: for every first < last the sum of entries first..last-1, from running sums (`up_to[0]` is 0)."""
-    sums: FloatArray = up_to[last] - up_to[:last]
+def sums_between(up_to: FloatArray) -> FloatArray:
+    """float64 [n + 1, n + 1]: at [last, first] the sum of entries first..last-1, from running sums (`up_to[0]` is 0)."""
+    sums: FloatArray = up_to[:, None] - up_to[None, :]
     return sums

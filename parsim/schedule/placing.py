@@ -53,6 +53,23 @@ class Placing:
     limit_bytes: FloatArray
     allowed: Mapping[tuple[int, int], NDArray[np.bool_]]
 
+    def restricted(self, keep: Sequence[Sequence[int]]) -> Placing:
+        """The same problem with some of every component's options: `keep` lists their numbers."""
+        return Placing(
+            components=self.components,
+            options=tuple(tuple(own[k] for k in kept) for own, kept in zip(self.options, keep, strict=True)),
+            forward_s=tuple(own[list(kept)] for own, kept in zip(self.forward_s, keep, strict=True)),
+            backward_s=tuple(own[list(kept)] for own, kept in zip(self.backward_s, keep, strict=True)),
+            synchronisation_s=tuple(own[list(kept)] for own, kept in zip(self.synchronisation_s, keep, strict=True)),
+            conversion_s={
+                (one, two): (forward[np.ix_(keep[one], keep[two])], backward[np.ix_(keep[one], keep[two])])
+                for (one, two), (forward, backward) in self.conversion_s.items()
+            },
+            memory_bytes=tuple(own[list(kept)] for own, kept in zip(self.memory_bytes, keep, strict=True)),
+            limit_bytes=self.limit_bytes,
+            allowed={(one, two): pairs[np.ix_(keep[one], keep[two])] for (one, two), pairs in self.allowed.items()},
+        )
+
 
 def placing_of(
     prices: Prices, options: Sequence[Sequence[Placement]], *, microbatches: int, limit_bytes: Sequence[float]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from parsim.costs.corrected import NO_CORRECTIONS, Corrections
 from parsim.costs.costs import Costs
@@ -14,7 +15,6 @@ from parsim.costs.pricing import price
 from parsim.graph.layout import Layout
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
-from parsim.plan.mesh import Mesh
 from parsim.plan.placement import Placement
 from parsim.plan.plan import Plan
 from parsim.schedule.memory import plan_memory
@@ -65,8 +65,8 @@ class Problem:
         return {}
 
     @cached_property
-    def uniform_placements(self) -> dict[Mesh, dict[str, Placement]]:
-        """What `parsim.schedule.tensor` has found for a mesh."""
+    def found(self) -> dict[str, dict[Any, Any]]:
+        """What parts of the search have worked out for this problem and may need again, by what it is."""
         return {}
 
     def memory(self, plan: Plan) -> tuple[RankMemory, ...]:

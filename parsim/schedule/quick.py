@@ -18,11 +18,12 @@ from parsim.work import Phase, SendRecv
 
 
 class QuickEstimates:
-    """Remembers the prices of meshes and microbatches already seen."""
+    """Remembers, with the problem, the prices of meshes and microbatches already seen and the plans already asked for."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._prices: dict[Hashable, Prices] = {}
+        self._prices: dict[Hashable, Prices] = problem.found.setdefault("prices", {})
+        self._steps: dict[Plan, float] = problem.found.setdefault("closed forms", {})
 
     def prices(self, plan: Plan) -> Prices:
         """Of the plan's mesh and microbatch, on the ranks of its first stage."""
@@ -40,6 +41,11 @@ class QuickEstimates:
 
     def step_s(self, plan: Plan) -> float:
         """Seconds of one step."""
+        if plan not in self._steps:
+            self._steps[plan] = self._step_s(plan)
+        return self._steps[plan]
+
+    def _step_s(self, plan: Plan) -> float:
         model, prices = self._problem.model, self.prices(plan)
         placements = {name: placement for stage in plan.stages for name, placement in stage.placed()}
         moving = self._moves_s(plan)

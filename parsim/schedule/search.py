@@ -8,7 +8,7 @@ from typing import Any
 
 from parsim.errors import CostError, ScheduleError, near_matches
 from parsim.plan.plan import Plan
-from parsim.schedule.evaluate import SAMPLES, Evaluation, evaluate
+from parsim.schedule.evaluate import SAMPLES, Evaluation, evaluate, with_interval
 from parsim.schedule.families import FAMILIES, mixed_plans
 from parsim.schedule.objective import Solution
 from parsim.schedule.problem import Problem
@@ -170,8 +170,8 @@ def _best_of_each(ranked: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def _with_interval(problem: Problem, entry: Evaluation, first: Evaluation, samples: int) -> Evaluation:
-    """Judge again with draws, and say why the plan won or lost against the first of the ranking."""
-    return evaluate(problem, entry.result.plan, samples=samples, reason=_reason(entry, first))
+    """With draws, and why the plan won or lost against the first of the ranking."""
+    return with_interval(problem, entry, samples=samples, reason=_reason(entry, first))
 
 
 def _reason(entry: Evaluation, first: Evaluation) -> str:
@@ -181,8 +181,14 @@ def _reason(entry: Evaluation, first: Evaluation) -> str:
         return f"does not fit: rank {worst.rank} by {format_bytes(worst.excess_bytes)}, mostly {line} ({format_bytes(size)})"
     if entry is first:
         return "fastest plan that fits"
+    if _same_program(entry.result.plan, first.result.plan):
+        return f"the same plan as {first.result.strategy}"
     slower = entry.result.step_s.median - first.result.step_s.median
     return f"slower by {format_seconds(slower)} ({100 * slower / first.result.step_s.median:.0f}%){_where(entry, first)}"
+
+
+def _same_program(one: Plan, other: Plan) -> bool:
+    return replace(one, strategy=other.strategy) == other
 
 
 def _where(entry: Evaluation, first: Evaluation) -> str:

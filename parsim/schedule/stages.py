@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from parsim.costs.costs import Costs
 from parsim.errors import ScheduleError
-from parsim.model.component import Component
 from parsim.plan.mesh import Mesh
 from parsim.plan.pipeline import in_flight
 from parsim.plan.placement import BATCH, Placement
 from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.schedule.options import Prices
-from parsim.schedule.partition import INFINITE, FloatArray, partition, sums_until
+from parsim.schedule.partition import INFINITE, FloatArray, partition, sums_between
 from parsim.schedule.problem import Problem
-from parsim.work import Compute, Phase, SendRecv
+from parsim.work import Phase, SendRecv
 
 TIGHTENINGS = 4
 """How often stages that do not fit after all (workspace, boundary values) are cut again with that much less memory."""
@@ -107,50 +107,50 @@ class _StageCosts:
         return self.problem.costs(self.mesh.size)
 
     @cached_property
-    def _up_to_s(self) -> dict[str, FloatArray]:
-        """Per device kind: time of the first i components, forward and backward of one microbatch."""
+    def _seconds(self) -> dict[str, FloatArray]:
+        """Per device kind: forward and backward of one microbatch of components first..last-1, at [last, first]."""
+        prices = self._prices(in_flight=1)
+        chosen = [(component, self.placements.get(component.name, BATCH)) for component in self.problem.model.components]
         totals: dict[str, FloatArray] = {}
         for rank in range(self.mesh.size):
             kind = self._costs.device_kind(rank)
             if kind not in totals:
-                totals[kind] = _running([self._component_s(component, rank) for component in self.problem.model.components])
+                running = _running(
+                    [
+                        prices.compute_on_s(component, placement, Phase.FORWARD, rank)
+                        + prices.compute_on_s(component, placement, Phase.BACKWARD, rank)
+                        for component, placement in chosen
+                    ]
+                )
+                totals[kind] = np.where(_some_components(len(chosen)), sums_between(running), INFINITE)
         return totals
-
-    def _component_s(self, component: Component, rank: int) -> float:
-        placement = self.placements.get(component.name, BATCH)
-        samples = self.samples * placement.batch_ways(self.mesh.tp) // self.mesh.tp
-        return sum(
-            self._costs.estimate(
-                Compute(component=component.name, phase=phase, samples=samples, rule=placement.rule, ways=placement.ways),
-                rank,
-            ).median_s
-            for phase in (Phase.FORWARD, Phase.BACKWARD)
-        )
 
     @cached_property
     def _kinds(self) -> list[set[str]]:
         """Per stage its kinds of devices."""
         return [{self._costs.device_kind(rank) for rank in self.mesh.stage_ranks(stage)} for stage in range(self.mesh.pp)]
 
-    def seconds(self, stage: int, last: int) -> FloatArray:
-        """For every first < last: forward and backward of one microbatch on the slowest device of the stage."""
-        rows = [sums_until(self._up_to_s[kind], last) for kind in self._kinds[stage]]
-        slowest: FloatArray = np.max(rows, axis=0)
+    def seconds(self, stage: int) -> FloatArray:
+        """At [last, first]: forward and backward of one microbatch on the slowest device of the stage; infinite where empty."""
+        slowest: FloatArray = np.max([self._seconds[kind] for kind in self._kinds[stage]], axis=0)
         return slowest
+
+    def _prices(self, *, in_flight: int) -> Prices:
+        return Prices(
+            problem=self.problem,
+            mesh=self.mesh,
+            samples=self.samples,
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            in_flight=in_flight,
+            zero_stage=self.problem.zero_stage,
+        )
 
     @cached_property
     def _up_to_bytes(self) -> tuple[FloatArray, FloatArray]:
         """Of the first i components: what is kept whatever is in flight, and per microbatch in flight."""
         running = []
         for alive in (0, 1):
-            prices = Prices(
-                problem=self.problem,
-                mesh=Mesh(dp=self.mesh.dp, tp=self.mesh.tp),
-                samples=self.samples,
-                bucket_bytes=DEFAULT_BUCKET_BYTES,
-                in_flight=alive,
-                zero_stage=self.problem.zero_stage,
-            )
+            prices = self._prices(in_flight=alive)
             running.append(
                 _running(
                     [
@@ -171,12 +171,12 @@ class _StageCosts:
             for stage in range(self.mesh.pp)
         ]
 
-    def fitting_s(self, limits_bytes: Sequence[float], stage: int, last: int) -> FloatArray:
+    def fitting_s(self, limits_bytes: Sequence[float], stage: int) -> FloatArray:
         """As `seconds`, infinite where the stage would hold more than its limit."""
-        kept, per_microbatch = (sums_until(up_to, last) for up_to in self._up_to_bytes)
+        kept, per_microbatch = (sums_between(up_to) for up_to in self._up_to_bytes)
         alive = in_flight(self.order, stage, self.mesh.pp, self.microbatches)
         held = kept + alive * per_microbatch
-        return np.where(held <= limits_bytes[stage], self.seconds(stage, last), INFINITE)
+        return np.where(held <= limits_bytes[stage], self.seconds(stage), INFINITE)
 
     def cuts_s(self) -> list[float]:
         """Per place the transfer of everything that crosses the cut before it, forward, between the first two stages."""
@@ -188,6 +188,11 @@ class _StageCosts:
                 known[size_bytes] = self._costs.estimate(work, 0).median_s
             found.append(known[size_bytes])
         return found
+
+
+def _some_components(count: int) -> NDArray[np.bool_]:
+    """bool [n + 1, n + 1]: at [last, first] whether first < last."""
+    return np.tri(count + 1, k=-1, dtype=bool)
 
 
 def _running(values: Sequence[float]) -> FloatArray:

@@ -9,7 +9,9 @@ adaptive   one stage, tp over all devices: every component takes any placement, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,19 +22,26 @@ from parsim.plan.pipeline import PIPELINE_ORDERS
 from parsim.plan.placement import BATCH, REPLICATE, Placement
 from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.schedule.exact import solve_exactly
-from parsim.schedule.objective import Solution
+from parsim.schedule.objective import Solution, step_s
 from parsim.schedule.options import Prices, placements_of
 from parsim.schedule.placing import Placing, placing_of
 from parsim.schedule.problem import Problem
 from parsim.schedule.quick import QuickEstimates
 from parsim.schedule.relaxation import Frontiers, Relaxation
 from parsim.schedule.stages import balanced_plan
+from parsim.work import Phase
 
-TIGHTENINGS = 4
-"""How often a choice that does not fit after all (workspace, conversions) is sought again with that much less memory."""
+TIGHTENINGS = 6
+"""How often a choice that does not fit after all is sought again with the room that it leaves for its parts."""
+
+LABELS_WITHIN = 50_000
+"""Of each of those searches."""
 
 SLOWER = 1.02
 """More microbatches are no longer tried once a closed form has them this much slower than fewer."""
+
+HOPELESS = 1.1
+"""A mesh is passed over where a bound on its step is this much above the family's best closed form."""
 
 ROOMY = 0.8
 """A placement that leaves a fifth of every rank's memory was not limited by it: more microbatches would not help."""
@@ -55,26 +64,42 @@ def tensor_meshes(devices: int, components: int, *, replicated: bool) -> Iterato
                 yield Mesh(pp=pp, dp=dp, tp=tp)
 
 
-def uniform_plans(problem: Problem, strategy: str, *, replicated: bool, microbatches: Sequence[int]) -> Iterator[Plan]:
+@dataclass
+class Best:
+    """The closed-form seconds of the best plan of a family so far, over all its meshes."""
+
+    seconds: float = np.inf
+
+
+def uniform_plans(
+    problem: Problem, strategy: str, *, replicated: bool, microbatches: Sequence[int], best: Best | None = None
+) -> Iterator[Plan]:
     """Every mesh with a tp axis, with the microbatch counts and orders that make sense on it."""
     for mesh in tensor_meshes(problem.cluster.size, len(problem.model.components), replicated=replicated):
         if can_be_cut(problem, mesh.tp):
-            yield from useful_plans(problem, strategy, mesh, microbatches=microbatches)
+            yield from useful_plans(problem, strategy, mesh, microbatches=microbatches, best=best)
 
 
-def useful_plans(problem: Problem, strategy: str, mesh: Mesh, *, microbatches: Sequence[int]) -> Iterator[Plan]:
+def useful_plans(
+    problem: Problem, strategy: str, mesh: Mesh, *, microbatches: Sequence[int], best: Best | None = None
+) -> Iterator[Plan]:
     """Plans of one mesh: from as many microbatches as stages upwards, and downwards, each way until those that fit are slower
     by a closed form; then the other pipeline orders with the best count. With a tp axis placements are uniform.
 
-    Without a pipeline, more microbatches than memory asks for only cost.
+    Without a pipeline, more microbatches than memory asks for only cost. Counts whose computation alone, perfectly balanced,
+    takes HOPELESS times as long as the family's best so far are passed over.
     """
     quick = QuickEstimates(problem)
-    best: tuple[float, Plan] | None = None
+    rival = best or Best()
+    own: tuple[float, Plan] | None = None
     counts = [count for count in microbatches if problem.global_batch % (mesh.dp * count) == 0]
     upwards = [count for count in counts if count >= mesh.pp]
     downwards = [count for count in reversed(counts) if count < mesh.pp]
+    whole_s = _whole_batch_s(problem, mesh) if rival.seconds < np.inf else 0.0
     for way in (upwards, downwards):
         for count in way:
+            if whole_s * (1 + (count - 1) / mesh.pp) / count > HOPELESS * rival.seconds:
+                continue
             plan = _uniform_plan(problem, strategy, mesh, count, "1f1b")
             if plan is None:
                 continue
@@ -82,23 +107,38 @@ def useful_plans(problem: Problem, strategy: str, mesh: Mesh, *, microbatches: S
             if any(not entry.fits for entry in problem.memory(plan)):
                 continue
             seconds = quick.step_s(plan)
-            if best is not None and seconds > SLOWER * best[0]:
+            rival.seconds = min(rival.seconds, seconds)
+            if own is not None and seconds > SLOWER * own[0]:
                 break
-            if best is None or seconds < best[0]:
-                best = (seconds, plan)
+            if own is None or seconds < own[0]:
+                own = (seconds, plan)
             if mesh.pp == 1:
                 return
     for order in PIPELINE_ORDERS:
-        if best is not None and order != "1f1b":
-            other = _uniform_plan(problem, strategy, mesh, best[1].microbatches, order)
+        if own is not None and order != "1f1b":
+            other = _uniform_plan(problem, strategy, mesh, own[1].microbatches, order)
             if other is not None:
                 yield other
 
 
+def _whole_batch_s(problem: Problem, mesh: Mesh) -> float:
+    """Forward and backward of a replica's whole batch, conversions included, if the components followed one another on one
+    stage: with M microbatches on S stages a step takes at least (1 + (M - 1) / S) / M of it, as small pieces run no faster."""
+    if mesh.tp > 1:
+        return _cut(problem, Mesh(dp=mesh.dp, tp=mesh.tp)).seconds
+    samples = problem.global_batch // mesh.dp
+    prices = Prices(problem=problem, mesh=Mesh(dp=mesh.dp), samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    return sum(
+        prices.compute_s(component, BATCH, phase, fastest=True)
+        for component in problem.model.components
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+        if phase is Phase.FORWARD or component.name in prices.differentiable
+    )
+
+
 def _uniform_plan(problem: Problem, strategy: str, mesh: Mesh, count: int, order: str) -> Plan | None:
     """None where parameters tied across components would be cut differently."""
-    samples = problem.global_batch // (mesh.dp * count)
-    chosen = uniform_placements(problem, Mesh(dp=mesh.dp, tp=mesh.tp), samples) if mesh.tp > 1 else None
+    chosen = uniform_placements(problem, Mesh(dp=mesh.dp, tp=mesh.tp)) if mesh.tp > 1 else None
     plan = balanced_plan(problem, strategy, mesh, microbatches=count, pipeline_order=order, placements=chosen)
     try:
         problem.layout(plan)
@@ -107,33 +147,45 @@ def _uniform_plan(problem: Problem, strategy: str, mesh: Mesh, count: int, order
     return plan
 
 
-def uniform_placements(problem: Problem, mesh: Mesh, samples: int) -> dict[str, Placement]:
+class _Cut(NamedTuple):
+    placements: dict[str, Placement]
+    seconds: float
+
+
+def uniform_placements(problem: Problem, mesh: Mesh) -> dict[str, Placement]:
     """Every component cut over all tp ranks where it can be, replicated where not; the cheapest such choice.
 
-    It is sought once per mesh: which rules go together hardly depends on the samples.
+    It is sought once per mesh, for a replica's whole batch: which rules go together hardly depends on the samples.
     """
-    known = problem.uniform_placements.get(mesh)
-    if known is None:
-        known = problem.uniform_placements[mesh] = _uniform_placements(problem, mesh, samples)
-    return known
+    return _cut(problem, mesh).placements
 
 
-def _uniform_placements(problem: Problem, mesh: Mesh, samples: int) -> dict[str, Placement]:
-    options: list[tuple[Placement, ...]] = []
-    for component in problem.model.components:
-        cut = [
-            Placement("shard", rule=sharding.rule, ways=mesh.tp)
-            for sharding in component.shardings
-            if sharding.limit % mesh.tp == 0
-        ]
-        options.append(tuple(cut) or (REPLICATE,))
-    prices = Prices(problem=problem, mesh=mesh, samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
+def _cut(problem: Problem, mesh: Mesh) -> _Cut:
+    """The uniform placements of a mesh of one stage, with forward and backward of a whole batch of one replica."""
+    found: dict[Mesh, _Cut] = problem.found.setdefault("uniform placements", {})
+    if mesh not in found:
+        found[mesh] = _cheapest_cut(problem, mesh)
+    return found[mesh]
+
+
+def _cheapest_cut(problem: Problem, mesh: Mesh) -> _Cut:
+    options = [_uniform_options(component, mesh.tp) for component in problem.model.components]
+    prices = Prices(problem=problem, mesh=mesh, samples=problem.global_batch // mesh.dp, bucket_bytes=DEFAULT_BUCKET_BYTES)
     placing = placing_of(prices, options, microbatches=1, limit_bytes=[0.0] * mesh.tp)
-    frontiers = Frontiers(placing)
+    nothing = tuple(np.zeros_like(own) for own in placing.synchronisation_s)
+    frontiers = Frontiers(replace(placing, synchronisation_s=nothing))  # of the gradients: it may hide behind the backward
     relaxation = Relaxation(frontiers, np.zeros(mesh.tp))
     if not np.isfinite(relaxation.value):
-        return {component.name: REPLICATE for component in problem.model.components}
-    return _named(placing, relaxation.choice())
+        return _Cut({component.name: REPLICATE for component in problem.model.components}, 0.0)
+    return _Cut(_named(placing, relaxation.choice()), relaxation.value)
+
+
+def _uniform_options(component: Component, tp: int) -> tuple[Placement, ...]:
+    """Every rule that cuts the component over all tp ranks; replicated where none does."""
+    if tp == 1:
+        return (BATCH,)
+    cut = [Placement("shard", rule=each.rule, ways=tp) for each in component.shardings if each.limit % tp == 0]
+    return tuple(cut) or (REPLICATE,)
 
 
 def _named(placing: Placing, choice: Sequence[int]) -> dict[str, Placement]:
@@ -181,17 +233,81 @@ def best_placement(problem: Problem, microbatches: int) -> tuple[Solution, Plan 
     options = [_allowed(problem, component, mesh, samples) for component in problem.model.components]
     limits = [float(device.type.memory_bytes - device.type.context_bytes) for device in problem.cluster.devices]
     placing = placing_of(prices, options, microbatches=microbatches, limit_bytes=limits)
-    hints = list(_uniform_choices(placing, problem, mesh, samples))
-    for _ in range(TIGHTENINGS):
-        solution = solve_exactly(placing, hints=hints)
-        if not solution.choice:
-            return solution, None
-        plan = _plan(problem, mesh, _named(placing, solution.choice), microbatches)
-        excess = max(entry.excess_bytes for entry in problem.memory(plan))
-        if not excess:
-            return solution, plan
-        placing = replace(placing, limit_bytes=placing.limit_bytes - 1.02 * excess)
-    return replace(solution, choice=(), status="inaccurate", reason="what fits by its parts does not fit as a whole"), None
+    hints = list(_uniform_choices(placing, problem, mesh))
+    solution = solve_exactly(placing, hints=hints)
+    if not solution.choice:
+        return solution, None
+    plan = _plan(problem, mesh, _named(placing, solution.choice), microbatches)
+    if all(entry.fits for entry in problem.memory(plan)):
+        return solution, plan
+    return _within_memory(problem, mesh, placing, microbatches, solution.lower_bound_s)
+
+
+def _within_memory(
+    problem: Problem, mesh: Mesh, placing: Placing, microbatches: int, lower_bound_s: float
+) -> tuple[Solution, Plan | None]:
+    """The best choice that fits as a whole, where the best one does so only by its parts.
+
+    What a plan needs beside its parts is mostly a communicator for every set of ranks that exchange anything, so it depends
+    on which ways of cutting it uses at all: each set of ways is solved for itself, with the room that its last solution left.
+    """
+    best: tuple[Solution, Plan] | None = None
+    for choice in _evenly_cut(placing):
+        seconds = step_s(placing, choice)
+        if seconds >= (np.inf if best is None else best[0].seconds):
+            continue
+        plan = _plan(problem, mesh, _named(placing, choice), microbatches)
+        if all(entry.fits for entry in problem.memory(plan)):
+            best = Solution(choice=choice, seconds=seconds, lower_bound_s=lower_bound_s, status="feasible"), plan
+    for ways in _ways_sets(placing):
+        some = placing.restricted(
+            [
+                [number for number, option in enumerate(options) if option.kind != "place" and option.ways in ways]
+                for options in placing.options
+            ]
+        )
+        if not all(some.options):
+            continue
+        too_little = np.minimum(0.0, placing.limit_bytes)
+        too_much = room = placing.limit_bytes
+        for _ in range(TIGHTENINGS):
+            solution = solve_exactly(replace(some, limit_bytes=room), most_labels=LABELS_WITHIN)
+            if best is not None and solution.choice and solution.seconds >= best[0].seconds:
+                break
+            if not solution.choice:
+                too_little, room = room, (room + too_much) / 2
+                continue
+            plan = _plan(problem, mesh, _named(some, solution.choice), microbatches)
+            memory = problem.memory(plan)
+            if all(entry.fits for entry in memory):
+                best = replace(solution, lower_bound_s=lower_bound_s, status="feasible"), plan
+                break
+            parts = sum(own[option] for own, option in zip(some.memory_bytes, solution.choice, strict=True))
+            left = np.array([entry.limit_bytes - entry.total_bytes for entry in memory]) + parts
+            too_much, room = room, np.maximum(np.minimum(left, room), (too_little + room) / 2)
+    if best is not None:
+        return best
+    reason = "what fits by its parts does not fit as a whole, with its communicators, conversions and workspace"
+    return Solution(choice=(), seconds=np.inf, lower_bound_s=lower_bound_s, status="inaccurate", reason=reason), None
+
+
+def _evenly_cut(placing: Placing) -> Iterator[tuple[int, ...]]:
+    """Every component cut in the same number of ways where it can be, by its cheapest rule, and whole where not."""
+    for ways in {option.ways for options in placing.options for option in options} - {1}:
+        choice = []
+        for number, options in enumerate(placing.options):
+            fitting = [place for place, option in enumerate(options) if option.ways == ways]
+            whole = [place for place, option in enumerate(options) if option.kind in ("batch", "replicate")]
+            choice.append(min(fitting or whole, key=placing.forward_s[number].__getitem__, default=0))
+        yield tuple(choice)
+
+
+def _ways_sets(placing: Placing) -> Iterator[frozenset[int]]:
+    """Sets of ways that any option has, few ways first; whole components (1 way) belong to each."""
+    known = sorted({option.ways for options in placing.options for option in options} - {1}, reverse=True)
+    for size in range(len(known) + 1):
+        for some in combinations(known, size):
+            yield frozenset((1, *some))
 
 
 def _allowed(problem: Problem, component: Component, mesh: Mesh, samples: int) -> tuple[Placement, ...]:
@@ -209,9 +325,9 @@ def _allowed(problem: Problem, component: Component, mesh: Mesh, samples: int) -
     return found
 
 
-def _uniform_choices(placing: Placing, problem: Problem, mesh: Mesh, samples: int) -> Iterator[tuple[int, ...]]:
+def _uniform_choices(placing: Placing, problem: Problem, mesh: Mesh) -> Iterator[tuple[int, ...]]:
     """Batch everywhere, replicate everywhere, cut everywhere: as far as the options hold them."""
-    cut = uniform_placements(problem, mesh, samples) if can_be_cut(problem, mesh.tp) else {}
+    cut = uniform_placements(problem, mesh) if can_be_cut(problem, mesh.tp) else {}
     wishes: list[Mapping[str, Placement]] = [
         dict.fromkeys(placing.components, BATCH),
         dict.fromkeys(placing.components, REPLICATE),

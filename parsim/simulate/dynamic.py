@@ -6,173 +6,275 @@ what happens in one instant never depends on which event is looked at first.
 
 Every task is a countdown of what blocks it, then a timer; every resource an in-order queue that hands its turn on when
 its head ends. While one rank computes and communicates at once (`overlap`), its computation runs at rate 1 / compute and
-its communication at 1 / communication; a collective or a transfer goes at the rate of its slowest rank. Rates change
-once per instant, after everything that starts or ends in it; a task whose rate changes gets a new timer for what is left
-of it.
+its communication at 1 / communication; a collective or a transfer goes at the rate of its slowest rank. Under `conditions`
+(a scenario) stragglers and links slow tasks too: `parsim.simulate.paces`. A task that nothing slows ends exactly when the
+static engine says.
 
-Leaves out: links shared by several transfers, and everything that varies during a run (jitter, stragglers, failures).
+Programs add repeats, of which one step after the other is opened and closed, and resources that serve by arrival: those who
+come in one instant are lined up when everything else of the instant has happened.
+
+Leaves out: failures, which stop whole steps and belong to `parsim.simulate.whole_run`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-import simpy
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from parsim.costs.estimate import OverlapFactors
+from parsim.errors import ScenarioError
 from parsim.graph.columns import Columns, columns_of
-from parsim.graph.task import COMPUTE
+from parsim.graph.task import Resource
 from parsim.graph.taskgraph import TaskGraph
 from parsim.simulate.boundary import checked_durations_s, checked_factors, simulated_timeline
 from parsim.simulate.compile import Program
-from parsim.simulate.deadlock import stuck_error
+from parsim.simulate.conditions import Conditions
+from parsim.simulate.deadlock import describe_task, stuck_error
+from parsim.simulate.instants import Counter, Instants
+from parsim.simulate.paces import Key, Paces
+from parsim.simulate.program import Part, Served, TrainingProgram
 from parsim.timeline import Timeline
-from parsim.work import is_communication
+
+Floats = NDArray[np.float64]
 
 
-def simulate(graph: Program, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> Timeline:
+def simulate(
+    graph: Program,
+    durations_s: ArrayLike,
+    *,
+    overlap: OverlapFactors | None = None,
+    conditions: Conditions | None = None,
+) -> Timeline:
     """The Timeline of one step that starts at 0 with every resource free.
 
     Args:
         durations_s: float64 [n], seconds each task takes alone.
         overlap: slowdown while one rank computes and communicates at once; None for none.
+        conditions: of the world; None for none.
 
     Raises:
         GraphError: a cycle of dependencies; durations of the wrong shape, negative or not finite; factors below 1.
         DeadlockError: issue orders that wait for one another.
+        ScenarioError: a link that is down for good stops the step.
     """
     columns = columns_of(graph) if isinstance(graph, TaskGraph) else graph if isinstance(graph, Columns) else graph.columns
-    graph = columns.graph
-    durations = checked_durations_s(columns, durations_s, dimensions=1).tolist()
-    run = _Run(graph, durations, checked_factors(overlap))
-    run.environment.run()
-    if len(run.finished) < len(graph.tasks):
-        raise stuck_error(graph, run.finished)
-    return simulated_timeline(columns, np.array(run.start_s), np.array(run.end_s))
+    durations = checked_durations_s(columns, durations_s, dimensions=1)
+    if not columns.size:
+        return simulated_timeline(columns, np.zeros(0), np.zeros(0))
+    program = TrainingProgram(parts=(Part(graph=columns.graph, durations_s=durations),))
+    done = run_program(program, overlap=overlap, conditions=conditions, record=True)
+    return simulated_timeline(columns, done.start_s, done.end_s)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProgramRun:
+    """What a program did.
+
+    Attributes:
+        step_end_s: float64 [steps], the end of the last task of each. served: what every arrival resource did, in order.
+        start_s, end_s: float64 [tasks], numbered through the steps; empty if they were not to be recorded.
+    """
+
+    step_end_s: Floats
+    served: Served
+    start_s: Floats
+    end_s: Floats
+
+    @property
+    def makespan_s(self) -> float:
+        """To the end of the last task."""
+        return float(self.step_end_s.max())
+
+
+def run_program(
+    program: TrainingProgram,
+    *,
+    overlap: OverlapFactors | None = None,
+    conditions: Conditions | None = None,
+    record: bool = False,
+) -> ProgramRun:
+    """Simulate a program from 0, with every resource free. Memory grows with the steps only with `record`.
+
+    Raises as `simulate`.
+    """
+    for part in program.parts:
+        dimensions = part.durations_s.ndim
+        if not (np.isfinite(part.durations_s).all() and bool(np.all(part.durations_s >= 0))):
+            checked_durations_s(columns_of(part.graph), part.durations_s, dimensions=dimensions)
+    run = _Run(program, checked_factors(overlap), conditions, record)
+    run.to_the_end()
+    return ProgramRun(
+        step_end_s=np.array(run.step_end_s),
+        served={resource: tuple(counter.served) for resource, counter in run.counters.items()},
+        start_s=np.array(run.start_s),
+        end_s=np.array(run.end_s),
+    )
 
 
 class _Queue:
-    """The tasks of one resource in issue order; the first one that has not ended is the head."""
+    """The tasks of one resource in issue order, step after step; the first one that has not ended is the head."""
 
-    def __init__(self, order: Sequence[int]) -> None:
+    def __init__(self, order: Iterator[Key]) -> None:
         self._order = order
-        self._place = 0
+        self.head = next(order, None)
 
-    @property
-    def head(self) -> int | None:
-        return self._order[self._place] if self._place < len(self._order) else None
-
-    def advance(self) -> int | None:
+    def advance(self) -> Key | None:
         """The head has ended; returns the next one."""
-        self._place += 1
+        self.head = next(self._order, None)
         return self.head
 
 
-class _Run:
-    """One simulation. `blockers[i]` counts the dependencies of task i that run or wait and the queues it does not head."""
+class _Shape:
+    """What every step of a part has in common."""
 
-    def __init__(self, graph: TaskGraph, durations: list[float], factors: tuple[float, float]) -> None:
-        n = len(graph.tasks)
-        self.environment = simpy.Environment()
-        self.finished: set[int] = set()
-        self.start_s, self.end_s = [0.0] * n, [0.0] * n
-        self._graph = graph
-        self._durations = durations
-        self._queues = {resource: _Queue(order) for resource, order in graph.issue_order.items()}
-        self._dependents: list[list[int]] = [[] for _ in range(n)]
-        self._blockers = [len(set(task.dependencies)) + len(task.resources) for task in graph.tasks]
-        self._rates = _Rates(self, graph, factors) if factors != (1.0, 1.0) else None
-        self._timers: dict[int, simpy.Timeout] = {}
-        for task in graph.tasks:
+    def __init__(self, part: Part, arrival: frozenset[Resource]) -> None:
+        self.part = part
+        self.tasks = part.graph.tasks
+        self.queued = [tuple(resource for resource in task.resources if resource not in arrival) for task in self.tasks]
+        self.counter = [next((resource for resource in task.resources if resource in arrival), None) for task in self.tasks]
+        self.blockers = [
+            len(set(task.dependencies)) + len(queued) for task, queued in zip(self.tasks, self.queued, strict=True)
+        ]
+        self.dependents: list[list[int]] = [[] for _ in self.tasks]
+        for task in self.tasks:
             for dependency in set(task.dependencies):
-                self._dependents[dependency].append(task.index)
+                self.dependents[dependency].append(task.index)
+
+    @cached_property
+    def carried(self) -> dict[int, list[int]]:
+        """Per task of the step before, the tasks that wait for it."""
+        found: dict[int, list[int]] = {}
+        for later, earlier in sorted(set(self.part.carries)):
+            found.setdefault(earlier, []).append(later)
+        return found
+
+
+class _Step:
+    """A step under way. `blockers[i]` counts what task i still waits for: tasks that run or wait, queues it does not head."""
+
+    def __init__(self, shape: _Shape, row_s: Floats) -> None:
+        self.shape = shape
+        self.durations_s: list[float] = row_s.tolist()
+        self.blockers = list(shape.blockers)
+        self.finished: set[int] = set()
+
+
+class _Run:
+    """One simulation of a program."""
+
+    def __init__(
+        self, program: TrainingProgram, factors: tuple[float, float], conditions: Conditions | None, record: bool
+    ) -> None:
+        self.instants = Instants()
+        self.environment = self.instants.environment
+        self.step_end_s = [0.0] * len(program.steps)
+        total = program.first_number[-1] if record else 0
+        self.start_s, self.end_s = [0.0] * total, [0.0] * total
+        self._record = record
+        self._program = program
+        self._shapes = [_Shape(part, program.arrival) for part in program.parts]
+        self._steps: dict[int, _Step] = {}
+        self._closed: set[int] = {number for number, (part, _) in enumerate(program.steps) if not self._shapes[part].tasks}
+        self._timers: dict[Key, object] = {}
+        needed = factors != (1.0, 1.0) or conditions is not None
+        self._paces = Paces(self, program.world_size, factors, conditions or Conditions()) if needed else None
+        resources = dict.fromkeys(resource for part in program.parts for resource in part.graph.resources)
+        self.counters = {resource: Counter(self.instants, self._start) for resource in resources if resource in program.arrival}
+        self._queues = {resource: _Queue(program.issued(resource)) for resource in resources if resource not in program.arrival}
         for queue in self._queues.values():
             self._unblock(queue.head)
 
-    def _unblock(self, task: int | None) -> None:
-        if task is None:
+    def to_the_end(self) -> None:
+        """Raises DeadlockError or GraphError if it is never reached, ScenarioError if a link that is down for good is why."""
+        self.environment.run()
+        if len(self._closed) == len(self._program.steps):
             return
-        self._blockers[task] -= 1
-        if self._blockers[task] == 0:
-            self.start_s[task] = self.environment.now
-            self.set_timer(task, self._durations[task])
-            if self._rates:
-                self._rates.started(task, self._durations[task])
+        if self._paces is not None:
+            self._check_lanes(self._paces)
+        step = next(number for number in range(len(self._program.steps)) if number not in self._closed)
+        finished = self._steps[step].finished if step in self._steps else set()
+        raise stuck_error(self._program.parts[self._program.steps[step][0]].graph, finished)
 
-    def set_timer(self, task: int, delay_s: float) -> None:
+    def _check_lanes(self, paces: Paces) -> None:
+        for (step, task), lanes in paces.standing.items():
+            names = ", ".join(sorted({"-".join(sorted((lane.source, lane.target))) for lane in lanes}))
+            graph = self._program.parts[self._program.steps[step][0]].graph
+            raise ScenarioError(
+                f"{describe_task(graph, task)} never ends: bandwidth_factor = 0 on {names} to the end of the scenario; "
+                "give the spell an until_s, or a factor above 0"
+            )
+
+    def _open(self, number: int) -> _Step:
+        """The step, begun if it has not been: its first task has come to the head of some resource."""
+        if number not in self._steps:
+            part, repeat = self._program.steps[number]
+            shape = self._shapes[part]
+            step = self._steps[number] = _Step(shape, shape.part.row_s(repeat))
+            before = self._steps.get(number - 1)
+            if number and number - 1 not in self._closed:
+                for earlier, waiting in shape.carried.items():
+                    if before is None or earlier not in before.finished:
+                        for later in waiting:
+                            step.blockers[later] += 1
+        return self._steps[number]
+
+    def _unblock(self, key: Key | None) -> None:
+        if key is None:
+            return
+        number, task = key
+        step = self._open(number)
+        step.blockers[task] -= 1
+        if step.blockers[task]:
+            return
+        counter = step.shape.counter[task]
+        if counter is None:
+            self._start(key)
+        else:
+            self.counters[counter].ask(key, step.shape.queued[task][0].rank)
+
+    def _start(self, key: Key) -> None:
+        number, task = key
+        step = self._steps[number]
+        if self._record:
+            self.start_s[self._program.first_number[number] + task] = self.environment.now
+        self.set_timer(key, step.durations_s[task])
+        if self._paces:
+            self._paces.started(key, step.shape.tasks[task], step.durations_s[task])
+
+    def set_timer(self, key: Key, delay_s: float) -> None:
         """Task ends `delay_s` from now, unless another timer is set for it before."""
         timer = self.environment.timeout(delay_s)
-        self._timers[task] = timer
-        timer.callbacks.append(lambda event: self._end(task) if self._timers.get(task) is event else None)
+        self._timers[key] = timer
+        timer.callbacks.append(lambda event: self._end(key) if self._timers.get(key) is event else None)
 
-    def _end(self, task: int) -> None:
-        del self._timers[task]
-        self.end_s[task] = self.environment.now
-        self.finished.add(task)
-        if self._rates:
-            self._rates.ended(task)
-        for later in self._dependents[task]:
-            self._unblock(later)
-        for resource in self._graph.tasks[task].resources:
+    def stop_timer(self, key: Key) -> None:
+        """Task stands still until a timer is set for it."""
+        self._timers.pop(key, None)
+
+    def _end(self, key: Key) -> None:
+        number, task = key
+        del self._timers[key]
+        step = self._steps[number]
+        if self._record:
+            self.end_s[self._program.first_number[number] + task] = self.environment.now
+        step.finished.add(task)
+        if self._paces:
+            self._paces.ended(key)
+        if len(step.finished) == len(step.shape.tasks):
+            self.step_end_s[number] = self.environment.now
+            self._closed.add(number)
+            del self._steps[number]
+        for later in step.shape.dependents[task]:
+            self._unblock((number, later))
+        following = self._steps.get(number + 1)
+        for later in following.shape.carried.get(task, ()) if following else ():
+            self._unblock((number + 1, later))
+        for resource in step.shape.queued[task]:
             self._unblock(self._queues[resource].advance())
-
-
-class _Rates:
-    """Who computes and who communicates on each rank, and what is left of each running task."""
-
-    def __init__(self, run: _Run, graph: TaskGraph, factors: tuple[float, float]) -> None:
-        self._run = run
-        self._environment = run.environment
-        self._factors = factors
-        self._communicates = [is_communication(task.work) for task in graph.tasks]
-        self._ranks = [
-            task.ranks
-            if is_communication(task.work)
-            else tuple(resource.rank for resource in task.resources if resource.stream == COMPUTE)
-            for task in graph.tasks
-        ]
-        self._active: list[list[set[int]]] = [[set(), set()] for _ in range(graph.world_size)]
-        self._left_s: dict[int, float] = {}
-        self._since_s: dict[int, float] = {}
-        self._slowed: set[int] = set()
-        self._changed: dict[int, None] = {}
-
-    def started(self, task: int, duration_s: float) -> None:
-        self._left_s[task] = duration_s
-        self._since_s[task] = self._environment.now
-        for rank in self._ranks[task]:
-            self._active[rank][self._communicates[task]].add(task)
-        self._note_change(task)
-
-    def ended(self, task: int) -> None:
-        self._slowed.discard(task)
-        for rank in self._ranks[task]:
-            self._active[rank][self._communicates[task]].discard(task)
-        self._note_change(task)
-
-    def _note_change(self, task: int) -> None:
-        if not self._changed and self._ranks[task]:
-            self._at_end_of_instant()
-        self._changed.update(dict.fromkeys(self._ranks[task]))
-
-    def _at_end_of_instant(self, _: object = None) -> None:
-        """Wait behind all other events of this instant, then apply the new rates."""
-        self._environment.timeout(0).callbacks.append(
-            lambda event: self._apply() if self._environment.peek() > self._environment.now else self._at_end_of_instant()
-        )
-
-    def _apply(self) -> None:
-        now = self._environment.now
-        tasks = dict.fromkeys(task for rank in self._changed for side in self._active[rank] for task in side)
-        self._changed.clear()
-        for task in tasks:
-            slow = any(self._active[rank][not self._communicates[task]] for rank in self._ranks[task])
-            if slow == (task in self._slowed):
-                continue
-            factor = self._factors[self._communicates[task]]
-            self._left_s[task] = max(0.0, self._left_s[task] - (now - self._since_s[task]) / (1.0 if slow else factor))
-            self._since_s[task] = now
-            self._slowed.symmetric_difference_update({task})
-            self._run.set_timer(task, self._left_s[task] * (factor if slow else 1.0))
+        counter = step.shape.counter[task]
+        if counter is not None:
+            self.counters[counter].leave()

@@ -72,3 +72,42 @@ def test_calibrate_run_resume_validate(tmp_path: Path) -> None:
     again = parsim("validate", tmp_path / "straight")
     assert again["relative_error"] == pytest.approx((again["predicted"] - again["measured"]) / again["measured"])
     assert {"predicted", "measured", "relative_error", "within_interval"} <= again["kinds"]["forward"].keys()
+
+
+ALONE = """\
+[model]
+name = "vit_small"
+args = {{ hidden = 32, layers = 2, patch = 8 }}
+granularity = "sublayer"
+[cluster]
+profile = "{profile}"
+devices = 2
+[training]
+global_batch = 64
+optimizer = "adam"
+learning_rate = 0.001
+dtype = "float64"
+epochs = 16
+[plan]
+strategy = "custom"
+mesh = {{ tp = 2 }}
+placements = {{ "*" = "place:0" }}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+def test_an_adaptive_run_leaves_a_bad_plan_and_trains_as_without(tmp_path: Path) -> None:
+    """Everything on rank 0 while rank 1 looks on: the search knows better, and no loss tells that the plan changed."""
+    profile, file = tmp_path / "here.json", tmp_path / "run.toml"
+    file.write_text(ALONE.format(profile=profile))
+    parsim("calibrate", file, "--out", profile, "--quick", "--nproc", "2")
+    straight = parsim("run", file, "--nproc", "2", "--out", tmp_path / "straight")
+    adaptive = parsim("run", file, "--nproc", "2", "--out", tmp_path / "adaptive", "--adaptive", "--window", "8")
+    assert straight["decisions"] == []
+    changed = [decision for decision in adaptive["decisions"] if decision["plan"] is not None]
+    assert changed, adaptive["decisions"]
+    assert all(decision["reason"] for decision in adaptive["decisions"])
+    assert len(adaptive["losses"]) == len(straight["losses"]) > changed[0]["step"]
+    assert adaptive["losses"] == pytest.approx(straight["losses"], abs=1e-10)
+    assert adaptive["losses"][-1] < adaptive["losses"][0]

@@ -27,9 +27,11 @@ def brute_force(times: list[list[float]], limits: list[int], stages: int) -> flo
     return best
 
 
-def rows(stage_s: Callable[[int, int, int], float]) -> Callable[[int, int], NDArray[np.float64]]:
-    """As `partition` asks for it: all first components at once."""
-    return lambda stage, last: np.array([stage_s(stage, first, last) for first in range(last)])
+def table(count: int, stage_s: Callable[[int, int, int], float]) -> Callable[[int], NDArray[np.float64]]:
+    """As `partition` asks for it: all runs of components of a stage at once."""
+    return lambda stage: np.array(
+        [[stage_s(stage, first, last) if first < last else INFINITE for first in range(count + 1)] for last in range(count + 1)]
+    )
 
 
 @settings(max_examples=500)
@@ -46,9 +48,9 @@ def test_equals_brute_force_with_unequal_devices_and_memory_limits(data: st.Data
     expected = brute_force(times, limits, stages)
     if expected == INFINITE:
         with pytest.raises(ScheduleError, match="memory"):
-            partition(count, stages, rows(stage_s), [0.0] * count)
+            partition(count, stages, table(count, stage_s), [0.0] * count)
         return
-    bounds = partition(count, stages, rows(stage_s), [0.0] * count)
+    bounds = partition(count, stages, table(count, stage_s), [0.0] * count)
     assert bounds[0][0] == 0
     assert bounds[-1][1] == count
     assert all(one[1] == other[0] for one, other in itertools.pairwise(bounds))
@@ -58,10 +60,10 @@ def test_equals_brute_force_with_unequal_devices_and_memory_limits(data: st.Data
 def test_equal_cuts_go_where_less_is_sent() -> None:
     """Four equal components in two stages of at most three: every cut but the middle is slower; ties go by transfer."""
     times = [1.0, 0.0, 0.0, 1.0]
-    bounds = partition(4, 2, rows(lambda _, first, last: sum(times[first:last])), [0.0, 5.0, 1.0, 5.0])
+    bounds = partition(4, 2, table(4, lambda _, first, last: sum(times[first:last])), [0.0, 5.0, 1.0, 5.0])
     assert bounds == ((0, 2), (2, 4))
 
 
 def test_more_stages_than_components() -> None:
     with pytest.raises(ScheduleError, match="at most 2 stages"):
-        partition(2, 3, rows(lambda *_: 1.0), [0.0, 0.0])
+        partition(2, 3, table(2, lambda *_: 1.0), [0.0, 0.0])

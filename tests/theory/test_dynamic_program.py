@@ -1,0 +1,170 @@
+"""Programs: repeats without unrolling, what steps carry over, and resources that serve by arrival, whose record replays."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import GRID_S, random_graph
+
+from parsim.algorithms.arrivals import merge_events
+from parsim.costs.estimate import OverlapFactors
+from parsim.errors import GraphError
+from parsim.graph.task import COMPUTE, Origin, Resource, Task
+from parsim.graph.taskgraph import TaskGraph
+from parsim.simulate import dynamic, static
+from parsim.simulate.conditions import Conditions
+from parsim.simulate.program import Part, TrainingProgram, unrolled
+from parsim.simulate.scenario import Straggler
+from parsim.work import Compute, OptimizerStep, Phase
+
+COUNTER = Resource(0, "merge")
+ORIGIN = Origin(stage=0)
+
+
+def with_counter(graph: TaskGraph, random: Random) -> TaskGraph:
+    """The graph, of which some tasks also need the counter; its own issue order there is only the list's."""
+    tasks = tuple(
+        Task(
+            index=task.index,
+            work=task.work,
+            resources=(*task.resources, COUNTER) if random.random() < 0.4 else task.resources,
+            dependencies=task.dependencies,
+            origin=task.origin,
+        )
+        for task in graph.tasks
+    )
+    order = dict(graph.issue_order)
+    using = tuple(task.index for task in tasks if COUNTER in task.resources)
+    return TaskGraph(tasks=tasks, world_size=graph.world_size, issue_order={**order, COUNTER: using} if using else order)
+
+
+@st.composite
+def programs(draw: st.DrawFn, *, counter: bool = True) -> TrainingProgram:
+    """One to three parts over the same ranks, with ties in time; carried dependencies point to the step before."""
+    random = draw(st.randoms(use_true_random=False))
+    parts = []
+    before: int | None = None
+    for _ in range(draw(st.integers(1, 3))):
+        graph = random_graph(random, most_ranks=4, most_tasks=8)
+        graph = TaskGraph(tasks=graph.tasks, world_size=4, issue_order=graph.issue_order)
+        graph = with_counter(graph, random) if counter else graph
+        n, repeats = len(graph.tasks), draw(st.integers(1, 3))
+        shape = (repeats, n) if draw(st.booleans()) else (n,)
+        durations = np.array([draw(st.integers(0, 4)) * GRID_S for _ in range(int(np.prod(shape)))]).reshape(shape)
+        carried = n if before is None else min(n, before)
+        carries = [(random.randrange(n), random.randrange(carried)) for _ in range(2)] if carried else []
+        parts.append(Part(graph=graph, durations_s=durations, repeats=repeats, carries=tuple(carries)))
+        before = n
+    used = any(COUNTER in part.graph.issue_order for part in parts)
+    return TrainingProgram(parts=tuple(parts), arrival=frozenset({COUNTER} if used else ()))
+
+
+@given(programs())
+def test_the_order_that_arrival_recorded_replays_in_the_static_engine(program: TrainingProgram) -> None:
+    """Start and end of every task of every step, bitwise; times are multiples of 1/1024 s, so ties are common."""
+    done = dynamic.run_program(program, record=True)
+    graph, durations = unrolled(program, done.served)
+    replayed = static.simulate(graph, durations)
+    start, end = np.full(len(graph.tasks), np.nan), np.full(len(graph.tasks), np.nan)
+    start[replayed.task], end[replayed.task] = replayed.start_s, replayed.end_s
+    np.testing.assert_array_equal(done.start_s, start)
+    np.testing.assert_array_equal(done.end_s, end)
+
+
+@given(programs())
+def test_a_counter_serves_one_at_a_time_and_first_come_first(program: TrainingProgram) -> None:
+    done = dynamic.run_program(program, record=True)
+    first = program.first_number
+    served = [first[step] + task for step, task in done.served.get(COUNTER, ())]
+    ends = done.end_s[served]
+    starts = done.start_s[served]
+    assert np.all(starts[1:] >= ends[:-1])
+    users = sum(COUNTER in task.resources for number, _ in program.steps for task in program.parts[number].graph.tasks)
+    assert len(served) == len(set(served)) == users
+
+
+@given(programs(counter=False))
+def test_programs_without_counters_equal_their_unrolled_graph(program: TrainingProgram) -> None:
+    overlap = OverlapFactors(compute=1.5, communication=1.25)
+    graph, durations = unrolled(program, {})
+    for factors in (None, overlap):
+        done = dynamic.run_program(program, overlap=factors, record=True)
+        whole = static.simulate(graph, durations, overlap=factors)
+        assert done.makespan_s == whole.makespan_s or not len(whole)
+        np.testing.assert_array_equal(done.end_s[whole.task], whole.end_s)
+
+
+def test_repeats_equal_the_static_engines_mean_step() -> None:
+    for seed in range(60):
+        random = Random(seed)
+        graph = random_graph(random)
+        if not graph.tasks:
+            continue
+        durations = np.array([random.uniform(0, 2) for _ in graph.tasks])
+        done = dynamic.run_program(TrainingProgram(parts=(Part(graph=graph, durations_s=durations, repeats=4),)))
+        assert done.makespan_s / 4 == static.step_times_s(graph, durations[None, :], steps=4)[0]
+        assert not len(done.start_s), "nothing is kept that nobody asked for"
+
+
+def workers_graph(workers: int) -> TaskGraph:
+    """Local work on each rank, then its merge at the one counter."""
+    tasks = []
+    for rank in range(workers):
+        compute = Resource(rank, COMPUTE)
+        local = Compute(component="epoch", phase=Phase.FORWARD, samples=1)
+        tasks.append(Task(index=2 * rank, work=local, resources=(compute,), dependencies=(), origin=ORIGIN))
+        merge = OptimizerStep(elements=1, tensors=1)
+        tasks.append(
+            Task(index=2 * rank + 1, work=merge, resources=(compute, COUNTER), dependencies=(2 * rank,), origin=ORIGIN)
+        )
+    return TaskGraph(tasks=tuple(tasks), world_size=workers)
+
+
+@pytest.mark.parametrize("merge_s", [0.0, 0.25, 2.0])
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 1.7, 3.1), (0.25, 2.0, 2.0, 0.5)])
+def test_asynchronous_workers_arrive_as_the_event_queue_says(speeds: tuple[float, ...], merge_s: float) -> None:
+    """The queue of `algorithms.arrivals` was written for this alone: the same merges at the same times, ties included."""
+    epochs, workers = 5, len(speeds)
+    graph = workers_graph(workers)
+    durations = np.array([seconds for speed in speeds for seconds in (speed, merge_s)])
+    program = TrainingProgram(parts=(Part(graph=graph, durations_s=durations, repeats=epochs),), arrival=frozenset({COUNTER}))
+    done = dynamic.run_program(program, record=True)
+    wanted = merge_events(lambda worker, _: speeds[worker], workers, merge_s=merge_s, epochs=epochs)
+    assert [(event.epoch, 2 * event.worker + 1) for event in wanted] == list(done.served[COUNTER])
+    numbers = [program.first_number[step] + task for step, task in done.served[COUNTER]]
+    assert [event.start_s for event in wanted] == done.start_s[numbers].tolist()
+    assert [event.end_s for event in wanted] == done.end_s[numbers].tolist()
+
+
+def test_a_straggler_does_not_hold_up_asynchronous_workers() -> None:
+    program = TrainingProgram(
+        parts=(Part(graph=workers_graph(3), durations_s=np.array([1.0, 0.0] * 3), repeats=10),), arrival=frozenset({COUNTER})
+    )
+    slow = Conditions(stragglers=(Straggler(rank=1, factor=4.0),))
+    done = dynamic.run_program(program, conditions=slow, record=True)
+    ends = done.end_s.reshape(10, 3, 2)[:, :, 1]
+    np.testing.assert_array_equal(ends[:, 0], np.arange(1.0, 11.0))
+    np.testing.assert_array_equal(ends[:, 1], 4.0 * np.arange(1.0, 11.0))
+
+
+def test_what_a_program_cannot_be() -> None:
+    graph = workers_graph(2)
+    durations = np.ones(4)
+    with pytest.raises(GraphError, match=r"no task uses the arrival resource r1.merge; the program has r0.compute"):
+        TrainingProgram(parts=(Part(graph=graph, durations_s=durations),), arrival=frozenset({Resource(1, "merge")}))
+    with pytest.raises(GraphError, match="of which 1 serve by arrival"):
+        TrainingProgram(parts=(Part(graph=graph, durations_s=durations),), arrival=frozenset({COUNTER, Resource(0, COMPUTE)}))
+    with pytest.raises(GraphError, match="repeats >= 1, got 0"):
+        Part(graph=graph, durations_s=durations, repeats=0)
+    with pytest.raises(GraphError, match=r"shape \[4\] or \[3, 4\], got \[2, 4\]"):
+        Part(graph=graph, durations_s=np.ones((2, 4)), repeats=3)
+    with pytest.raises(GraphError, match="carries task 9 to 0"):
+        TrainingProgram(parts=(Part(graph=graph, durations_s=durations, carries=((0, 9),)),))
+    rows = np.ones((2, 4))
+    rows[1, 2] = np.nan
+    with pytest.raises(GraphError, match="has duration nan s in sample 1"):
+        dynamic.run_program(TrainingProgram(parts=(Part(graph=graph, durations_s=rows, repeats=2),)))
