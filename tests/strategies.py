@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
-from parsim.work import COLLECTIVES, Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
+from parsim.work import COLLECTIVES, Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 
 GRID_S = 1 / 1024
 
@@ -22,7 +22,7 @@ def random_work(random: Random, world_size: int) -> tuple[Work, tuple[Resource, 
     Odd but legal: computation on two compute streams at once, communication on a compute stream.
     """
     rank = random.randrange(world_size)
-    kind = random.choices(("compute", "load", "optimizer", "collective", "send_recv"), (8, 1, 1, 4, 4))[0]
+    kind = random.choices(("compute", "load", "optimizer", "mix", "collective", "send_recv"), (8, 1, 1, 1, 4, 4))[0]
     if kind == "collective" or (kind == "send_recv" and world_size == 1):
         group = tuple(random.sample(range(world_size), random.randint(1, world_size)))
         stream = random.choice(("dp", "dp", "tp", COMPUTE))
@@ -37,6 +37,8 @@ def random_work(random: Random, world_size: int) -> tuple[Work, tuple[Resource, 
     if kind == "optimizer":
         work_done = OptimizerStep(elements=random.randrange(1 << 20), tensors=random.randint(1, 9))
         return work_done, (Resource(rank, COMPUTE),)
+    if kind == "mix":
+        return Mix(elements=random.randrange(1 << 20), copies=random.randint(1, 9)), (Resource(rank, COMPUTE),)
     phase = random.choice((Phase.FORWARD, Phase.BACKWARD))
     computed = Compute(component=f"layer{random.randrange(4)}.0", phase=phase, samples=random.randint(1, 64))
     both = world_size > 1 and random.random() < 0.1

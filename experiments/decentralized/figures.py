@@ -19,6 +19,7 @@ def draw(out: Path, tables: Tables) -> list[Path]:
         ("accuracy", "figures", _accuracy),
         ("ada", "ada", _ada),
         ("dbench", "dbench", _dbench),
+        ("dbench_ranks", "dbench_ranks", _ranks),
         ("times", "times", _times),
         ("time_to_accuracy", "curves", _curves),
     ):
@@ -58,13 +59,14 @@ def _accuracy(tables: Tables) -> go.Figure:
                 row=1,
                 col=place,
             )
-    figure.update_yaxes(title="accuracy")
+    figure.update_yaxes(title="accuracy").update_yaxes(range=[0.9, 0.97], col=1)
     return figure.update_layout(title="16 replicas of the digits MLP, 20 epochs")
 
 
 def _ada(tables: Tables) -> go.Figure:
     figure = make_subplots(rows=1, cols=2, subplot_titles=["label-sorted shards", "label-sorted shards: connections"])
-    for row in (row for row in tables["ada"] if row["sharding"] == "label_sorted"):
+    for number, row in enumerate(row for row in tables["ada"] if row["sharding"] == "label_sorted"):
+        colour = _MANY[number % len(_MANY)]
         adapts = row["graph"].startswith("ada")
         figure.add_scatter(
             x=[row["sent_in_weights"]],
@@ -73,13 +75,14 @@ def _ada(tables: Tables) -> go.Figure:
             name=row["graph"],
             legendgroup=row["graph"],
             mode="markers",
-            marker={"size": 11, "symbol": "circle" if adapts else "square"},
+            marker={"size": 11, "symbol": "circle" if adapts else "square", "color": colour},
             row=1,
             col=1,
         )
         if adapts:
             path = [int(k) for k in row["connections_by_epoch"].split()]
-            figure.add_scatter(y=path, name=row["graph"], legendgroup=row["graph"], showlegend=False, row=1, col=2)
+            line = {"color": colour}
+            figure.add_scatter(y=path, line=line, name=row["graph"], legendgroup=row["graph"], showlegend=False, row=1, col=2)
     figure.update_xaxes(title="sent by a replica, in weights", row=1, col=1).update_yaxes(title="accuracy", row=1, col=1)
     figure.update_xaxes(title="epoch", row=1, col=2).update_yaxes(title="neighbours", row=1, col=2)
     return figure.update_layout(title="Ada's schedules (circles) and fixed graphs (squares)")
@@ -90,14 +93,14 @@ def _dbench(tables: Tables) -> go.Figure:
     models = list(dict.fromkeys(row["model"] for row in rows))
     titles = [f"{model}, {sharding}" for sharding in ("iid", "label_sorted") for model in models]
     figure = make_subplots(rows=2, cols=len(models), subplot_titles=titles)
-    ways = list(dict.fromkeys(row["way"] for row in rows))
+    ways = [way for way in dict.fromkeys(row["way"] for row in rows) if way != "centralised"]
     scales = list(dict.fromkeys(row["n"] for row in rows))
     for line, sharding in enumerate(("iid", "label_sorted"), start=1):
         for column, model in enumerate(models, start=1):
             for number, way in enumerate(ways):
                 found = [row for row in rows if (row["model"], row["sharding"], row["way"]) == (model, sharding, way)]
                 figure.add_scatter(
-                    x=[max(row["coefficient_of_variation"], 1e-9) for row in found],
+                    x=[row["consensus"] for row in found],
                     y=[row["score"] for row in found],
                     text=[f"n = {row['n']}" for row in found],
                     name=way,
@@ -108,26 +111,56 @@ def _dbench(tables: Tables) -> go.Figure:
                     row=line,
                     col=column,
                 )
-    figure.update_xaxes(type="log").update_xaxes(title="coefficient of variation of the norms", row=2)
+    figure.update_xaxes(type="log").update_xaxes(title="consensus distance", row=2)
     figure.update_yaxes(title="accuracy", col=1)
-    return figure.update_layout(title="Accuracy against the variance of tensors over replicas (larger dots: more replicas)")
+    return figure.update_layout(title="Accuracy against the mean distance between replicas (larger dots: more replicas)")
+
+
+def _ranks(tables: Tables) -> go.Figure:
+    """Mean ranks over models and scales: a row per way, a column per metric."""
+    rows = tables["dbench_ranks"]
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    ways = [key for key in rows[0] if key not in ("model", "n", "sharding", "metric", "tau_with_score")]
+    figure = make_subplots(rows=1, cols=2, subplot_titles=["IID shards", "label-sorted shards"])
+    for place, sharding in enumerate(("iid", "label_sorted"), start=1):
+        ranks = [
+            [
+                sum(row[way] for row in found) / len(found)
+                for metric in metrics
+                for found in [[row for row in rows if (row["metric"], row["sharding"]) == (metric, sharding)]]
+            ]
+            for way in ways
+        ]
+        figure.add_heatmap(
+            x=metrics, y=ways, z=ranks, zmin=1, zmax=len(ways), texttemplate="%{z:.2f}", colorscale="Blues", row=1, col=place
+        )
+    return figure.update_layout(title="Mean rank of each way of training by variance over replicas (1: least)")
 
 
 def _times(tables: Tables) -> go.Figure:
     rows = tables["times"]
     largest = max(row["gpus"] for row in rows)
     figure = make_subplots(rows=1, cols=2, subplot_titles=["step against all_reduce", f"where a step goes, {largest} GPUs"])
+    families = list(dict.fromkeys(row["algorithm"].partition(",")[0] for row in rows))
     for way in dict.fromkeys(row["algorithm"] for row in rows):
         found = [row for row in rows if row["algorithm"] == way]
+        colour = _MANY[families.index(way.partition(",")[0]) % len(_MANY)]
         figure.add_scatter(
-            x=[row["gpus"] for row in found], y=[row["against_all_reduce"] for row in found], name=way, row=1, col=1
+            x=[row["gpus"] for row in found],
+            y=[row["against_all_reduce"] for row in found],
+            name=way,
+            line={"color": colour, "dash": "dash" if "combine_adapt" in way else "solid"},
+            row=1,
+            col=1,
         )
     at_most = [row for row in rows if row["gpus"] == largest]
     names = [row["algorithm"] for row in at_most]
     for term in ("compute", "barrier", "latency", "volume", "hidden"):
         sign = -1.0 if term == "hidden" else 1.0
         figure.add_bar(x=names, y=[sign * row[f"{term}_ms"] for row in at_most], name=term, row=1, col=2)
-    figure.update_xaxes(type="log", title="GPUs", row=1, col=1).update_yaxes(title="ms", row=1, col=2)
+    figure.update_yaxes(type="log", row=1, col=1).update_xaxes(type="log", title="GPUs", row=1, col=1).update_yaxes(
+        title="ms", row=1, col=2
+    )
     figure.update_yaxes(title="step / step of all_reduce", row=1, col=1)
     return figure.update_layout(title="ResNet-50 on Summit nodes, 32 images per GPU", barmode="relative", height=700)
 
@@ -142,4 +175,8 @@ def _curves(tables: Tables) -> go.Figure:
     return figure.update_layout(title="Digits on 32 replicas over simulated seconds, with stragglers")
 
 
+_MANY = (
+    *("#332288", "#88ccee", "#44aa99", "#117733", "#999933", "#ddcc77", "#cc6677", "#882255", "#aa4499", "#000000"),
+    *("#e69f00", "#0072b2", "#d55e00"),
+)
 _COLOURS = ("#000000", "#cc6677", "#ddcc77", "#117733", "#88ccee", "#4477aa", "#aa4499")

@@ -23,6 +23,7 @@ from dbench import bench_tables
 from figures import draw
 from learning import ada_rows, figure_rows, gap_rows, learning_checks
 from times import scaling_rows, time_checks, time_rows
+from whole_epochs import epoch_rows
 
 Row = dict[str, Any]
 Tables = dict[str, list[Row]]
@@ -42,7 +43,12 @@ def dbench_part(arguments: argparse.Namespace) -> Tables:
 
 
 def times_part(arguments: argparse.Namespace) -> Tables:
-    return {"times": time_rows((1, 4) if arguments.quick else (1, 4, 16, 64, 168)), "scaling": scaling_rows()}
+    nodes = (1, 4) if arguments.quick else (1, 4, 16, 64, 168)
+    return {
+        "times": time_rows(nodes),
+        "scaling": scaling_rows(),
+        "epochs": epoch_rows((4,) if arguments.quick else (16, 168)),
+    }
 
 
 def curves_part(arguments: argparse.Namespace) -> Tables:

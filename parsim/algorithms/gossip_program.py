@@ -28,12 +28,23 @@ from parsim.work import Collective, Compute, Mix, OptimizerStep, Phase, SendRecv
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GossipModel:
-    """The model as a round needs it: one component's name, its parameters, the samples of a worker's batch."""
+    """The model as a round needs it: its parameters, the samples of a worker's batch, its components in order.
+
+    `tensors`: the arrays that the parameters come in, for the update's price.
+    """
 
     elements: int
     samples: int
-    name: str = "model"
+    components: tuple[str, ...] = ("model",)
+    tensors: int = 1
     element_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        if self.elements < 0 or self.samples < 1 or not self.components:
+            raise AlgorithmError(
+                f"a model in a program needs elements >= 0, samples >= 1 and a component, got {self.elements}, {self.samples} "
+                f"and {len(self.components)}"
+            )
 
     @property
     def size_bytes(self) -> int:
@@ -109,6 +120,8 @@ def gossip_durations_s(
     forward_share: float = 1.0 / 3.0,
 ) -> NDArray[np.float64]:
     """Seconds of every task of a part: a (worker, step) splits into forward and backward, exchanges are alike, updates free.
+
+    For one component; `program_costs` prices programs of real models.
 
     Args:
         first_step: the number of the part's first step, where `step_s` depends on it. mix_s: of a sum over neighbours.
@@ -192,17 +205,21 @@ class _Draft:
         return Part(graph=graph, repeat=repeat, makes=makes, reads=self.reads, rounds=rounds)
 
     def step(self, worker: int) -> int:
-        """Forward and backward of worker's batch; the backward's index."""
-        origin = Origin(stage=0, replica=worker, component=self.model.name, microbatch=0)
-        resources = [Resource(worker, COMPUTE)]
-        forward = Compute(component=self.model.name, phase=Phase.FORWARD, samples=self.model.samples)
-        backward = Compute(component=self.model.name, phase=Phase.BACKWARD, samples=self.model.samples)
-        made = self.add(forward, resources, (), origin, weights=[worker])
-        return self.add(backward, resources, [made], origin)
+        """Forward and backward of worker's batch, component by component; the last backward's index."""
+        forward = [(Phase.FORWARD, name) for name in self.model.components]
+        made = -1
+        for phase, name in forward + [(Phase.BACKWARD, name) for _, name in reversed(forward)]:
+            work = Compute(component=name, phase=phase, samples=self.model.samples)
+            origin = Origin(stage=0, replica=worker, component=name, microbatch=0)
+            first = made < 0
+            needs, weights = ([], [worker]) if first else ([made], [])
+            made = self.add(work, [Resource(worker, COMPUTE)], needs, origin, weights=weights)
+        return made
 
     def update(self, worker: int, needs: Sequence[int]) -> int:
         origin = Origin(stage=0, replica=worker, microbatch=0)
-        return self.add(OptimizerStep(elements=self.model.elements, tensors=1), [Resource(worker, COMPUTE)], needs, origin)
+        work = OptimizerStep(elements=self.model.elements, tensors=self.model.tensors)
+        return self.add(work, [Resource(worker, COMPUTE)], needs, origin)
 
     def mix(self, worker: int, arrived: Sequence[int], needs: Sequence[int]) -> int:
         """The sum over what worker holds and what arrived."""

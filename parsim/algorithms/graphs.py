@@ -290,12 +290,32 @@ def unreached(matrices: list[Matrix]) -> tuple[int, ...]:
 
 def check_connected(graph: Callable[[int], Matrix], *, period: int = 1) -> None:
     """Raise AlgorithmError unless every worker's weights reach every other within repetitions of W_0 .. W_(period-1)."""
-    apart = unreached([graph(t) for t in range(period)])
+    _refuse(unreached([graph(t) for t in range(period)]))
+
+
+def check_connected_within(graph: Callable[[int], Matrix], rounds: int) -> None:
+    """The same for a function of t without a period: everyone reached by the links of W_0 .. W_(rounds-1) taken together.
+
+    Looks only as far as it has to: a graph that is connected at once costs one matrix.
+    """
+    together: Matrix | None = None
+    apart: tuple[int, ...] = ()
+    for t in range(rounds):
+        matrix = np.abs(graph(t))
+        together = matrix if together is None else together + matrix
+        apart = unreached([together])
+        if not apart:
+            return
+    _refuse(apart)
+
+
+def _refuse(apart: tuple[int, ...]) -> None:
     if apart:
         shown = ", ".join(map(str, apart[:8])) + (", ..." if len(apart) > 8 else "")
+        others = ", ".join(sorted(set(GRAPHS) - {"alone"}))
         raise AlgorithmError(
             f"the mixing graph is not connected: {len(apart)} workers exchange nothing with worker 0, not even through others "
-            f"({shown}); add links or use another graph ({', '.join(sorted(set(GRAPHS) - {'alone'}))})"
+            f"({shown}); add links or use another graph ({others}); independent training on purpose is the graph alone"
         )
 
 

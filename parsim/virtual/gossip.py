@@ -16,7 +16,14 @@ from torch import Tensor
 
 from parsim.algorithms.ada import Ada, ConsensusMeasured
 from parsim.algorithms.dbench import Profile
-from parsim.algorithms.graphs import MixingGraph, check_connected, connections
+from parsim.algorithms.graphs import (
+    MixingGraph,
+    check_column_stochastic,
+    check_connected,
+    check_connected_within,
+    check_doubly_stochastic,
+    connections,
+)
 from parsim.algorithms.periods import Period, every_steps, warn_if_not_synchronous
 from parsim.errors import AlgorithmError, near_matches
 from parsim.virtual.clock import ReplicaClock
@@ -172,6 +179,15 @@ class _Training:
         wanted = self.rule.graph.n if isinstance(self.rule.graph, MixingGraph | Ada) else n
         if wanted != n:
             raise AlgorithmError(f"the mixing graph is of {wanted} workers and the partition of {n}; give both the same number")
+        if not isinstance(self.rule.graph, MixingGraph | Ada) and not self.rule.centralised:
+            steps = self.partition.epochs * self.partition.steps_per_epoch(self.training.problem)
+            self._check_matrix(self.rule.graph(0), n)
+            check_connected_within(self.rule.graph, self.rule.period.count(steps))
+
+    def _check_matrix(self, matrix: NDArray[np.float64], n: int) -> None:
+        if matrix.shape != (n, n):
+            raise AlgorithmError(f"{n} replicas need a mixing matrix [{n}, {n}], got {list(matrix.shape)}")
+        (check_column_stochastic if self.rule.push_sum else check_doubly_stochastic)(matrix)
 
     def epoch(self, epoch: int, measured: ConsensusMeasured | None, every: bool, last: bool) -> GossipEpoch:
         graph = self.rule.graph.graph(epoch, measured) if isinstance(self.rule.graph, Ada) else self.rule.graph

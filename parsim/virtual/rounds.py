@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from parsim.algorithms.averaging import OuterOptimizer, averaging_matrix, participation_weights, sample_weights
-from parsim.algorithms.graphs import check_doubly_stochastic
+from parsim.algorithms.graphs import MixingGraph, check_connected_within, check_doubly_stochastic
 from parsim.algorithms.periods import Period, warn_if_not_synchronous
 from parsim.algorithms.shards import Shards, shard_samples
 from parsim.errors import AlgorithmError
@@ -146,10 +146,15 @@ def train_in_rounds(
         every_worker: score each worker's own weights as well. on_round: sees (round, weights [P, D]) after each exchange.
 
     Raises:
-        AlgorithmError: more workers than samples, and what the rule and partition say.
+        AlgorithmError: more workers than samples, a mixing matrix that is not doubly stochastic or never connects all workers,
+            and what the rule and partition say.
     """
     warn_if_not_synchronous(rule.period, training.optimizer.kind)
     count = partition.workers
+    if rule.mixing is not None and not isinstance(rule.mixing, MixingGraph):
+        check_doubly_stochastic(rule.mixing(0))
+        exchanges = rule.period.count(partition.epochs * partition.steps_per_epoch(training.problem))
+        check_connected_within(rule.mixing, exchanges)
     rounds = _Rounds(training, partition, rule, exchange_s, _ring_bytes(training, count, exchange_bytes), on_round)
     progress = []
     for epoch in range(partition.epochs):

@@ -249,6 +249,10 @@ def test_bad_input() -> None:
         train_in_rounds(training(), Partition(workers=100, epochs=1), RoundRule(period=at_end()))
     with pytest.raises(AlgorithmError, match="doubly stochastic"):
         train_in_rounds(training(), EVEN, RoundRule(period=every_steps(1), mixing=lambda t: np.ones((4, 4)) / 3))
+    with pytest.raises(AlgorithmError, match="not connected: 3 workers"):
+        train_in_rounds(training(), EVEN, RoundRule(period=every_steps(1), mixing=lambda t: np.eye(4)))
+    with pytest.raises(AlgorithmError, match=r"at least 1 step, got 0; use at_end\(\)"):
+        every_steps(0)
     with pytest.raises(AlgorithmError, match="averaging alone"):
         RoundRule(period=at_end(), mixing=mixing_graph("ring", 4), weighted=True)
     with pytest.raises(AlgorithmError, match="BatchNorm"):

@@ -241,6 +241,13 @@ def test_bad_input() -> None:
         GossipRule(graph=mixing_graph("ring", 4), combination="combine_adapt", period=every_steps(2))
     with pytest.raises(AlgorithmError, match="doubly stochastic"):
         train(2, graph=lambda t: np.array([[0.5, 0.5], [0.2, 0.8]]))
+    blocks = np.kron(np.eye(2), np.full((2, 2), 0.5))
+    with pytest.raises(AlgorithmError, match=r"not connected: 2 workers .*\(2, 3\).*independent training .* alone"):
+        train(4, graph=lambda t: blocks)
+    turning = [blocks, np.roll(np.roll(blocks, 1, axis=0), 1, axis=1)]
+    assert train(4, graph=lambda t: turning[t % 2]).exchanges > 2, "connected over two rounds, though in neither alone"
+    with pytest.raises(AlgorithmError, match=r"mixing matrix \[2, 2\], got \[4, 4\]"):
+        train(2, graph=lambda t: blocks)
     with pytest.raises(AlgorithmError, match=r"samples \[steps, 3, batch\]"):
         Replicas.begin(training_of(3), 3).local_steps(np.zeros((2, 4, 5), dtype=np.int64))
     with pytest.raises(AlgorithmError, match=r"mixing matrix \[3, 3\]"):

@@ -1,107 +1,125 @@
-"""Serving by arrival against the event queue of merging, and its recorded order replayed by both engines."""
+"""Programs in the dynamic engine against the same in the static one; merging by arrival against its event queue; replays."""
 
 from __future__ import annotations
 
-from random import Random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import random_graph
 
-from parsim.algorithms.arrival_program import MERGE, merge_program, served_by_arrival
+from parsim.algorithms.arrival_program import merge_program, training_program
 from parsim.algorithms.arrivals import merge_events
-from parsim.algorithms.gossip_program import GossipModel
-from parsim.algorithms.program import unrolled
-from parsim.errors import AlgorithmError
-from parsim.graph.task import COMPUTE, Resource
-from parsim.graph.taskgraph import TaskGraph, from_text, to_text
-from parsim.simulate import dynamic, static
-from parsim.timeline import Timeline
+from parsim.algorithms.gossip_program import ROUNDS, GossipModel, gossip_durations_s, gossip_program
+from parsim.algorithms.graphs import mixing_graph
+from parsim.algorithms.periods import every_steps, post_local
+from parsim.algorithms.program import Part, Program, simulate_program
+from parsim.algorithms.programs import TickModules, tick_durations_s, tick_program
+from parsim.algorithms.staleness import DECOUPLINGS, ModuleTimes
+from parsim.errors import AlgorithmError, GraphError
+from parsim.graph.task import Resource
+from parsim.graph.taskgraph import from_text, to_text
+from parsim.simulate import static
+from parsim.simulate.asynchronous import MERGE
+from parsim.simulate.dynamic import run_program
+from parsim.simulate.program import unrolled
 from parsim.work import Compute, Mix, Phase
 
 MODEL = GossipModel(elements=100, samples=8)
 
 
-def merging(workers: int, epochs: int, epoch_s: np.ndarray, merge_s: float) -> tuple[TaskGraph, np.ndarray]:
-    """The whole run, not yet served, and its seconds; epoch_s [workers, epochs]."""
-    graph = unrolled(merge_program(MODEL, workers=workers, epochs=epochs))
-    seconds, epoch = np.zeros(len(graph.tasks)), [0] * workers
-    for task in graph.tasks:
-        worker = task.origin.replica or 0
-        if isinstance(task.work, Compute) and task.work.phase is Phase.BACKWARD:
-            seconds[task.index] = epoch_s[worker, epoch[worker]]
-            epoch[worker] += 1
-        elif isinstance(task.work, Mix):
-            seconds[task.index] = merge_s
-    return graph, seconds
+def merge_seconds(epoch_s: np.ndarray, merge_s: float) -> Callable[[Part, int], np.ndarray]:
+    """Seconds of a repeat of merge_program: epoch_s [workers, epochs] in the backward, merge_s in the merge."""
 
+    def seconds(part: Part, epoch: int) -> np.ndarray:
+        found = np.zeros(len(part.graph.tasks))
+        for task in part.graph.tasks:
+            if isinstance(task.work, Compute) and task.work.phase is Phase.BACKWARD:
+                found[task.index] = epoch_s[task.origin.replica or 0, epoch]
+            elif isinstance(task.work, Mix):
+                found[task.index] = merge_s
+        return found
 
-def ends(timeline: Timeline, tasks: int) -> np.ndarray:
-    found = np.zeros(tasks)
-    found[timeline.task] = timeline.end_s
-    return found
+    return seconds
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 7), st.integers(1, 5), st.integers(0, 9999), st.integers(0, 4))
 def test_merges_are_those_of_the_event_queue(workers: int, epochs: int, seed: int, merge: int) -> None:
     epoch_s = np.random.default_rng(seed).uniform(1.0, 4.0, (workers, epochs))
-    graph, seconds = merging(workers, epochs, epoch_s, merge / 8)
-    served = served_by_arrival(graph, seconds, [MERGE])
+    written = merge_program(MODEL, workers=workers, epochs=epochs)
+    program = training_program(written, merge_seconds(epoch_s, merge / 8), varying=True, arrival=[MERGE])
+    assert len(program.parts) == 1, "not unrolled"
+    run = run_program(program, record=True)
     events = merge_events(lambda worker, epoch: epoch_s[worker, epoch], workers, merge_s=merge / 8, epochs=epochs)
-    order = [served.tasks[index].origin.replica for index in served.issue_order[MERGE]]
-    assert order == [event.worker for event in events]
-    for engine in (static, dynamic):
-        found = ends(engine.simulate(served, seconds), len(served.tasks))
-        assert found[list(served.issue_order[MERGE])] == pytest.approx([event.end_s for event in events], rel=1e-12)
-    assert from_text(to_text(served)) == served, "the recorded order is in the text"
+    tasks = program.parts[0].graph.tasks
+    assert [(tasks[task].origin.replica, step) for step, task in run.served[MERGE]] == [(it.worker, it.epoch) for it in events]
+    ends = run.end_s[[program.first_number[step] + task for step, task in run.served[MERGE]]]
+    assert ends == pytest.approx([event.end_s for event in events], rel=1e-12)
+    graph, durations = unrolled(program, run.served)
+    timeline = static.simulate(graph, durations)
+    replayed = np.zeros(len(graph.tasks))
+    replayed[timeline.task] = timeline.end_s
+    assert replayed == pytest.approx(run.end_s, rel=1e-12), "the recorded order replays"
+    assert from_text(to_text(graph)) == graph, "and is in the text"
 
 
 def test_a_fast_worker_overtakes() -> None:
-    graph, seconds = merging(2, 3, np.array([[10.0] * 3, [1.0] * 3]), 0.5)
-    served = served_by_arrival(graph, seconds, [MERGE])
-    assert [served.tasks[index].origin.replica for index in served.issue_order[MERGE]] == [1, 1, 1, 0, 0, 0]
-    assert static.simulate(served, seconds).makespan_s == 31.5
-    assert static.simulate(graph, seconds).makespan_s > 31.5, "as written the fast one waits for the slow"
+    written = merge_program(MODEL, workers=2, epochs=3)
+    seconds = merge_seconds(np.array([[10.0] * 3, [1.0] * 3]), 0.5)
+    run = run_program(training_program(written, seconds, varying=True, arrival=[MERGE]))
+    assert [task // 4 for _, task in run.served[MERGE]] == [1, 1, 1, 0, 0, 0]
+    assert run.makespan_s == 31.5
+    assert simulate_program(written, seconds, varying=True).makespan_s > 31.5, "as written the fast one waits for the slow"
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 10**9))
-def test_the_recorded_order_replays_and_is_first_come_first_served(seed: int) -> None:
-    """On any graph: nobody who asked later was served earlier, in the timeline that the static engine gives the order."""
-    random = Random(seed)
-    graph = random_graph(random, most_tasks=20)
-    if not graph.issue_order:
-        return
-    seconds = np.random.default_rng(seed).integers(1, 50, len(graph.tasks)) / 64
-    chosen = random.choice(list(graph.issue_order))
-    served = served_by_arrival(graph, seconds, [chosen])
-    found = ends(static.simulate(served, seconds), len(graph.tasks))
-    asked = {}
-    for task in graph.issue_order[chosen]:
-        before = [found[need] for need in graph.tasks[task].dependencies]
-        for it in graph.tasks[task].resources:
-            place = served.issue_order[it].index(task)
-            if it != chosen and place:
-                before.append(found[served.issue_order[it][place - 1]])
-        asked[task] = max(before, default=0.0)
-    order = served.issue_order[chosen]
-    assert [asked[task] for task in order] == sorted(asked[task] for task in order)
-    for other, issued in graph.issue_order.items():
-        assert other == chosen or served.issue_order[other] == issued
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(sorted(ROUNDS)),
+    st.sampled_from(["ring", "one_peer_exponential", "star"]),
+    st.integers(2, 7),
+    st.integers(1, 12),
+    st.integers(0, 999),
+    st.integers(1, 3),
+)
+def test_both_ways_to_run_gossip_agree(combination: str, name: str, n: int, rounds: int, seed: int, steps: int) -> None:
+    period = every_steps(1) if combination == "combine_adapt" else post_local(seed % 3, steps)
+    program = gossip_program(combination, mixing_graph(name, n), MODEL, workers=n, rounds=rounds, period=period)
+    drawn = np.random.default_rng(seed).random((program.repeats, n))
+
+    def seconds(part: Part, t: int) -> np.ndarray:
+        return gossip_durations_s(part.graph, step_s=lambda worker, _: drawn[t, worker], exchange_s=0.25, mix_s=0.125)
+
+    found = simulate_program(program, seconds, varying=True)
+    run = run_program(training_program(program, seconds, varying=True))
+    assert run.makespan_s == pytest.approx(found.makespan_s, rel=1e-12)
+    assert np.maximum.accumulate(run.step_end_s) == pytest.approx(found.end_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", DECOUPLINGS)
+@pytest.mark.parametrize("barrier", [True, False])
+def test_both_ways_to_run_ticks_agree(schedule: str, barrier: bool) -> None:
+    modules = TickModules(names=("a", "b", "c"), elements=(1, 2, 3), boundary_bytes=(4, 5), samples=8)
+    times = ModuleTimes(forward_s=(1.0, 2.0, 1.5), backward_s=(2.0, 3.0, 2.5), transfer_s=0.5, reduce_s=0.25)
+    program = tick_program(schedule, modules, 40, groups=2, barrier=barrier)
+
+    def seconds(part: Part, t: int) -> np.ndarray:
+        return tick_durations_s(part.graph, modules, times)
+
+    timed = training_program(program, seconds)
+    assert len(timed.parts) <= 5, "fill, full ticks, drain"
+    assert run_program(timed).makespan_s == pytest.approx(simulate_program(program, seconds).makespan_s, rel=1e-12)
 
 
 def test_bad_input() -> None:
-    graph, seconds = merging(2, 1, np.ones((2, 1)), 0.0)
-    with pytest.raises(AlgorithmError, match=r"no task uses r1\.merge; the graph's resources begin with r0\.compute"):
-        served_by_arrival(graph, seconds, [Resource(1, "merge")])
-    with pytest.raises(AlgorithmError, match="finite seconds >= 0 for each of 8 tasks"):
-        served_by_arrival(graph, seconds[:3], [MERGE])
-    turned = {**graph.issue_order, Resource(0, COMPUTE): tuple(reversed(graph.issue_order[Resource(0, COMPUTE)]))}
-    stuck = TaskGraph(tasks=graph.tasks, world_size=2, issue_order=turned)
-    with pytest.raises(AlgorithmError, match="4 of 8 tasks wait for one another"):
-        served_by_arrival(stuck, seconds, [MERGE])
+    written = merge_program(MODEL, workers=2, epochs=2)
+    with pytest.raises(GraphError, match=r"no task uses the arrival resource r1\.merge"):
+        training_program(written, lambda part, t: np.ones(8), arrival=[Resource(1, "merge")])
     with pytest.raises(AlgorithmError, match="workers, epochs and steps >= 1"):
         merge_program(MODEL, workers=0, epochs=1)
+    (part,) = written.parts
+    assert isinstance(part, Part)
+    silent = Part(graph=part.graph)
+    with pytest.raises(AlgorithmError, match="'weights 0' is read two steps or more after it was made"):
+        training_program(Program(parts=(part, silent, part)), lambda part, t: np.ones(8))

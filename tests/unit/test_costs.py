@@ -22,7 +22,7 @@ from parsim.hardware.profile import (
     Regime,
     load_profile,
 )
-from parsim.work import Collective, LoadBatch, OptimizerStep, Phase, SendRecv, Work
+from parsim.work import Collective, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 from parsim.work import Compute as ComputeWork
 from tests.models import chain_model
 
@@ -103,6 +103,7 @@ def gloo_profile(**changes: object) -> Profile:
         Collective(operation="all_reduce", group=(0, 1), size_bytes=2**20),
         SendRecv(source=0, destination=1, size_bytes=2**20),
         LoadBatch(samples=32, size_bytes=2**20),
+        Mix(elements=1000, copies=3),
     ],
     ids=lambda work: type(work).__name__,
 )
@@ -154,6 +155,12 @@ def test_overlap_factors_come_from_the_profile(v100: Cluster) -> None:
     overlap = Overlap(compute_factor=1.2, communication_factor=1.5, source="x")
     measured = Costs(MODEL, cluster_from_profile(gloo_profile(overlap=overlap))).overlap
     assert (measured.compute, measured.communication) == (1.2, 1.5)
+
+
+def test_mixing_reads_every_copy_and_writes_one(v100: Cluster) -> None:
+    seconds = [Costs(MODEL, v100).estimate(Mix(elements=25_000_000, copies=copies), 0).median_s for copies in (1, 2, 5)]
+    rate = v100.devices[0].type.memory_bandwidth_bytes_per_s
+    assert seconds == pytest.approx([4 * 25e6 * (copies + 1) / rate for copies in (1, 2, 5)])
 
 
 def test_a_batch_comes_over_pcie_or_from_memory(v100: Cluster) -> None:

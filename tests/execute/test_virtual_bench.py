@@ -1,0 +1,104 @@
+"""DBench on small problems: what it records, how it ranks, and that ways of training see the same samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from parsim.algorithms.ada import Ada
+from parsim.algorithms.dbench import METRICS, kendall_tau
+from parsim.algorithms.graphs import mixing_graph
+from parsim.errors import AlgorithmError
+from parsim.virtual.bench import ALL_METRICS, BenchRun, ranks, relations, run_bench, summary, tensor_rows
+from parsim.virtual.gossip import GossipRule
+from parsim.virtual.local import LocalOptimizer, LocalTraining
+from parsim.virtual.problems import load_problem, perceptron
+
+N = 8
+WAYS = {
+    "centralised": lambda n: GossipRule(graph=mixing_graph("complete", n), centralised=True),
+    "ring": lambda n: GossipRule(graph=mixing_graph("ring", n)),
+    "exponential": lambda n: GossipRule(graph=mixing_graph("exponential", n)),
+    "complete": lambda n: GossipRule(graph=mixing_graph("complete", n)),
+    "ada": lambda n: GossipRule(graph=Ada(n=n, start=6, rate=2.0)),
+}
+
+
+def training(hidden: tuple[int, ...]) -> object:
+    def made(seed: int) -> LocalTraining:
+        problem = load_problem("generated", dtype=torch_double(), samples=320, features=6, classes=3)
+        model = perceptron(problem, hidden, seed=seed, dtype=torch_double())
+        return LocalTraining(model, problem, LocalOptimizer(learning_rate=0.2))
+
+    return made
+
+
+def torch_double() -> object:
+    import torch
+
+    return torch.float64
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[BenchRun]:
+    models = {"linear": training(()), "mlp": training((8,))}
+    return run_bench(models, WAYS, scales=(4, N), shardings=("iid", "label_sorted"), seeds=(0, 1), epochs=3, batch=5, every=2)
+
+
+def test_every_combination_runs_once(runs: list[BenchRun]) -> None:
+    assert len(runs) == len({(run.setting, run.way, run.seed) for run in runs}) == 2 * 2 * 2 * 2 * len(WAYS)
+    assert {len(run.profile.tensors) for run in runs if run.model == "mlp"} == {4}
+    assert all(run.profile.norms.shape[1] == run.n for run in runs), "centralised replicas are n equal ones"
+    table = summary(runs)
+    assert len(table) == 2 * 2 * 2 * len(WAYS)
+    assert {row["seeds"] for row in table} == {2}
+    tensors = tensor_rows(runs)
+    assert len(tensors) == 2 * 2 * len(WAYS) * (2 + 4)
+    assert set(METRICS) <= set(tensors[0])
+
+
+def test_centralised_is_the_complete_graph_without_variance(runs: list[BenchRun]) -> None:
+    """Plain SGD: averaging gradients is averaging weights, so the scores agree; only the recorded variance differs."""
+    found = {(run.setting, run.seed, run.way): run for run in runs}
+    for (setting, seed, way), run in found.items():
+        if way == "centralised":
+            assert run.score == pytest.approx(found[setting, seed, "complete"].score, abs=1e-12)
+            assert run.mean_score == run.score
+            assert all(abs(run.spread(metric)) <= 1e-14 for metric in ALL_METRICS)
+            assert found[setting, seed, "complete"].spread("consensus") > 0.0
+
+
+def test_graphs_are_ranked_and_related(runs: list[BenchRun]) -> None:
+    table = {(row["model"], row["n"], row["sharding"], row["metric"]): row for row in ranks(runs)}
+    row = table["mlp", N, "label_sorted", "consensus"]
+    assert row["centralised"] == 1.0
+    assert row["complete"] < row["exponential"] < row["ring"] <= len(WAYS)
+    assert sum(row[way] for way in WAYS) == pytest.approx(len(WAYS) * (len(WAYS) + 1) / 2)
+    related = {row["of"]: row for row in relations(runs) if (row["model"], row["n"], row["sharding"]) == ("mlp", N, "iid")}
+    group = [run for run in runs if run.setting == ("mlp", N, "iid")]
+    by_way = {way: [run for run in group if run.way == way] for way in WAYS}
+    connections = [np.mean([run.connections for run in found]) for found in by_way.values()]
+    scores = [np.mean([run.score for run in found]) for found in by_way.values()]
+    assert related["connections"]["tau_with_score"] == kendall_tau(connections, scores)
+    assert set(related) == {"connections", *ALL_METRICS}
+
+
+def test_label_sorted_replicas_are_further_apart(runs: list[BenchRun]) -> None:
+    table = {(row["model"], row["n"], row["sharding"], row["way"]): row for row in summary(runs)}
+    for model in ("linear", "mlp"):
+        apart, alike = (table[model, N, sharding, "ring"] for sharding in ("label_sorted", "iid"))
+        assert apart["final_consensus"] > 2 * alike["final_consensus"]
+        assert apart["mean_replica_score"] < alike["mean_replica_score"]
+        ada = table[model, N, "iid", "ada"]
+        assert ada["connections"] == pytest.approx((6 + 4 + 2) / 3)
+
+
+def test_bad_input() -> None:
+    models = {"linear": training(())}
+    with pytest.raises(AlgorithmError, match="at least one model, way, scale, sharding and seed; got 1, 0, 1, 1 and 1"):
+        run_bench(models, {}, scales=(4,))
+    with pytest.raises(AlgorithmError, match="more samples"):
+        run_bench(models, {"ring": WAYS["ring"]}, scales=(1000,))
+    one = run_bench(models, {"ring": WAYS["ring"]}, scales=(4,), epochs=1, batch=5)
+    with pytest.raises(AlgorithmError, match="at least two of them"):
+        relations(one)
