@@ -105,7 +105,7 @@ def inside_pace(
 
 
 def transfer_pace(
-    cluster: Cluster, link_kind: str, pair: tuple[int, int], concurrent: tuple[tuple[int, int], ...] = ()
+    cluster: Cluster, link_kind: str, pair: tuple[int, ...], concurrent: tuple[tuple[int, ...], ...] = ()
 ) -> tuple[float, bool, float]:
     """A transfer from rank to rank while the `concurrent` ones run: seconds per byte of its busiest link, whether it has direct
     lanes, and the latency of the links between the nodes (0 inside one)."""
@@ -128,7 +128,8 @@ def transfer_pace(
     return seconds, False, latency
 
 
-def _transfer_loads(cluster: Cluster, link_kind: str, pair: tuple[int, int]) -> dict[object, tuple[float, float]]:
+@lru_cache(maxsize=65536)
+def _transfer_loads(cluster: Cluster, link_kind: str, pair: tuple[int, ...]) -> dict[object, tuple[float, float]]:
     """Per link of the cluster that a transfer uses, its share of the bytes and the link's capacity."""
     (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
     nodes = cluster.nodes
@@ -315,15 +316,22 @@ def _uplinks(
 
     A ring or tree in the order of the nodes leaves every leaf once; pairs leave it with all that is meant for elsewhere.
     """
-    own = _leaf_shares(cluster, group, way)
-    if not own:
-        return 0.0, 0.0
-    total = _all_leaf_shares(cluster, concurrent if group in concurrent else (*concurrent, group), way)
+    own, total = leaf_shares(cluster, group, way, concurrent)
     worst = crossing = 0.0
     for name in own:
         worst = max(worst, total[name] / uplink_rate(cluster, name))
         crossing = max(crossing, 2 * cluster.nodes.leaves[name].uplink_latency_s)
     return worst, crossing * len(own) / len(cluster.spread(group))
+
+
+def leaf_shares(
+    cluster: Cluster, group: tuple[int, ...], way: Way, concurrent: Sequence[tuple[int, ...]]
+) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Per leaf the share of a group's bytes that leaves it, and of the bytes of all groups; nothing under one leaf."""
+    own = _leaf_shares(cluster, group, way)
+    if not own:
+        return {}, {}
+    return own, _all_leaf_shares(cluster, concurrent if group in concurrent else (*concurrent, group), way)
 
 
 @lru_cache(maxsize=4096)
@@ -339,7 +347,7 @@ def _leaf_shares(cluster: Cluster, group: tuple[int, ...], way: Way) -> dict[str
 
 
 @lru_cache(maxsize=1024)
-def _all_leaf_shares(cluster: Cluster, groups: tuple[tuple[int, ...], ...], way: Way) -> dict[str, float]:
+def _all_leaf_shares(cluster: Cluster, groups: Sequence[tuple[int, ...]], way: Way) -> dict[str, float]:
     total: dict[str, float] = {}
     for group in dict.fromkeys(groups):
         for leaf, share in _leaf_shares(cluster, group, way).items():
