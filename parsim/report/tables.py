@@ -289,7 +289,7 @@ def cost_table(rows: Sequence[Mapping[str, Any]], *, title: str = "Costs") -> Re
         time, interval = interval_texts(row["seconds"])
         bandwidth = row.get("busbw_bytes_per_s")
         ranks = row.get("ranks", NOTHING)
-        ranks_text = ranks if isinstance(ranks, int | str) else ",".join(map(str, ranks))
+        ranks_text = ranks if isinstance(ranks, int | str) else _ranks_text(list(ranks))
         body.append(
             (
                 *(str(ranks_text if key == "ranks" else row.get(key, NOTHING)) for key in present),
