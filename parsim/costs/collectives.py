@@ -111,7 +111,7 @@ def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tu
     crosses = cluster.places[pair[0]][0] != cluster.places[pair[1]][0]
     if crosses:
         parts_of(cluster)
-    beta, direct, hop_latency_s = transfer_pace(cluster, model.link_kind, pair, tuple(dict.fromkeys(concurrent)))
+    beta, direct, hop_latency_s = transfer_pace(cluster, model.link_kind, pair, _hashable(concurrent))
     if not crosses:
         detail = f"direct {model.link_kind}" if direct else "relayed over other links"
         return _link_estimate(

@@ -109,12 +109,8 @@ def transfer_pace(
 ) -> tuple[float, bool, float]:
     """A transfer from rank to rank while the `concurrent` ones run: seconds per byte of its busiest link, whether it has direct
     lanes, and the latency of the links between the nodes (0 inside one)."""
-    loads = [_transfer_loads(cluster, link_kind, other) for other in (pair, *(other for other in concurrent if other != pair))]
-    total: dict[object, float] = {}
-    for load in loads:
-        for key, (weight, _) in load.items():
-            total[key] = total.get(key, 0.0) + weight
-    own = loads[0]
+    own = _transfer_loads(cluster, link_kind, pair)
+    total = _all_transfer_loads(cluster, link_kind, concurrent if pair in concurrent else (*concurrent, pair))
     seconds = max(total[key] / capacity for key, (_, capacity) in own.items())
     (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
     shapes = cluster.nodes.shapes
@@ -126,6 +122,16 @@ def transfer_pace(
     if leaves[0] != leaves[1]:
         latency += sum(cluster.nodes.leaves[leaf].uplink_latency_s for leaf in leaves)
     return seconds, False, latency
+
+
+@lru_cache(maxsize=256)
+def _all_transfer_loads(cluster: Cluster, link_kind: str, pairs: tuple[tuple[int, ...], ...]) -> dict[object, float]:
+    """The same of several transfers at once; one listed twice counts once."""
+    total: dict[object, float] = {}
+    for pair in dict.fromkeys(pairs):
+        for key, (weight, _) in _transfer_loads(cluster, link_kind, pair).items():
+            total[key] = total.get(key, 0.0) + weight
+    return total
 
 
 @lru_cache(maxsize=65536)
