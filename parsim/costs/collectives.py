@@ -20,7 +20,8 @@ from parsim.costs.forms import busbw_bytes_per_s, ring_all_reduce_s, ring_steps,
 from parsim.costs.inside import ProtocolLine, choose_protocol, inside_choice, link_model_of, protocol_lines
 from parsim.costs.internode import choices, parts_of, point_to_point
 from parsim.costs.linkgraph import RingSet
-from parsim.costs.traffic import group_pace, rings_of, transfer_pace
+from parsim.costs.traffic import group_pace, rings_of
+from parsim.costs.transfers import transfer_pace
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.profile import CollectiveFit, LinkModel, Regime
