@@ -9,7 +9,11 @@ import pytest
 from parsim.costs.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.internode import choices
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.plan.mesh import Mesh
+from parsim.schedule.options import Prices
+from parsim.schedule.problem import Problem
 from parsim.work import Collective, SendRecv
+from tests.models import chain_model
 from tests.round_machines import network, pair_machine
 
 MB = 10**6
@@ -120,3 +124,22 @@ def test_the_algorithm_changes_with_the_size() -> None:
 
 def test_one_node_of_a_cluster_costs_what_the_machine_alone_costs() -> None:
     assert seconds(cluster(3), group=(2, 3)) == seconds(cluster_from_profile(pair_machine()))
+
+
+def test_plans_price_groups_that_share_a_card() -> None:
+    """dp = 2 over the nodes, tp = 2 inside: both gradient sums leave through one card, both stages' transfers too. The closed
+    form that ranks plans sees the same price."""
+    made = cluster(2, algorithms=["ring"])
+    problem = Problem(model=chain_model(), cluster=made, global_batch=8)
+    mesh = Mesh(dp=2, tp=2)
+    work = Collective(operation="all_reduce", group=(0, 2), size_bytes=S)
+    expected = 10e-6 + 2 * 8e-6 + 2 * S / 5e9
+    (priced,) = problem.price([(work, 0)], mesh)
+    assert priced.median_s == pytest.approx(expected, rel=1e-12)
+    quick = Prices(problem=problem, mesh=mesh, samples=4, bucket_bytes=S)
+    assert quick.work_s(work, 0) == priced.median_s
+    (shifted,) = problem.price([(Collective(operation="all_reduce", group=(0, 2), size_bytes=S), 0)], Mesh(dp=1, tp=4))
+    assert shifted.median_s == pytest.approx(expected, rel=1e-12)  # (0, 2) and (1, 3) are shifts along tp there
+    transfer = SendRecv(source=0, destination=2, size_bytes=S)
+    (sent,) = problem.price([(transfer, 0)], Mesh(pp=2, dp=2))
+    assert sent.median_s == pytest.approx(10e-6 + 6e-6 + 2e-6 + 2 * S / 5e9, rel=1e-12)
