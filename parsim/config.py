@@ -71,9 +71,11 @@ class ClusterSection(Section):
     profile: Annotated[str, Field(strict=True, min_length=1)]
     """A shipped hardware profile by name, or the path of one."""
     devices: Count | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None = None
-    """The first N devices, or a list of device numbers; left out: all."""
+    """The first N devices of every node, or a list of device numbers, which count through the nodes; left out: all."""
     nodes: Annotated[int, Field(strict=True, ge=1)] = 1
-    """One node: the devices of one profile."""
+    """So many machines of the profile, joined by `network`."""
+    network: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    """A shipped network by name, or the path of one; needed for nodes > 1, and without meaning for one node."""
 
 
 class TrainingSection(Section):
@@ -236,8 +238,17 @@ def _is_path(name: str) -> bool:
     return name.endswith(".json") or os.sep in name
 
 
+_PATH_KEYS = (
+    ("model", "name"),
+    ("cluster", "profile"),
+    ("cluster", "network"),
+    ("plan", "strategy"),
+    ("training", "data_root"),
+)
+
+
 def _make_paths_absolute(document: Mapping[str, Any], folder: Path) -> None:
-    for table, key in (("model", "name"), ("cluster", "profile"), ("plan", "strategy"), ("training", "data_root")):
+    for table, key in _PATH_KEYS:
         section = document.get(table)
         value = section.get(key) if isinstance(section, dict) else None
         if isinstance(section, dict) and isinstance(value, str) and value and (key == "data_root" or _is_path(value)):
@@ -263,8 +274,11 @@ def _check_plan_section(config: RunConfig) -> None:
         raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: the plan is read from {plan.plan_path}; drop zero_stage")
     if plan.recompute != "none":
         raise ConfigError(f'plan.recompute = {plan.recompute!r}: activations are always kept yet; set recompute = "none"')
-    if cluster.nodes != 1:
-        raise ConfigError(f"cluster.nodes = {cluster.nodes}: one node is simulated; set nodes = 1")
+    if cluster.nodes > 1 and cluster.network is None:
+        raise ConfigError(
+            f"cluster.nodes = {cluster.nodes} needs cluster.network, which joins the nodes; for example "
+            f"{_EXAMPLES['cluster.network']}"
+        )
     if isinstance(cluster.devices, tuple) and (not cluster.devices or len(set(cluster.devices)) != len(cluster.devices)):
         raise ConfigError(f"cluster.devices = {list(cluster.devices)}: list every device once, and at least one")
     given = [key for key in CUSTOM_KEYS if getattr(plan, key) is not None]
@@ -303,7 +317,7 @@ def _check_placements(plan: PlanSection) -> None:
 def _check_mesh(table: MeshTable, microbatches: int, config: RunConfig) -> None:
     """The axes multiply to the devices, and the batch divides by replicas and microbatches."""
     chosen = config.cluster.devices
-    devices = len(chosen) if isinstance(chosen, tuple) else chosen
+    devices = len(chosen) if isinstance(chosen, tuple) else None if chosen is None else chosen * config.cluster.nodes
     if devices is not None:
         try:
             check_mesh(mesh_of(table), devices)
@@ -379,7 +393,8 @@ _EXAMPLES = {
     "model.input_shape": "input_shape = [3, 224, 224]",
     "cluster.profile": 'profile = "dgx1-v100-32gb"',
     "cluster.devices": "devices = 8 or devices = [0, 1, 2, 3]",
-    "cluster.nodes": "nodes = 1",
+    "cluster.nodes": "nodes = 2",
+    "cluster.network": 'network = "infiniband-100g"',
     "training.global_batch": "global_batch = 256",
     "training.learning_rate": "learning_rate = 0.05",
     "training.epochs": "epochs = 10",

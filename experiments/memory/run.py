@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -162,7 +162,9 @@ def plans(model: Model) -> Iterator[Case]:
     yield Case("pp 1f1b, 8 microbatches", staged(model, Mesh(pp=2), microbatches=8), "adam")
     yield Case("replicated", staged(model, Mesh(tp=2), placements=dict.fromkeys(names_of(model), REPLICATE)), "sgd")
     if any(component.shardings for component in model.components):
-        priced = Problem(model=model, cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 2), global_batch=BATCH_SAMPLES)
+        priced = Problem(
+            model=model, cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 2), global_batch=BATCH_SAMPLES
+        )
         cut = uniform_placements(priced, Mesh(tp=2))
         yield Case("tp", staged(model, Mesh(tp=2), placements=cut), "sgd_momentum")
         yield Case("tp, 2 microbatches", staged(model, Mesh(tp=2), microbatches=2, placements=cut), "adam")
@@ -193,7 +195,7 @@ def staged(
             ranks=mesh.stage_ranks(number),
             placements=tuple((placements or {}).get(name, BATCH) for name in names[first:last]) if mesh.tp > 1 else (),
         )
-        for number, (first, last) in enumerate(zip(cuts[:-1], cuts[1:], strict=True))
+        for number, (first, last) in enumerate(itertools.pairwise(cuts))
     )
     return Plan(
         strategy="custom",

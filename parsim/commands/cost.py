@@ -24,7 +24,11 @@ def cost(
     profile: Annotated[str, typer.Argument(help="A shipped profile by name, or the path of one.")],
     collective: Annotated[str | None, typer.Option(help="all_reduce, all_gather, reduce_scatter, ..., or send_recv.")] = None,
     size_bytes: Annotated[int | None, typer.Option(help="S, the whole array, as nccl-tests counts it.")] = None,
-    ranks: Annotated[str | None, typer.Option(help="Devices of the group, e.g. 0,1,2; left out: all.")] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Devices of the group, e.g. 0,1,2, counted through the nodes; left out: all.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="So many machines of the profile, joined by --network.")] = 1,
+    network: Annotated[str | None, typer.Option(help="A shipped network by name, or the path of one.")] = None,
     model: Annotated[str | None, typer.Option(help="Price every component of this model instead.")] = None,
     batch: Annotated[int | None, typer.Option(help="Local samples that every component sees.")] = None,
     args: Annotated[list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="Argument of the model.")] = None,
@@ -49,7 +53,7 @@ def cost(
         raise typer.BadParameter("--model needs --batch")
     if ways is not None and model is None:
         raise typer.BadParameter("--ways needs --model")
-    cluster = cluster_from_profile(load_profile(profile))
+    cluster = cluster_from_profile(load_profile(profile), nodes=nodes, network=network)
     if collective is not None and size_bytes is not None:
         group = tuple(range(cluster.size)) if ranks is None else parse_numbers("--ranks", ranks)
         document: dict[str, Any] = _collective_row(cluster, collective, size_bytes, group)
@@ -84,6 +88,7 @@ def _collective_row(cluster: Cluster, operation: str, size_bytes: int, group: tu
         estimate = estimate_collective(Collective(operation=operation, group=group, size_bytes=size_bytes), cluster)
     return {
         "operation": operation,
+        "cluster": cluster.name,
         "size_bytes": size_bytes,
         "ranks": list(group),
         **_priced(estimate),

@@ -11,6 +11,8 @@ from parsim.errors import ConfigError, PlanError
 from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
 
 if TYPE_CHECKING:
+    from parsim.hardware.cluster import Cluster
+    from parsim.hardware.profile import Profile
     from parsim.model.model import Model
     from parsim.schedule.problem import Problem
     from parsim.schedule.search import Search
@@ -21,12 +23,10 @@ def problem_of(config: RunConfig) -> Problem:
 
     Raises: ModelError, ProfileError; ConfigError for pins and forbids that the model cannot follow.
     """
-    from parsim.hardware.cluster import cluster_from_profile
-    from parsim.hardware.profile import load_profile
     from parsim.schedule.by_hand import forbids_by_pattern, parse_placements, pins_by_pattern
     from parsim.schedule.problem import Problem
 
-    cluster, model = cluster_from_profile(load_profile(config.cluster.profile), config.devices), model_of(config)
+    cluster, model = cluster_of(config), model_of(config)
     pins = pins_by_pattern(parse_placements(config.plan.pin), model, cluster.size)
     return Problem(
         model=model,
@@ -37,6 +37,19 @@ def problem_of(config: RunConfig) -> Problem:
         zero_stage=config.plan.zero_stage,
         pins=pins,
         forbids=forbids_by_pattern(config.plan.forbid, model, pins),
+    )
+
+
+def cluster_of(config: RunConfig, profile: Profile | None = None) -> Cluster:
+    """The cluster of [cluster], on its own profile or on the one given. Raises ProfileError."""
+    from parsim.hardware.cluster import cluster_from_profile
+    from parsim.hardware.profile import load_profile
+
+    return cluster_from_profile(
+        load_profile(config.cluster.profile) if profile is None else profile,
+        config.devices,
+        nodes=config.cluster.nodes,
+        network=config.cluster.network,
     )
 
 

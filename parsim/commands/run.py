@@ -30,7 +30,16 @@ def run(
 ) -> None:
     """Train for real under the chosen plan."""
     from parsim.commands.run_folder import RunFolder, new_folder, write_json
-    from parsim.commands.workflow import answer, check_runnable, device_kind, judge, launch_job, measured, run_spec
+    from parsim.commands.workflow import (
+        answer,
+        check_launchable,
+        check_runnable,
+        device_kind,
+        judge,
+        launch_job,
+        measured,
+        run_spec,
+    )
     from parsim.commands.write_report import write_run_files
     from parsim.execute.job import Job
     from parsim.plan.plan import Plan
@@ -41,6 +50,7 @@ def run(
         raise ConfigError("--adaptive starts a training and cannot go on with one; drop --resume")
     if resume and out is None:
         raise ConfigError("--resume needs --out, the folder of the run to go on with")
+    check_launchable(config)
     with progress("Planning"):
         asked = answer(config)
     check_runnable(asked, nproc)

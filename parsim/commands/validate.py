@@ -26,6 +26,7 @@ def validate(
     from parsim.commands.run_folder import new_folder, write_json
     from parsim.commands.workflow import (
         answer,
+        check_launchable,
         check_runnable,
         device_kind,
         judge,
@@ -41,6 +42,7 @@ def validate(
         folder, asked, name = reopen(target)
     else:
         config = load_config(target, overrides or [])
+        check_launchable(config)
         with progress("Planning"):
             asked = answer(config)
         check_runnable(asked, None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.commands.question import fixed_plan, is_saved_model, problem_of, search_plans
+from parsim.commands.question import cluster_of, fixed_plan, is_saved_model, problem_of, search_plans
 from parsim.commands.run_folder import RunFolder, write_json
 from parsim.config import RunConfig
 from parsim.costs.memory import RankMemory
@@ -16,7 +16,6 @@ from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelErr
 from parsim.execute.environment import describe_environment
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.launch import launch
-from parsim.hardware.cluster import cluster_from_profile
 from parsim.model.model import Model
 from parsim.plan.plan import Plan
 from parsim.report.compare import Comparison, compare, kind_intervals_s
@@ -56,6 +55,15 @@ def answer(config: RunConfig) -> Answer:
         return Answer(config=config, problem=problem, evaluation=evaluate(problem, plan), search=None)
     found = search_plans(problem, config)
     return Answer(config=config, problem=problem, evaluation=found.chosen or found.candidates[0], search=found)
+
+
+def check_launchable(config: RunConfig) -> None:
+    """Raise PlanError for a cluster of several nodes: all processes are started on this machine."""
+    if config.cluster.nodes > 1:
+        raise PlanError(
+            f"cluster.nodes = {config.cluster.nodes}: only the processes of one node can be started from here; set "
+            "cluster.nodes = 1 to train, or use `parsim plan` and `parsim simulate`, which take any number of nodes"
+        )
 
 
 def check_runnable(asked: Answer, nproc: int | None) -> None:
@@ -175,7 +183,7 @@ def ask_again(folder: RunFolder) -> Answer:
     plan = Plan.load(folder.plan)
     problem = Problem(
         model=Model.load(folder.model),
-        cluster=cluster_from_profile(folder.read_profile(), config.devices),
+        cluster=cluster_of(config, folder.read_profile()),
         global_batch=plan.global_batch,
         precision=config.training.precision,
         optimizer=config.training.optimizer,

@@ -12,13 +12,16 @@ passes them as `concurrent`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
+from parsim.costs.alike import alike, known_estimates
 from parsim.costs.estimate import Estimate
 from parsim.costs.forms import busbw_bytes_per_s, ring_all_reduce_s, ring_steps, ring_traffic, tree_all_reduce_s
 from parsim.costs.inside import ProtocolLine, choose_protocol, inside_choice, link_model_of, protocol_lines
 from parsim.costs.internode import choices, parts_of, point_to_point
 from parsim.costs.linkgraph import RingSet
-from parsim.costs.traffic import group_pace, rings_of, transfer_pace
+from parsim.costs.traffic import group_pace, rings_of
+from parsim.costs.transfers import transfer_pace
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.profile import CollectiveFit, LinkModel, Regime
@@ -62,9 +65,19 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
         return Estimate(median_s=0.0, source="fitted", detail="one rank: nothing to do")
     if cluster.profile.communication.link_model is None:
         return _from_fits(work.operation, len(work.group), work.size_bytes, cluster)
-    for other in concurrent:
-        _check_ranks(other, cluster, "a concurrent group")
-    group, others = tuple(sorted(work.group)), tuple(dict.fromkeys(tuple(sorted(other)) for other in concurrent))
+    _check_concurrent(cluster, _hashable(concurrent), "a concurrent group")
+    group = tuple(sorted(work.group))
+    if work.operation == "broadcast":
+        return _by_links(work, group, cluster, concurrent)
+    known = known_estimates(cluster)
+    key = (work.operation, work.size_bytes, alike(cluster, group, _hashable(concurrent)))
+    if key not in known:
+        known[key] = _by_links(work, group, cluster, concurrent)
+    return known[key]
+
+
+def _by_links(work: Collective, group: tuple[int, ...], cluster: Cluster, concurrent: Sequence[tuple[int, ...]]) -> Estimate:
+    others = tuple(dict.fromkeys(tuple(sorted(other)) for other in concurrent))
     if work.operation == "all_to_all":
         return _all_to_all(group, work.size_bytes, cluster, others)
     if len(cluster.spread(group)) > 1:
@@ -72,7 +85,18 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
     return _inside_node(work.operation, group, work.size_bytes, cluster, others)
 
 
-def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tuple[int, int]] = ()) -> Estimate:
+def _hashable(groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """A tuple stays what it is: it may know its hash."""
+    return groups if isinstance(groups, tuple) else tuple(groups)
+
+
+@lru_cache(maxsize=4096)
+def _check_concurrent(cluster: Cluster, groups: tuple[tuple[int, ...], ...], what: str) -> None:
+    for group in groups:
+        _check_ranks(group, cluster, what)
+
+
+def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tuple[int, ...]] = ()) -> Estimate:
     """Price a transfer between two ranks: over their direct lanes, or the path over PCIe and sockets where none joins them;
     between nodes from card to card.
 
@@ -83,13 +107,12 @@ def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tu
     _check_ranks(pair, cluster, "send_recv")
     if cluster.profile.communication.link_model is None:
         return _from_fits("send_recv", 2, work.size_bytes, cluster)
-    for other in concurrent:
-        _check_ranks(other, cluster, "a concurrent transfer")
+    _check_concurrent(cluster, _hashable(concurrent), "a concurrent transfer")
     model = link_model_of(cluster)
     crosses = cluster.places[pair[0]][0] != cluster.places[pair[1]][0]
     if crosses:
         parts_of(cluster)
-    beta, direct, hop_latency_s = transfer_pace(cluster, model.link_kind, pair, tuple(dict.fromkeys(concurrent)))
+    beta, direct, hop_latency_s = transfer_pace(cluster, model.link_kind, pair, _hashable(concurrent))
     if not crosses:
         detail = f"direct {model.link_kind}" if direct else "relayed over other links"
         return _link_estimate(

@@ -39,23 +39,29 @@ class Costs:
     ranks_active: int | None = None
     corrections: Corrections = NO_CORRECTIONS
 
-    def estimate(self, work: Work, rank: int) -> Estimate:
-        """Price `work` of `rank`; for a collective or transfer the ranks are the work's own.
+    def estimate(self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...] = ()) -> Estimate:
+        """Price `work` of `rank`; for a collective or transfer the ranks are the work's own, and `concurrent` are the groups
+        (or the source and destination) of those that run at the same time.
 
         Host overhead per task (`host.task_s` of the profile) is added to computation, where the interpreter spends it.
 
         Raises:
             CostError: no cost is known for it, or the rank or component does not exist.
         """
-        estimate = self._by_profile(work, rank)
+        estimate = self._by_profile(work, rank, concurrent)
         return corrected(estimate, self.corrections, work, rank) if self.corrections else estimate
+
+    @property
+    def shares_links(self) -> bool:
+        """Whether groups that run at once slow one another: only where communication is priced by links."""
+        return self.cluster.profile.communication.link_model is not None
 
     def device_kind(self, rank: int) -> str:
         """Ranks of one kind do the same work in the same time: the device's type, and how much slower it is than that."""
         name = self._device(rank).type.name
         return f"{name} x{self.corrections.rank_factor(rank)!r}" if self.corrections else name
 
-    def _by_profile(self, work: Work, rank: int) -> Estimate:
+    def _by_profile(self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...]) -> Estimate:
         match work:
             case Compute():
                 estimate = self._compute(work, self._device(rank))
@@ -66,9 +72,9 @@ class Costs:
             case Mix():
                 estimate = estimate_mix(work, self._device(rank))
             case Collective():
-                return estimate_collective(work, self.cluster)
+                return estimate_collective(work, self.cluster, concurrent)
             case SendRecv():
-                return estimate_send_recv(work, self.cluster)
+                return estimate_send_recv(work, self.cluster, concurrent)
             case LoadBatch():
                 return estimate_load(work, self._device(rank), self.cluster)
         return with_host_overhead(estimate, self.cluster)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from parsim.costs.inside import link_model_of
 from parsim.costs.internode import parts_of, point_to_point
-from parsim.costs.traffic import hop_latency_s, transfer_loads
+from parsim.costs.transfers import hop_latency_s, transfer_loads
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 

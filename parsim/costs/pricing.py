@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.work import Collective, LoadBatch, SendRecv, Work
 
+Concurrent = Callable[[Work], tuple[tuple[int, ...], ...]]
+"""The groups (or transfers) that communicate at the same time as a collective (or transfer)."""
+
 
 def price(
-    work_of_ranks: Iterable[tuple[Work, int]], costs: Costs, known: dict[Hashable, Estimate] | None = None
+    work_of_ranks: Iterable[tuple[Work, int]],
+    costs: Costs,
+    known: dict[Hashable, Estimate] | None = None,
+    concurrent: Concurrent | None = None,
 ) -> list[Estimate]:
     """Estimates in the order given, memoised per distinct work and device type (communication: per work, which names its
     ranks; loading: per device, whose path to the host it takes).
@@ -18,6 +24,7 @@ def price(
     Args:
         work_of_ranks: (work, rank) per task; for communication any rank of it will do.
         known: estimates of earlier calls with the same `costs`, read and added to; None starts anew.
+        concurrent: None: every collective and transfer runs alone.
 
     Raises:
         CostError: as `Costs.estimate`.
@@ -26,8 +33,12 @@ def price(
     estimates: list[Estimate] = []
     for work, rank in work_of_ranks:
         key = _key(work, rank, costs)
+        others: tuple[tuple[int, ...], ...] = ()
+        if concurrent is not None and costs.shares_links and isinstance(work, Collective | SendRecv):
+            others = concurrent(work)
+            key = key, others
         if key not in known:
-            known[key] = costs.estimate(work, rank)
+            known[key] = costs.estimate(work, rank, others)
         estimates.append(known[key])
     return estimates
 

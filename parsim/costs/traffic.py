@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
-from parsim.costs.linkgraph import Flow, RingSet, Step, added, busiest_seconds_per_byte, link_loads, pace, ring_set
+from parsim.costs.linkgraph import Flow, RingSet, Step, added, link_loads, pace, ring_set
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.nodes import NodeShape, Port
@@ -104,79 +104,12 @@ def inside_pace(
     return rings, seconds
 
 
-def transfer_pace(
-    cluster: Cluster, link_kind: str, pair: tuple[int, int], concurrent: tuple[tuple[int, int], ...] = ()
-) -> tuple[float, bool, float]:
-    """A transfer from rank to rank while the `concurrent` ones run: seconds per byte of its busiest link, whether it has direct
-    lanes, and the latency of the links between the nodes (0 inside one)."""
-    loads = [transfer_loads(cluster, link_kind, other) for other in (pair, *(other for other in concurrent if other != pair))]
-    total: dict[object, float] = {}
-    for load in loads:
-        for key, (weight, _) in load.items():
-            total[key] = total.get(key, 0.0) + weight
-    own = loads[0]
-    seconds = max(total[key] / capacity for key, (_, capacity) in own.items())
-    (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
-    if source == destination:
-        shape = cluster.nodes.shapes[source]
-        flow = (shape.devices[a], shape.devices[b], 1.0)
-        return seconds, busiest_seconds_per_byte(shape.topology, link_kind, [flow])[1], 0.0
-    return seconds, False, hop_latency_s(cluster, pair)
-
-
-def hop_latency_s(cluster: Cluster, pair: tuple[int, int]) -> float:
-    """Latency of the links between the nodes of two ranks: both cards, and the uplinks where their leaves differ."""
-    (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
-    shapes = cluster.nodes.shapes
-    latency = port_of(shapes[source], a).latency_s + port_of(shapes[destination], b).latency_s
-    leaves = cluster.nodes.leaf[source], cluster.nodes.leaf[destination]
-    if leaves[0] != leaves[1]:
-        latency += sum(cluster.nodes.leaves[leaf].uplink_latency_s for leaf in leaves)
-    return latency
-
-
-def transfer_loads(cluster: Cluster, link_kind: str, pair: tuple[int, int]) -> dict[tuple[object, object], tuple[float, float]]:
-    """Per link of the cluster that a transfer uses, its share of the bytes and the link's capacity."""
-    (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
-    nodes = cluster.nodes
-    shape = nodes.shapes[source]
-    if source == destination:
-        flow = [(shape.devices[a], shape.devices[b], 1.0)]
-        inside = link_loads(shape.topology, link_kind, flow)
-        return {(source, step): (weight, step[2].capacity_bytes_per_s) for step, weight in inside.items()}
-    found: dict[tuple[object, object], tuple[float, float]] = {}
-    for step in way_out(shape, a):
-        found[(source, step)] = (1.0, step[2].capacity_bytes_per_s)
-    for step in map(reverse, way_out(nodes.shapes[destination], b)):
-        found[(destination, step)] = (1.0, step[2].capacity_bytes_per_s)
-    leaves = nodes.leaf[source], nodes.leaf[destination]
-    if leaves[0] != leaves[1]:
-        for leaf, direction in zip(leaves, ("up", "down"), strict=True):
-            found[(leaf, direction)] = (1.0, uplink_rate(cluster, leaf))
-    return found
-
-
 def uplink_rate(cluster: Cluster, leaf: str) -> float:
     """Bytes per second of a leaf's uplinks. Raises CostError if it has none."""
     rate = cluster.nodes.leaves[leaf].uplink_bytes_per_s
     if rate is None:
         raise CostError(f"{leaf} has no uplink to the leaves of the other nodes; join the switches in the topology")
     return rate
-
-
-def groups_at(cluster: Cluster, groups: Sequence[tuple[int, ...]]) -> Mapping[int, int]:
-    """How many of the groups use each network card, by (node, place of the card) numbered through: for reports and tests."""
-    count: dict[int, int] = {}
-    for group in groups:
-        spread = cluster.spread(group)
-        if len(spread) == 1:
-            continue
-        for node, members in spread:
-            shape = cluster.nodes.shapes[node]
-            for port in set(ports_of(shape, members)):
-                number = node * len(shape.ports) + shape.ports.index(port)
-                count[number] = count.get(number, 0) + 1
-    return count
 
 
 @lru_cache(maxsize=65536)
@@ -238,6 +171,7 @@ def ports_of(shape: NodeShape, members: Sequence[int]) -> tuple[Port, ...]:
     return tuple(port_of(shape, member) for member in members)
 
 
+@lru_cache(maxsize=65536)
 def way_out(shape: NodeShape, member: int, port: Port | None = None) -> tuple[Step, ...]:
     """The links from a device to its card (or another) and into the network."""
     port = port or port_of(shape, member)
@@ -322,10 +256,7 @@ def _uplinks(
 
     A ring or tree in the order of the nodes leaves every leaf once; pairs leave it with all that is meant for elsewhere.
     """
-    own = leaf_shares(cluster, group, way)
-    if not own:
-        return 0.0, 0.0
-    total = _all_leaf_shares(cluster, concurrent if group in concurrent else (*concurrent, group), way)
+    own, total = leaf_shares(cluster, group, way, concurrent)
     worst = crossing = 0.0
     for name in own:
         worst = max(worst, total[name] / uplink_rate(cluster, name))
@@ -333,8 +264,18 @@ def _uplinks(
     return worst, crossing * len(own) / len(cluster.spread(group))
 
 
+def leaf_shares(
+    cluster: Cluster, group: tuple[int, ...], way: Way, concurrent: Sequence[tuple[int, ...]]
+) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Per leaf the share of a group's bytes that leaves it, and of the bytes of all groups; nothing under one leaf."""
+    own = own_leaf_shares(cluster, group, way)
+    if not own:
+        return {}, {}
+    return own, _all_leaf_shares(cluster, concurrent if group in concurrent else (*concurrent, group), way)
+
+
 @lru_cache(maxsize=4096)
-def leaf_shares(cluster: Cluster, group: tuple[int, ...], way: Way) -> dict[str, float]:
+def own_leaf_shares(cluster: Cluster, group: tuple[int, ...], way: Way) -> dict[str, float]:
     """Per leaf the share of the bytes that leaves it; nothing for a group under one leaf."""
     count: dict[str, int] = {}
     for node, members in cluster.spread(group):
@@ -346,9 +287,9 @@ def leaf_shares(cluster: Cluster, group: tuple[int, ...], way: Way) -> dict[str,
 
 
 @lru_cache(maxsize=1024)
-def _all_leaf_shares(cluster: Cluster, groups: tuple[tuple[int, ...], ...], way: Way) -> dict[str, float]:
+def _all_leaf_shares(cluster: Cluster, groups: Sequence[tuple[int, ...]], way: Way) -> dict[str, float]:
     total: dict[str, float] = {}
     for group in dict.fromkeys(groups):
-        for leaf, share in leaf_shares(cluster, group, way).items():
+        for leaf, share in own_leaf_shares(cluster, group, way).items():
             total[leaf] = total.get(leaf, 0.0) + share
     return total

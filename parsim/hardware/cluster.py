@@ -80,10 +80,10 @@ def cluster_from_profile(
     nodes: int = 1,
     network: str | Network | None = None,
 ) -> Cluster:
-    """The first `devices` devices of `nodes` such machines, or the listed ones, or all.
+    """The first `devices` devices of each of `nodes` such machines, or the listed ones, or all.
 
     Args:
-        devices: numbers count through the nodes: device d of node k is k * (devices per node) + d.
+        devices: listed numbers count through the nodes: device d of node k is k * (devices per node) + d.
         network: what joins the nodes: a shipped network by name, the path of one, or a Network. Needed for nodes > 1; with one
             node it prices nothing.
 
@@ -101,11 +101,17 @@ def cluster_from_profile(
     else:
         links, name, joined = node_links(profile), profile.name, None
     known = _devices(profile, nodes)
-    wanted = list(known) if devices is None else list(known)[:devices] if isinstance(devices, int) else list(devices)
-    if isinstance(devices, int) and not 1 <= devices <= len(known):
+    per_node = len(profile.devices)
+    if isinstance(devices, int) and not 1 <= devices <= per_node:
+        each = "" if nodes == 1 else " per node"
         raise ProfileError(
-            f"{_whose(profile, nodes)} {len(known)} devices, {devices} were asked for; ask for 1 to {len(known)}"
+            f"profile {profile.name} has {per_node} devices, {devices} were asked for{each}; ask for 1 to {per_node}"
         )
+    wanted = (
+        [index for place, index in enumerate(known) if place % per_node < devices]
+        if isinstance(devices, int)
+        else list(known if devices is None else devices)
+    )
     for index in wanted:
         if index not in known:
             raise ProfileError(f"{_whose(profile, nodes)} no device {index}; it has {_range(known)}")

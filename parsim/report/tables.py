@@ -270,6 +270,10 @@ def breakdown_table(breakdown: Sequence[Mapping[str, Any]], *, title: str = "Whe
     return ReportTable(title=title, columns=columns, rows=rows)
 
 
+MOST_LISTED = 8
+"""Ranks of a group that are listed one by one even where they follow one another."""
+
+
 def cost_table(rows: Sequence[Mapping[str, Any]], *, title: str = "Costs") -> ReportTable:
     """Rows of `parsim cost`: seconds, and whichever they have of component, phase, rule, ways, samples, busbw, ..., source."""
     texts = {"component": "component", "phase": "phase", "rule": "rule", "operation": "operation", "algorithm": "algorithm"}
@@ -289,7 +293,7 @@ def cost_table(rows: Sequence[Mapping[str, Any]], *, title: str = "Costs") -> Re
         time, interval = interval_texts(row["seconds"])
         bandwidth = row.get("busbw_bytes_per_s")
         ranks = row.get("ranks", NOTHING)
-        ranks_text = ranks if isinstance(ranks, int | str) else ",".join(map(str, ranks))
+        ranks_text = ranks if isinstance(ranks, int | str) else _group_text(list(ranks))
         body.append(
             (
                 *(str(ranks_text if key == "ranks" else row.get(key, NOTHING)) for key in present),
@@ -394,6 +398,12 @@ def _origin_text(origin: Mapping[str, Any]) -> str:
     """`layer1.0, microbatch 2, replica 0, stage 1`."""
     named = [str(origin[key]) for key in ("component", "value") if key in origin]
     return ", ".join(named + [f"{key} {origin[key]}" for key in ("bucket", "microbatch", "replica", "stage") if key in origin])
+
+
+def _group_text(ranks: Sequence[int]) -> str:
+    """`0,1,3`, or `0-15` for many in a row."""
+    in_a_row = len(ranks) > MOST_LISTED and list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}-{ranks[-1]}" if in_a_row else ",".join(map(str, ranks))
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:

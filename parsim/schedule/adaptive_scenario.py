@@ -187,7 +187,7 @@ def course_of(problem: Problem, scenario: Scenario, pool: Sequence[PricedPlan], 
     step_s = np.empty((scenario.windows, len(pool)))
     for column, entry in enumerate(pool):
         units = entry.compiled.columns.units
-        prices = [machine.price(units, entry.plan.world_size) for machine in machines.values()]
+        prices = [machine.price(units, entry.plan.mesh) for machine in machines.values()]
         seconds.append(np.array([[estimate.median_s for estimate in estimates] for estimates in prices]))
         durations = _durations_s(entry, seconds[-1], state, shocks, scenario.noise_sigma, range(scenario.windows))
         step_s[:, column] = static.step_times_s(entry.compiled, durations, steps=REPEATED_STEPS, overlap=entry.overlap)

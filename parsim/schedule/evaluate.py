@@ -70,7 +70,7 @@ def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: i
             "ask for more devices or a smaller mesh"
         )
     columns = lower_columns(plan, problem.model, problem.layout(plan))
-    estimates = tuple(problem.price(columns.units, plan.world_size))
+    estimates = tuple(problem.price(columns.units, plan.mesh))
     medians = medians_s(estimates)[columns.unit]
     overlap = problem.costs(plan.world_size).overlap
     compiled = compile_graph(columns)
@@ -101,6 +101,7 @@ def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: i
         plan=plan,
         warnings=_warnings(estimates, columns, memory),
         reason=reason,
+        cluster=problem.cluster.name,
         lower_bound_s=busiest_resource_s(compiled, medians),
     )
     evaluation = Evaluation(

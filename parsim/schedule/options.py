@@ -25,6 +25,7 @@ from parsim.graph.layout import differentiable_components
 from parsim.graph.passes.convert import COLLECTIVE_OF_HOP, POINT_TO_POINT_HOPS
 from parsim.model.component import Component, Value
 from parsim.model.narrow import narrow
+from parsim.plan.concurrent import Groups, concurrent_with
 from parsim.plan.layout import LOCAL_HOPS, Hop, ValueLayout, conversion
 from parsim.plan.mesh import Mesh
 from parsim.plan.placement import BATCH, REPLICATE, Placement
@@ -74,8 +75,12 @@ class Prices:
         """The median price of any work."""
         key = (work, rank)
         if key not in self._seconds:
-            self._seconds[key] = self._costs.estimate(work, rank).median_s
+            self._seconds[key] = self._costs.estimate(work, rank, self._beside(work)).median_s
         return self._seconds[key]
+
+    def _beside(self, work: Work) -> Groups:
+        """What communicates at the same time on this mesh."""
+        return concurrent_with(self.mesh, work) if self._costs.shares_links else Groups()
 
     @cached_property
     def _device_types(self) -> dict[str, int]:

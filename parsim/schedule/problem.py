@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from parsim.costs.corrected import NO_CORRECTIONS, Corrections
@@ -15,6 +15,8 @@ from parsim.costs.pricing import price
 from parsim.graph.layout import Layout
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
+from parsim.plan.concurrent import concurrent_with
+from parsim.plan.mesh import Mesh
 from parsim.plan.placement import Placement
 from parsim.plan.plan import Plan
 from parsim.schedule.memory import plan_memory
@@ -94,9 +96,11 @@ class Problem:
             )
         return self._costs[ranks]
 
-    def price(self, work_of_ranks: Iterable[tuple[Work, int]], ranks: int) -> list[Estimate]:
-        """Estimates in order; what one plan has asked is known for the next. Raises CostError."""
-        return price(work_of_ranks, self.costs(ranks), self._known.setdefault(ranks, {}))
+    def price(self, work_of_ranks: Iterable[tuple[Work, int]], mesh: Mesh) -> list[Estimate]:
+        """Estimates in order, for a plan on a mesh whose groups slow one another where they share links; what one plan has
+        asked is known for the next. Raises CostError."""
+        known = self._known.setdefault(mesh.size, {})
+        return price(work_of_ranks, self.costs(mesh.size), known, partial(concurrent_with, mesh))
 
     @cached_property
     def _known(self) -> dict[int, dict[Hashable, Estimate]]:

@@ -41,7 +41,7 @@ class PlanResult:
     Attributes:
         step_s: the mean step of a run of many steps. peak_memory_bytes: per rank.
         cost_sources: share of all task seconds by source ("measured", "fitted", "published").
-        reason: why it was chosen, or why it lost.
+        cluster: name of what it runs on. reason: why it was chosen, or why it lost.
         lower_bound_s: work of the busiest resource: no order of this plan's tasks has a shorter mean step.
     """
 
@@ -58,11 +58,13 @@ class PlanResult:
     plan: Plan
     warnings: tuple[str, ...] = ()
     reason: str = ""
+    cluster: str = ""
     lower_bound_s: float = field(default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "strategy": self.strategy,
+            "cluster": self.cluster,
             "step_s": self.step_s.to_dict(),
             "throughput_samples_per_s": self.throughput_samples_per_s.to_dict(),
             "communication_fraction": self.communication_fraction,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from parsim.costs.costs import Costs
 from parsim.errors import ScheduleError
+from parsim.plan.concurrent import concurrent_with
 from parsim.plan.mesh import Mesh
 from parsim.plan.pipeline import in_flight
 from parsim.plan.placement import BATCH, Placement
@@ -185,7 +186,8 @@ class _StageCosts:
         for size_bytes in crossing_bytes(self.problem, self.samples):
             if size_bytes not in known:
                 work = SendRecv(source=0, destination=self.mesh.dp * self.mesh.tp, size_bytes=size_bytes)
-                known[size_bytes] = self._costs.estimate(work, 0).median_s
+                beside = concurrent_with(self.mesh, work) if self._costs.shares_links else ()
+                known[size_bytes] = self._costs.estimate(work, 0, beside).median_s
             found.append(known[size_bytes])
         return found
 

@@ -18,7 +18,8 @@ from parsim.costs.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.inside import link_model_of
 from parsim.costs.internode import choices
 from parsim.costs.linkgraph import Step
-from parsim.costs.traffic import FABRIC, Part, Way, leaf_shares, part_loads, transfer_loads, uplink_rate
+from parsim.costs.traffic import FABRIC, Part, Way, own_leaf_shares, part_loads, uplink_rate
+from parsim.costs.transfers import transfer_loads
 from parsim.hardware.cluster import Cluster
 from parsim.work import Collective, SendRecv
 
@@ -112,7 +113,7 @@ def _collective_loads(work: Collective, cluster: Cluster) -> Loads:
             for loads in part_loads(cluster.nodes.shapes[node], kind, Part(members, way, len(group))):
                 for step, share in loads.items():
                     _add(found, _lane(cluster, node, step), share, step[2].capacity_bytes_per_s)
-        for leaf, share in leaf_shares(cluster, group, way).items():
+        for leaf, share in own_leaf_shares(cluster, group, way).items():
             for lane in (Lane(leaf, SPINE, FABRIC), Lane(SPINE, leaf, FABRIC)):
                 _add(found, lane, share, uplink_rate(cluster, leaf))
     return found

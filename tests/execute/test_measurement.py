@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from parsim.errors import ExecutionError
-from parsim.model.live_memory import LiveBytes
 from parsim.execute.measurement import RankRecord, load_measurement, merge_times
 from parsim.execute.streams import TaskTime, ThreadStreams
 from parsim.graph.lower import lower
+from parsim.model.live_memory import LiveBytes
 from parsim.plan.mesh import Mesh
 from parsim.plan.plan import Plan, Stage
 from tests.models import chain_model

@@ -1,0 +1,226 @@
+"""Clusters of several nodes at the boundary: networks from files, [cluster] of a run file, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parsim.cli import main
+from parsim.config import parse_config
+from parsim.costs.collectives import estimate_collective
+from parsim.costs.linkgraph import ring_set
+from parsim.errors import ConfigError, CostError, ProfileError
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.fabric import cluster_links
+from parsim.hardware.network import load_network, parse_network, shipped_networks
+from parsim.hardware.profile import load_profile, shipped_profiles
+from parsim.hardware.topology import Topology
+from parsim.work import Collective
+from tests.round_machines import network, network_dict, pair_machine
+
+RUN = """
+[model]
+name = "gpt"
+args = { hidden = 64, layers = 2, heads = 4, vocab = 512, seq = 32 }
+[cluster]
+profile = "p3-16xlarge"
+nodes = 2
+network = "ethernet-25g"
+devices = 2
+[training]
+global_batch = 16
+[plan]
+strategy = "dp"
+"""
+
+
+@pytest.mark.parametrize("name", shipped_networks())
+def test_every_shipped_network_joins_every_shipped_machine(name: str) -> None:
+    found = load_network(name)
+    assert found.name == name
+    for profile in (load_profile(machine) for machine in shipped_profiles()):
+        cluster = cluster_from_profile(profile, nodes=3, network=found)
+        assert cluster.size == 3 * len(profile.devices)
+        assert cluster.name == f"3 x {profile.name} on {name}"
+        assert len(cluster.topology.parts()) == 1
+
+
+@pytest.mark.parametrize(
+    ("machine", "lanes", "members", "rings"),
+    [
+        ("dgx1-v100-32gb", 6, 8, 6),
+        ("p3-16xlarge", 6, 8, 6),
+        ("summit-v100", 4, 3, 4),
+        ("dgx2-v100", 6, 16, 6),
+        ("pcie-8xv100", 0, 4, 1),
+    ],
+)
+def test_shipped_topologies(machine: str, lanes: int, members: int, rings: int) -> None:
+    """NVLink lanes per GPU, and the rings that fit: cube mesh and NVSwitch all six; three GPUs of a Summit socket, joined two
+    by two, two of each direction; a PCIe tree one through its root complex."""
+    profile = load_profile(machine)
+    topology = cluster_from_profile(profile).topology
+    assert sum(link.lanes for link in topology.at("gpu0") if link.kind == "nvlink") == lanes
+    model = profile.communication.link_model
+    assert model is not None
+    assert ring_set(topology, model.link_kind, tuple(f"gpu{index}" for index in range(members))).count == rings
+
+
+def test_a_two_level_fabric() -> None:
+    """5 nodes, 2 per leaf: three leaves; the last serves one node and has half the uplinks."""
+    links = cluster_links(pair_machine(), 5, network(nodes_per_leaf=2, oversubscription=2.0))
+    up = {link.a: link for link in links if link.b == "spine0"}
+    assert sorted(up) == ["leaf0", "leaf1", "leaf2"]
+    assert [up[leaf].capacity_bytes_per_s for leaf in sorted(up)] == [5e9, 5e9, 2.5e9]
+    assert len(Topology(links).parts()) == 1
+    assert sum(link.b.startswith("leaf") and "nic" in link.a for link in links) == 5
+
+
+def test_devices_are_the_first_of_every_node_or_numbers() -> None:
+    profile = load_profile("p3-16xlarge")
+    first = cluster_from_profile(profile, 2, nodes=3, network="ethernet-25g")
+    assert [device.index for device in first.devices] == [0, 1, 8, 9, 16, 17]
+    assert [device.node for device in first.devices] == [0, 0, 1, 1, 2, 2]
+    listed = cluster_from_profile(profile, [15, 0], nodes=2, network="ethernet-25g")
+    assert [device.index for device in listed.devices] == [15, 0]
+    assert listed.places == ((1, 7), (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"nodes": 2}, "nodes = 2 needs a network that joins them: one of .*infiniband-100g"),
+        ({"nodes": 0}, "nodes >= 1, got 0"),
+        ({"nodes": 2, "network": "infinband-100g"}, "unknown network 'infinband-100g'; did you mean infiniband-100g"),
+        ({"nodes": 2, "network": "none/such.json"}, "cannot read network none/such.json"),
+        ({"nodes": 2, "network": "efa-100g", "devices": 9}, "has 8 devices, 9 were asked for per node; ask for 1 to 8"),
+        ({"nodes": 2, "network": "efa-100g", "devices": [0, 16]}, "no device 16"),
+        ({"nodes": 2, "network": "efa-100g", "devices": [3, 3]}, "twice"),
+    ],
+)
+def test_what_is_no_cluster(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        cluster_from_profile(load_profile("p3-16xlarge"), **arguments)
+
+
+def test_a_machine_that_falls_apart() -> None:
+    """Without the lane between the GPUs and the link of gpu1 to its switch."""
+    whole = pair_machine()
+    parted = whole.model_copy(update={"links": [link for link in whole.links if "gpu1" not in (link.a, link.b)]})
+    with pytest.raises(ProfileError, match=r"falls into 2 parts that no link joins: .*\| gpu1; add the missing link"):
+        cluster_from_profile(parted)
+
+
+def test_a_card_that_no_gpu_reaches() -> None:
+    whole = pair_machine()
+    links = [link for link in whole.links if not (link.kind == "pcie" and "gpu0" in (link.a, link.b))]
+    cluster = cluster_from_profile(whole.model_copy(update={"links": links}), nodes=2, network=network())
+    with pytest.raises(CostError, match="gpu0 reaches no network card of its node"):
+        estimate_collective(Collective(operation="all_reduce", group=(0, 2), size_bytes=8), cluster)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cards": 2}, "network test is broken: .*cards"),
+        ({"protocols": []}, "network test is broken: .*protocols"),
+        ({"algorithms": ["rings"]}, "network test is broken: .*algorithms"),
+        ({"oversubscription": 0.5}, "oversubscription >= 1"),
+        ({"bandwidth": 0.0}, "bandwidth > 0"),
+        ({"bandwidth": -1.0}, "bandwidth_bytes_per_s"),
+        (
+            {"sources": {"mad": {"kind": "assumption", "text": "x"}}},
+            "source 'made' is not listed under .*did you mean mad",
+        ),
+    ],
+)
+def test_a_broken_network_file(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        parse_network(json.dumps(network_dict(**changes)), "test")
+
+
+def test_a_network_file_that_is_no_json() -> None:
+    with pytest.raises(ProfileError, match="network test"):
+        parse_network("{", "test")
+
+
+def test_cluster_table_of_a_run_file(tmp_path: Path) -> None:
+    config = parse_config(RUN.replace('"ethernet-25g"', '"nets/own.json"'), folder=tmp_path)
+    assert config.cluster.network == str(tmp_path / "nets" / "own.json")
+    assert parse_config(config.to_toml()) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("cluster.nodes=0", r"cluster.nodes = 0: must be >= 1; for example nodes = 2"),
+        ("cluster.netwok=1", r"unknown key cluster.netwok .*did you mean network"),
+        ('cluster.network=""', r"cluster.network = ''"),
+    ],
+)
+def test_wrong_cluster_tables(change: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(RUN, [change])
+
+
+def test_the_mesh_counts_all_nodes() -> None:
+    parse_config(RUN, ["plan.strategy=custom", "plan.mesh={dp=4}"])
+    with pytest.raises(ConfigError, match=r"must equal the devices \(4\)"):
+        parse_config(RUN, ["plan.strategy=custom", "plan.mesh={dp=2}"])
+
+
+Said = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
+    """Run a command: its exit status, what it printed, and what it said on stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        code = ended.value.code
+        return (code if isinstance(code, int) else 0), captured.out, captured.err
+
+    return run
+
+
+def test_commands_take_several_nodes(tmp_path: Path, said: Said) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(RUN)
+    name = "2 x p3-16xlarge on ethernet-25g"
+    code, out, _ = said("plan", str(file), "--json")
+    planned = json.loads(out)
+    assert code == 0
+    assert planned["chosen"]["cluster"] == name
+    assert len(planned["chosen"]["peak_memory_bytes"]) == 4
+    code, out, _ = said("simulate", str(file), "--json")
+    assert code == 0
+    assert json.loads(out)["cluster"] == name
+    faster = json.loads(said("simulate", str(file), "--json", "--set", "cluster.network=infiniband-100g")[1])
+    assert faster["step_s"]["median"] < planned["chosen"]["step_s"]["median"]
+    code, _, err = said("run", str(file))
+    assert code == 1
+    assert "cluster.nodes = 2: only the processes of one node can be started from here" in err
+
+
+def test_cost_over_several_nodes(said: Said) -> None:
+    ask = ["cost", "p3-16xlarge", "--collective", "all_reduce", "--size-bytes", "1000000"]
+    code, out, _ = said(*ask, "--nodes", "2", "--network", "ethernet-25g", "--json")
+    assert code == 0
+    row = json.loads(out)
+    assert row["cluster"] == "2 x p3-16xlarge on ethernet-25g"
+    assert row["ranks"] == list(range(16))
+    assert row["seconds"]["median"] > json.loads(said(*ask, "--json")[1])["seconds"]["median"]
+    code, _, err = said(*ask, "--nodes", "2", "--network", "ethernet-26g")
+    assert code == 1
+    assert "unknown network 'ethernet-26g'; did you mean ethernet-25g" in err
+    _, out, _ = said(*ask, "--nodes", "2", "--network", "ethernet-25g")
+    assert "0-15" in out
