@@ -16,7 +16,6 @@ import numpy as np
 from parsim.errors import PlanError, ScheduleError
 from parsim.model.component import Component
 from parsim.plan.mesh import Mesh
-from parsim.plan.pipeline import PIPELINE_ORDERS
 from parsim.plan.placement import BATCH, REPLICATE, Placement
 from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.schedule.exact import solve_exactly
@@ -33,6 +32,9 @@ TIGHTENINGS = 4
 
 SLOWER = 1.02
 """More microbatches are no longer tried once a closed form has them this much slower than fewer."""
+
+OTHER_ORDERS = (("gpipe", 1), ("interleaved", 2))
+"""(pipeline order, chunks per rank) tried beside 1f1b. Not zero-bubble: it can be asked for and simulated, but not run yet."""
 
 ROOMY = 0.8
 """A placement that leaves a fifth of every rank's memory was not limited by it: more microbatches would not help."""
@@ -88,18 +90,21 @@ def useful_plans(problem: Problem, strategy: str, mesh: Mesh, *, microbatches: S
                 best = (seconds, plan)
             if mesh.pp == 1:
                 return
-    for order in PIPELINE_ORDERS:
-        if best is not None and order != "1f1b":
-            other = _uniform_plan(problem, strategy, mesh, best[1].microbatches, order)
+    for order, chunks in OTHER_ORDERS:
+        if best is not None:
+            try:
+                other = _uniform_plan(problem, strategy, mesh, best[1].microbatches, order, chunks)
+            except (PlanError, ScheduleError):  # too few components for so many chunks, or microbatches that make no rounds
+                continue
             if other is not None:
                 yield other
 
 
-def _uniform_plan(problem: Problem, strategy: str, mesh: Mesh, count: int, order: str) -> Plan | None:
+def _uniform_plan(problem: Problem, strategy: str, mesh: Mesh, count: int, order: str, chunks: int = 1) -> Plan | None:
     """None where parameters tied across components would be cut differently."""
     samples = problem.global_batch // (mesh.dp * count)
     chosen = uniform_placements(problem, Mesh(dp=mesh.dp, tp=mesh.tp), samples) if mesh.tp > 1 else None
-    plan = balanced_plan(problem, strategy, mesh, microbatches=count, pipeline_order=order, placements=chosen)
+    plan = balanced_plan(problem, strategy, mesh, microbatches=count, pipeline_order=order, chunks=chunks, placements=chosen)
     try:
         problem.layout(plan)
     except PlanError:
