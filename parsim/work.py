@@ -104,6 +104,16 @@ def is_communication(work: Work) -> bool:
     return isinstance(work, Collective | SendRecv)
 
 
+def ranks_of_work(work: Work) -> tuple[int, ...]:
+    """The ranks that a communication names; none for work of one rank, whichever it is."""
+    match work:
+        case Collective():
+            return work.group
+        case SendRecv():
+            return (work.source, work.destination)
+    return ()
+
+
 def kind_of(work: Work) -> str:
     """The task kind used in comparisons and reports: forward, backward (or backward_input and
     backward_weight), optimizer, all_reduce, send_recv, load."""

@@ -144,7 +144,6 @@ def torch_actions(schedule: str, ranks: int, microbatches: int, chunks: int) -> 
         def __init__(self, stage: int) -> None:
             self.stage_index, self.num_stages = stage, ranks * chunks
             self.group_size, self.group_rank = ranks, 0
-            self.is_first, self.is_last = stage == 0, stage == ranks * chunks - 1
             self.has_backward = False
             self.device, self.submod = None, None
             self.stage_index_to_group_rank = {number: number % ranks for number in range(ranks * chunks)}
