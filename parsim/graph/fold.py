@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parsim.costs.costs import Costs
-from parsim.graph.hops import hop_groups
+from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.layout import Layout
-from parsim.graph.passes.convert import hop_collective, transfer_bytes
+from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message, transfer_bytes
 from parsim.graph.passes.gradients import bucket_work
 from parsim.hardware.topology import device_name
 from parsim.plan.layout import LOCAL_HOPS, conversion
@@ -88,16 +88,35 @@ def folding_of(layout: Layout, costs: Costs) -> Folding:
     mesh = layout.plan.mesh
     if costs.corrections:  # learnt per rank and link
         return unfolded(mesh)
-    first: dict[Hashable, int] = {}
     kinds = _Kinds(costs)
-    replica_of = tuple(first.setdefault(kinds.of_replica(mesh, replica), replica) for replica in range(mesh.dp))
+    replica_of = _replicas_of(layout, costs, kinds)
     whole = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))
     if mesh.tp == 1 or not _shards_do_alike(layout):
         return whole
-    alike = all(
-        _shards_sit_alike(layout, kinds, replica) and _shards_pay_alike(layout, costs, replica) for replica in whole.replicas
+    alike = _pay_alike(costs, _bucket_works(layout)) and all(
+        _shards_sit_alike(layout, kinds, replica) and _pay_alike(costs, _works_inside(layout, replica))
+        for replica in whole.replicas
     )
     return Folding(mesh=mesh, replica_of=replica_of, shards=(0,)) if alike else whole
+
+
+def _replicas_of(layout: Layout, costs: Costs, kinds: _Kinds) -> tuple[int, ...]:
+    """Per replica the first in which everything costs the same: by where its ranks sit, else by asking for every price."""
+    mesh = layout.plan.mesh
+    by_place: dict[Hashable, int] = {}
+    placed = [by_place.setdefault(kinds.of_replica(mesh, replica), replica) for replica in range(mesh.dp)]
+    by_price: dict[Hashable, int] = {}
+    priced: dict[int, int] = {}
+    for replica in by_place.values() if len(by_place) > 1 else ():
+        ranks = _ranks_of_replica(mesh, replica)
+        alone = tuple((kinds.device(rank), kinds.path(rank)) for rank in ranks)
+        together = tuple(tuple(costs.estimate(work, 0).median_s for work in works) for works in _works_inside(layout, replica))
+        priced[replica] = by_price.setdefault((alone, together), replica)
+    return tuple(priced.get(replica, replica) for replica in placed)
+
+
+def _ranks_of_replica(mesh: Mesh, replica: int) -> list[int]:
+    return [mesh.rank(stage=stage, replica=replica, shard=shard) for stage in range(mesh.pp) for shard in range(mesh.tp)]
 
 
 class _Kinds:
@@ -115,13 +134,11 @@ class _Kinds:
             self._leaf_kind = {name: leaves.setdefault(leaf, len(leaves)) for name, leaf in cluster.nodes.leaves.items()}
 
     def of_replica(self, mesh: Mesh, replica: int) -> Hashable:
-        """Equal for replicas in which the same work costs the same."""
-        ranks = [mesh.rank(stage=stage, replica=replica, shard=shard) for stage in range(mesh.pp) for shard in range(mesh.tp)]
-        return self.of_ranks(ranks)
+        """Per rank its kind of device, and by number of first appearance its node and its leaf switch, with what these are.
 
-    def of_ranks(self, ranks: Iterable[int]) -> Hashable:
-        """Per rank its kind of device, and by number of first appearance its node and its leaf switch, with what these are."""
-        ranks = list(ranks)
+        Replicas of which this is equal cost the same in whatever they do alone.
+        """
+        ranks = _ranks_of_replica(mesh, replica)
         devices = tuple(self._device[rank] for rank in ranks)
         if not self._linked:  # priced by the size of the group alone; loading by the device's own path
             return devices, tuple(self.path(rank) for rank in ranks)
@@ -175,19 +192,17 @@ def _shards_sit_alike(layout: Layout, kinds: _Kinds, replica: int) -> bool:
     return True
 
 
-def _shards_pay_alike(layout: Layout, costs: Costs, replica: int) -> bool:
-    """Side by side, all groups of a conversion, all transfers of a value and all buckets of a kind cost the same."""
-    return all(_equal(costs.estimate(work, 0).median_s for work in works) for works in _side_by_side(layout, replica))
+def _pay_alike(costs: Costs, side_by_side: Iterable[Sequence[Work]]) -> bool:
+    """Whether works that are done side by side cost the same, up to rounding."""
+    for works in side_by_side:
+        seconds = [costs.estimate(work, 0).median_s for work in works]
+        if max(seconds) - min(seconds) > 1e-12 * max(seconds):
+            return False
+    return True
 
 
-def _equal(seconds: Iterable[float]) -> bool:
-    """Up to rounding."""
-    found = list(seconds)
-    return max(found) - min(found) <= 1e-12 * max(found)
-
-
-def _side_by_side(layout: Layout, replica: int) -> Iterator[Sequence[Work]]:
-    """Per kind of communication of a replica and of its gradients, the works of all tp shards."""
+def _works_inside(layout: Layout, replica: int) -> Iterator[Sequence[Work]]:
+    """Per kind of communication inside a replica (conversion, transfer), the works that its tp shards do side by side."""
     tp, samples = layout.plan.mesh.tp, layout.plan.microbatch_samples
     seen: set[Hashable] = set()
     for value in layout.model.values:
@@ -210,12 +225,20 @@ def _side_by_side(layout: Layout, replica: int) -> Iterator[Sequence[Work]]:
                     converting = (home, hop, size_bytes)
                     if hop.operation not in LOCAL_HOPS and converting not in seen:
                         seen.add(converting)
+                        if hop.operation in POINT_TO_POINT_HOPS:
+                            pairs = [tuple(layout.rank(home, replica, shard) for shard in pair) for pair in hop_pairs(hop, tp)]
+                            yield [hop_message(hop, first, last, size_bytes, tp) for first, last in pairs]
+                            continue
                         groups = hop_groups(hop, tp)
                         ranks = [tuple(layout.rank(home, replica, shard) for shard in group) for group in groups]
                         yield [hop_collective(hop, group, size_bytes, tp) for group in ranks]
+
+
+def _bucket_works(layout: Layout) -> Iterable[Sequence[Work]]:
+    """Per parameters in a gradient bucket, the sums of all shards that hold pieces (or whole ones, each for itself)."""
     buckets: dict[Hashable, list[Work]] = {}
     for bucket in layout.buckets:
         if len(bucket.group) > 1:
             names = tuple(parameter.name for parameter in bucket.parameters)
             buckets.setdefault((bucket.stages, names), []).append(bucket_work(layout, bucket))
-    yield from dict.fromkeys(tuple(works) for works in buckets.values() if len(works) > 1)
+    return dict.fromkeys(tuple(works) for works in buckets.values() if len(works) > 1)

@@ -178,13 +178,12 @@ def _add_hops(draft: Draft, layout: Layout, moving: Moving, hops: Sequence[Hop],
             hop=hop,
         )
         if hop.operation in POINT_TO_POINT_HOPS:
-            pieces = 1 if hop.operation == "move" else tp
             for pair in hop_pairs(hop, tp):
                 source, target = (layout.rank(home, moving.replica, shard) for shard in pair)
                 key = moving.key("hop", hop, *pair)
                 if key not in draft:
                     after = _after(moving, hops[:number], pair[0], tp, base)
-                    work = SendRecv(source=source, destination=target, size_bytes=size_bytes // pieces)
+                    work = hop_message(hop, source, target, size_bytes, tp)
                     draft.add(key, work, [Resource(source, TP_STREAM), Resource(target, TP_STREAM)], after, origin)
             continue
         for index, group in enumerate(hop_groups(hop, tp)):
@@ -201,6 +200,11 @@ def hop_collective(hop: Hop, ranks: tuple[int, ...], size_bytes: int, tp: int) -
     all_to_all = hop.operation == "all_to_all"  # its S is what one rank holds
     whole = 1 / tp if all_to_all else max(hop.source.ways, hop.target.ways) / tp
     return Collective(operation=COLLECTIVE_OF_HOP[hop.operation], group=ranks, size_bytes=round(size_bytes * whole))
+
+
+def hop_message(hop: Hop, source: int, target: int, size_bytes: int, tp: int) -> SendRecv:
+    """One message of a hop that is point to point; `size_bytes` is the value of the whole microbatch."""
+    return SendRecv(source=source, destination=target, size_bytes=size_bytes // (1 if hop.operation == "move" else tp))
 
 
 def transfer_bytes(size_bytes: int, how: ValueLayout, tp: int) -> int:
