@@ -43,7 +43,7 @@ def cluster(name: str) -> Cluster:
 
 
 def with_slow(machine: Cluster, ranks: frozenset[int]) -> Cluster:
-    """The devices of these ranks are of another type, whose fits are those of the first with twice the floor and half the rate."""
+    """The devices of these ranks are of another type: the fits of the first, with twice the floor and half the rate."""
     profile = machine.profile
     name, entry = next(iter(profile.device_types.items()))
     slower = [
