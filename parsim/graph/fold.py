@@ -19,7 +19,7 @@ are alike.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -83,24 +83,33 @@ def unfolded(mesh: Mesh) -> Folding:
     return Folding(mesh=mesh, replica_of=tuple(range(mesh.dp)), shards=tuple(range(mesh.tp)))
 
 
-def folding_of(layout: Layout, costs: Costs) -> Folding:
-    """Which ranks stand for which under these prices. Raises CostError as `Costs.estimate` does."""
+Seconds = Callable[[Work], float]
+"""What a communication costs."""
+
+
+def folding_of(layout: Layout, costs: Costs, seconds: Seconds | None = None) -> Folding:
+    """Which ranks stand for which under these prices. Raises CostError as `Costs.estimate` does.
+
+    Args:
+        seconds: median of a communication, for whoever remembers what has been asked (None: asks `costs`).
+    """
+    seconds = seconds or (lambda work: costs.estimate(work, 0).median_s)
     mesh = layout.plan.mesh
     if costs.corrections:  # learnt per rank and link
         return unfolded(mesh)
     kinds = _Kinds(costs)
-    replica_of = _replicas_of(layout, costs, kinds)
+    replica_of = _replicas_of(layout, kinds, seconds)
     whole = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))
     if mesh.tp == 1 or not _shards_do_alike(layout):
         return whole
-    alike = _pay_alike(costs, _bucket_works(layout)) and all(
-        _shards_sit_alike(layout, kinds, replica) and _pay_alike(costs, _works_inside(layout, replica))
+    alike = _pay_alike(seconds, _bucket_works(layout)) and all(
+        _shards_sit_alike(layout, kinds, replica) and _pay_alike(seconds, _works_inside(layout, replica))
         for replica in whole.replicas
     )
     return Folding(mesh=mesh, replica_of=replica_of, shards=(0,)) if alike else whole
 
 
-def _replicas_of(layout: Layout, costs: Costs, kinds: _Kinds) -> tuple[int, ...]:
+def _replicas_of(layout: Layout, kinds: _Kinds, seconds: Seconds) -> tuple[int, ...]:
     """Per replica the first in which everything costs the same: by where its ranks sit, else by asking for every price."""
     mesh = layout.plan.mesh
     by_place: dict[Hashable, int] = {}
@@ -110,7 +119,7 @@ def _replicas_of(layout: Layout, costs: Costs, kinds: _Kinds) -> tuple[int, ...]
     for replica in by_place.values() if len(by_place) > 1 else ():
         ranks = _ranks_of_replica(mesh, replica)
         alone = tuple((kinds.device(rank), kinds.path(rank)) for rank in ranks)
-        together = tuple(tuple(costs.estimate(work, 0).median_s for work in works) for works in _works_inside(layout, replica))
+        together = tuple(tuple(map(seconds, works)) for works in _works_inside(layout, replica))
         priced[replica] = by_price.setdefault((alone, together), replica)
     return tuple(priced.get(replica, replica) for replica in placed)
 
@@ -192,10 +201,10 @@ def _shards_sit_alike(layout: Layout, kinds: _Kinds, replica: int) -> bool:
     return True
 
 
-def _pay_alike(costs: Costs, side_by_side: Iterable[Sequence[Work]]) -> bool:
+def _pay_alike(price: Seconds, side_by_side: Iterable[Sequence[Work]]) -> bool:
     """Whether works that are done side by side cost the same, up to rounding."""
     for works in side_by_side:
-        seconds = [costs.estimate(work, 0).median_s for work in works]
+        seconds = [price(work) for work in works]
         if max(seconds) - min(seconds) > 1e-12 * max(seconds):
             return False
     return True

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from parsim.analyze.bounds import busiest_resource_s
 from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
-from parsim.costs.estimate import Estimate
+from parsim.costs.estimate import Estimate, OverlapFactors
 from parsim.costs.memory import RankMemory
 from parsim.costs.uncertainty import medians_s, rank_noise, sample_durations_s
 from parsim.errors import PlanError
@@ -24,7 +25,7 @@ from parsim.schedule.result import Interval, PlanResult
 from parsim.simulate import dynamic, static
 from parsim.simulate.compile import CompiledGraph, compile_graph
 from parsim.timeline import Timeline
-from parsim.work import ranks_of_work
+from parsim.work import Work, ranks_of_work
 
 REPEATED_STEPS = 4
 NOISY_STEPS = 64
@@ -89,7 +90,7 @@ def evaluate(
     layout, costs = problem.layout(plan), problem.costs(plan.world_size)
     sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
     folds = (fold or (fold is None and plan.world_size > MANY_RANKS)) and not sigma
-    folding = folding_of(layout, costs) if folds else unfolded(plan.mesh)
+    folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if folds else unfolded(plan.mesh)
     columns = lower_columns(plan, problem.model, layout, folding)
     estimates = tuple(problem.price(columns.units, plan.world_size))
     if folding.is_folded and samples and any(estimate.repeat_sigma for estimate in estimates):
@@ -109,8 +110,7 @@ def evaluate(
         step_s = float(static.step_times_s(compiled, noisy, steps=REPEATED_STEPS, overlap=overlap).mean())
     interval = Interval(median=step_s, p05=step_s, p95=step_s)
     if samples:
-        draws = sample_durations_s(estimates, samples, SEED, unit=columns.unit)
-        times = static.step_times_s(compiled, draws, steps=REPEATED_STEPS, overlap=overlap)
+        times = _sampled_steps_s(compiled, estimates, samples, overlap)
         interval = Interval.of(step_s, times * (step_s / steady_s))
     parts = breakdown(compiled, timeline, ranks=folding.ranks)
     fractions = step_fractions(parts, folding.weights)
@@ -141,6 +141,22 @@ def evaluate(
         memory=memory,
         breakdown=_of_every_rank(parts, folding),
     )
+
+
+def _communication_s(problem: Problem, plan: Plan, work: Work) -> float:
+    return problem.price([(work, 0)], plan.world_size)[0].median_s
+
+
+def _sampled_steps_s(
+    compiled: CompiledGraph, estimates: Sequence[Estimate], samples: int, overlap: OverlapFactors
+) -> NDArray[np.float64]:
+    """float64 [samples]: the mean step under each draw. Where no task has noise of its own, draws are per unit."""
+    unit = compiled.columns.unit
+    if any(estimate.repeat_sigma for estimate in estimates):
+        draws = sample_durations_s(estimates, samples, SEED, unit=unit)
+        return static.step_times_s(compiled, draws, steps=REPEATED_STEPS, overlap=overlap)
+    draws = sample_durations_s(estimates, samples, SEED)
+    return static.step_times_s(compiled, draws, steps=REPEATED_STEPS, overlap=overlap, unit=unit)
 
 
 def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArray[np.float64]:
