@@ -92,7 +92,7 @@ class RankProgram:
         match task.work:
             case Compute(phase=Phase.FORWARD):
                 return lambda: self._forward(task)
-            case Compute():
+            case Compute(phase=Phase.BACKWARD):
                 return lambda: self._backward(task)
             case LoadBatch():
                 return lambda: self._load(batch)
