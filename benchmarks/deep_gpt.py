@@ -30,7 +30,7 @@ def deep_gpt(layers: int, *, hidden: int = 2048, heads: int = 16, vocab: int = 5
 
 
 def _renamed(entry: dict[str, Any], layer: int) -> dict[str, Any]:
-    text = json.dumps(entry).replace('"h.0.', f'"h.{layer - 1}.').replace('"h.1.', f'"h.{layer}.')
+    text = json.dumps(entry).replace('"h.1.', f'"h.{layer}.').replace('"h.0.', f'"h.{layer - 1}.')
     renamed: dict[str, Any] = json.loads(text)
     return renamed
 
