@@ -18,7 +18,6 @@ from parsim.execute.job import Job, RunSpec
 from parsim.execute.launch import launch
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.model.model import Model
-from parsim.plan.pipeline import SPLIT_ORDERS
 from parsim.plan.plan import Plan
 from parsim.report.compare import Comparison, compare, kind_intervals_s
 from parsim.schedule.evaluate import Evaluation, evaluate, sampled_durations_s
@@ -71,11 +70,6 @@ def check_runnable(asked: Answer, nproc: int | None) -> None:
         raise DoesNotFitError(
             f"the plan ({plan.summary()}) cannot fit: {worst.describe()}; use more devices or microbatches, a smaller "
             "training.global_batch, or another plan.strategy"
-        )
-    if plan.pipeline_order in SPLIT_ORDERS:
-        raise PlanError(
-            f"pipeline_order = {plan.pipeline_order!r}: the executor runs whole backwards, one in halves is only simulated; to "
-            'train set plan.pipeline_order = "1f1b", "interleaved" or "gpipe"'
         )
     if is_saved_model(Path(asked.config.model.name)):
         raise ModelError(

@@ -34,7 +34,8 @@ SLOWER = 1.02
 """More microbatches are no longer tried once a closed form has them this much slower than fewer."""
 
 OTHER_ORDERS = (("gpipe", 1), ("interleaved", 2))
-"""(pipeline order, chunks per rank) tried beside 1f1b. Not zero-bubble: it can be asked for and simulated, but not run yet."""
+"""(pipeline order, chunks per rank) tried beside 1f1b. Not zero-bubble: no calibration has measured a backward's halves yet, so
+what it would gain over 1f1b rests on an assumed split; it can be asked for."""
 
 ROOMY = 0.8
 """A placement that leaves a fifth of every rank's memory was not limited by it: more microbatches would not help."""

@@ -42,6 +42,8 @@ QUICK = [
     case(GPT, Mesh(pp=2), microbatches=2, order="gpipe"),
     case(RESNET, Mesh(dp=2), batch=4),
     case(GPT, Mesh(pp=2), microbatches=4, order="interleaved", chunks=2),
+    case(GPT, Mesh(pp=2), microbatches=4, order="zero-bubble"),
+    case(MLP, Mesh(pp=2), microbatches=4, order="zero-bubble", chunks=2, optimizer="adamw", learning_rate=1e-3),
     case(VIT, Mesh(pp=2), microbatches=2, order="interleaved", chunks=2, optimizer="adam", learning_rate=1e-3),
 ]
 
@@ -63,6 +65,7 @@ FOUR_RANKS = [
         case(spec, Mesh(pp=4), microbatches=4, order="1f1b"),
         case(spec, Mesh(pp=2, dp=2), microbatches=2, order="gpipe"),
         case(spec, Mesh(pp=2, dp=2), microbatches=4, order="interleaved", chunks=2),
+        case(spec, Mesh(pp=4), microbatches=8, order="zero-bubble"),
         case(spec, Mesh(pp=2, dp=2), microbatches=4, order="1f1b", optimizer="adamw", learning_rate=1e-3),
     )
 ]

@@ -124,16 +124,6 @@ def test_the_mesh_is_checked_against_all_devices_of_the_profile_where_none_are_n
     )
 
 
-def test_an_order_that_cannot_be_run_yet_is_planned_and_simulated_and_refused_by_run(
-    cli: Cli, run_file: Path, tmp_path: Path
-) -> None:
-    changes = [f"plan.{change}" for change in ("strategy=custom", "mesh={ pp = 2, dp = 2 }", "microbatches=4")]
-    options = [part for change in (*changes, "plan.pipeline_order=zero-bubble") for part in ("--set", change)]
-    assert cli("simulate", str(run_file), *options, "--json").status == 0
-    patterns = (r"zero-bubble", r"only simulated", r"1f1b")
-    assert_refused(cli("run", str(run_file), *options, "--nproc", "4"), *patterns, folder=tmp_path, left={"RUN.toml"})
-
-
 def test_chunks_need_an_order_that_has_them(cli: Cli, run_file: Path, tmp_path: Path) -> None:
     changes = ("--set", "plan.strategy=custom", "--set", "plan.mesh={ pp = 2, dp = 2 }", "--set", "plan.chunks=2")
     pattern = r"plan.chunks = 2 needs an order with several chunks.*interleaved"
