@@ -9,6 +9,7 @@ import argparse
 import cProfile
 import pstats
 import time
+from functools import lru_cache
 from pathlib import Path
 
 from deep_gpt import deep_gpt, even_plan
@@ -36,7 +37,9 @@ MESHES = (Mesh(tp=8), Mesh(pp=8, tp=8), Mesh(pp=8, dp=16, tp=8), Mesh(pp=8, dp=6
 PROFILED = 10
 
 
+@lru_cache
 def cluster(ranks: int) -> Cluster:
+    """One object per size: what is worked out about a cluster is kept by it."""
     nodes = ranks // PER_NODE
     return cluster_from_profile(load_profile(PROFILE), nodes=nodes, network=NETWORK if nodes > 1 else None)
 
