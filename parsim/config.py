@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails
 from parsim.errors import ConfigError, PlanError, near_matches
 from parsim.model.spec import ModelSpec
 from parsim.plan.mesh import Mesh, check_mesh
-from parsim.plan.pipeline import PIPELINE_ORDERS
+from parsim.plan.pipeline import CHUNKED_ORDERS, PIPELINE_ORDERS
 from parsim.plan.placement import KINDS, parse_placement
 from parsim.plan.plan import STRATEGIES
 from parsim.toml_text import merge, parse_overrides, parse_value, table_text
@@ -41,7 +41,7 @@ Granularity = Literal["block", "sublayer", "layer"]
 Name = Annotated[str, Field(strict=True, min_length=1)]
 
 # Keys that fix the plan by hand; they have a meaning with strategy = "custom" alone.
-CUSTOM_KEYS = ("mesh", "microbatches", "pipeline_order", "bucket_bytes", "placements")
+CUSTOM_KEYS = ("mesh", "microbatches", "pipeline_order", "chunks", "bucket_bytes", "placements")
 # Keys that steer the search of strategy = "adaptive".
 ADAPTIVE_KEYS = ("pin", "forbid")
 
@@ -121,6 +121,8 @@ class PlanSection(Section):
     microbatches: Count | None = None
     """Per replica."""
     pipeline_order: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    chunks: Count | None = None
+    """Stages per rank of an interleaved (or zero-bubble) pipeline."""
     bucket_bytes: Count | None = None
     """A gradient bucket is closed once it holds this much."""
     placements: dict[Name, Name] | None = None
@@ -266,6 +268,11 @@ def _check_plan_section(config: RunConfig) -> None:
     if plan.pipeline_order is not None and plan.pipeline_order not in PIPELINE_ORDERS:
         near = near_matches(plan.pipeline_order, PIPELINE_ORDERS)
         raise ConfigError(f"plan.pipeline_order = {plan.pipeline_order!r} is unknown{near}")
+    if (plan.chunks or 1) > 1 and (plan.pipeline_order or "1f1b") not in CHUNKED_ORDERS:
+        raise ConfigError(
+            f"plan.chunks = {plan.chunks} needs an order with several chunks per rank; set plan.pipeline_order to one of "
+            f"{', '.join(CHUNKED_ORDERS)}"
+        )
     if plan.zero_stage not in (0, 1):
         raise ConfigError(
             f"plan.zero_stage = {plan.zero_stage}: gradients (2) and weights (3) are not sharded yet; set zero_stage = 1 or 0"
@@ -404,6 +411,7 @@ _EXAMPLES = {
     "plan.mesh": "mesh = { pp = 2, dp = 2, tp = 1 }",
     "plan.microbatches": "microbatches = 8",
     "plan.pipeline_order": 'pipeline_order = "1f1b"',
+    "plan.chunks": "chunks = 2",
     "plan.bucket_bytes": "bucket_bytes = 26214400",
     "plan.placements": 'placements = { "layers.*" = "shard:heads+row/2", "*" = "batch" }',
     "plan.pin": 'pin = { "head" = "place:0" }',

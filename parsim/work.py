@@ -13,15 +13,21 @@ from parsim.errors import GraphError
 
 
 class Phase(StrEnum):
-    """The part of a training step a computation belongs to; the short form stands in orders and graphs."""
+    """The part of a training step a computation belongs to; the short form stands in orders and graphs.
+
+    BACKWARD is the whole backward; BACKWARD_INPUT and BACKWARD_WEIGHT are its halves: the gradients of a component's inputs,
+    and those of its parameters.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
     OPTIMIZER = "optimizer"
 
     @property
     def short(self) -> str:
-        return {"forward": "F", "backward": "B", "optimizer": "O"}[self.value]
+        return {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W", "optimizer": "O"}[self.value]
 
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -113,8 +119,19 @@ def is_communication(work: Work) -> bool:
     return isinstance(work, Collective | SendRecv)
 
 
+def ranks_of_work(work: Work) -> tuple[int, ...]:
+    """The ranks that a communication names; none for work of one rank, whichever it is."""
+    match work:
+        case Collective():
+            return work.group
+        case SendRecv():
+            return (work.source, work.destination)
+    return ()
+
+
 def kind_of(work: Work) -> str:
-    """The task kind used in comparisons and reports: forward, backward, optimizer, all_reduce, send_recv, load, mix."""
+    """The task kind used in comparisons and reports: forward, backward (or backward_input and
+    backward_weight), optimizer, all_reduce, send_recv, load, mix."""
     match work:
         case Compute():
             return work.phase.value

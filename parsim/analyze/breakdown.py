@@ -76,10 +76,13 @@ class _Kinds:
     pipelined: Bools
 
 
-def breakdown(graph: Program, timeline: Timeline, step_s: float | None = None) -> tuple[RankBreakdown, ...]:
+def breakdown(
+    graph: Program, timeline: Timeline, step_s: float | None = None, *, ranks: Sequence[int] | None = None
+) -> tuple[RankBreakdown, ...]:
     """One RankBreakdown per rank of the graph, over the seconds 0 to `step_s`.
 
     Args:
+        ranks: only these, in this order (None: all).
         timeline: simulated or measured, of this graph.
         step_s: length of the step; None for the timeline's makespan. Spans are cut to it.
 
@@ -98,22 +101,26 @@ def breakdown(graph: Program, timeline: Timeline, step_s: float | None = None) -
     bounds = np.searchsorted(rows.rank[by_rank], np.arange(compiled.columns.world_size + 1))
     return tuple(
         _rank_breakdown(rank, compiled, rows, kinds, by_rank[bounds[rank] : bounds[rank + 1]], last_end_s, step_s)
-        for rank in range(compiled.columns.world_size)
+        for rank in (range(compiled.columns.world_size) if ranks is None else ranks)
     )
 
 
-def step_fractions(breakdowns: Sequence[RankBreakdown]) -> StepFractions:
-    """Averages over ranks; zero for an empty step."""
+def step_fractions(breakdowns: Sequence[RankBreakdown], weights: Sequence[int] | None = None) -> StepFractions:
+    """Averages over ranks; zero for an empty step. `weights`: for how many ranks each stands (None: for itself)."""
+
+    def mean(values: list[float]) -> float:
+        return float(np.average(values, weights=weights)) if values else 0.0
 
     def mean_share(seconds: list[float]) -> float:
-        shares = [value / entry.step_s if entry.step_s > 0 else 0.0 for value, entry in zip(seconds, breakdowns, strict=True)]
-        return float(np.mean(shares)) if shares else 0.0
+        return mean(
+            [value / entry.step_s if entry.step_s > 0 else 0.0 for value, entry in zip(seconds, breakdowns, strict=True)]
+        )
 
     exposed = [entry.exposed_communication_s for entry in breakdowns]
     return StepFractions(
         communication_fraction=mean_share(exposed),
         communication_busy_fraction=mean_share([entry.communication_busy_s for entry in breakdowns]),
-        exposed_communication_s=float(np.mean(exposed)) if exposed else 0.0,
+        exposed_communication_s=mean(exposed),
         bubble_fraction=mean_share([entry.bubble_s for entry in breakdowns]),
     )
 

@@ -114,6 +114,7 @@ def fixed_plan(problem: Problem, config: RunConfig) -> Plan | None:
         placements=placements_by_pattern(parse_placements(table.placements), problem.model) if table.placements else None,
         microbatches=table.microbatches or 1,
         pipeline_order=table.pipeline_order or "1f1b",
+        chunks=table.chunks or 1,
         bucket_bytes=table.bucket_bytes or DEFAULT_BUCKET_BYTES,
     )
 

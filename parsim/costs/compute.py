@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
 from parsim.costs.estimate import Estimate, Source
-from parsim.costs.operators import Kernel, backward_kernels, forward_kernels, kernel_seconds
+from parsim.costs.operators import Kernel, backward_kernels, forward_kernels, halved_backward_kernels, kernel_seconds
 from parsim.errors import CostError, near_matches
 from parsim.hardware.device import Device
 from parsim.hardware.profile import ComponentPoint, OperatorFit, OptimizerPoint, Profile
@@ -44,6 +45,10 @@ SHARD_SIGMA_PER_DOUBLING = 0.25
 """Of a shard's time taken from that of one twice as large. By the roofline, against 232 measured halves of components of six
 small models at 4 and 16 samples on a busy 2-core virtual machine (2026-11-21): standard deviation 27%, median 18% too fast;
 where the whole takes more than 1 ms, 23% and 12%."""
+
+HALVES = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+HALF_SIGMA = 0.2
+"""Assumed relative spread of half a backward taken from the whole one by operators: halves have not been measured alone."""
 
 FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.02
 EXTRAPOLATED_SHARE = 0.1
@@ -109,6 +114,16 @@ def estimate_compute(
         )
     part = narrow(component, work.rule, work.ways)
     points = points_by_work(profile) if points is None else points
+    if work.phase in HALVES:
+        whole = replace(work, phase=Phase.BACKWARD)
+        known = estimate_compute(
+            whole, component, device, profile, precision, ranks_active, input_gradient=input_gradient, points=points
+        )
+        return (
+            _half(known, work, part, device, profile, precision, input_gradient)
+            if known.source == "measured"
+            else (_from_operators(work, part, device, profile, precision, input_gradient))
+        )
     for ways in (ways for ways in range(work.ways, 0, -1) if work.ways % ways == 0):
         base = narrow(component, work.rule, ways)
         found = points.get(MeasuredWork(base.fingerprint, work.phase.value, device.type.name, precision))
@@ -192,6 +207,29 @@ def _measured(
         repeat_sigma=spread,
         detail=f"measured with {chosen[0].ranks_active} ranks active, {how}",
         extrapolated=doublings > 0,
+    )
+
+
+def _half(
+    whole: Estimate,
+    work: Compute,
+    part: Component,
+    device: Device,
+    profile: Profile,
+    precision: str,
+    input_gradient: bool,
+) -> Estimate:
+    """The half of a measured backward, by the ratio that the operators give; the two halves add up to the whole."""
+    seconds = [_operators_s(replace(work, phase=phase), part, device, profile, precision, input_gradient) for phase in HALVES]
+    total = sum(seconds)
+    share = seconds[HALVES.index(work.phase)] / total if total else float(work.phase is Phase.BACKWARD_INPUT)
+    return Estimate(
+        median_s=share * whole.median_s,
+        source="measured",
+        parameters=(*whole.parameters, ("backward_halves", HALF_SIGMA)),
+        repeat_sigma=whole.repeat_sigma,
+        detail=f"{share:.0%} of the backward, {whole.detail}",
+        extrapolated=True,
     )
 
 
@@ -342,24 +380,36 @@ def _share(
 ) -> float:
     """Seconds of `part` over seconds of the larger `base`, by fitted operators; by a roofline where an operator has no fit."""
 
-    def weight_s(component: Component) -> float:
-        kernels = component_kernels(component, work.phase, work.samples, precision, input_gradient=input_gradient)
-        fits = profile.compute.operator_fits
-        return sum(
-            _price(kernel, _fit(fits, kernel.kind, kernel.phase, precision, device.type.name), device, precision)[0]
-            for kernel in kernels
-        )
+    whole_s = _operators_s(work, base, device, profile, precision, input_gradient)
+    return _operators_s(work, part, device, profile, precision, input_gradient) / whole_s if whole_s else 1.0
 
-    whole_s = weight_s(base)
-    return weight_s(part) / whole_s if whole_s else 1.0
+
+def _operators_s(
+    work: Compute, component: Component, device: Device, profile: Profile, precision: str, input_gradient: bool
+) -> float:
+    """Seconds by fitted operators; by a roofline where an operator has no fit."""
+    kernels = component_kernels(component, work.phase, work.samples, precision, input_gradient=input_gradient)
+    fits = profile.compute.operator_fits
+    return sum(
+        _price(kernel, _fit(fits, kernel.kind, kernel.phase, precision, device.type.name), device, precision)[0]
+        for kernel in kernels
+    )
 
 
 def component_kernels(
     component: Component, phase: Phase, samples: int, precision: str, *, input_gradient: bool = True
 ) -> tuple[Kernel, ...]:
-    """All launches of a component's forward or backward, in the order of its operators."""
+    """All launches of a component's forward or backward (or half of it), in the order of its operators."""
     if phase is Phase.FORWARD:
         return tuple(kernel for operator in component.operators for kernel in forward_kernels(operator, samples, precision))
+    if phase in HALVES:
+        return tuple(
+            kernel
+            for number, operator in enumerate(component.operators)
+            for kernel in halved_backward_kernels(operator, samples, precision, input_gradient=input_gradient or number > 0)[
+                HALVES.index(phase)
+            ]
+        )
     return tuple(
         kernel
         for number, operator in enumerate(component.operators)

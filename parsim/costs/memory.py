@@ -119,7 +119,7 @@ def rank_memory(
     components: Sequence[Component],
     values: Mapping[str, Value],
     microbatch_samples: int | Mapping[str, int],
-    in_flight: int,
+    in_flight: int | Mapping[str, int],
     optimizer: str,
     precision: str,
     device: DeviceType,
@@ -129,6 +129,7 @@ def rank_memory(
     loaded_microbatches: int | None = None,
     boundary: Boundary | None = None,
     weights: Weights | None = None,
+    halves_waiting: int = 0,
 ) -> RankMemory:
     """Peak memory of the rank that holds `components`.
 
@@ -137,11 +138,13 @@ def rank_memory(
         values: all Values of the model by name (`Model.value`).
         microbatch_samples: samples of one microbatch on this rank; by component where they differ.
         in_flight: microbatches whose forward has run and whose backward has not, at the worst moment (gpipe: M; 1f1b:
-            min(M, S - s); one stage: 1).
+            min(M, S - s); one stage: 1). By component where they differ (several chunks on one rank).
         communicators: process groups with collectives or transfers this rank takes part in; 0 for one rank alone.
         largest_message_bytes: the largest bucket or transfer; gloo keeps a scratch copy of it.
         loaded_microbatches: how many microbatches of model inputs are on the device at once (None: those in flight).
         boundary: None where every component sees the same samples and values are handed on as they were made.
+        halves_waiting: microbatches whose backward has run for inputs and not yet for weights: the gradients of what their
+            components put out are still there.
         weights: None where the rank holds, and updates, all parameters of its components.
 
     Returns:
@@ -149,6 +152,7 @@ def rank_memory(
         activations, boundary_values, inputs, communication, context, workspace.
         A value is counted with the component that is the first to save it, and under boundary_values on every other rank
         that keeps it.
+        Values between components are counted for the component with most microbatches in flight: an upper bound with chunks.
 
     Raises:
         CostError: unknown optimizer, samples or in_flight < 1, or samples by component without their boundary.
@@ -156,7 +160,9 @@ def rank_memory(
     if optimizer not in OPTIMIZER_STATE_BYTES_PER_ELEMENT:
         raise CostError(f"unknown optimizer {optimizer!r}{near_matches(optimizer, OPTIMIZER_STATE_BYTES_PER_ELEMENT)}")
     samples = _samples_of(components, microbatch_samples)
-    if min(samples.values(), default=1) < 1 or in_flight < 1:
+    alive = in_flight if isinstance(in_flight, Mapping) else dict.fromkeys(samples, in_flight)
+    most = max(alive.values(), default=1)
+    if min(samples.values(), default=1) < 1 or most < 1:
         raise CostError(f"memory needs microbatch_samples >= 1 and in_flight >= 1, got {microbatch_samples} and {in_flight}")
     if boundary is None:
         if not isinstance(microbatch_samples, int):
@@ -166,10 +172,10 @@ def rank_memory(
     amp = precision.startswith("amp")
     scale = AMP_ACTIVATION_FRACTION if amp else 1.0
     saved = [scale * (c.saved_activation_bytes * samples[c.name] + c.saved_fixed_bytes) for c in components]
-    activations = in_flight * sum(saved)
-    held = scale * in_flight * boundary.held_bytes
-    loaded = in_flight if loaded_microbatches is None else loaded_microbatches
-    inputs = loaded * boundary.loaded_bytes - min(in_flight, loaded) * boundary.loaded_saved_bytes
+    activations = sum(alive[c.name] * own for c, own in zip(components, saved, strict=True))
+    held = scale * (most * boundary.held_bytes + halves_waiting * sum(boundary.gradient_bytes.values()))
+    loaded = most if loaded_microbatches is None else loaded_microbatches
+    inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
     backward = _backward_transient_bytes(components, samples, saved, boundary.gradient_bytes, scale)
     update = OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements - activations - held
     lines = {

@@ -109,6 +109,23 @@ def forward_kernels(operator: Operator, samples: int, precision: str) -> tuple[K
     return (_moved(operator.count, (NORMALISATION_FORWARD_BYTES if operator.parameter_bytes else 1) * size_bytes),)
 
 
+def halved_backward_kernels(
+    operator: Operator, samples: int, precision: str, *, input_gradient: bool = True
+) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+    """The launches of its backward: those that lead to the gradient of its input, and those for parameters alone.
+
+    The second operand of a matmul or convolution with parameters is a weight, an embedding's table too. A normalisation makes
+    both gradients in one launch, counted with the first; so are both operands of attention.
+    """
+    kernels = backward_kernels(operator, samples, precision, input_gradient=input_gradient)
+    if operator.kind == "embedding":
+        return (), kernels
+    if operator.kind not in ("matmul", "convolution") or not operator.parameter_bytes:
+        return kernels, ()
+    first = len(kernels) - 1
+    return kernels[:first], kernels[first:]
+
+
 def backward_kernels(operator: Operator, samples: int, precision: str, *, input_gradient: bool = True) -> tuple[Kernel, ...]:
     """The launches of its backward: gradients of the input (unless nothing asks for it) and of the other operand."""
     if operator.kind == "memory_bound":

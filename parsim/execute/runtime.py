@@ -21,6 +21,7 @@ from parsim.graph.layout import Reading
 from parsim.graph.task import COMPUTE, HOST, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.autograd_cut import Saved, backward_component, forward_component
+from parsim.model.autograd_halves import Half, backward_inputs, backward_weights
 from parsim.model.component import LOSS
 from parsim.plan.layout import ValueLayout
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
@@ -68,6 +69,7 @@ class RankProgram:
     def _reset(self) -> None:
         self._store.clear()
         self._records: dict[tuple[str, int], Saved] = {}
+        self._halves: dict[tuple[str, int], Half] = {}
         self._growing: dict[tuple[Item, int], Tensor] = {}
         self._loss: list[Tensor] = []
 
@@ -92,6 +94,8 @@ class RankProgram:
         match task.work:
             case Compute(phase=Phase.FORWARD):
                 return lambda: self._forward(task)
+            case Compute(phase=Phase.BACKWARD_WEIGHT):
+                return lambda: backward_weights(self._halves.pop(_component_of(task)))
             case Compute():
                 return lambda: self._backward(task)
             case LoadBatch():
@@ -140,7 +144,11 @@ class RankProgram:
             outputs = [self._stage.loss_gradient]
         items = [Item(value, self._reading[name, value]) for value in runnable.input_names]
         so_far = [self._growing.pop((item, microbatch), None) for item in items]
-        gradients = backward_component(record, outputs, so_far)
+        assert isinstance(task.work, Compute)
+        if task.work.phase is Phase.BACKWARD_INPUT:
+            gradients, self._halves[name, microbatch] = backward_inputs(record, runnable.parameters(), outputs, so_far)
+        else:
+            gradients = backward_component(record, outputs, so_far)
         for item, gradient in zip(items, gradients, strict=True):
             if gradient is not None:
                 self._growing[item, microbatch] = gradient

@@ -5,7 +5,7 @@ A pass may name a task that a later pass adds, so passes need no order among the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from parsim.errors import GraphError
@@ -18,17 +18,32 @@ Key = tuple[Hashable, ...]
 
 @dataclass(slots=True)
 class Draft:
-    """Tasks in the order they were added, which is the issue order of every resource."""
+    """Tasks in the order they were added, which is the issue order of every resource.
+
+    `ranks`: the only ranks whose tasks and resources are kept (None: all), where these stand for the others.
+    """
 
     world_size: int
+    ranks: frozenset[int] | None = None
     _number: dict[Key, int] = field(default_factory=dict)
     _entries: list[tuple[Work, tuple[Resource, ...], tuple[Key, ...], Origin]] = field(default_factory=list)
 
     def add(self, key: Key, work: Work, resources: Iterable[Resource], after: Iterable[Key], origin: Origin) -> None:
         if key in self._number:
             raise GraphError(f"task {key} was added twice")
+        if self.ranks is not None:
+            resources = [resource for resource in resources if resource.rank in self.ranks]
+            if not resources:
+                return
         self._number[key] = len(self._entries)
         self._entries.append((work, tuple(resources), tuple(dict.fromkeys(after)), origin))
+
+    def keeps(self, rank: int) -> bool:
+        return self.ranks is None or rank in self.ranks
+
+    def kept_ranks(self) -> Sequence[int]:
+        """Ascending."""
+        return range(self.world_size) if self.ranks is None else sorted(self.ranks)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._number

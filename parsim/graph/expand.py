@@ -4,12 +4,15 @@ A block is what one stage does in one replica for one phase of one microbatch, w
 write it for replica 0 and microbatch 0; its copies differ by ranks and task numbers alone, which is arithmetic on arrays. What
 replicas share (gradient buckets, optimizer steps) is written once at the end. The result is the same program as `lower` makes,
 task for task.
+
+With a Folding only the ranks that stand for others are lowered. What they do together with ranks they stand for keeps its whole
+group (so that it has its price) and its place in their queues.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,16 +21,16 @@ import numpy as np
 from parsim.errors import GraphError
 from parsim.graph.columns import Columns, Ints, Table, Unit
 from parsim.graph.draft import Draft, Key
+from parsim.graph.fold import Folding, unfolded
 from parsim.graph.layout import Layout
 from parsim.graph.lower import PASSES_AT_THE_END, lower
-from parsim.graph.passes.compute import add_action, add_loads
-from parsim.graph.task import Resource
+from parsim.graph.passes.compute import add_action, add_loads, phases_of
+from parsim.graph.task import Origin, Resource, Task
+from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
 from parsim.plan.pipeline import pipeline_actions
 from parsim.plan.plan import Plan
 from parsim.work import Collective, Phase, SendRecv, Work
-
-LOAD = "load"
 
 
 class Place(NamedTuple):
@@ -35,6 +38,13 @@ class Place(NamedTuple):
 
     block: int
     offset: int
+
+
+class _Part(NamedTuple):
+    """What a block is a copy of: one phase of one of the plan's stages, or (phase None) the loads of a place on the pp axis."""
+
+    stage: int
+    phase: Phase | None
 
 
 @dataclass(slots=True)
@@ -45,59 +55,71 @@ class _Block:
     starts: Ints
 
 
-def lower_columns(plan: Plan, model: Model, layout: Layout | None = None) -> Columns:
+def lower_columns(plan: Plan, model: Model, layout: Layout | None = None, folding: Folding | None = None) -> Columns:
     """The program of one step as columns. Raises PlanError if the plan does not fit the model.
 
     Args:
         layout: of this plan and model, if there is one already.
+        folding: which ranks stand for which (None: each for itself).
     """
     layout = layout or Layout(plan, model)
-    blocks = [
-        _Block(draft, np.zeros((plan.mesh.dp, 1 if phase == LOAD else plan.microbatches), dtype=np.int64))
-        for stage in range(plan.mesh.pp)
-        for phase, draft in _templates(layout, stage).items()
-    ]
+    folding = folding or unfolded(plan.mesh)
+    kept = frozenset(folding.ranks) if folding.is_folded else None
+    blocks: dict[_Part, _Block] = {}
+    for place in range(plan.mesh.pp):
+        for part, draft in _templates(layout, place, kept).items():
+            columns = 1 if part.phase is None else plan.microbatches
+            blocks[part] = _Block(draft, np.zeros((len(folding.replicas), columns), dtype=np.int64))
     count = _number(plan, blocks)
-    where = {key: Place(number, offset) for number, block in enumerate(blocks) for offset, key in enumerate(block.draft.keys())}
-    end = Draft(world_size=plan.world_size)
+    drafts = list(blocks.values())
+    where = {key: Place(number, offset) for number, block in enumerate(drafts) for offset, key in enumerate(block.draft.keys())}
+    end = Draft(world_size=plan.world_size, ranks=kept)
     for add in PASSES_AT_THE_END:
         add(end, layout)
-    return _Expansion(plan, blocks, where, end, count).columns(lambda: lower(plan, model))
+    return _Expansion(plan, folding, drafts, where, end, count).columns(
+        None if folding.is_folded else lambda: lower(plan, model)
+    )
 
 
-def _templates(layout: Layout, stage: int) -> dict[str, Draft]:
-    """Loads, forward and backward of a stage, for replica 0 and microbatch 0."""
-    drafts = {name: Draft(world_size=layout.plan.world_size) for name in (LOAD, Phase.FORWARD.value, Phase.BACKWARD.value)}
-    add_loads(drafts[LOAD], layout, stage, 0)
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        add_action(drafts[phase.value], layout, stage, 0, phase, 0)
+def _templates(layout: Layout, place: int, kept: frozenset[int] | None) -> dict[_Part, Draft]:
+    """Loads and every phase of every stage at a place on the pp axis, for replica 0 and microbatch 0."""
+    plan = layout.plan
+    drafts = {_Part(place, None): Draft(world_size=plan.world_size, ranks=kept)}
+    add_loads(drafts[_Part(place, None)], layout, place, 0)
+    for stage in plan.place_stages(place):
+        for phase in phases_of(plan):
+            drafts[_Part(stage, phase)] = draft = Draft(world_size=plan.world_size, ranks=kept)
+            add_action(draft, layout, stage, 0, phase, 0)
     return drafts
 
 
-def _number(plan: Plan, blocks: list[_Block]) -> int:
-    """Fill the blocks' starts as `lower` numbers tasks: stage, replica, then the stage's actions. Returns their count."""
+def _number(plan: Plan, blocks: dict[_Part, _Block]) -> int:
+    """Fill the blocks' starts as `lower` numbers tasks: place, replica, then the rank's actions. Returns their count."""
     base = 0
-    for stage in range(plan.mesh.pp):
-        load, forward, backward = blocks[3 * stage : 3 * stage + 3]
+    for place in range(plan.mesh.pp):
+        load = blocks[_Part(place, None)]
         inside = len(load.draft)
-        first: dict[Phase, list[int]] = {Phase.FORWARD: [0] * plan.microbatches, Phase.BACKWARD: [0] * plan.microbatches}
-        sizes = {Phase.FORWARD: len(forward.draft), Phase.BACKWARD: len(backward.draft)}
-        for action in pipeline_actions(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches):
-            first[action.phase][action.microbatch] = inside
-            inside += sizes[action.phase]
-        replicas = base + inside * np.arange(plan.mesh.dp, dtype=np.int64)[:, None]
+        for action in pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks):
+            block = blocks[_Part(action.stage, action.phase)]
+            block.starts[:, action.microbatch] = inside
+            inside += len(block.draft)
+        replicas = base + inside * np.arange(len(load.starts), dtype=np.int64)[:, None]
         load.starts[:] = replicas
-        forward.starts[:] = replicas + np.array(first[Phase.FORWARD])
-        backward.starts[:] = replicas + np.array(first[Phase.BACKWARD])
-        base += inside * plan.mesh.dp
+        for stage in plan.place_stages(place):
+            for phase in phases_of(plan):
+                blocks[_Part(stage, phase)].starts += replicas
+        base += inside * len(load.starts)
     return base
 
 
 class _Expansion:
     """Copies of the blocks, put together."""
 
-    def __init__(self, plan: Plan, blocks: list[_Block], where: dict[Key, Place], end: Draft, count: int) -> None:
+    def __init__(
+        self, plan: Plan, folding: Folding, blocks: list[_Block], where: dict[Key, Place], end: Draft, count: int
+    ) -> None:
         self._plan = plan
+        self._folding = folding
         self._blocks = blocks
         self._where = where
         self._end = end
@@ -108,13 +130,14 @@ class _Expansion:
         self._uses: list[tuple[Ints, Ints]] = []
         self._unit = np.zeros(count + len(end), dtype=np.int64)
 
-    def columns(self, view: object) -> Columns:
+    def columns(self, view: Callable[[], TaskGraph] | None) -> Columns:
+        """`view`: makes the task graph; None: these columns as tasks."""
         for block in self._blocks:
             self._copy(block)
         self._finish()
         n = len(self._unit)
         uses = _table(self._uses, n)
-        return Columns(
+        made = Columns(
             world_size=self._plan.world_size,
             resources=tuple(self._resources),
             uses=uses,
@@ -122,22 +145,26 @@ class _Expansion:
             dependencies=_table(self._edges, n),
             unit=self._unit,
             units=tuple(self._units),
-            view=view,  # type: ignore[arg-type]
+            view=view or (lambda: self._graph(made)),
         )
+        return made
 
     def _copy(self, block: _Block) -> None:
-        dp = self._plan.mesh.dp
+        replicas, microbatches = block.starts.shape
+        steps = [replica * self._plan.mesh.tp for replica in self._folding.replicas]
         for offset, (work, resources, after, _) in enumerate(block.draft.entries()):
             tasks = block.starts + offset
             flat = tasks.ravel()
             for resource in resources:
-                numbers = np.array([self._resource(_moved_resource(resource, step)) for step in self._steps()], dtype=np.int64)
-                self._uses.append((flat, np.repeat(numbers, tasks.shape[1])))
+                numbers = np.array([self._resource(_moved_resource(resource, step)) for step in steps], dtype=np.int64)
+                self._uses.append((flat, np.repeat(numbers, microbatches)))
             first = len(self._units)
-            self._units.extend(Unit(_moved_work(work, step), resources[0].rank + step) for step in self._steps())
-            self._unit[tasks] = first + np.arange(dp, dtype=np.int64)[:, None]
+            self._units.extend(Unit(_moved_work(work, step), resources[0].rank + step) for step in steps)
+            self._unit[tasks] = first + np.arange(replicas, dtype=np.int64)[:, None]
             for key in after:
                 if key not in self._where:
+                    if self._folding.is_folded:  # of a rank that another stands for: what that one does comes before, too
+                        continue
                     raise GraphError(f"task {offset} of a block depends on {key}, which no pass added")
                 place = self._where[key]
                 before = np.broadcast_to(self._blocks[place.block].starts + place.offset, tasks.shape)
@@ -155,8 +182,9 @@ class _Expansion:
             self._edges.append((np.full(len(after), task), np.array(self._numbers(after), dtype=np.int64)))
 
     def _numbers(self, keys: Iterable[Key]) -> list[int]:
-        """Of tasks at the end, and of backwards of any replica and microbatch."""
+        """Of tasks at the end, and of backwards of any kept replica and any microbatch."""
         mesh = self._plan.mesh
+        number = {replica: place for place, replica in enumerate(self._folding.replicas)}
         found = []
         for key in keys:
             if key in self._end:
@@ -168,13 +196,30 @@ class _Expansion:
             stage, replica = self._plan.stage_of_rank(rank), self._plan.replica_of_rank(rank)
             first = mesh.rank(stage=stage, replica=0, shard=self._plan.shard_of_rank(rank))
             place = self._where[phase, first, name, 0]
-            found.append(int(self._blocks[place.block].starts[replica, microbatch]) + place.offset)
+            found.append(int(self._blocks[place.block].starts[number[replica], microbatch]) + place.offset)
         return found
 
-    def _steps(self) -> range:
-        """By how much ranks differ from those of replica 0."""
-        mesh = self._plan.mesh
-        return range(0, mesh.dp * mesh.tp, mesh.tp)
+    def _graph(self, columns: Columns) -> TaskGraph:
+        """The same program as tasks, for people."""
+        origins: dict[int, Origin] = {}
+        for block in self._blocks:
+            for offset, (_, _, _, origin) in enumerate(block.draft.entries()):
+                for (row, microbatch), start in np.ndenumerate(block.starts):
+                    number = None if origin.microbatch is None else microbatch
+                    origins[int(start) + offset] = replace(origin, replica=self._folding.replicas[row], microbatch=number)
+        for offset, (_, _, _, origin) in enumerate(self._end.entries()):
+            origins[self._count + offset] = origin
+        tasks = tuple(
+            Task(
+                index=index,
+                work=columns.units[columns.unit[index]].work,
+                resources=tuple(columns.resources[number] for number in columns.uses.row(index)),
+                dependencies=tuple(sorted(columns.dependencies.row(index).tolist())),
+                origin=origins[index],
+            )
+            for index in range(columns.size)
+        )
+        return TaskGraph(tasks=tasks, world_size=columns.world_size)
 
     def _resource(self, resource: Resource) -> int:
         return self._resources.setdefault(resource, len(self._resources))

@@ -99,7 +99,7 @@ def gradient_buckets(
     """
     first: dict[tuple[str, int], Component] = {}
     parameters: dict[str, Parameter] = {}
-    stage_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.components}
+    stage_of = {name: number % plan.mesh.pp for number, stage in enumerate(plan.stages) for name in stage.components}
     for component in components:
         for parameter in component.parameters:
             parameters[parameter.name] = parameter

@@ -1,4 +1,8 @@
-"""Questions every lowering pass (and the executor) asks about one plan of one model: who holds, makes and reads what."""
+"""Questions every lowering pass (and the executor) asks about one plan of one model: who holds, makes and reads what.
+
+"Stage" here is a place on the pp axis, which is what decides who sends to whom; where a rank has several chunks, all of them
+are one stage here, and only the pipeline's actions (`Plan.stages`) tell them apart.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,10 @@ from parsim.errors import PlanError
 from parsim.graph.holding import Bucket, HeldParameter, gradient_buckets, hold
 from parsim.model.model import Model
 from parsim.plan.layout import Ends, ValueLayout, conversion, input_ends, output_ends
+from parsim.plan.pipeline import SPLIT_ORDERS, check_order
 from parsim.plan.placement import Placement
 from parsim.plan.plan import Plan, check_plan
+from parsim.work import Phase
 
 
 class Reading(NamedTuple):
@@ -30,7 +36,9 @@ class Layout:
     model: Model
 
     def __post_init__(self) -> None:
-        check_plan(self.plan, self.model)
+        plan = self.plan
+        check_plan(plan, self.model)
+        check_order(plan.pipeline_order, plan.mesh.pp, plan.microbatches, plan.chunks)
         if self.plan.is_mixed:
             self._check_conversions()
 
@@ -84,8 +92,13 @@ class Layout:
     @cached_property
     def _rank_components(self) -> dict[tuple[int, int], tuple[str, ...]]:
         return {
-            (number, shard): tuple(name for name, placement in stage.placed() if placement.runs_on(shard))
-            for number, stage in enumerate(self.plan.stages)
+            (place, shard): tuple(
+                name
+                for number in self.plan.place_stages(place)
+                for name, placement in self.plan.stages[number].placed()
+                if placement.runs_on(shard)
+            )
+            for place in range(self.plan.mesh.pp)
             for shard in range(self.plan.mesh.tp)
         }
 
@@ -100,7 +113,40 @@ class Layout:
 
     @cached_property
     def stage_of(self) -> dict[str, int]:
+        """Place on the pp axis by component."""
+        return {name: number % self.plan.mesh.pp for name, number in self.chunk_of.items()}
+
+    @cached_property
+    def chunk_of(self) -> dict[str, int]:
+        """Number in `Plan.stages` by component."""
         return {name: number for number, stage in enumerate(self.plan.stages) for name in stage.components}
+
+    def gradient_phase(self, component: str) -> Phase:
+        """The phase whose task hands on the gradients of the component's inputs."""
+        return Phase.BACKWARD_INPUT if self.is_halved(component) else Phase.BACKWARD
+
+    def weight_phase(self, component: str) -> Phase:
+        """The phase whose task completes the gradients of the component's parameters: its last."""
+        return Phase.BACKWARD_WEIGHT if self.is_halved(component) else Phase.BACKWARD
+
+    def is_halved(self, component: str) -> bool:
+        """Whether its backward runs in halves: if the order does so, and there is something to do in both."""
+        return component in self._halved
+
+    @cached_property
+    def _halved(self) -> frozenset[str]:
+        if self.plan.pipeline_order not in SPLIT_ORDERS:
+            return frozenset()
+        return frozenset(
+            component.name
+            for component in self.model.components
+            if component.name in self.differentiable and component.parameters and self.wants_input_gradient(component.name)
+        )
+
+    def wants_input_gradient(self, component: str) -> bool:
+        """Whether its backward hands a gradient on."""
+        values = (self.model.value[name] for name in self.model.component(component).inputs)
+        return any(value.producer is not None and value.differentiable for value in values)
 
     @cached_property
     def stage_of_value(self) -> dict[str, int | None]:
@@ -249,17 +295,26 @@ class Layout:
         """Whether the optimizer state of these parameters is spread over the group (ZeRO 1)."""
         return self.plan.zero_stage >= 1 and len(bucket.group) > 1
 
-    def completes(self, bucket: Bucket, stage: int) -> str | None:
-        """The component whose backward is the last in `stage` to add to the bucket; None if none there has a backward."""
-        names = {parameter.name for parameter in bucket.parameters}
+    def completes(self, bucket: Bucket, stage: int) -> tuple[str, ...]:
+        """The components whose backward is the last of their chunk in `stage` to add to the bucket."""
+        found: dict[int, str] = {}
+        for parameter in bucket.parameters:
+            for name in self._users[parameter.name]:
+                chunk = self.chunk_of[name]
+                if self.stage_of[name] == stage and name in self.differentiable:
+                    first = found.setdefault(chunk, name)
+                    if self.model.component_index[name] < self.model.component_index[first]:
+                        found[chunk] = name
+        return tuple(found[chunk] for chunk in sorted(found))
+
+    @cached_property
+    def _users(self) -> dict[str, tuple[str, ...]]:
+        """Components that use a parameter, in execution order."""
+        users: dict[str, list[str]] = {}
         for component in self.model.components:
-            if (
-                self.stage_of[component.name] == stage
-                and component.name in self.differentiable
-                and any(parameter.name in names for parameter in component.parameters)
-            ):
-                return component.name
-        return None
+            for parameter in component.parameters:
+                users.setdefault(parameter.name, []).append(component.name)
+        return {name: tuple(names) for name, names in users.items()}
 
 
 def differentiable_components(model: Model) -> frozenset[str]:

@@ -101,6 +101,20 @@ def backward_component(
         TraceError: if the numbers of gradients do not match the forward.
     """
     so_far = so_far if so_far is not None else (None,) * len(saved.entries)
+    roots, gradients = backward_roots(saved, output_gradients, so_far)
+    if not roots:
+        return tuple(so_far)
+    torch.autograd.backward(roots, gradients)
+    return tuple(entry[1].pop() if entry is not None and entry[1] else None for entry in saved.entries)
+
+
+def backward_roots(
+    saved: Saved, output_gradients: Sequence[Tensor | None], so_far: Sequence[Tensor | None]
+) -> tuple[list[GradientEdge], list[Tensor]]:
+    """Where the backward starts, and with what: at the outputs, and at the inputs with what later components contributed.
+
+    Nothing where no gradient came for any output. Raises TraceError if the numbers of gradients do not match the forward.
+    """
     if len(output_gradients) != len(saved.edges) or len(so_far) != len(saved.entries):
         raise TraceError(
             f"the forward had {len(saved.edges)} outputs and {len(saved.entries)} inputs, but gradients came for "
@@ -113,13 +127,12 @@ def backward_component(
             roots.append(edge)
             gradients.append(gradient)
     if not roots:
-        return tuple(so_far)
+        return [], []
     for entry, gradient in zip(saved.entries, so_far, strict=True):
         if entry is not None and gradient is not None:
             roots.append(entry[0])
             gradients.append(gradient)
-    torch.autograd.backward(roots, gradients)
-    return tuple(entry[1].pop() if entry is not None and entry[1] else None for entry in saved.entries)
+    return roots, gradients
 
 
 def forward_components(components: Sequence[Runnable], inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Saved]]:

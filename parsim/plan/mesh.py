@@ -27,11 +27,12 @@ class Mesh:
         return f"pp={self.pp} dp={self.dp} tp={self.tp}"
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
-        width = self.dp * self.tp
-        return tuple(range(stage * width, (stage + 1) * width))
+        """With several chunks per rank there are more stages than `pp`: stage s runs where s % pp does."""
+        width, place = self.dp * self.tp, stage % self.pp
+        return tuple(range(place * width, (place + 1) * width))
 
     def rank(self, *, stage: int, replica: int, shard: int = 0) -> int:
-        return (stage * self.dp + replica) * self.tp + shard
+        return (stage % self.pp * self.dp + replica) * self.tp + shard
 
 
 def check_mesh(mesh: Mesh, devices: int) -> None:

@@ -15,6 +15,7 @@ from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.narrow import check_ways
 from parsim.plan.mesh import Mesh
+from parsim.plan.pipeline import CHUNKED_ORDERS, check_chunks
 from parsim.plan.placement import BATCH, Placement, parse_placement
 
 SCHEMA_VERSION = 2
@@ -53,6 +54,7 @@ class Plan:
     Attributes:
         strategy: the family it was chosen from.
         global_batch: samples per step over all replicas. microbatches: per replica.
+        stages: in the order of the model; `chunks` times as many as the mesh has pp, stage s on the ranks of s % pp.
         pipeline_order: a key of `parsim.plan.pipeline.PIPELINE_ORDERS`.
         bucket_bytes: a gradient bucket is closed once it holds this much.
         zero_stage: 1 divides the optimizer state (and its step) over the ranks that hold the same parameters.
@@ -70,8 +72,16 @@ class Plan:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise PlanError(f"unknown strategy {self.strategy!r}{near_matches(self.strategy, STRATEGIES)}")
-        if len(self.stages) != self.mesh.pp:
-            raise PlanError(f"mesh has pp={self.mesh.pp}, but the plan lists {len(self.stages)} stages")
+        chunked = self.pipeline_order in CHUNKED_ORDERS
+        if not self.stages or len(self.stages) % self.mesh.pp or (len(self.stages) != self.mesh.pp and not chunked):
+            multiple = " or a multiple of it" if chunked else ""
+            raise PlanError(
+                f"mesh has pp={self.mesh.pp}, but the plan lists {len(self.stages)} stages; {self.pipeline_order} takes as "
+                f"many as pp{multiple}"
+            )
+        if self.mesh.pp == 1 and len(self.stages) > 1:
+            raise PlanError(f"chunks = {len(self.stages)} with pp = 1: there is no pipeline to interleave; use one stage")
+        check_chunks(self.pipeline_order, self.chunks)
         for number, stage in enumerate(self.stages):
             if not stage.components:
                 raise PlanError(f"stage {number} holds no component; use fewer stages")
@@ -99,7 +109,17 @@ class Plan:
         """Samples of one microbatch on one replica, which its tp ranks share as their placements say."""
         return self.global_batch // (self.mesh.dp * self.microbatches)
 
+    @property
+    def chunks(self) -> int:
+        """Stages per rank."""
+        return len(self.stages) // self.mesh.pp
+
+    def place_stages(self, place: int) -> range:
+        """The stages that run at one place on the pp axis, in execution order."""
+        return range(place, len(self.stages), self.mesh.pp)
+
     def stage_of_rank(self, rank: int) -> int:
+        """Place on the pp axis: the number of its (first) stage."""
         return rank // (self.mesh.dp * self.mesh.tp)
 
     def replica_of_rank(self, rank: int) -> int:
@@ -115,8 +135,9 @@ class Plan:
         return any(stage.placements for stage in self.stages)
 
     def summary(self) -> str:
-        """`hp pp=2 dp=4 tp=1 mb=8x16 1f1b`."""
-        order = f" {self.pipeline_order}" if self.mesh.pp > 1 else ""
+        """`hp pp=2 dp=4 tp=1 mb=8x16 1f1b`; with chunks `interleavedx2`."""
+        chunks = f"x{self.chunks}" if self.chunks > 1 else ""
+        order = f" {self.pipeline_order}{chunks}" if self.mesh.pp > 1 else ""
         zero = f" zero{self.zero_stage}" if self.zero_stage else ""
         return f"{self.strategy} {self.mesh} mb={self.microbatches}x{self.microbatch_samples}{order}{zero}{self._placed()}"
 

@@ -162,6 +162,7 @@ def custom_plan(
     placements: Mapping[str, Placement] | None = None,
     microbatches: int = 1,
     pipeline_order: str = "1f1b",
+    chunks: int = 1,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Plan:
     """The plan on `mesh` with these placements; its stages are cut so that the slowest is as fast as can be.
@@ -185,6 +186,7 @@ def custom_plan(
         mesh,
         microbatches=microbatches,
         pipeline_order=pipeline_order,
+        chunks=chunks,
         bucket_bytes=bucket_bytes,
         placements=placements,
     )

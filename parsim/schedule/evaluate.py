@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from parsim.analyze.bounds import busiest_resource_s
 from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
-from parsim.costs.estimate import Estimate
+from parsim.costs.estimate import Estimate, OverlapFactors
 from parsim.costs.memory import RankMemory
 from parsim.costs.uncertainty import medians_s, rank_noise, sample_durations_s
 from parsim.errors import PlanError
 from parsim.graph.columns import Columns
 from parsim.graph.expand import lower_columns
+from parsim.graph.fold import Folding, folding_of, unfolded
 from parsim.graph.taskgraph import TaskGraph
 from parsim.plan.plan import Plan
 from parsim.schedule.problem import Problem
@@ -23,11 +25,15 @@ from parsim.schedule.result import Interval, PlanResult
 from parsim.simulate import dynamic, static
 from parsim.simulate.compile import CompiledGraph, compile_graph
 from parsim.timeline import Timeline
+from parsim.work import Work, ranks_of_work
 
 REPEATED_STEPS = 4
 NOISY_STEPS = 64
 SAMPLES = 200
 SEED = 0
+MANY_RANKS = 64
+"""Beyond so many ranks, those that are interchangeable are simulated once unless asked otherwise."""
+
 WORTH_SAYING = 0.01
 """A warning about extrapolated tasks is given from this share of all task seconds on."""
 
@@ -36,9 +42,12 @@ WORTH_SAYING = 0.01
 class Evaluation:
     """A plan's result with everything it was read from.
 
+    Memory and breakdown are of every rank; program and timeline of those that `folding` says stand for others.
+
     Attributes: estimates: per unit of the program (`Columns.units`). steady_step_s: the step without noise of single ranks.
     """
 
+    folding: Folding
     result: PlanResult
     compiled: CompiledGraph
     estimates: tuple[Estimate, ...]
@@ -53,8 +62,20 @@ class Evaluation:
         return self.compiled.graph
 
 
-def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: int = SAMPLES, reason: str = "") -> Evaluation:
+def evaluate(
+    problem: Problem,
+    plan: Plan,
+    *,
+    engine: str = "static",
+    samples: int = SAMPLES,
+    reason: str = "",
+    fold: bool | None = None,
+) -> Evaluation:
     """Simulate one step of `plan`.
+
+    Args:
+        fold: simulate interchangeable ranks once (`parsim.graph.fold`); None: where there are more than `MANY_RANKS`. Not done
+            where ranks are noisy, each by itself, as one that stands for many would not wait for the slowest.
 
     The step time is the mean of `REPEATED_STEPS` repeats with every resource's frontier carried over, or where the profile
     knows how unsteady single ranks are, the mean of `NOISY_STEPS` steps with that noise: ranks wait for the slowest. The
@@ -69,23 +90,27 @@ def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: i
             f"the plan needs {plan.world_size} ranks and {problem.cluster.name} offers {problem.cluster.size} devices; "
             "ask for more devices or a smaller mesh"
         )
-    columns = lower_columns(plan, problem.model, problem.layout(plan))
+    layout, costs = problem.layout(plan), problem.costs(plan.world_size)
+    sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
+    folds = (fold or (fold is None and plan.world_size > MANY_RANKS)) and not sigma
+    folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if folds else unfolded(plan.mesh)
+    columns = lower_columns(plan, problem.model, layout, folding)
     estimates = tuple(problem.price(columns.units, plan.mesh))
     medians = medians_s(estimates)[columns.unit]
-    overlap = problem.costs(plan.world_size).overlap
+    overlap = costs.overlap
     compiled = compile_graph(columns)
     engines = {"static": static.simulate, "dynamic": dynamic.simulate}
     timeline = engines[engine](compiled, medians, overlap=overlap)
     steady_s = float(static.step_times_s(compiled, medians[None, :], steps=REPEATED_STEPS, overlap=overlap)[0])
-    sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
     step_s = steady_s
     if sigma and plan.world_size > 1:
         computing = np.where(columns.communicates, -1, columns.first_rank)
         noisy = medians * rank_noise(computing, sigma, NOISY_STEPS, SEED)
         step_s = float(static.step_times_s(compiled, noisy, steps=REPEATED_STEPS, overlap=overlap).mean())
     interval = Interval(median=step_s, p05=step_s, p95=step_s)
-    parts = breakdown(compiled, timeline)
-    fractions = step_fractions(parts)
+    parts = breakdown(compiled, timeline, ranks=folding.ranks)
+    fractions = step_fractions(parts, folding.weights)
+    seconds = _seconds(estimates, columns, folding)
     memory = problem.memory(plan)
     result = PlanResult(
         strategy=plan.strategy,
@@ -97,37 +122,57 @@ def evaluate(problem: Problem, plan: Plan, *, engine: str = "static", samples: i
         bubble_fraction=fractions.bubble_fraction,
         peak_memory_bytes=tuple(entry.total_bytes for entry in memory),
         fits=all(entry.fits for entry in memory),
-        cost_sources=_sources(estimates, columns),
+        cost_sources=_sources(estimates, seconds),
         plan=plan,
-        warnings=_warnings(estimates, columns, memory),
+        warnings=_warnings(estimates, seconds, memory),
         reason=reason,
         cluster=problem.cluster.name,
         lower_bound_s=busiest_resource_s(compiled, medians),
     )
     evaluation = Evaluation(
+        folding=folding,
         result=result,
         compiled=compiled,
         estimates=estimates,
         timeline=timeline,
         memory=memory,
-        breakdown=tuple(parts),
+        breakdown=_of_every_rank(parts, folding),
         steady_step_s=steady_s,
     )
     return with_interval(problem, evaluation, samples=samples, reason=reason)
 
 
 def with_interval(problem: Problem, evaluation: Evaluation, *, samples: int, reason: str) -> Evaluation:
-    """The same evaluation with an interval from `samples` draws of the cost parameters, and the reason it was kept for."""
-    result = replace(evaluation.result, reason=reason)
+    """The same evaluation with an interval from `samples` draws of the cost parameters, and the reason it was kept for.
+
+    Where tasks have noise of their own, a rank that stands for many would not wait for the slowest: nothing is folded then.
+    """
+    result, estimates = replace(evaluation.result, reason=reason), evaluation.estimates
     if samples:
-        plan, compiled = result.plan, evaluation.compiled
-        overlap = problem.costs(plan.world_size).overlap
-        draws = sample_durations_s(evaluation.estimates, samples, SEED, unit=compiled.columns.unit)
-        times = static.step_times_s(compiled, draws, steps=REPEATED_STEPS, overlap=overlap)
+        plan = result.plan
+        if evaluation.folding.is_folded and any(estimate.repeat_sigma for estimate in estimates):
+            return evaluate(problem, plan, samples=samples, reason=reason, fold=False)
+        times = _sampled_steps_s(evaluation.compiled, estimates, samples, problem.costs(plan.world_size).overlap)
         median = result.step_s.median
         interval = Interval.of(median, times * (median / evaluation.steady_step_s))
         result = replace(result, step_s=interval, throughput_samples_per_s=interval.inverse(plan.global_batch))
     return replace(evaluation, result=result)
+
+
+def _communication_s(problem: Problem, plan: Plan, work: Work) -> float:
+    return problem.price([(work, 0)], plan.mesh)[0].median_s
+
+
+def _sampled_steps_s(
+    compiled: CompiledGraph, estimates: Sequence[Estimate], samples: int, overlap: OverlapFactors
+) -> NDArray[np.float64]:
+    """float64 [samples]: the mean step under each draw. Where no task has noise of its own, draws are per unit."""
+    unit = compiled.columns.unit
+    if any(estimate.repeat_sigma for estimate in estimates):
+        draws = sample_durations_s(estimates, samples, SEED, unit=unit)
+        return static.step_times_s(compiled, draws, steps=REPEATED_STEPS, overlap=overlap)
+    draws = sample_durations_s(estimates, samples, SEED)
+    return static.step_times_s(compiled, draws, steps=REPEATED_STEPS, overlap=overlap, unit=unit)
 
 
 def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArray[np.float64]:
@@ -135,28 +180,44 @@ def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArr
     return sample_durations_s(evaluation.estimates, samples, SEED, unit=evaluation.compiled.columns.unit)
 
 
-def _seconds(estimates: Sequence[Estimate], columns: Columns) -> NDArray[np.float64]:
-    """float64 [units]: the seconds of all tasks of each unit."""
-    seconds: NDArray[np.float64] = medians_s(estimates) * np.bincount(columns.unit, minlength=len(estimates))
+def _of_every_rank(parts: Sequence[RankBreakdown], folding: Folding) -> tuple[RankBreakdown, ...]:
+    """A rank that another stands for fares as that one does."""
+    if not folding.is_folded:
+        return tuple(parts)
+    by_rank = {part.rank: part for part in parts}
+    return tuple(replace(by_rank[folding.stands_for(rank)], rank=rank) for rank in range(folding.mesh.size))
+
+
+def _seconds(estimates: Sequence[Estimate], columns: Columns, folding: Folding) -> NDArray[np.float64]:
+    """float64 [units]: the seconds of all tasks of each unit, those of ranks that another stands for too.
+
+    A task stands for as many as the ranks that its own stand for, over how many take part in one.
+    """
+    weight = np.zeros(columns.world_size)
+    weight[list(folding.ranks)] = folding.weights
+    rows = columns.uses.row_numbers
+    ranks = np.bincount(rows, weights=weight[columns.resource_rank[columns.uses.values]], minlength=columns.size)
+    taking_part = np.array([len(ranks_of_work(unit.work)) or 1 for unit in columns.units])
+    copies = np.bincount(columns.unit, weights=ranks, minlength=len(estimates)) / taking_part
+    seconds: NDArray[np.float64] = medians_s(estimates) * copies
     return seconds
 
 
-def _sources(estimates: Sequence[Estimate], columns: Columns) -> dict[str, float]:
-    seconds: dict[str, float] = {}
-    for estimate, own in zip(estimates, _seconds(estimates, columns).tolist(), strict=True):
-        seconds[estimate.source] = seconds.get(estimate.source, 0.0) + own
-    total = sum(seconds.values())
-    return {source: value / total if total else 0.0 for source, value in sorted(seconds.items())}
+def _sources(estimates: Sequence[Estimate], seconds: NDArray[np.float64]) -> dict[str, float]:
+    by_source: dict[str, float] = {}
+    for estimate, own in zip(estimates, seconds.tolist(), strict=True):
+        by_source[estimate.source] = by_source.get(estimate.source, 0.0) + own
+    total = sum(by_source.values())
+    return {source: value / total if total else 0.0 for source, value in sorted(by_source.items())}
 
 
-def _warnings(estimates: Sequence[Estimate], columns: Columns, memory: Sequence[RankMemory]) -> tuple[str, ...]:
+def _warnings(estimates: Sequence[Estimate], seconds: NDArray[np.float64], memory: Sequence[RankMemory]) -> tuple[str, ...]:
     warnings = []
     over = [entry for entry in memory if not entry.fits]
     if over:
         worst = max(over, key=lambda entry: entry.excess_bytes)
         warnings.append(f"does not fit: {worst.describe()}")
     outside = np.array([estimate.extrapolated for estimate in estimates], dtype=bool)
-    seconds = _seconds(estimates, columns)
     share = float(seconds[outside].sum() / max(seconds.sum(), 1e-30))
     if share >= WORTH_SAYING:
         example = next(estimate.detail for estimate in estimates if estimate.extrapolated)

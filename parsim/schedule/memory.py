@@ -21,7 +21,7 @@ from parsim.hardware.cluster import Cluster
 from parsim.model.component import Component, Value
 from parsim.model.narrow import narrow
 from parsim.plan.layout import LOCAL_HOPS, Hop, ValueLayout, conversion
-from parsim.plan.pipeline import in_flight
+from parsim.plan.pipeline import halves_waiting, moments
 
 
 def plan_memory(layout: Layout, cluster: Cluster, *, precision: str, optimizer: str) -> tuple[RankMemory, ...]:
@@ -43,7 +43,8 @@ def plan_memory(layout: Layout, cluster: Cluster, *, precision: str, optimizer: 
                 microbatch_samples={name: layout.local_samples(name) for name in names}
                 if plan.is_mixed
                 else plan.microbatch_samples // plan.mesh.tp,
-                in_flight=in_flight(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches),
+                in_flight=_in_flight(layout, rank),
+                halves_waiting=halves_waiting(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks),
                 optimizer=optimizer,
                 precision=precision,
                 device=device,
@@ -56,6 +57,22 @@ def plan_memory(layout: Layout, cluster: Cluster, *, precision: str, optimizer: 
             )
         memories.append(replace(known[place], rank=rank))
     return tuple(memories)
+
+
+def _in_flight(layout: Layout, rank: int) -> dict[str, int]:
+    """By component of the rank the microbatches in flight, at the moment at which they save most."""
+    plan = layout.plan
+    place, names = plan.stage_of_rank(rank), layout.rank_components(rank)
+    saved = [0.0] * plan.chunks
+    for name in names if plan.chunks > 1 else ():
+        component = _local(layout, name)
+        size = component.saved_activation_bytes * layout.local_samples(name) + component.saved_fixed_bytes
+        saved[layout.chunk_of[name] // plan.mesh.pp] += size
+    alive = max(
+        moments(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks),
+        key=lambda moment: (sum(a * b for a, b in zip(moment, saved, strict=True)), sum(moment)),
+    )
+    return {name: alive[layout.chunk_of[name] // plan.mesh.pp] for name in names}
 
 
 def rank_weights(layout: Layout, rank: int) -> Weights:
@@ -107,21 +124,21 @@ def local_bytes(layout: Layout, value: Value, how: ValueLayout) -> float:
 
 def _held_bytes(layout: Layout, rank: int, value: Value) -> float:
     """Copies of a value on this rank that are kept for a backward and that no saved activation stands for."""
-    keepers = [name for name in value.savers if layout.runs_on(rank, name)]
-    if not keepers:
-        return 0.0 if value.savers else _held_at_most(layout, rank, value)
+    if not value.savers:
+        return _held_at_most(layout, rank, value)
     here = value.producer is not None and layout.runs_on(rank, value.producer)
     made = layout.source[value.name].value
     layouts = {name: reading.ends.value for reading in layout.readings[value.name] for name in reading.components}
     if value.producer is not None:
         layouts[value.producer] = made
+    keepers = [name for name in value.savers if name in layouts and layout.runs_on(rank, name)]
     kept: dict[ValueLayout, float] = {}
     for name in keepers:
         storage = layouts[name]
         if here:
             storage = _storage(conversion(made, storage, layout.plan.mesh.tp), made, layout.plan.shard_of_rank(rank))
         kept[storage] = local_bytes(layout, value, storage)
-    counted = local_bytes(layout, value, layouts[keepers[0]]) if keepers[0] == value.savers[0] else 0.0
+    counted = local_bytes(layout, value, layouts[keepers[0]]) if keepers and keepers[0] == value.savers[0] else 0.0
     return sum(kept.values()) - counted
 
 

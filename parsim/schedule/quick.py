@@ -1,7 +1,9 @@
 """A plan's step in closed form: good enough to say which plans are worth simulating, in well under a millisecond each.
 
     stages     t_s = forward + backward of one microbatch with its conversions and half of its transfers
-    step       sum of t_s + (M - 1) * max t_s + exposed gradient synchronisation + optimizer step
+    step       M * max t_s + fill + exposed gradient synchronisation + optimizer step
+    fill       sum of t_s - max t_s; over V chunks per rank (which t_s takes together) a V-th of it; with backwards in halves
+               that part of it which the forwards have in t_s, as if both halves took equally long
 
 Leaves out: contention, overlap factors, how exactly an uneven pipeline fills. The simulator judges what this puts first.
 """
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from parsim.plan.pipeline import in_flight
+from parsim.plan.pipeline import SPLIT_ORDERS, in_flight
 from parsim.plan.plan import Plan
 from parsim.schedule.options import Prices
 from parsim.schedule.problem import Problem
@@ -34,7 +36,9 @@ class QuickEstimates:
                 mesh=plan.mesh,
                 samples=plan.microbatch_samples,
                 bucket_bytes=plan.bucket_bytes,
-                in_flight=in_flight(plan.pipeline_order, 0, plan.mesh.pp, plan.microbatches),
+                in_flight=max(
+                    1, in_flight(plan.pipeline_order, 0, plan.mesh.pp, plan.microbatches, plan.chunks) // plan.chunks
+                ),
                 zero_stage=plan.zero_stage,
             )
         return self._prices[key]
@@ -49,19 +53,24 @@ class QuickEstimates:
         model, prices = self._problem.model, self.prices(plan)
         placements = {name: placement for stage in plan.stages for name, placement in stage.placed()}
         moving = self._moves_s(plan)
-        stages, exposed = [], 0.0
-        for number, stage in enumerate(plan.stages):
-            components = [model.component(name) for name in stage.components]
+        stages, exposed, forwards = [], 0.0, 0.0
+        for number in range(plan.mesh.pp):
+            names = [name for chunk in plan.place_stages(number) for name in plan.stages[chunk].components]
+            components = [model.component(name) for name in names]
             ahead = sum(prices.compute_s(c, placements[c.name], Phase.FORWARD) for c in components)
             backs = [
                 prices.compute_s(c, placements[c.name], Phase.BACKWARD) if c.name in prices.differentiable else 0.0
                 for c in components
             ]
             stages.append(ahead + sum(backs) + moving[number])
+            forwards += ahead
             sums = [prices.synchronisation_s(c, placements[c.name]) for c in components]
             update = sum(prices.update_s(c, placements[c.name]) for c in components)
             exposed = max(exposed, exposed_s(sums, backs) + update)
-        return sum(stages) + (plan.microbatches - 1) * max(stages) + exposed
+        fill = (sum(stages) - max(stages)) / plan.chunks
+        if plan.pipeline_order in SPLIT_ORDERS:
+            fill *= forwards / max(sum(stages), 1e-30)
+        return plan.microbatches * max(stages) + fill + exposed
 
     def _moves_s(self, plan: Plan) -> list[float]:
         """Per stage the conversions of one microbatch, forward and backward, and half of the transfers to and from it."""

@@ -153,12 +153,12 @@ def _judge_family(problem: Problem, plans: Iterable[Plan], quick: QuickEstimates
         if not all(entry.fits for entry in memory):
             too_large.append((max(entry.excess_bytes for entry in memory), plan))
             continue
-        evaluation = evaluate(problem, plan, samples=0)
+        evaluation = evaluate(problem, plan, samples=0, fold=True)
         judged.append(evaluation)
         if best is None or evaluation.result.step_s.median < best:
             best = evaluation.result.step_s.median
     if not judged and too_large:
-        judged.append(evaluate(problem, min(too_large, key=lambda entry: entry[0])[1], samples=0))
+        judged.append(evaluate(problem, min(too_large, key=lambda entry: entry[0])[1], samples=0, fold=True))
     return judged
 
 

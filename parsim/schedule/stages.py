@@ -14,7 +14,7 @@ from parsim.costs.costs import Costs
 from parsim.errors import ScheduleError
 from parsim.plan.concurrent import concurrent_with
 from parsim.plan.mesh import Mesh
-from parsim.plan.pipeline import in_flight
+from parsim.plan.pipeline import moments
 from parsim.plan.placement import BATCH, Placement
 from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.schedule.options import Prices
@@ -35,12 +35,14 @@ def balanced_plan(
     *,
     microbatches: int,
     pipeline_order: str,
+    chunks: int = 1,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     placements: Mapping[str, Placement] | None = None,
 ) -> Plan:
     """The plan whose slowest stage is fastest among those whose stages fit; among all, where none fits.
 
     Args:
+        chunks: stages per rank, of which each may take an equal part of its memory.
         placements: by component; None: all batch-sharded.
 
     Raises:
@@ -69,11 +71,13 @@ def balanced_plan(
             zero_stage=problem.zero_stage,
         )
 
-    if mesh.pp == 1:
+    count = mesh.pp * chunks
+    if count == 1:
         return plan(((0, len(components)),))
-    costs = _StageCosts(problem, mesh, problem.global_batch // (mesh.dp * microbatches), microbatches, pipeline_order, chosen)
+    samples = problem.global_batch // (mesh.dp * microbatches)
+    costs = _StageCosts(problem, mesh, samples, microbatches, pipeline_order, chunks, chosen)
     cuts = costs.cuts_s()
-    fastest = plan(partition(len(components), mesh.pp, costs.seconds, cuts))
+    fastest = plan(partition(len(components), count, costs.seconds, cuts))
     tried = fastest
     limits = costs.limits_bytes()
     with contextlib.suppress(ScheduleError):  # where no cut fits, the fastest one is judged and shown as not fitting
@@ -81,8 +85,8 @@ def balanced_plan(
             excess = _excess_bytes(problem, tried)
             if not any(excess):
                 return tried
-            limits = [limit - 1.02 * over for limit, over in zip(limits, excess, strict=True)]
-            tried = plan(partition(len(components), mesh.pp, partial(costs.fitting_s, limits), cuts))
+            limits = [limit - 1.02 * over / chunks for limit, over in zip(limits, excess, strict=True)]
+            tried = plan(partition(len(components), count, partial(costs.fitting_s, limits), cuts))
     return fastest if any(_excess_bytes(problem, tried)) else tried
 
 
@@ -101,6 +105,7 @@ class _StageCosts:
     samples: int
     microbatches: int
     order: str
+    chunks: int
     placements: Mapping[str, Placement]
 
     @cached_property
@@ -129,7 +134,10 @@ class _StageCosts:
     @cached_property
     def _kinds(self) -> list[set[str]]:
         """Per stage its kinds of devices."""
-        return [{self._costs.device_kind(rank) for rank in self.mesh.stage_ranks(stage)} for stage in range(self.mesh.pp)]
+        return [
+            {self._costs.device_kind(rank) for rank in self.mesh.stage_ranks(stage)}
+            for stage in range(self.mesh.pp * self.chunks)
+        ]
 
     def seconds(self, stage: int) -> FloatArray:
         """At [last, first]: forward and backward of one microbatch on the slowest device of the stage; infinite where empty."""
@@ -163,19 +171,22 @@ class _StageCosts:
         return running[0], running[1] - running[0]
 
     def limits_bytes(self) -> list[float]:
-        """Per stage what its smallest device has for components."""
+        """Per stage what its smallest device has for components of one chunk."""
         devices = self.problem.cluster.devices
         return [
             float(
                 min(devices[rank].type.memory_bytes - devices[rank].type.context_bytes for rank in self.mesh.stage_ranks(stage))
             )
-            for stage in range(self.mesh.pp)
+            / self.chunks
+            for stage in range(self.mesh.pp * self.chunks)
         ]
 
     def fitting_s(self, limits_bytes: Sequence[float], stage: int) -> FloatArray:
         """As `seconds`, infinite where the stage would hold more than its limit."""
         kept, per_microbatch = (sums_between(up_to) for up_to in self._up_to_bytes)
-        alive = in_flight(self.order, stage, self.mesh.pp, self.microbatches)
+        pp = self.mesh.pp
+        most = moments(self.order, stage % pp, pp, self.microbatches, self.chunks)
+        alive = max(moment[stage // pp] for moment in most)
         held = kept + alive * per_microbatch
         return np.where(held <= limits_bytes[stage], self.seconds(stage), INFINITE)
 

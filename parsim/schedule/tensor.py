@@ -18,7 +18,6 @@ import numpy as np
 from parsim.errors import PlanError, ScheduleError
 from parsim.model.component import Component
 from parsim.plan.mesh import Mesh
-from parsim.plan.pipeline import PIPELINE_ORDERS
 from parsim.plan.placement import BATCH, REPLICATE, Placement
 from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.schedule.exact import solve_exactly
@@ -42,6 +41,10 @@ SLOWER = 1.02
 
 HOPELESS = 1.1
 """A mesh is passed over where a bound on its step is this much above the family's best closed form."""
+
+OTHER_ORDERS = (("gpipe", 1), ("interleaved", 2))
+"""(pipeline order, chunks per rank) tried beside 1f1b. Not zero-bubble: no calibration has measured a backward's halves yet, so
+what it would gain over 1f1b rests on an assumed split; it can be asked for."""
 
 ROOMY = 0.8
 """A placement that leaves a fifth of every rank's memory was not limited by it: more microbatches would not help."""
@@ -114,9 +117,12 @@ def useful_plans(
                 own = (seconds, plan)
             if mesh.pp == 1:
                 return
-    for order in PIPELINE_ORDERS:
-        if own is not None and order != "1f1b":
-            other = _uniform_plan(problem, strategy, mesh, own[1].microbatches, order)
+    for order, chunks in OTHER_ORDERS:
+        if own is not None:
+            try:
+                other = _uniform_plan(problem, strategy, mesh, own[1].microbatches, order, chunks)
+            except (PlanError, ScheduleError):  # too few components for so many chunks, or microbatches that make no rounds
+                continue
             if other is not None:
                 yield other
 
@@ -136,10 +142,10 @@ def _whole_batch_s(problem: Problem, mesh: Mesh) -> float:
     )
 
 
-def _uniform_plan(problem: Problem, strategy: str, mesh: Mesh, count: int, order: str) -> Plan | None:
+def _uniform_plan(problem: Problem, strategy: str, mesh: Mesh, count: int, order: str, chunks: int = 1) -> Plan | None:
     """None where parameters tied across components would be cut differently."""
     chosen = uniform_placements(problem, Mesh(dp=mesh.dp, tp=mesh.tp)) if mesh.tp > 1 else None
-    plan = balanced_plan(problem, strategy, mesh, microbatches=count, pipeline_order=order, placements=chosen)
+    plan = balanced_plan(problem, strategy, mesh, microbatches=count, pipeline_order=order, chunks=chunks, placements=chosen)
     try:
         problem.layout(plan)
     except PlanError:

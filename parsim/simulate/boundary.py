@@ -35,6 +35,29 @@ def checked_durations_s(columns: Columns, durations_s: ArrayLike, *, dimensions:
     return array
 
 
+def checked_unit_durations_s(
+    columns: Columns, durations_s: ArrayLike, unit: NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """`durations_s` as contiguous float64 [S, units], `unit` as int64 [n]. Raises GraphError as `checked_durations_s`."""
+    array, column = np.ascontiguousarray(durations_s, dtype=np.float64), np.ascontiguousarray(unit, dtype=np.int64)
+    if array.ndim != 2 or column.shape != (columns.size,):
+        raise GraphError(
+            f"durations_s must have shape [samples, units] and unit [{columns.size}], got {list(array.shape)} and "
+            f"{list(column.shape)}"
+        )
+    if columns.size and not 0 <= int(column.min()) <= int(column.max()) < array.shape[1]:
+        raise GraphError(f"unit names columns {column.min()} to {column.max()}, durations_s has 0 to {array.shape[1] - 1}")
+    good = (array >= 0) & (array < np.inf)
+    for sample, place in np.argwhere(~good):
+        tasks = np.flatnonzero(column == place)
+        if len(tasks):
+            raise GraphError(
+                f"{describe_task(columns.graph, int(tasks[0]))} has duration {array[sample, place]} s in sample {sample}; "
+                "durations must be finite and >= 0: check the cost of this work"
+            )
+    return array, column
+
+
 def checked_factors(overlap: OverlapFactors | None) -> tuple[float, float]:
     """(compute, communication) factors, 1.0 for None. Raises GraphError unless both are finite and >= 1."""
     if overlap is None:

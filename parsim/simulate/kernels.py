@@ -172,18 +172,25 @@ def run_with_overlap(g, factors, durations, floor, start, end):  # type: ignore[
 
 
 @njit(cache=True, nogil=True)
-def last_ends(g, factors, durations, steps):  # type: ignore[no-untyped-def]
-    """float64 [S]: the end of the last of `steps` repeats, each resource going on where it ended."""
-    samples, n = durations.shape
+def last_ends(g, factors, durations, unit, steps):  # type: ignore[no-untyped-def]
+    """float64 [S]: the end of the last of `steps` repeats, each resource going on where it ended.
+
+    `durations`: [S, n], or [S, units] if `unit` is not empty.
+    """
+    samples, n = len(durations), len(g.kind)
+    row = np.empty(n if len(unit) else 0)
     start, end, floor = np.zeros(n), np.zeros(n), np.zeros(len(g.last))
     total = np.zeros(samples)
     for sample in range(samples):
         floor[:] = 0.0
+        for task in range(len(row)):
+            row[task] = durations[sample, unit[task]]
+        seconds = row if len(unit) else durations[sample]
         for _ in range(steps):
             if factors[0] == 1.0 and factors[1] == 1.0:
-                run_plain(g, durations[sample], floor, start, end)
+                run_plain(g, seconds, floor, start, end)
             else:
-                run_with_overlap(g, factors, durations[sample], floor, start, end)
+                run_with_overlap(g, factors, seconds, floor, start, end)
             for resource in range(len(g.last)):
                 if g.last[resource] >= 0:
                     floor[resource] = end[g.last[resource]]

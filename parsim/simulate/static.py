@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from parsim.costs.estimate import OverlapFactors
 from parsim.errors import GraphError
-from parsim.simulate.boundary import checked_durations_s, checked_factors, simulated_timeline
+from parsim.simulate.boundary import checked_durations_s, checked_factors, checked_unit_durations_s, simulated_timeline
 from parsim.simulate.compile import Program, compile_graph
 from parsim.timeline import Timeline
 
@@ -55,9 +55,19 @@ def makespans_s(graph: Program, durations_s: ArrayLike, *, overlap: OverlapFacto
 
 
 def step_times_s(
-    graph: Program, durations_s: ArrayLike, *, steps: int, overlap: OverlapFactors | None = None
+    graph: Program,
+    durations_s: ArrayLike,
+    *,
+    steps: int,
+    overlap: OverlapFactors | None = None,
+    unit: NDArray[np.int64] | None = None,
 ) -> NDArray[np.float64]:
     """float64 [S]: the mean step of `steps` repeats of the graph, for every row of `durations_s` (float64 [S, n]).
+
+    Args:
+        unit: int64 [n], the column of `durations_s` (then float64 [S, units]) each task has, for tasks that share durations.
+
+    Memory: 24 n bytes beside the arguments and the compiled graph, whatever S and `steps` are.
 
     What it measures: all resources are free at 0, the graph is issued `steps` times, and the answer is the end of the
     very last task divided by `steps`. Nothing but its own queue holds a resource back between repeats: the first task
@@ -74,8 +84,11 @@ def step_times_s(
     if steps < 1:
         raise GraphError(f"steps must be >= 1, got {steps}")
     compiled, factors = compile_graph(graph), checked_factors(overlap)
-    durations = checked_durations_s(compiled.columns, durations_s, dimensions=2)
+    if unit is None:
+        durations, column = checked_durations_s(compiled.columns, durations_s, dimensions=2), np.empty(0, dtype=np.int64)
+    else:
+        durations, column = checked_unit_durations_s(compiled.columns, durations_s, unit)
     from parsim.simulate import kernels
 
-    ends: NDArray[np.float64] = kernels.last_ends(compiled.arrays, factors, durations, steps)
+    ends: NDArray[np.float64] = kernels.last_ends(compiled.arrays, factors, durations, column, steps)
     return ends / steps

@@ -55,11 +55,13 @@ def even_plan(
     batch: int,
     microbatches: int = 1,
     order: str = "1f1b",
+    chunks: int = 1,
     bucket_bytes: int = 2**14,
 ) -> Plan:
     """Stages of as equal a number of components as can be."""
     names = [component.name for component in load_model(spec).components]
-    cuts = [round(number * len(names) / mesh.pp) for number in range(mesh.pp + 1)]
+    count = mesh.pp * chunks
+    cuts = [round(number * len(names) / count) for number in range(count + 1)]
     stages = tuple(
         Stage(components=tuple(names[first:last]), ranks=mesh.stage_ranks(number))
         for number, (first, last) in enumerate(itertools.pairwise(cuts))

@@ -26,7 +26,7 @@ TOKENS = {"gpt_small", "bert_small"}
 
 def case(spec: ModelSpec, mesh: Mesh, *, batch: int = 8, **options: object) -> Case:
     strategy = "single" if mesh.size == 1 else "dp" if mesh.pp == 1 else "mp" if mesh.dp == 1 else "hp"
-    plan_options = {key: options.pop(key) for key in ("microbatches", "order", "bucket_bytes") if key in options}
+    plan_options = {key: options.pop(key) for key in ("microbatches", "order", "chunks", "bucket_bytes") if key in options}
     if spec == RESNET:
         # Normalising over two samples amplifies rounding a million times in 100 steps at 0.02: the case would test that.
         batch, options = 4 * batch, {"learning_rate": 2e-3, **options}
@@ -41,6 +41,10 @@ QUICK = [
     case(VIT, Mesh(pp=2), microbatches=4),
     case(GPT, Mesh(pp=2), microbatches=2, order="gpipe"),
     case(RESNET, Mesh(dp=2), batch=4),
+    case(GPT, Mesh(pp=2), microbatches=4, order="interleaved", chunks=2),
+    case(GPT, Mesh(pp=2), microbatches=4, order="zero-bubble"),
+    case(MLP, Mesh(pp=2), microbatches=4, order="zero-bubble", chunks=2, optimizer="adamw", learning_rate=1e-3),
+    case(VIT, Mesh(pp=2), microbatches=2, order="interleaved", chunks=2, optimizer="adam", learning_rate=1e-3),
 ]
 
 TWO_RANKS = [
@@ -60,6 +64,8 @@ FOUR_RANKS = [
         case(spec, Mesh(dp=4)),
         case(spec, Mesh(pp=4), microbatches=4, order="1f1b"),
         case(spec, Mesh(pp=2, dp=2), microbatches=2, order="gpipe"),
+        case(spec, Mesh(pp=2, dp=2), microbatches=4, order="interleaved", chunks=2),
+        case(spec, Mesh(pp=4), microbatches=8, order="zero-bubble"),
         case(spec, Mesh(pp=2, dp=2), microbatches=4, order="1f1b", optimizer="adamw", learning_rate=1e-3),
     )
 ]

@@ -9,8 +9,8 @@ from parsim.analyze.bounds import lower_bound_s
 from parsim.analyze.breakdown import breakdown, step_fractions
 from parsim.analyze.critical_path import critical_path
 from parsim.graph.lower import lower
-from parsim.graph.taskgraph import TaskGraph
-from parsim.model.component import Component, Value
+from parsim.graph.taskgraph import TaskGraph, from_text, to_text
+from parsim.model.component import Component, Parameter, Value
 from parsim.model.model import Model
 from parsim.plan.mesh import Mesh
 from parsim.plan.plan import Plan, Stage
@@ -18,15 +18,26 @@ from parsim.simulate import dynamic, static
 from parsim.work import Compute, Phase, SendRecv
 
 
-def pipeline_graph(stages: int, microbatches: int, order: str, replicas: int = 1) -> TaskGraph:
-    """One component per stage, no parameters (so no gradient reduction and no optimizer)."""
-    names = [f"c{number}" for number in range(stages)]
+def pipeline_plan(
+    stages: int, microbatches: int, order: str, replicas: int = 1, *, chunks: int = 1, weights: bool = False
+) -> tuple[Plan, Model]:
+    """One component per stage (`stages` counts ranks, of `chunks` stages each).
+
+    Without weights there is no gradient reduction, no optimizer and nothing to do in the second half of a backward.
+    """
+    names = [f"c{number}" for number in range(stages * chunks)]
     values = ["input:0", *(f"{name}:0" for name in names)]
     model = Model(
         name="chain",
         granularity="block",
         components=tuple(
-            Component(name=name, inputs=(values[number],), outputs=(values[number + 1],)) for number, name in enumerate(names)
+            Component(
+                name=name,
+                inputs=(values[number],),
+                outputs=(values[number + 1],),
+                parameters=(Parameter(name=f"{name}.weight", elements=10),) if weights else (),
+            )
+            for number, name in enumerate(names)
         ),
         values=tuple(
             Value(name=value, producer=names[number - 1] if number else None, bytes_per_sample=4)
@@ -44,15 +55,22 @@ def pipeline_graph(stages: int, microbatches: int, order: str, replicas: int = 1
         microbatches=microbatches,
         pipeline_order=order,
     )
-    return lower(plan, model)
+    return plan, model
 
 
-def durations_s(graph: TaskGraph, f: float, b: float, x: float) -> np.ndarray:
-    """Forward f, backward b, transfer x; loading and the rest take no time."""
+def pipeline_graph(
+    stages: int, microbatches: int, order: str, replicas: int = 1, *, chunks: int = 1, weights: bool = False
+) -> TaskGraph:
+    return lower(*pipeline_plan(stages, microbatches, order, replicas, chunks=chunks, weights=weights))
+
+
+def durations_s(graph: TaskGraph, f: float, b: float, x: float, w: float = 0.0) -> np.ndarray:
+    """Forward f, backward b, transfer x; loading and the rest take no time. Of b, w is for weights where it runs in halves."""
+    phases = {Phase.FORWARD: f, Phase.BACKWARD: b, Phase.BACKWARD_INPUT: b - w, Phase.BACKWARD_WEIGHT: w}
 
     def seconds(work: object) -> float:
         if isinstance(work, Compute):
-            return f if work.phase is Phase.FORWARD else b
+            return phases[work.phase]
         return x if isinstance(work, SendRecv) else 0.0
 
     return np.array([seconds(task.work) for task in graph.tasks])
@@ -87,6 +105,62 @@ def test_1f1b_with_transfer_is_longer_than_gpipes_formula() -> None:
         timelines[order] = static.simulate(graph, durations_s(graph, 1.0, 2.0, 0.1)).makespan_s
     assert timelines["gpipe"] == pytest.approx(214.4, rel=1e-12)
     assert timelines["1f1b"] == pytest.approx(225.4, rel=1e-12)
+
+
+@pytest.mark.parametrize(("f", "b"), [(1.0, 2.0), (1.0, 1.0), (2.0, 1.0)])
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "chunks"), [(2, 2, 2), (2, 4, 3), (4, 4, 2), (4, 8, 2), (3, 9, 4), (8, 16, 2), (8, 32, 3)]
+)
+def test_interleaved_makespan(ranks: int, microbatches: int, chunks: int, f: float, b: float) -> None:
+    """(V M + S - 1)(f + b) for f and b of one chunk, x = 0 and M a multiple of S: the bubble is a V-th of 1F1B's.
+
+    Source: Narayanan et al., Megatron-LM (2021), section 2.2.
+    """
+    graph = pipeline_graph(ranks, microbatches, "interleaved", chunks=chunks)
+    for engine in (static, dynamic):
+        makespan = engine.simulate(graph, durations_s(graph, f, b, 0.0)).makespan_s
+        assert makespan == (chunks * microbatches + ranks - 1) * (f + b)
+
+
+HALVES = [(1.0, 1.0, 1.0), (1.0, 1.5, 0.5), (1.0, 2.0, 1.0), (2.0, 1.0, 1.0), (1.0, 1.0, 0.5)]
+
+
+@pytest.mark.parametrize(("f", "i", "w"), HALVES)
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 2), (2, 5), (4, 4), (4, 9), (8, 8), (8, 64)])
+def test_zero_bubble_makespan(stages: int, microbatches: int, f: float, i: float, w: float) -> None:
+    """M (f + i + w) + (S - 1)(f + i - w) for x = 0, M >= S and w <= f, i: ZB-H1 of Qi et al. (2023), section 2.
+
+    1F1B's fill is (S - 1)(f + i + w) at the same times.
+    """
+    graph = pipeline_graph(stages, microbatches, "zero-bubble", weights=True)
+    for engine in (static, dynamic):
+        makespan = engine.simulate(graph, durations_s(graph, f, i + w, 0.0, w)).makespan_s
+        assert makespan == pytest.approx(microbatches * (f + i + w) + (stages - 1) * (f + i - w), rel=1e-12)
+    one = pipeline_graph(stages, microbatches, "1f1b", weights=True)
+    assert makespan < static.simulate(one, durations_s(one, f, i + w, 0.0)).makespan_s
+
+
+@pytest.mark.parametrize(("microbatches", "f", "i", "w"), [(3, 1.0, 1.0, 1.0), (8, 1.0, 1.0, 1.5)])
+def test_zero_bubble_is_slower_than_its_formula_outside_its_hypotheses(microbatches: int, f: float, i: float, w: float) -> None:
+    """Fewer microbatches than stages (S = 4) leave nothing to fill with; longer halves for weights stand in the way."""
+    graph = pipeline_graph(4, microbatches, "zero-bubble", weights=True)
+    makespan = static.simulate(graph, durations_s(graph, f, i + w, 0.0, w)).makespan_s
+    assert makespan > microbatches * (f + i + w) + 3 * (f + i - w) + 0.1
+
+
+def test_a_backward_in_halves_does_all_the_work_once() -> None:
+    """Where nothing is to be done in one half, the whole backward runs in the other: no parameters, or no input gradient."""
+    texts = to_text(pipeline_graph(2, 1, "zero-bubble", weights=True)).splitlines()
+    works = [line.split(" | ")[1] for line in texts[1:]]
+    assert [work for work in works if work.startswith("backward")] == [
+        "backward c0 x1",
+        "backward_input c1 x1",
+        "backward_weight c1 x1",
+    ]
+    whole = to_text(pipeline_graph(2, 1, "zero-bubble"))
+    assert "backward c1 x1" in whole
+    assert "backward_input" not in whole
+    assert from_text(whole) == pipeline_graph(2, 1, "zero-bubble")
 
 
 @pytest.mark.parametrize("order", ["gpipe", "1f1b"])

@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from parsim.errors import PlanError
 from parsim.graph.expand import lower_columns
@@ -15,57 +14,14 @@ from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
 from parsim.graph.task import COMPUTE
 from parsim.graph.taskgraph import from_text, to_text
-from parsim.model.model import Model
 from parsim.plan.layout import ValueLayout, conversion, parse_hop, parse_layout
 from parsim.plan.mesh import Mesh
-from parsim.plan.placement import BATCH, REPLICATE, Placement, parse_placement
+from parsim.plan.placement import BATCH, parse_placement
 from parsim.plan.plan import Plan, Stage
 from parsim.simulate.compile import compile_graph
 from parsim.simulate.static import simulate
 from parsim.work import Collective, Compute, OptimizerStep, Phase, SendRecv
-from tests.models import sharded_model
-
-MODEL = sharded_model()
-NAMES = tuple(component.name for component in MODEL.components)
-
-
-def choices(model: Model, name: str, tp: int) -> list[Placement]:
-    """Every placement a component can have."""
-    found = [BATCH]
-    if tp > 1:
-        found += [REPLICATE, *(Placement("place", shard=shard) for shard in range(tp))]
-    for sharding in model.component(name).shardings:
-        found += [
-            Placement("shard", rule=sharding.rule, ways=ways)
-            for ways in range(2, tp + 1)
-            if tp % ways == 0 and sharding.limit % ways == 0
-        ]
-    return found
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    mesh = Mesh(pp=draw(st.integers(1, 3)), dp=draw(st.integers(1, 2)), tp=draw(st.sampled_from([1, 2, 4])))
-    cuts = sorted(draw(st.sets(st.integers(1, len(NAMES) - 1), min_size=mesh.pp - 1, max_size=mesh.pp - 1)))
-    bounds = list(zip([0, *cuts], [*cuts, len(NAMES)], strict=True))
-    stages = tuple(
-        Stage(
-            components=NAMES[first:last],
-            ranks=mesh.stage_ranks(number),
-            placements=tuple(draw(st.sampled_from(choices(MODEL, name, mesh.tp))) for name in NAMES[first:last]),
-        )
-        for number, (first, last) in enumerate(bounds)
-    )
-    return Plan(
-        strategy="custom",
-        mesh=mesh,
-        stages=stages,
-        global_batch=32,
-        microbatches=draw(st.sampled_from([1, 2, 4])),
-        pipeline_order=draw(st.sampled_from(["gpipe", "1f1b"])),
-        bucket_bytes=draw(st.sampled_from([1, 3000, 10**6])),
-        zero_stage=draw(st.integers(0, 1)),
-    )
+from tests.plans import MODEL, NAMES, plans
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,46 +1,95 @@
-"""Pipeline orders against what defines them."""
+"""Pipeline orders against what defines them, against PyTorch's own, and against one another."""
 
 from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.errors import PlanError
-from parsim.plan.pipeline import PIPELINE_ORDERS, in_flight, parse_action, pipeline_actions
+from parsim.errors import DeadlockError, PlanError
+from parsim.plan.pipeline import (
+    CHUNKED_ORDERS,
+    PIPELINE_ORDERS,
+    SPLIT_ORDERS,
+    Action,
+    check_actions,
+    check_order,
+    halves_waiting,
+    in_flight,
+    moments,
+    parse_action,
+    pipeline_actions,
+)
 from parsim.work import Phase
 
 shapes = st.tuples(st.integers(1, 8), st.integers(1, 12)).flatmap(
     lambda pair: st.tuples(st.integers(0, pair[0] - 1), st.just(pair[0]), st.just(pair[1]))
 )
+WITH_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="compares with torch's schedules")
+
+
+def chunks_of(order: str) -> tuple[int, ...]:
+    return (1, 2, 3) if order in CHUNKED_ORDERS else (1,)
 
 
 @pytest.mark.parametrize("order", sorted(PIPELINE_ORDERS))
-@given(shape=shapes)
-def test_every_microbatch_runs_forward_then_backward_once(order: str, shape: tuple[int, int, int]) -> None:
-    stage, stages, microbatches = shape
-    actions = pipeline_actions(order, stage, stages, microbatches)
-    assert len(actions) == 2 * microbatches
-    for microbatch in range(microbatches):
-        mine = [action.phase for action in actions if action.microbatch == microbatch]
-        assert mine == [Phase.FORWARD, Phase.BACKWARD]
+@given(rounds=st.integers(1, 4), ranks=st.integers(1, 6), data=st.data())
+def test_every_microbatch_runs_all_phases_of_every_chunk_once_in_order(
+    order: str, rounds: int, ranks: int, data: st.DataObject
+) -> None:
+    chunks = data.draw(st.sampled_from(chunks_of(order)))
+    microbatches = rounds * ranks
+    backward = [Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT] if order in SPLIT_ORDERS else [Phase.BACKWARD]
+    check_order(order, ranks, microbatches, chunks)
+    for rank in range(ranks):
+        actions = pipeline_actions(order, rank, ranks, microbatches, chunks)
+        assert len(actions) == len(set(actions)) == (1 + len(backward)) * microbatches * chunks
+        for stage, number in itertools.product(range(rank, ranks * chunks, ranks), range(microbatches)):
+            mine = [action.phase for action in actions if (action.stage, action.microbatch) == (stage, number)]
+            assert mine == [Phase.FORWARD, *backward]
 
 
 @given(shape=shapes)
 def test_in_flight_is_m_for_gpipe_and_min_m_s_minus_s_for_1f1b(shape: tuple[int, int, int]) -> None:
-    stage, stages, microbatches = shape
-    assert in_flight("gpipe", stage, stages, microbatches) == microbatches
-    assert in_flight("1f1b", stage, stages, microbatches) == min(microbatches, stages - stage)
+    rank, ranks, microbatches = shape
+    assert in_flight("gpipe", rank, ranks, microbatches) == microbatches
+    assert in_flight("1f1b", rank, ranks, microbatches) == min(microbatches, ranks - rank)
+
+
+@given(shape=shapes)
+def test_zero_bubble_holds_no_more_than_the_first_rank_of_1f1b(shape: tuple[int, int, int]) -> None:
+    """ZB-H1 keeps the peak of 1F1B, S microbatches; what a rank holds longer than 1F1B are the `rank` halves that wait."""
+    rank, ranks, microbatches = shape
+    assert in_flight("zero-bubble", rank, ranks, microbatches) == min(microbatches, ranks)
+    assert halves_waiting("zero-bubble", rank, ranks, microbatches) == min(microbatches, rank + 1)
+    assert halves_waiting("1f1b", rank, ranks, microbatches) == 0
+
+
+@given(ranks=st.integers(2, 6), rounds=st.integers(2, 4), chunks=st.integers(2, 4))
+def test_interleaved_holds_the_warm_up_and_one_more(ranks: int, rounds: int, chunks: int) -> None:
+    """(V - 1) S + 2 (S - 1 - rank) + 1 chunks of a microbatch, where there are as many: Narayanan et al., section 2.2."""
+    for rank in range(ranks):
+        wanted = min((chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1, chunks * ranks * rounds)
+        assert in_flight("interleaved", rank, ranks, ranks * rounds, chunks) == wanted
+        for moment in moments("interleaved", rank, ranks, ranks * rounds, chunks):
+            assert sum(moment) <= wanted
 
 
 def test_printed_orders() -> None:
-    def text(order: str, stage: int) -> str:
-        return " ".join(map(str, pipeline_actions(order, stage, 3, 4)))
+    def text(order: str, rank: int, ranks: int = 3, microbatches: int = 4, chunks: int = 1) -> str:
+        return " ".join(map(str, pipeline_actions(order, rank, ranks, microbatches, chunks)))
 
     assert text("gpipe", 1) == "1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3"
     assert text("1f1b", 0) == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"
     assert text("1f1b", 1) == "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3"
     assert text("1f1b", 2) == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
+    assert text("interleaved", 1, 2, 2, 2) == "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"
+    assert text("zero-bubble", 0, 2, 3) == "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2"
+    assert text("zero-bubble", 1, 2, 3) == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
 
 
 @given(shape=shapes, order=st.sampled_from(sorted(PIPELINE_ORDERS)))
@@ -49,8 +98,89 @@ def test_actions_round_trip_through_their_text(shape: tuple[int, int, int], orde
         assert parse_action(str(action)) == action
 
 
-def test_an_unknown_order_names_the_near_one() -> None:
-    with pytest.raises(PlanError, match="1f1b"):
-        pipeline_actions("1f1", 0, 2, 2)
+@pytest.mark.parametrize(
+    ("order", "chunks", "words"),
+    [
+        ("1f1", 1, "1f1b"),
+        ("1f1b", 2, "only interleaved, zero-bubble have more than one chunk"),
+        ("interleaved", 0, "chunks = 0"),
+    ],
+)
+def test_what_no_order_is_says_what_to_write(order: str, chunks: int, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        pipeline_actions(order, 0, 2, 2, chunks)
+
+
+def test_microbatches_that_make_no_equal_rounds_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"microbatches \(11\) run in 2 equal rounds on pp = 4.*use 8 or 12 microbatches"):
+        pipeline_actions("interleaved", 0, 4, 11, 2)
     with pytest.raises(PlanError, match="1F0"):
         parse_action("F0")
+
+
+def test_an_order_that_deadlocks_prints_the_grid() -> None:
+    """Rank 0 wants its backward before the forward that rank 1 needs for it."""
+    texts = ["0F0 0B1 0F1 0B0", "1F0 1B0 1F1 1B1"]
+    with pytest.raises(DeadlockError) as caught:
+        check_actions([[parse_action(entry) for entry in text.split()] for text in texts], 2)
+    assert str(caught.value).splitlines() == [
+        "deadlock: 5 of 8 actions of this pipeline order can never start; by rank",
+        "0     0F0 *0B1 0F1 0B0 waits for 0F1, 1B1",
+        "1 1F0 1B0 *1F1 1B1     waits for 0F1",
+        "(* = blocked action; what stands before it has run)",
+        "order each rank's actions so that what they wait for on other ranks comes first there",
+    ]
+
+
+def torch_actions(schedule: str, ranks: int, microbatches: int, chunks: int) -> list[list[str]]:
+    """What torch's own schedule runs on each rank, as its actions print: computation alone, bubbles dropped.
+
+    The schedules read nothing of their stages but these numbers before a step is run.
+    """
+    from torch.distributed.pipelining import schedules
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    class Numbers(_PipelineStageBase):
+        def __init__(self, stage: int) -> None:
+            self.stage_index, self.num_stages = stage, ranks * chunks
+            self.group_size, self.group_rank = ranks, 0
+            self.has_backward = False
+            self.device, self.submod = None, None
+            self.stage_index_to_group_rank = {number: number % ranks for number in range(ranks * chunks)}
+
+    Numbers.__abstractmethods__ = frozenset()  # those are for running it
+    made = getattr(schedules, schedule)([Numbers(chunk * ranks) for chunk in range(chunks)], microbatches)
+    return [[str(action) for action in made.pipeline_order[rank] if action is not None] for rank in range(ranks)]
+
+
+@WITH_TORCH
+@pytest.mark.parametrize(
+    ("order", "schedule"),
+    [("interleaved", "ScheduleInterleaved1F1B"), ("zero-bubble", "ScheduleInterleavedZeroBubble")],
+)
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "chunks"),
+    [(2, 2, 2), (2, 4, 3), (4, 4, 2), (4, 8, 1), (4, 10, 2), (4, 16, 3), (3, 2, 2), (8, 32, 2)],
+)
+def test_the_order_of_actions_is_torchs_own(order: str, schedule: str, ranks: int, microbatches: int, chunks: int) -> None:
+    theirs = torch_actions(schedule, ranks, microbatches, chunks)
+    ours = [[str(action) for action in pipeline_actions(order, rank, ranks, microbatches, chunks)] for rank in range(ranks)]
+    assert ours == theirs
+
+
+@WITH_TORCH
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 4), (4, 8), (4, 3), (8, 16)])
+def test_1f1b_is_what_torch_lists_with_its_warm_up(ranks: int, microbatches: int) -> None:
+    """Schedule1F1B keeps no list of actions; the function that lists those of its relatives does so with its warm-up."""
+    from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops
+
+    for rank in range(ranks):
+        warm_up = min(microbatches, ranks - 1 - rank)
+        steady = microbatches - warm_up
+        theirs = _get_1f1b_rank_ops(1, ranks, warm_up, steady, warm_up, rank, _always(rank), _always(rank))
+        ours: Sequence[Action] = pipeline_actions("1f1b", rank, ranks, microbatches)
+        assert list(map(str, ours)) == [str(action) for action in theirs if action is not None]
+
+
+def _always(rank: int) -> Callable[[int], int]:
+    return lambda step: rank

@@ -124,6 +124,12 @@ def test_the_mesh_is_checked_against_all_devices_of_the_profile_where_none_are_n
     )
 
 
+def test_chunks_need_an_order_that_has_them(cli: Cli, run_file: Path, tmp_path: Path) -> None:
+    changes = ("--set", "plan.strategy=custom", "--set", "plan.mesh={ pp = 2, dp = 2 }", "--set", "plan.chunks=2")
+    pattern = r"plan.chunks = 2 needs an order with several chunks.*interleaved"
+    assert_refused(cli("plan", str(run_file), *changes), pattern, folder=tmp_path, left={"RUN.toml"})
+
+
 def test_a_batch_that_does_not_divide(cli: Cli, run_file: Path, tmp_path: Path) -> None:
     changes = ("--set", "plan.strategy=dp", "--set", "training.global_batch=30")
     patterns = (r"global_batch \(30\) .*divisible by dp \(4\)", r"32|28")

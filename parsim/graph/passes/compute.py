@@ -14,19 +14,20 @@ from parsim.graph.passes.convert import (
     value_keys,
 )
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource
-from parsim.plan.pipeline import pipeline_actions
+from parsim.plan.pipeline import SPLIT_ORDERS, pipeline_actions
+from parsim.plan.plan import Plan
 from parsim.work import Compute, LoadBatch, Phase
 
 
 def add_computation(draft: Draft, layout: Layout) -> None:
     """Every rank: one LoadBatch if its components read the batch, then its actions; the tp ranks of a replica side by side."""
     plan = layout.plan
-    for stage in range(plan.mesh.pp):
-        actions = pipeline_actions(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches)
+    for place in range(plan.mesh.pp):
+        actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
         for replica in range(plan.mesh.dp):
-            add_loads(draft, layout, stage, replica)
+            add_loads(draft, layout, place, replica)
             for action in actions:
-                add_action(draft, layout, stage, replica, action.phase, action.microbatch)
+                add_action(draft, layout, action.stage, replica, action.phase, action.microbatch)
 
 
 def add_loads(draft: Draft, layout: Layout, stage: int, replica: int) -> None:
@@ -36,15 +37,29 @@ def add_loads(draft: Draft, layout: Layout, stage: int, replica: int) -> None:
 
 
 def add_action(draft: Draft, layout: Layout, stage: int, replica: int, phase: Phase, microbatch: int) -> None:
-    """One phase of one microbatch on one replica of a stage."""
+    """One phase of one microbatch on one replica of a stage (one of `Plan.stages`).
+
+    Of a backward in halves, a component without parameters runs all in the first, one whose inputs want no gradient all in the
+    second.
+    """
     names = layout.plan.stages[stage].components
     if phase is Phase.FORWARD:
         for name in names:
             _add_forward(draft, layout, replica, name, microbatch)
         return
     for name in reversed(names):
-        if name in layout.differentiable:
+        if name not in layout.differentiable:
+            continue
+        if phase is Phase.BACKWARD_WEIGHT and layout.is_halved(name):
+            _add_weight_gradients(draft, layout, replica, name, microbatch)
+        elif phase is Phase.BACKWARD or layout.wants_input_gradient(name) == (phase is Phase.BACKWARD_INPUT):
             _add_backward(draft, layout, replica, name, microbatch)
+
+
+def phases_of(plan: Plan) -> tuple[Phase, ...]:
+    """The phases of a microbatch under the plan's pipeline order."""
+    split = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+    return (Phase.FORWARD, *(split if plan.pipeline_order in SPLIT_ORDERS else (Phase.BACKWARD,)))
 
 
 def _add_load(draft: Draft, layout: Layout, rank: int) -> None:
@@ -79,8 +94,8 @@ def _add_forward(draft: Draft, layout: Layout, replica: int, name: str, microbat
 
 
 def _add_backward(draft: Draft, layout: Layout, replica: int, name: str, microbatch: int) -> None:
-    component, stage = layout.model.component(name), layout.stage_of[name]
-    work = _compute(layout, name, Phase.BACKWARD)
+    component, stage, phase = layout.model.component(name), layout.stage_of[name], layout.gradient_phase(name)
+    work = _compute(layout, name, phase)
     origin = Origin(stage=stage, replica=replica, component=name, microbatch=microbatch)
     gradients = [
         Moving(value, microbatch, replica, reading)
@@ -96,6 +111,14 @@ def _add_backward(draft: Draft, layout: Layout, replica: int, name: str, microba
         after: list[Key] = [(Phase.FORWARD, rank, name, microbatch)]
         for moving in gradients:
             after.extend(gradient_keys(layout, moving, shard))
-        draft.add((Phase.BACKWARD, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
+        draft.add((phase, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
     for value, reading in layout.completed_readings(stage, name):
         add_gradient_moves(draft, layout, Moving(value, microbatch, replica, reading))
+
+
+def _add_weight_gradients(draft: Draft, layout: Layout, replica: int, name: str, microbatch: int) -> None:
+    work = _compute(layout, name, Phase.BACKWARD_WEIGHT)
+    origin = Origin(stage=layout.stage_of[name], replica=replica, component=name, microbatch=microbatch)
+    for rank in layout.runners(name, replica):
+        after: list[Key] = [(Phase.BACKWARD_INPUT, rank, name, microbatch)]
+        draft.add((Phase.BACKWARD_WEIGHT, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)

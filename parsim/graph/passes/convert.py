@@ -141,7 +141,7 @@ def _backwards(layout: Layout, moving: Moving, shard: int) -> list[Key]:
     assert moving.reading is not None
     rank = layout.rank(moving.reading.stage, moving.replica, shard)
     return [
-        (Phase.BACKWARD, rank, name, moving.microbatch)
+        (layout.gradient_phase(name), rank, name, moving.microbatch)
         for name in moving.reading.components
         if name in layout.differentiable and layout.runs_on(rank, name)
     ]
@@ -178,13 +178,12 @@ def _add_hops(draft: Draft, layout: Layout, moving: Moving, hops: Sequence[Hop],
             hop=hop,
         )
         if hop.operation in POINT_TO_POINT_HOPS:
-            pieces = 1 if hop.operation == "move" else tp
             for pair in hop_pairs(hop, tp):
                 source, target = (layout.rank(home, moving.replica, shard) for shard in pair)
                 key = moving.key("hop", hop, *pair)
                 if key not in draft:
                     after = _after(moving, hops[:number], pair[0], tp, base)
-                    work = SendRecv(source=source, destination=target, size_bytes=size_bytes // pieces)
+                    work = hop_message(hop, source, target, size_bytes, tp)
                     draft.add(key, work, [Resource(source, TP_STREAM), Resource(target, TP_STREAM)], after, origin)
             continue
         for index, group in enumerate(hop_groups(hop, tp)):
@@ -192,12 +191,25 @@ def _add_hops(draft: Draft, layout: Layout, moving: Moving, hops: Sequence[Hop],
             if key not in draft:
                 ranks = tuple(layout.rank(home, moving.replica, shard) for shard in group)
                 after = [entry for shard in group for entry in _after(moving, hops[:number], shard, tp, base)]
-                all_to_all = hop.operation == "all_to_all"  # its S is what one rank holds
-                whole = 1 / tp if all_to_all else max(hop.source.ways, hop.target.ways) / tp
-                collective = Collective(
-                    operation=COLLECTIVE_OF_HOP[hop.operation], group=ranks, size_bytes=round(size_bytes * whole)
-                )
+                collective = hop_collective(hop, ranks, size_bytes, tp)
                 draft.add(key, collective, [Resource(rank, TP_STREAM) for rank in ranks], after, origin)
+
+
+def hop_collective(hop: Hop, ranks: tuple[int, ...], size_bytes: int, tp: int) -> Collective:
+    """The work of a hop that is a collective; `size_bytes` is the value of the whole microbatch."""
+    all_to_all = hop.operation == "all_to_all"  # its S is what one rank holds
+    whole = 1 / tp if all_to_all else max(hop.source.ways, hop.target.ways) / tp
+    return Collective(operation=COLLECTIVE_OF_HOP[hop.operation], group=ranks, size_bytes=round(size_bytes * whole))
+
+
+def hop_message(hop: Hop, source: int, target: int, size_bytes: int, tp: int) -> SendRecv:
+    """One message of a hop that is point to point; `size_bytes` is the value of the whole microbatch."""
+    return SendRecv(source=source, destination=target, size_bytes=size_bytes // (1 if hop.operation == "move" else tp))
+
+
+def transfer_bytes(size_bytes: int, how: ValueLayout, tp: int) -> int:
+    """What one tp rank sends to the next stage of a value in that layout; `size_bytes` is that of the whole microbatch."""
+    return round(size_bytes * how.local_share(tp))
 
 
 def _add_transfer(
@@ -212,7 +224,7 @@ def _add_transfer(
 ) -> None:
     source, target = (layout.rank(stage, moving.replica, shard) for stage in stages)
     whole = layout.model.value[moving.value].size_bytes(layout.plan.microbatch_samples)
-    work = SendRecv(source=source, destination=target, size_bytes=round(whole * how.local_share(layout.plan.mesh.tp)))
+    work = SendRecv(source=source, destination=target, size_bytes=transfer_bytes(whole, how, layout.plan.mesh.tp))
     origin = Origin(
         stage=stages[0],
         replica=moving.replica,

@@ -7,6 +7,7 @@ parameters with its part of the optimizer state, and an all_gather afterwards gi
 from __future__ import annotations
 
 from parsim.graph.draft import Draft, Key
+from parsim.graph.holding import Bucket
 from parsim.graph.layout import Layout
 from parsim.graph.task import COMPUTE, Origin, Resource
 from parsim.plan.pipeline import pipeline_actions
@@ -15,11 +16,13 @@ from parsim.work import Collective, OptimizerStep, Phase
 DP_STREAM = "dp"
 
 
-def last_backward_microbatch(layout: Layout, stage: int) -> int:
-    """The microbatch whose backward this stage runs last."""
-    plan = layout.plan
-    actions = pipeline_actions(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches)
-    return [action.microbatch for action in actions if action.phase is Phase.BACKWARD][-1]
+def last_backward_key(layout: Layout, rank: int, component: str) -> Key:
+    """The task on this rank that is the last of the step to add to the gradients of the component's parameters."""
+    plan, chunk = layout.plan, layout.chunk_of[component]
+    place = chunk % plan.mesh.pp
+    actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
+    last = next(action for action in reversed(actions) if action.stage == chunk and action.phase is not Phase.FORWARD)
+    return (layout.weight_phase(component), rank, component, last.microbatch)
 
 
 def add_gradient_reduction(draft: Draft, layout: Layout) -> None:
@@ -29,24 +32,27 @@ def add_gradient_reduction(draft: Draft, layout: Layout) -> None:
             continue
         after: list[Key] = []
         for stage in bucket.stages:
-            component = layout.completes(bucket, stage)
-            if component is not None:
-                microbatch = last_backward_microbatch(layout, stage)
-                ranks = [rank for rank in bucket.group if layout.plan.stage_of_rank(rank) == stage]
-                after.extend((Phase.BACKWARD, rank, component, microbatch) for rank in ranks)
-        divided = layout.is_divided(bucket)
-        work = Collective(
-            operation="reduce_scatter" if divided else "all_reduce",
-            group=bucket.group,
-            size_bytes=bucket.padded_bytes if divided else bucket.size_bytes,
-        )
+            ranks = [rank for rank in bucket.group if layout.plan.stage_of_rank(rank) == stage and draft.keeps(rank)]
+            for component in layout.completes(bucket, stage):
+                after.extend(last_backward_key(layout, rank, component) for rank in ranks)
+        work = bucket_work(layout, bucket)
         resources = [Resource(rank, DP_STREAM) for rank in bucket.group]
         draft.add(("reduce", bucket.number), work, resources, after, Origin(stage=bucket.stages[0], bucket=bucket.number))
 
 
+def bucket_work(layout: Layout, bucket: Bucket) -> Collective:
+    """How the bucket's gradients are summed."""
+    divided = layout.is_divided(bucket)
+    return Collective(
+        operation="reduce_scatter" if divided else "all_reduce",
+        group=bucket.group,
+        size_bytes=bucket.padded_bytes if divided else bucket.size_bytes,
+    )
+
+
 def add_optimizer(draft: Draft, layout: Layout) -> None:
     """One OptimizerStep per rank after its buckets and its own backwards, over what it updates."""
-    for rank in range(layout.plan.world_size):
+    for rank in draft.kept_ranks():
         buckets = layout.rank_buckets(rank)
         if not buckets:
             continue
@@ -57,10 +63,11 @@ def add_optimizer(draft: Draft, layout: Layout) -> None:
             elements += bucket.chunk_elements if divided else bucket.elements
             tensors += 1 if divided else len(bucket.parameters)
         after: list[Key] = [("reduce", bucket.number) for bucket in buckets if len(bucket.group) > 1]
-        last = last_backward_microbatch(layout, stage)
-        first = next((name for name in layout.rank_components(rank) if name in layout.differentiable), None)
-        if first is not None:
-            after.append((Phase.BACKWARD, rank, first, last))
+        first: dict[int, str] = {}
+        for name in layout.rank_components(rank):
+            if name in layout.differentiable:
+                first.setdefault(layout.chunk_of[name], name)
+        after.extend(last_backward_key(layout, rank, name) for name in first.values())
         work = OptimizerStep(elements=elements, tensors=tensors)
         draft.add((Phase.OPTIMIZER, rank), work, [Resource(rank, COMPUTE)], after, Origin(stage=stage, replica=replica))
 
@@ -70,6 +77,6 @@ def add_parameter_gathering(draft: Draft, layout: Layout) -> None:
     for bucket in layout.buckets:
         if layout.is_divided(bucket):
             work = Collective(operation="all_gather", group=bucket.group, size_bytes=bucket.padded_bytes)
-            after: list[Key] = [(Phase.OPTIMIZER, rank) for rank in bucket.group]
+            after: list[Key] = [(Phase.OPTIMIZER, rank) for rank in bucket.group if draft.keeps(rank)]
             resources = [Resource(rank, DP_STREAM) for rank in bucket.group]
             draft.add(("gather", bucket.number), work, resources, after, Origin(stage=bucket.stages[0], bucket=bucket.number))

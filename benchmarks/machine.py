@@ -1,0 +1,34 @@
+"""What every benchmark prints first: the machine it ran on; and how it times."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def machine_line() -> str:
+    return f"{platform.system()} {platform.machine()}: {processor_name()}, Python {platform.python_version()}"
+
+
+def processor_name() -> str:
+    """From the kernel where it says, else from Python."""
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        lines = information.read_text().splitlines()
+        cores = sum(line.startswith("processor") for line in lines)
+        for line in lines:
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()}, {cores} cores seen"
+    return platform.processor() or platform.machine()
+
+
+def seconds(call: Callable[[], object], *, repeats: int = 3) -> float:
+    """The best of some runs."""
+    best = float("inf")
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - begun)
+    return best

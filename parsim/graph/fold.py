@@ -1,0 +1,253 @@
+"""Folding: ranks that are interchangeable under plan and cluster are simulated once.
+
+Why it is exact. Call two tasks alike if they take as long, wait for tasks that are alike in turn, and hold resources that queue
+tasks alike. The schedule is the only solution of "start = latest end before", and the solution of the program with one task per
+kind, copied to all of a kind, solves that too: so it is the schedule. The same holds with overlap slowdowns, as alike ranks are
+busy alike. It rests on equal durations: with noise per rank or task, ranks that wait for one another wait for the slowest, and
+whoever simulates refuses to fold.
+
+Two kinds of ranks are folded:
+
+    replicas   whose ranks sit alike: devices of one kind at the same numbers in nodes that are built and joined alike, so
+               that whatever stays in the replica costs the same. What crosses replicas is one task for all of them.
+    tp shards  where every component runs on all tp ranks alike (none placed on one of them), if all collectives of a kind that
+               the shards do side by side cost the same.
+
+Leaves out: pp stages (they differ by what they hold), replicas whose nodes are permuted, and shards of which only some
+are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from parsim.costs.costs import Costs
+from parsim.graph.hops import hop_groups, hop_pairs
+from parsim.graph.layout import Layout
+from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message, transfer_bytes
+from parsim.graph.passes.gradients import bucket_work
+from parsim.hardware.topology import device_name
+from parsim.plan.layout import LOCAL_HOPS, conversion
+from parsim.plan.mesh import Mesh
+from parsim.work import SendRecv, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folding:
+    """Attributes:
+    replica_of: per replica the one that stands for it (the first of its kind).
+    shards: the tp ranks that are simulated: all, or the first for all.
+    """
+
+    mesh: Mesh
+    replica_of: tuple[int, ...]
+    shards: tuple[int, ...]
+
+    @property
+    def is_folded(self) -> bool:
+        return len(self.replicas) < self.mesh.dp or len(self.shards) < self.mesh.tp
+
+    @cached_property
+    def replicas(self) -> tuple[int, ...]:
+        """Those that are simulated, ascending."""
+        return tuple(sorted(set(self.replica_of)))
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that are simulated, ascending."""
+        return tuple(
+            self.mesh.rank(stage=stage, replica=replica, shard=shard)
+            for stage in range(self.mesh.pp)
+            for replica in self.replicas
+            for shard in self.shards
+        )
+
+    def stands_for(self, rank: int) -> int:
+        """The simulated rank that stands for `rank`."""
+        mesh = self.mesh
+        shard, replica, stage = rank % mesh.tp, rank // mesh.tp % mesh.dp, rank // (mesh.tp * mesh.dp)
+        return mesh.rank(stage=stage, replica=self.replica_of[replica], shard=shard if len(self.shards) == mesh.tp else 0)
+
+    @cached_property
+    def weights(self) -> tuple[int, ...]:
+        """For how many ranks each of `ranks` stands, itself included."""
+        copies = {replica: self.replica_of.count(replica) for replica in self.replicas}
+        shards = self.mesh.tp // len(self.shards)
+        return tuple(copies[rank // self.mesh.tp % self.mesh.dp] * shards for rank in self.ranks)
+
+
+def unfolded(mesh: Mesh) -> Folding:
+    """Every rank stands for itself."""
+    return Folding(mesh=mesh, replica_of=tuple(range(mesh.dp)), shards=tuple(range(mesh.tp)))
+
+
+Seconds = Callable[[Work], float]
+"""What a communication costs."""
+
+
+def folding_of(layout: Layout, costs: Costs, seconds: Seconds | None = None) -> Folding:
+    """Which ranks stand for which under these prices. Raises CostError as `Costs.estimate` does.
+
+    Args:
+        seconds: median of a communication, for whoever remembers what has been asked (None: asks `costs`).
+    """
+    seconds = seconds or (lambda work: costs.estimate(work, 0).median_s)
+    mesh = layout.plan.mesh
+    if costs.corrections:  # learnt per rank and link
+        return unfolded(mesh)
+    kinds = _Kinds(costs)
+    replica_of = _replicas_of(layout, kinds, seconds)
+    whole = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))
+    if mesh.tp == 1 or not _shards_do_alike(layout):
+        return whole
+    alike = _pay_alike(seconds, _bucket_works(layout)) and all(
+        _shards_sit_alike(layout, kinds, replica) and _pay_alike(seconds, _works_inside(layout, replica))
+        for replica in whole.replicas
+    )
+    return Folding(mesh=mesh, replica_of=replica_of, shards=(0,)) if alike else whole
+
+
+def _replicas_of(layout: Layout, kinds: _Kinds, seconds: Seconds) -> tuple[int, ...]:
+    """Per replica the first in which everything costs the same: by where its ranks sit, else by asking for every price."""
+    mesh = layout.plan.mesh
+    by_place: dict[Hashable, int] = {}
+    placed = [by_place.setdefault(kinds.of_replica(mesh, replica), replica) for replica in range(mesh.dp)]
+    by_price: dict[Hashable, int] = {}
+    priced: dict[int, int] = {}
+    for replica in by_place.values() if len(by_place) > 1 else ():
+        ranks = _ranks_of_replica(mesh, replica)
+        alone = tuple((kinds.device(rank), kinds.path(rank)) for rank in ranks)
+        together = tuple(tuple(map(seconds, works)) for works in _works_inside(layout, replica))
+        priced[replica] = by_price.setdefault((alone, together), replica)
+    return tuple(priced.get(replica, replica) for replica in placed)
+
+
+def _ranks_of_replica(mesh: Mesh, replica: int) -> list[int]:
+    return [mesh.rank(stage=stage, replica=replica, shard=shard) for stage in range(mesh.pp) for shard in range(mesh.tp)]
+
+
+class _Kinds:
+    """Where ranks sit, up to the names of nodes and switches."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        cluster = costs.cluster
+        self._linked = cluster.profile.communication.link_model is not None
+        self._device = [costs.device_kind(rank) for rank in range(cluster.size)]
+        if self._linked:
+            shapes: dict[int, int] = {}
+            self._shape = [shapes.setdefault(id(shape), len(shapes)) for shape in cluster.nodes.shapes]
+            leaves: dict[Hashable, int] = {}
+            self._leaf_kind = {name: leaves.setdefault(leaf, len(leaves)) for name, leaf in cluster.nodes.leaves.items()}
+
+    def of_replica(self, mesh: Mesh, replica: int) -> Hashable:
+        """Per rank its kind of device, and by number of first appearance its node and its leaf switch, with what these are.
+
+        Replicas of which this is equal cost the same in whatever they do alone.
+        """
+        ranks = _ranks_of_replica(mesh, replica)
+        devices = tuple(self._device[rank] for rank in ranks)
+        if not self._linked:  # priced by the size of the group alone; loading by the device's own path
+            return devices, tuple(self.path(rank) for rank in ranks)
+        cluster = self._costs.cluster
+        nodes, leaves = cluster.nodes, dict[str, int]()
+        seen: dict[int, int] = {}
+        places = []
+        for rank in ranks:
+            node, number = cluster.places[rank]
+            leaf = nodes.leaf[node]
+            places.append(
+                (
+                    seen.setdefault(node, len(seen)),
+                    number,
+                    self._shape[node],
+                    leaves.setdefault(leaf, len(leaves)),
+                    self._leaf_kind.get(leaf),
+                )
+            )
+        return devices, tuple(places)
+
+    def device(self, rank: int) -> str:
+        return self._device[rank]
+
+    def path(self, rank: int) -> Hashable:
+        """What a batch passes on its way to the rank's device."""
+        cluster = self._costs.cluster
+        device = cluster.devices[rank]
+        if self._linked:
+            node, number = cluster.places[rank]
+            name, topology = cluster.nodes.shapes[node].devices[number], cluster.nodes.shapes[node].topology
+        else:
+            name, topology = device_name(device.index, device.type.kind), cluster.topology
+        socket = topology.socket_of(name)
+        path = () if socket is None else topology.path(socket, name)
+        return tuple((link.lanes, link.bandwidth_bytes_per_s, link.latency_s) for link in path)
+
+
+def _shards_do_alike(layout: Layout) -> bool:
+    """No component is placed on one tp rank alone, and no value travels to or from one."""
+    return all(placement.kind != "place" for placement in layout.placement.values())
+
+
+def _shards_sit_alike(layout: Layout, kinds: _Kinds, replica: int) -> bool:
+    """Alone, every shard of a stage computes and loads as the first does."""
+    mesh = layout.plan.mesh
+    for stage in range(mesh.pp):
+        ranks = [mesh.rank(stage=stage, replica=replica, shard=shard) for shard in range(mesh.tp)]
+        if len({(kinds.device(rank), kinds.path(rank)) for rank in ranks}) > 1:
+            return False
+    return True
+
+
+def _pay_alike(price: Seconds, side_by_side: Iterable[Sequence[Work]]) -> bool:
+    """Whether works that are done side by side cost the same, up to rounding."""
+    for works in side_by_side:
+        seconds = [price(work) for work in works]
+        if max(seconds) - min(seconds) > 1e-12 * max(seconds):
+            return False
+    return True
+
+
+def _works_inside(layout: Layout, replica: int) -> Iterator[Sequence[Work]]:
+    """Per kind of communication inside a replica (conversion, transfer), the works that its tp shards do side by side."""
+    tp, samples = layout.plan.mesh.tp, layout.plan.microbatch_samples
+    seen: set[Hashable] = set()
+    for value in layout.model.values:
+        home = layout.stage_of_value[value.name]
+        if home is None:
+            continue
+        size_bytes, made = value.size_bytes(samples), layout.source[value.name]
+        for reading in layout.readings[value.name]:
+            ways = [(home, reading.stage, made.value, reading.ends.value, reading.ends.value)]
+            if value.differentiable:
+                ways.append((reading.stage, home, reading.ends.gradient, made.gradient, reading.ends.gradient))
+            for source, target, begin, end, moved in ways:
+                crossing = (source, target, moved, size_bytes)
+                if source != target and crossing not in seen:
+                    seen.add(crossing)
+                    ends = [(layout.rank(source, replica, s), layout.rank(target, replica, s)) for s in range(tp)]
+                    moved_bytes = transfer_bytes(size_bytes, moved, tp)
+                    yield [SendRecv(source=first, destination=last, size_bytes=moved_bytes) for first, last in ends]
+                for hop in conversion(begin, end, tp):
+                    converting = (home, hop, size_bytes)
+                    if hop.operation not in LOCAL_HOPS and converting not in seen:
+                        seen.add(converting)
+                        if hop.operation in POINT_TO_POINT_HOPS:
+                            pairs = [tuple(layout.rank(home, replica, shard) for shard in pair) for pair in hop_pairs(hop, tp)]
+                            yield [hop_message(hop, first, last, size_bytes, tp) for first, last in pairs]
+                            continue
+                        groups = hop_groups(hop, tp)
+                        ranks = [tuple(layout.rank(home, replica, shard) for shard in group) for group in groups]
+                        yield [hop_collective(hop, group, size_bytes, tp) for group in ranks]
+
+
+def _bucket_works(layout: Layout) -> Iterable[Sequence[Work]]:
+    """Per parameters in a gradient bucket, the sums of all shards that hold pieces (or whole ones, each for itself)."""
+    buckets: dict[Hashable, list[Work]] = {}
+    for bucket in layout.buckets:
+        if len(bucket.group) > 1:
+            names = tuple(parameter.name for parameter in bucket.parameters)
+            buckets.setdefault((bucket.stages, names), []).append(bucket_work(layout, bucket))
+    return dict.fromkeys(tuple(works) for works in buckets.values() if len(works) > 1)

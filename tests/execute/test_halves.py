@@ -1,0 +1,70 @@
+"""A backward in two halves gives the gradients of a whole one, and the halves do what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from parsim.model.autograd_cut import backward_component, forward_component
+from parsim.model.autograd_halves import backward_inputs, backward_weights
+from parsim.model.runnable import Runnable
+from parsim.model.spec import ModelSpec, build_module, example_batch, loss_of
+from parsim.model.trace import record
+
+SPECS = (
+    ModelSpec(name="mlp"),
+    ModelSpec(name="gpt_small", args=(("heads", 2), ("hidden", 16), ("layers", 2), ("seq", 16), ("vocab", 32))),
+    ModelSpec(name="vit_small"),
+    ModelSpec(name="resnet_small", args=(("width", 4),)),
+    ModelSpec(name="vgg_small"),
+)
+
+
+def recorded(spec: ModelSpec) -> tuple[list[Runnable], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    module = build_module(spec).double().train()
+    inputs, _ = example_batch(spec, 4, dtype=torch.float64, device="cpu")
+    return record(module, inputs, granularity="block", loss=loss_of(spec)), inputs
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_the_halves_of_every_component_add_up_to_its_backward(spec: ModelSpec) -> None:
+    runnables, _ = recorded(spec)
+    halved = whole = 0
+    for runnable in runnables:
+        shapes = [runnable.program.tensors[slot] for _, slot, _ in runnable.program.inputs]
+        if not any(runnable.input_differentiable) or not runnable.parameters():
+            continue
+        torch.manual_seed(1)
+        given = [torch.randn(tensor.shape, dtype=tensor.dtype) for tensor in shapes]
+        so_far = [
+            torch.randn_like(value) if flows else None
+            for value, flows in zip(given, runnable.input_differentiable, strict=True)
+        ]
+        results = []
+        for halves in (False, True):
+            for parameter in runnable.parameters():
+                parameter.grad = None
+            torch.manual_seed(2)
+            outputs, saved = forward_component(runnable, given)
+            backs = [
+                torch.ones_like(value) if edge is not None else None for value, edge in zip(outputs, saved.edges, strict=True)
+            ]
+            if halves:
+                gradients, half = backward_inputs(saved, runnable.parameters(), backs, so_far)
+                assert all(parameter.grad is None for parameter in runnable.parameters()), "the first half leaves them alone"
+                whole += half.whole is not None
+                halved += half.whole is None
+                backward_weights(half)
+            else:
+                gradients = backward_component(saved, backs, so_far)
+            results.append((gradients, [parameter.grad for parameter in runnable.parameters()]))
+        for mine, theirs in zip(results[1][0], results[0][0], strict=True):
+            assert (mine is None) == (theirs is None)
+            if mine is not None and theirs is not None:
+                torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        for mine, theirs in zip(results[1][1], results[0][1], strict=True):
+            assert mine is not None
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    assert halved > whole, "most components are cut operator by operator"

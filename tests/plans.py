@@ -1,0 +1,59 @@
+"""Random plans of the hand-made sharded model: every mesh, placement, pipeline order and chunk count that small ranks allow."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from parsim.model.model import Model
+from parsim.plan.mesh import Mesh
+from parsim.plan.pipeline import CHUNKED_ORDERS, PIPELINE_ORDERS
+from parsim.plan.placement import BATCH, REPLICATE, Placement
+from parsim.plan.plan import Plan, Stage
+from tests.models import sharded_model
+
+MODEL = sharded_model()
+NAMES = tuple(component.name for component in MODEL.components)
+
+
+def choices(model: Model, name: str, tp: int, *, placed: bool = True) -> list[Placement]:
+    """Every placement a component can have; `placed`: on one tp rank alone, too."""
+    found = [BATCH]
+    if tp > 1:
+        found.append(REPLICATE)
+        if placed:
+            found += [Placement("place", shard=shard) for shard in range(tp)]
+    for sharding in model.component(name).shardings:
+        found += [
+            Placement("shard", rule=sharding.rule, ways=ways)
+            for ways in range(2, tp + 1)
+            if tp % ways == 0 and sharding.limit % ways == 0
+        ]
+    return found
+
+
+@st.composite
+def plans(draw: st.DrawFn, *, replicas: tuple[int, ...] = (1, 2), placed: bool = True) -> Plan:
+    mesh = Mesh(pp=draw(st.integers(1, 3)), dp=draw(st.sampled_from(replicas)), tp=draw(st.sampled_from([1, 2, 4])))
+    order = draw(st.sampled_from(sorted(PIPELINE_ORDERS)))
+    chunks = 2 if order in CHUNKED_ORDERS and mesh.pp == 2 and draw(st.booleans()) else 1
+    count = mesh.pp * chunks
+    cuts = sorted(draw(st.sets(st.integers(1, len(NAMES) - 1), min_size=count - 1, max_size=count - 1)))
+    bounds = list(zip([0, *cuts], [*cuts, len(NAMES)], strict=True))
+    stages = tuple(
+        Stage(
+            components=NAMES[first:last],
+            ranks=mesh.stage_ranks(number),
+            placements=tuple(draw(st.sampled_from(choices(MODEL, name, mesh.tp, placed=placed))) for name in NAMES[first:last]),
+        )
+        for number, (first, last) in enumerate(bounds)
+    )
+    return Plan(
+        strategy="custom",
+        mesh=mesh,
+        stages=stages,
+        global_batch=16 * max(replicas),
+        microbatches=draw(st.sampled_from([1, 2, 4])),
+        pipeline_order=order,
+        bucket_bytes=draw(st.sampled_from([1, 3000, 10**6])),
+        zero_stage=draw(st.integers(0, 1)),
+    )
