@@ -49,11 +49,11 @@ class ControllerConfig:
     """
 
     smoothing: float = 0.9
-    threshold: float = 0.15
-    patience: int = 3
+    threshold: float = 0.4
+    patience: int = 2
     epoch_threshold: float = 0.05
     least_share: float = 0.01
-    least_improvement: float = 0.05
+    least_improvement: float = 0.1
     margin: float = 1.0
     settle_windows: int = 2
     ask_probes: bool = True
