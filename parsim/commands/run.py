@@ -39,6 +39,7 @@ def run(
         launch_job,
         measured,
         run_spec,
+        with_every_rank,
     )
     from parsim.commands.write_report import write_run_files
     from parsim.execute.job import Job
@@ -54,6 +55,7 @@ def run(
     with progress("Planning"):
         asked = answer(config)
     check_runnable(asked, nproc)
+    asked = with_every_rank(asked)
     plan = asked.evaluation.result.plan
     folder = RunFolder(out) if resume and out is not None else new_folder(out, file.stem)
     steps = total_steps(config)
@@ -75,7 +77,7 @@ def run(
     changed = [decision for decision in decisions if decision["plan"] is not None]
     if changed:
         plan = Plan.from_json(changed[-1]["plan"])
-        asked = replace(asked, evaluation=evaluate(asked.problem, plan))
+        asked = replace(asked, evaluation=evaluate(asked.problem, plan, fold=False))
         plan.save(folder.plan)
     seen = measured(folder, "run", asked.evaluation)
     comparison = judge(asked.problem, asked.evaluation, seen)

@@ -34,6 +34,7 @@ def validate(
         measured,
         reopen,
         run_spec,
+        with_every_rank,
     )
     from parsim.commands.write_report import write_run_files
     from parsim.execute.job import Job
@@ -46,6 +47,7 @@ def validate(
         with progress("Planning"):
             asked = answer(config)
         check_runnable(asked, None)
+        asked = with_every_rank(asked)
         folder, name = new_folder(out, f"{target.stem}-validation"), "run"
         plan = asked.evaluation.result.plan
         folder.write_question(config, asked.problem.model, plan, asked.problem.cluster.profile)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +95,14 @@ def check_runnable(asked: Answer, nproc: int | None) -> None:
             f"training.precision = {asked.config.training.precision!r}: the executor computes in training.dtype, mixed "
             'precision is only simulated; set precision = "fp32"'
         )
+
+
+def with_every_rank(asked: Answer) -> Answer:
+    """The answer with every rank simulated: what is measured has every rank, and is compared task by task."""
+    if not asked.evaluation.folding.is_folded:
+        return asked
+    result = asked.evaluation.result
+    return replace(asked, evaluation=evaluate(asked.problem, result.plan, reason=result.reason, fold=False))
 
 
 def run_spec(asked: Answer, name: str, model_path: Path) -> RunSpec:
@@ -188,7 +196,8 @@ def ask_again(folder: RunFolder) -> Answer:
         precision=config.training.precision,
         optimizer=config.training.optimizer,
     )
-    return Answer(config=config, problem=problem, evaluation=evaluate(problem, plan), search=None)
+    fold = False if folder.job.is_file() else None
+    return Answer(config=config, problem=problem, evaluation=evaluate(problem, plan, fold=fold), search=None)
 
 
 def reopen(path: Path) -> tuple[RunFolder, Answer, str]:

@@ -120,7 +120,7 @@ def probes_of(problem: Problem, timed: Sequence[tuple[Collective | SendRecv, flo
 
 def expected_seconds(problem: Problem, plan: Plan) -> dict[WorkClass, float]:
     """The seconds per step of a plan's work by class under the problem's own costs, slowdown by overlap included."""
-    return _class_seconds(evaluate(problem, plan, samples=0))
+    return _class_seconds(evaluate(problem, plan, samples=0, fold=False))
 
 
 def _class_seconds(evaluation: Evaluation) -> dict[WorkClass, float]:
@@ -220,7 +220,7 @@ class PricedPlan:
 
 def priced(problem: Problem, plan: Plan) -> PricedPlan:
     """Raises ScheduleError for a plan that does not fit, else as `evaluate`."""
-    evaluation = evaluate(problem, plan, samples=0)
+    evaluation = evaluate(problem, plan, samples=0, fold=False)
     if not evaluation.result.fits:
         raise ScheduleError(f"{plan.summary()} does not fit: {evaluation.result.warnings[0]}; leave it out of the pool")
     columns = evaluation.compiled.columns

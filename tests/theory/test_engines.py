@@ -16,6 +16,7 @@ from strategies import random_durations_s, random_graph, timed_graphs
 from parsim.analyze.bounds import lower_bound_s
 from parsim.analyze.critical_path import critical_path
 from parsim.costs.estimate import OverlapFactors
+from parsim.errors import GraphError
 from parsim.graph.task import COMPUTE, Origin, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.simulate import dynamic, static
@@ -250,3 +251,22 @@ def test_samples_are_independent_rows() -> None:
     one_by_one = [static.simulate(compiled, row).makespan_s for row in rows]
     assert static.makespans_s(compiled, rows).tolist() == one_by_one
     assert static.makespans_s(compiled, rows[:0]).shape == (0,)
+
+
+def test_durations_per_unit_are_those_per_task() -> None:
+    """Tasks that share a column of durations: the same numbers as with a column each, with and without slowdown."""
+    random = Random(11)
+    graph = random_graph(random, most_tasks=60)
+    n = len(graph.tasks)
+    unit = np.array([random.randrange(5) for _ in range(n)])
+    columns = np.random.default_rng(1).uniform(0.0, 1.0, (7, 5))
+    for overlap in (None, OverlapFactors(compute=1.5, communication=1.25)):
+        whole = static.step_times_s(graph, columns[:, unit], steps=3, overlap=overlap)
+        assert static.step_times_s(graph, columns, steps=3, overlap=overlap, unit=unit).tolist() == whole.tolist()
+    with pytest.raises(GraphError, match=r"durations_s must have shape \[samples, units\] and unit"):
+        static.step_times_s(graph, columns, steps=1, unit=unit[:-1])
+    with pytest.raises(GraphError, match="unit names columns 0 to 7, durations_s has 0 to 4"):
+        static.step_times_s(graph, columns, steps=1, unit=np.where(np.arange(n) == 0, 7, np.minimum(unit, 0)))
+    columns[2, unit[3]] = np.nan
+    with pytest.raises(GraphError, match=r"task \d+ .* has duration nan s in sample 2"):
+        static.step_times_s(graph, columns, steps=1, unit=unit)

@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 
 from parsim.costs.corrected import Corrections
 from parsim.costs.costs import Costs
+from parsim.errors import DeadlockError
 from parsim.graph.expand import lower_columns
 from parsim.graph.fold import Folding, folding_of, unfolded
 from parsim.graph.layout import Layout
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
+from parsim.plan import pipeline
 from parsim.plan.mesh import Mesh
+from parsim.plan.pipeline import Actions
 from parsim.plan.placement import parse_placement
 from parsim.plan.plan import Plan, Stage
 from parsim.schedule.evaluate import evaluate
@@ -204,6 +207,19 @@ def test_noise_of_single_ranks_forbids_folding() -> None:
         pytest.skip("the profile states no noise to change")
     noisy = replace(machine, profile=machine.profile.model_copy(update={"noise": noise.model_copy(update={"rank_sigma": 0.1})}))
     assert not evaluate(replace(problem, cluster=noisy), plan, samples=2, fold=True).folding.is_folded
+
+
+def test_a_deadlocking_order_is_refused_before_anything_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of PIPELINE_ORDERS that runs the last microbatch's backward first: the plan's layout shows the grid."""
+
+    def backwards(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
+        good = pipeline.gpipe(rank, ranks, microbatches, chunks)
+        return (*good[microbatches:], *good[:microbatches]) if rank == 0 else good
+
+    monkeypatch.setattr(pipeline, "PIPELINE_ORDERS", {**pipeline.PIPELINE_ORDERS, "backwards": backwards})
+    plan = replace(uniform_plan(Mesh(pp=2)), pipeline_order="backwards")
+    with pytest.raises(DeadlockError, match=r"(?s)by rank\n0 +\*0B0.*waits for 0F0, 1B0\n1 +\*1F0 .*waits for 0F0"):
+        Layout(plan, MODEL)
 
 
 def test_only_the_ranks_that_stand_for_others_are_lowered() -> None:
