@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from parsim.errors import ProfileError
 from parsim.hardware.device import Device, DeviceType
@@ -120,9 +120,15 @@ def cluster_from_profile(
     topology = Topology(links=links)
     if profile.communication.link_model is not None:
         _check_connected(profile, Topology(links=node_links(profile)))
-    return Cluster(
-        name=name, devices=tuple(known[index] for index in wanted), topology=topology, profile=profile, network=joined
+    return _first_equal(
+        Cluster(name=name, devices=tuple(known[index] for index in wanted), topology=topology, profile=profile, network=joined)
     )
+
+
+@lru_cache(maxsize=8)
+def _first_equal(cluster: Cluster) -> Cluster:
+    """The first of equal clusters: what is remembered of one is found by identity, not by comparing thousands of links."""
+    return cluster
 
 
 def _devices(profile: Profile, nodes: int) -> dict[int, Device]:

@@ -25,14 +25,16 @@ from parsim.plan.pipeline import halves_waiting, moments
 
 
 def plan_memory(layout: Layout, cluster: Cluster, *, precision: str, optimizer: str) -> tuple[RankMemory, ...]:
-    """One RankMemory per rank, in rank order. Ranks at one place of different replicas differ only by their device."""
+    """One RankMemory per rank, in rank order. Ranks at one place of different replicas differ only by their device; so do tp
+    ranks of a stage where no component is placed on one of them."""
     plan, model = layout.plan, layout.model
+    alike = all(placement.kind != "place" for stage in plan.stages for placement in stage.placements)
     known: dict[tuple[int, int, str], RankMemory] = {}
     memories = []
     for rank in range(plan.world_size):
         device = cluster.devices[rank].type
         stage = plan.stage_of_rank(rank)
-        place = (stage, plan.shard_of_rank(rank), device.name)
+        place = (stage, 0 if alike else plan.shard_of_rank(rank), device.name)
         if place not in known:
             messages = _messages(layout, rank)
             names = layout.rank_components(rank)

@@ -197,6 +197,19 @@ def test_any_mixture(placements: tuple[str, ...], zero_stage: int, microbatches:
     assert all(big.total_bytes >= small.total_bytes for big, small in zip(more, found, strict=True))
 
 
+@settings(max_examples=40)
+@given(
+    placements=st.tuples(
+        *(st.sampled_from([kind for kind in KINDS[name] if "place" not in kind]) for name in ("a", "b", "c", "d", "loss"))
+    ),
+    zero_stage=st.integers(0, 1),
+)
+def test_tp_ranks_hold_alike_where_no_component_is_placed_on_one(placements: tuple[str, ...], zero_stage: int) -> None:
+    layout = Layout(plan(*placements, zero_stage=zero_stage), MODEL)
+    assert all(rank_boundary(layout, rank) == rank_boundary(layout, 0) for rank in range(4))
+    assert all(rank_weights(layout, rank) == rank_weights(layout, 0) for rank in range(4))
+
+
 def test_optimizer_state_is_what_the_executor_keeps() -> None:
     pytest.importorskip("torch")
     from parsim.execute.optimizer import OPTIMIZERS, state_bytes_per_element
