@@ -194,11 +194,12 @@ def _run_plans(asked: Answer, path: Path) -> list[RealRun]:
     from dataclasses import replace
 
     from parsim.commands.run_folder import RunFolder
-    from parsim.commands.workflow import device_kind, judge, launch_job, measured, run_spec
+    from parsim.commands.workflow import device_kind, every_rank, judge, launch_job, measured, run_spec
     from parsim.execute.job import Job
 
     assert asked.search is not None, "the demo's file leaves the plan to the search"
-    evaluations = [entry for entry in asked.search.candidates if entry.result.fits][:PLANS_RUN]
+    fitting = [entry for entry in asked.search.candidates if entry.result.fits]
+    evaluations = [every_rank(asked.problem, entry) for entry in fitting[:PLANS_RUN]]
     folder: RunFolder = RunFolder(path)
     folder.write_question(asked.config, asked.problem.model, evaluations[0].result.plan, asked.problem.cluster.profile)
     names = [entry.result.strategy for entry in evaluations]

@@ -31,10 +31,10 @@ def simulate(
     from parsim.commands.folder import describe, write_prediction
     from parsim.commands.run_folder import new_folder, write_json
     from parsim.commands.scenario import check_options, play, scenario_tables
-    from parsim.commands.workflow import answer
+    from parsim.commands.workflow import answer, with_every_rank
     from parsim.report.chrome_trace import task_label
     from parsim.report.tables import breakdown_table, memory_table, strategy_table
-    from parsim.schedule.evaluate import evaluate
+    from parsim.schedule.evaluate import MANY_RANKS, evaluate
 
     check_options(engine, scenario, whole_run)
     changes = [*(overrides or []), *([f"plan.strategy={json.dumps(strategy)}"] if strategy else [])]
@@ -45,6 +45,8 @@ def simulate(
         if engine != "static":
             result = asked.evaluation.result
             asked = replace(asked, evaluation=evaluate(asked.problem, result.plan, engine=engine, reason=result.reason))
+        elif asked.evaluation.result.plan.world_size <= MANY_RANKS:
+            asked = with_every_rank(asked)
         happening = None
         if scenario is not None:
             asked, happening = play(asked, scenario, whole_run)

@@ -99,10 +99,14 @@ def check_runnable(asked: Answer, nproc: int | None) -> None:
 
 def with_every_rank(asked: Answer) -> Answer:
     """The answer with every rank simulated: what is measured has every rank, and is compared task by task."""
-    if not asked.evaluation.folding.is_folded:
-        return asked
-    result = asked.evaluation.result
-    return replace(asked, evaluation=evaluate(asked.problem, result.plan, reason=result.reason, fold=False))
+    return replace(asked, evaluation=every_rank(asked.problem, asked.evaluation))
+
+
+def every_rank(problem: Problem, evaluation: Evaluation) -> Evaluation:
+    """The evaluation with every rank simulated, for whoever shows or compares its timeline."""
+    if not evaluation.folding.is_folded:
+        return evaluation
+    return evaluate(problem, evaluation.result.plan, reason=evaluation.result.reason, fold=False)
 
 
 def run_spec(asked: Answer, name: str, model_path: Path) -> RunSpec:

@@ -8,8 +8,8 @@ whoever simulates refuses to fold.
 
 Two kinds of ranks are folded:
 
-    replicas   whose ranks sit alike: devices of one kind at the same numbers in nodes that are built and joined alike, so
-               that whatever stays in the replica costs the same. What crosses replicas is one task for all of them.
+    replicas   in which whatever stays inside costs the same, links shared with the neighbours included. What crosses
+               replicas is one task for all of them.
     tp shards  where every component runs on all tp ranks alike (none placed on one of them), if all collectives of a kind that
                the shards do side by side cost the same.
 
@@ -110,18 +110,29 @@ def folding_of(layout: Layout, costs: Costs, seconds: Seconds | None = None) -> 
 
 
 def _replicas_of(layout: Layout, kinds: _Kinds, seconds: Seconds) -> tuple[int, ...]:
-    """Per replica the first in which everything costs the same: by where its ranks sit, else by asking for every price."""
+    """Per replica the first in which everything costs the same: by where its ranks sit, else by asking for every price.
+
+    Where groups that run at once slow one another, what a replica pays depends on its neighbours: then every price is asked.
+    """
     mesh = layout.plan.mesh
     by_place: dict[Hashable, int] = {}
-    placed = [by_place.setdefault(kinds.of_replica(mesh, replica), replica) for replica in range(mesh.dp)]
+    placed = [
+        by_place.setdefault(replica if kinds.share_links else kinds.of_replica(mesh, replica), replica)
+        for replica in range(mesh.dp)
+    ]
     by_price: dict[Hashable, int] = {}
     priced: dict[int, int] = {}
     for replica in by_place.values() if len(by_place) > 1 else ():
         ranks = _ranks_of_replica(mesh, replica)
         alone = tuple((kinds.device(rank), kinds.path(rank)) for rank in ranks)
-        together = tuple(tuple(map(seconds, works)) for works in _works_inside(layout, replica))
+        together = tuple(tuple(_rounded(seconds(work)) for work in works) for works in _works_inside(layout, replica))
         priced[replica] = by_price.setdefault((alone, together), replica)
     return tuple(priced.get(replica, replica) for replica in placed)
+
+
+def _rounded(seconds: float) -> float:
+    """To what sums in another order leave alike."""
+    return float(f"{seconds:.12g}")
 
 
 def _ranks_of_replica(mesh: Mesh, replica: int) -> list[int]:
@@ -135,6 +146,7 @@ class _Kinds:
         self._costs = costs
         cluster = costs.cluster
         self._linked = cluster.profile.communication.link_model is not None
+        self.share_links = costs.shares_links
         self._device = [costs.device_kind(rank) for rank in range(cluster.size)]
         if self._linked:
             shapes: dict[int, int] = {}

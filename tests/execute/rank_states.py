@@ -19,7 +19,7 @@ from parsim.model.component import LOSS
 from parsim.model.spec import ModelSpec, load_model
 from parsim.plan.mesh import Mesh
 from parsim.plan.plan import Plan, Stage
-from tests.theory.test_mixed_lowering import choices
+from tests.plans import choices
 
 CPU = torch.device("cpu")
 TABLE = ModelSpec(name="tests.execute.placed_modules:shared_table", input_shape=(6,))

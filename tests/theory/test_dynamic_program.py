@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import GRID_S, random_graph
 
-from parsim.algorithms.arrival_program import served_by_arrival
 from parsim.algorithms.arrivals import merge_events
 from parsim.costs.estimate import OverlapFactors
 from parsim.errors import GraphError
@@ -86,35 +85,6 @@ def test_a_counter_serves_one_at_a_time_and_first_come_first(program: TrainingPr
     assert np.all(starts[1:] >= ends[:-1])
     users = sum(COUNTER in task.resources for number, _ in program.steps for task in program.parts[number].graph.tasks)
     assert len(served) == len(set(served)) == users
-
-
-def test_counters_serve_as_the_event_queue_of_algorithms_finds() -> None:
-    """Two simulations written apart: without ties in time, the same tasks in the same order."""
-    alike = 0
-    for seed in range(300):
-        random = Random(seed)
-        graph = with_counter(random_graph(random, most_ranks=5, most_tasks=24), random)
-        if COUNTER not in graph.issue_order:
-            continue
-        durations = np.array([random.uniform(0.1, 2.0) for _ in graph.tasks])
-        program = TrainingProgram(parts=(Part(graph=graph, durations_s=durations),), arrival=frozenset({COUNTER}))
-        wanted = served_by_arrival(graph, durations, [COUNTER]).issue_order[COUNTER]
-        got = tuple(task for _, task in dynamic.run_program(program).served[COUNTER])
-        assert got == wanted or tied(graph, durations, program), f"seed {seed}"
-        alike += got == wanted and len(got) > 2
-    assert alike > 100
-
-
-def tied(graph: TaskGraph, durations: np.ndarray, program: TrainingProgram) -> bool:
-    """Whether two tasks came to the counter in one instant, when each simulation has a rule of its own."""
-    done = dynamic.run_program(program, record=True)
-    came = []
-    before = {resource: dict(zip(order[1:], order, strict=False)) for resource, order in graph.issue_order.items()}
-    for task in graph.tasks:
-        if COUNTER in task.resources:
-            queued = [before[it][task.index] for it in task.resources if it != COUNTER and task.index in before[it]]
-            came.append(max((done.end_s[need] for need in (*task.dependencies, *queued)), default=0.0))
-    return len(set(came)) < len(came)
 
 
 @given(programs(counter=False))
