@@ -198,8 +198,10 @@ def _run_plans(asked: Answer, path: Path) -> list[RealRun]:
     from parsim.execute.job import Job
 
     assert asked.search is not None, "the demo's file leaves the plan to the search"
-    fitting = [entry for entry in asked.search.candidates if entry.result.fits]
-    evaluations = [every_rank(asked.problem, entry) for entry in fitting[:PLANS_RUN]]
+    programs = {  # two families may meet in one plan: it runs once
+        replace(entry.result.plan, strategy="custom"): entry for entry in reversed(asked.search.candidates) if entry.result.fits
+    }
+    evaluations = [every_rank(asked.problem, entry) for entry in reversed(programs.values())][:PLANS_RUN]
     folder: RunFolder = RunFolder(path)
     folder.write_question(asked.config, asked.problem.model, evaluations[0].result.plan, asked.problem.cluster.profile)
     names = [entry.result.strategy for entry in evaluations]
