@@ -90,7 +90,10 @@ def search(
             continue
         try:
             plans = mixed_plans(problem, solutions) if name == "adaptive" else FAMILIES[name](problem)
-            judged.extend(_judge_family(problem, _respecting(problem, plans), quick))
+            members, left_out = _members(plans)
+            judged.extend(_judge_family(problem, _respecting(problem, members), quick))
+            if left_out is not None:
+                skipped[name] = f"judged without some of its plans: {left_out}"
         except ScheduleError as error:
             skipped[name] = str(error)
         except CostError as error:
@@ -122,9 +125,21 @@ def search(
     )
 
 
-def _respecting(problem: Problem, plans: Iterable[Plan]) -> list[Plan]:
+def _members(plans: Iterable[Plan]) -> tuple[list[Plan], CostError | None]:
+    """The plans up to the first that cannot be priced, and why it cannot. Raises CostError if that is the first."""
+    found: list[Plan] = []
+    try:
+        for plan in plans:
+            found.append(plan)
+    except CostError as error:
+        if not found:
+            raise
+        return found, error
+    return found, None
+
+
+def _respecting(problem: Problem, found: list[Plan]) -> list[Plan]:
     """Those that keep the problem's pins and forbids. Raises ScheduleError if none does."""
-    found = list(plans)
     if not problem.pins and not problem.forbids:
         return found
     kept = [

@@ -87,7 +87,7 @@ global_batch = 64
 optimizer = "adam"
 learning_rate = 0.001
 dtype = "float64"
-epochs = 16
+epochs = 40
 [plan]
 strategy = "custom"
 mesh = {{ tp = 2 }}
@@ -109,5 +109,7 @@ def test_an_adaptive_run_leaves_a_bad_plan_and_trains_as_without(tmp_path: Path)
     assert changed, adaptive["decisions"]
     assert all(decision["reason"] for decision in adaptive["decisions"])
     assert len(adaptive["losses"]) == len(straight["losses"]) > changed[0]["step"]
-    assert adaptive["losses"] == pytest.approx(straight["losses"], abs=1e-10)
+    compared = changed[0]["step"] + 200  # in a thousand steps of Adam the order of summation alone makes 1e-10
+    assert adaptive["losses"][:compared] == pytest.approx(straight["losses"][:compared], abs=1e-10)
+    assert adaptive["losses"] == pytest.approx(straight["losses"], abs=1e-7)
     assert adaptive["losses"][-1] < adaptive["losses"][0]
