@@ -76,7 +76,7 @@ def parts(model: Model, plan: Plan) -> None:
     layout = Layout(plan, model)
     folding = folding_of(layout, costs)
     columns = lower_columns(plan, model, layout, folding)
-    estimates = asked.price(columns.units, plan.world_size)
+    estimates = asked.price(columns.units, plan.mesh)
     medians = medians_s(estimates)[columns.unit]
     compiled = compile_graph(columns)
     timeline = simulate(compiled, medians)
@@ -85,7 +85,7 @@ def parts(model: Model, plan: Plan) -> None:
         "plan over model (layout)": seconds(lambda: Layout(plan, model).buckets),
         "which ranks stand for which": seconds(lambda: folding_of(layout, costs)),
         "lowering": seconds(lambda: lower_columns(plan, model, layout, folding)),
-        "pricing": seconds(lambda: problem(model, machine, plan).price(columns.units, plan.world_size)),
+        "pricing": seconds(lambda: problem(model, machine, plan).price(columns.units, plan.mesh)),
         "compiling": seconds(lambda: compile_graph(columns)),
         "one timeline": seconds(lambda: simulate(compiled, medians)),
         "four steps": seconds(lambda: step_times_s(compiled, medians[None, :], steps=4)),

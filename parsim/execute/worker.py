@@ -35,6 +35,7 @@ from parsim.execute.streams import TaskTime, make_streams
 from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
 from parsim.graph.taskgraph import TaskGraph
+from parsim.model.component import LOSS
 from parsim.model.live_memory import LiveBytes
 from parsim.model.model import Model
 from parsim.plan.plan import Plan
@@ -278,10 +279,10 @@ def _train(job: Job, entry: RankRun, place: Place, groups: ProcessGroups) -> Ran
                 best = _keep_if_better(job, entry, place, best)
         if done == job.steps or (job.checkpoint_every and done % job.checkpoint_every == 0):
             _save(folder, entry)
-        if place.rank == place.world_size - 1 and (time.monotonic() - said > SAY_EVERY_S or done == job.steps):
+        speaker, share = _speaker(entry.layout)
+        if place.rank == speaker and (time.monotonic() - said > SAY_EVERY_S or done == job.steps):
             said = time.monotonic()
-            replicas = entry.layout.plan.mesh.dp
-            _say({"step": f"{done}/{job.steps}", "loss of the last replica": f"{entry.losses[-1] * replicas:.4f}"})
+            _say({"step": f"{done}/{job.steps}", "loss on its last samples": f"{entry.losses[-1] / share:.4f}"})
     dist.barrier()
     if place.rank == 0:
         last = checkpoint.latest_checkpoint(folder)
@@ -341,6 +342,15 @@ def _save(folder: Path, entry: RankRun) -> None:
         rank=stage.rank,
         world_size=stage.layout.plan.world_size,
     )
+
+
+def _speaker(layout: Layout) -> tuple[int, float]:
+    """The last rank whose loss counts, and the share of the batch that it sees."""
+    plan, placement = layout.plan, layout.placement[LOSS]
+    mesh = plan.mesh
+    shard = {"place": placement.shard, "replicate": 0}.get(placement.kind, mesh.tp - 1)
+    share = placement.batch_ways(mesh.tp) / mesh.tp / mesh.dp
+    return plan.stages[-1].ranks[(mesh.dp - 1) * mesh.tp + shard], share
 
 
 def _say(event: Mapping[str, object]) -> None:
