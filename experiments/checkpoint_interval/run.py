@@ -9,7 +9,6 @@ interval of the shortest mean run, and by how much the run grows when a formula'
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.spec import ModelSpec, load_model
@@ -194,10 +194,7 @@ def main() -> None:
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     rows = [row(case, 100 if chosen.quick else 1000, chosen.seed) for case in cases(chosen.quick)]
-    with (chosen.out / "intervals.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, fieldnames=list(rows[0]))
-        table.writeheader()
-        table.writerows(rows)
+    write_csv(chosen.out / "intervals.csv", rows)
     if chosen.json:
         print(json.dumps(rows))
         return

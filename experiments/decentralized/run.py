@@ -10,7 +10,6 @@ Tables go to DIR as CSV, figures as HTML; the finding stands in README.md.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import time
 from collections.abc import Callable
@@ -24,6 +23,8 @@ from figures import draw
 from learning import ada_rows, figure_rows, gap_rows, learning_checks
 from times import scaling_rows, time_checks, time_rows
 from whole_epochs import epoch_rows
+
+from parsim.files import write_csv
 
 Row = dict[str, Any]
 Tables = dict[str, list[Row]]
@@ -83,13 +84,6 @@ def rounded(row: Row) -> Row:
     return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in row.items()}
 
 
-def write_csv(path: Path, rows: list[Row]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(map(rounded, rows))
-
-
 def show(name: str, rows: list[Row]) -> None:
     """A table of at most 80 lines; the whole is in the CSV file."""
     print(f"\n{name}")
@@ -119,7 +113,7 @@ def main() -> None:
     for part in wanted:
         made = PARTS[part](arguments)
         for name, rows in made.items():
-            write_csv(arguments.out / f"{name}.csv", rows)
+            write_csv(arguments.out / f"{name}.csv", [rounded(row) for row in rows])
         tables |= made
     draw(arguments.out, tables)
     result = {**tables, "checks": checks(tables), "wall_s": time.perf_counter() - began}

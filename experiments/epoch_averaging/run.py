@@ -8,7 +8,6 @@ Tables go to DIR as CSV, figures as HTML; the finding stands in README.md.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 import time
@@ -23,6 +22,7 @@ import torch
 from parsim.algorithms.arrivals import amdahl_efficiency, master_synchronisation_s, pairwise_merge_s, ring_synchronisation_s
 from parsim.algorithms.averaging import MergeRule, OuterOptimizer, arrival_weights, effective_workers
 from parsim.algorithms.periods import at_end, every_epochs, every_steps, post_local
+from parsim.files import write_csv
 from parsim.virtual.arrivals import train_by_arrival
 from parsim.virtual.local import LocalOptimizer, LocalTraining
 from parsim.virtual.problems import Problem, load_problem, perceptron
@@ -235,13 +235,6 @@ def checks(tables: dict[str, list[Row]]) -> dict[str, bool]:
         "a 2x straggler halves the synchronous rate": straggler["average"]["epochs_per_s_against_no_straggler"] == 0.5,
         "merging keeps >= .93 of (7 + .5)/8": straggler["half"]["epochs_per_s_against_no_straggler"] >= 0.93 * 7.5 / 8,
     }
-
-
-def write_csv(path: Path, rows: list[Row]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def draw(out: Path, tables: dict[str, list[Row]], curves: dict[str, list[Row]]) -> None:

@@ -11,7 +11,6 @@ accounts for (the process itself, gloo's scratch copies) is on neither side.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import json
 import statistics
@@ -24,6 +23,7 @@ from typing import Any
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.launch import launch
 from parsim.execute.measurement import RankRecord
+from parsim.files import write_csv
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
@@ -77,10 +77,7 @@ def main() -> None:
     questions = [question for question in QUESTIONS if names is None or question.spec.name in names]
     rows = [row for question in questions[: 2 if asked.quick else None] for row in measure(question)]
     asked.out.mkdir(parents=True, exist_ok=True)
-    with (asked.out / "memory.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, fieldnames=list(rows[0]))
-        table.writeheader()
-        table.writerows(rows)
+    write_csv(asked.out / "memory.csv", rows)
     if asked.json:
         print(json.dumps(rows))
         return

@@ -11,7 +11,6 @@ single-process training.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import random
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from parsim.files import write_csv
 from tests.execute.equality import compare_case, run_cases
 from tests.execute.mixed import MODELS, random_case
 
@@ -45,10 +45,7 @@ def main() -> None:
             rows.append(compare(name, processes, plans, steps, chosen.seed))
             print(rows[-1], file=sys.stderr, flush=True)
     chosen.out.mkdir(parents=True, exist_ok=True)
-    with (chosen.out / "mixed_plans.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, fieldnames=list(rows[0]))
-        table.writeheader()
-        table.writerows(rows)
+    write_csv(chosen.out / "mixed_plans.csv", rows)
     if chosen.json:
         print(json.dumps(rows))
         return

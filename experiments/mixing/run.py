@@ -10,13 +10,13 @@ every component of ViT-B/16 under the memory limits where one exists.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import plotly.graph_objects as go
 
+from parsim.files import write_csv
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.spec import ModelSpec, load_model
@@ -49,10 +49,7 @@ def main() -> None:
             rows.append(line)
             if name == "vit_b_16" and mixed is not None:
                 drawn[f"{limit:g} GiB"] = mixed
-    with (chosen.out / "mixing.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, fieldnames=list(rows[0]))
-        table.writeheader()
-        table.writerows(rows)
+    write_csv(chosen.out / "mixing.csv", rows)
     if drawn:
         strategy_map(drawn).write_html(chosen.out / "vit_b_16_placements.html", include_plotlyjs=True)
     if chosen.json:

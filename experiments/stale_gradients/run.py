@@ -8,7 +8,6 @@ Tables go to DIR as CSV, figures as HTML; the finding stands in README.md.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 import time
@@ -24,6 +23,7 @@ from parsim.algorithms.graphs import mixing_graph
 from parsim.algorithms.program import simulate_program
 from parsim.algorithms.programs import TickModules, tick_durations_s, tick_program
 from parsim.algorithms.staleness import ModuleTimes, balanced_speedup, decoupling, stage_seconds
+from parsim.files import write_csv
 from parsim.virtual.agent import TickRule, cut_sequential
 from parsim.virtual.problems import Problem, load_problem, perceptron
 from parsim.virtual.ticks import TickEngine
@@ -214,13 +214,6 @@ def checks(accuracies: list[dict[str, Any]], times: list[dict[str, Any]]) -> dic
         "every specified accuracy within 0.02": all(row["within_tolerance"] is not False for row in accuracies),
         "beta .5 slows the short run": by_name["fdg K=4 stash lr .05 beta .5"] < by_name["fdg K=4 stash lr .05"],
     }
-
-
-def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def draw(out: Path, accuracies: list[dict[str, Any]], times: list[dict[str, Any]]) -> None:

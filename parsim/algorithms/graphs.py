@@ -245,11 +245,6 @@ def connections(matrix: Matrix) -> int:
     return int((links.sum(0) - links.diagonal()).max())
 
 
-def reverse_links(matrix: Matrix) -> Matrix:
-    """The same graph with every message sent the other way: W^T."""
-    return matrix.T.copy()
-
-
 def stochastic_error(matrix: Matrix) -> tuple[float, float]:
     """The largest distance from 1 of a row's sum and of a column's sum."""
     return float(np.abs(matrix.sum(1) - 1.0).max()), float(np.abs(matrix.sum(0) - 1.0).max())

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from parsim.costs.corrected import Corrections
-from parsim.errors import ScheduleError
 from parsim.execute.job import AdaptiveSpec, RunSpec
 from parsim.execute.measurement import merge_times
 from parsim.execute.streams import TaskTime
@@ -24,11 +22,9 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
 from parsim.plan.plan import Plan
-from parsim.schedule.adaptive import Choice, Controller, PlanFor, Replan
-from parsim.schedule.adaptive_planning import controller_for, expected_seconds, observation_of, task_seconds
-from parsim.schedule.evaluate import evaluate
+from parsim.schedule.adaptive import Controller, Replan
+from parsim.schedule.adaptive_planning import controller_for, observation_of, search_planner, task_seconds
 from parsim.schedule.problem import Problem
-from parsim.schedule.search import search
 
 REBUILD_S = 2.0
 """Assumed seconds of a switch beside the moving of weights: recording components anew, process groups, first steps."""
@@ -58,7 +54,8 @@ class Steering:
         self._controller: Controller | None = None
         if dist.get_rank() == 0:
             problem = problem_of(spec, run)
-            controller = controller_for(problem, run.plan, plan_for=_planner(problem, run.plan.world_size), rebuild_s=REBUILD_S)
+            planner = search_planner(problem, ("adaptive",), world_size=run.plan.world_size)
+            controller = controller_for(problem, run.plan, plan_for=planner, rebuild_s=REBUILD_S)
             by_hand = run.plan.strategy == "custom"  # no search has stood behind it yet
             self._controller = replace(controller, question="the plan was written by hand") if by_hand else controller
 
@@ -115,24 +112,3 @@ def problem_of(spec: AdaptiveSpec, run: RunSpec) -> Problem:
         optimizer=run.optimizer,
         zero_stage=run.plan.zero_stage,
     )
-
-
-def _planner(problem: Problem, world_size: int) -> PlanFor:
-    """Searches all families under the corrected costs, for plans on all the ranks there are."""
-
-    def plan_for(corrections: Corrections, current: Plan) -> Choice:
-        now = replace(problem, corrections=corrections)
-        found = search(now, ("adaptive",), samples=0)
-        results = [entry.result for entry in found.candidates]
-        fitting = [result for result in results if result.fits and result.plan.world_size == world_size]
-        if not fitting:
-            raise ScheduleError(f"no plan on {world_size} ranks fits")
-        best = fitting[0]
-        return Choice(
-            plan=best.plan,
-            step_s=best.step_s.median,
-            current_step_s=evaluate(now, current, samples=0).result.step_s.median,
-            expected=expected_seconds(problem, best.plan),
-        )
-
-    return plan_for

@@ -167,10 +167,6 @@ class Layout:
         """Components that have a backward."""
         return differentiable_components(self.model)
 
-    def backward_consumers(self, value: str) -> tuple[str, ...]:
-        """Components whose backward yields a gradient of `value`, in execution order."""
-        return tuple(name for name in self.consumers[value] if name in self.differentiable)
-
     @cached_property
     def source(self) -> dict[str, Ends]:
         """In what layout each value that a component makes is made, and in what layout its gradient is wanted there."""
@@ -204,16 +200,6 @@ class Layout:
                 groups.setdefault((self.stage_of[name], self.reads_in(name, value)), []).append(name)
             found[value] = tuple(Reading(stage, ends, tuple(group)) for (stage, ends), group in groups.items())
         return found
-
-    @cached_property
-    def remote_stages(self) -> dict[str, tuple[int, ...]]:
-        """Other stages that read a value."""
-        remote: dict[str, tuple[int, ...]] = {}
-        for value, readings in self.readings.items():
-            home = self.stage_of_value[value]
-            stages = dict.fromkeys(reading.stage for reading in readings)
-            remote[value] = tuple(stage for stage in stages if home is not None and stage != home)
-        return remote
 
     def batch_layouts(self, rank: int) -> dict[str, tuple[ValueLayout, ...]]:
         """The values of the batch that a rank's components read, and in which layouts."""

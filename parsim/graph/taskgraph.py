@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import singledispatch
 from typing import Any
@@ -208,3 +208,19 @@ def _parse_task(line: str) -> Task:
 def ranks_of(tasks: Iterable[Task]) -> tuple[int, ...]:
     """All ranks that take part in `tasks`, sorted."""
     return tuple(sorted({rank for task in tasks for rank in task.ranks}))
+
+
+def in_order(before: Sequence[Sequence[int]]) -> list[int]:
+    """Indices so that all of `before[i]` come earlier than i; what lies on a cycle, or behind one, is left out."""
+    waiting = [len(entry) for entry in before]
+    after: list[list[int]] = [[] for _ in before]
+    for index, entry in enumerate(before):
+        for earlier in entry:
+            after[earlier].append(index)
+    ready = [index for index, count in enumerate(waiting) if count == 0]
+    for index in ready:
+        for later in after[index]:
+            waiting[later] -= 1
+            if waiting[later] == 0:
+                ready.append(later)
+    return ready

@@ -151,15 +151,18 @@ def controller_for(
     )
 
 
-def search_planner(problem: Problem, strategies: Sequence[str] = tuple(FAMILIES)) -> PlanFor:
-    """A planner that searches the families under the corrected costs."""
+def search_planner(problem: Problem, strategies: Sequence[str] = tuple(FAMILIES), *, world_size: int | None = None) -> PlanFor:
+    """A planner that searches the families under the corrected costs, for plans on `world_size` ranks (None: on any)."""
 
     def plan_for(corrections: Corrections, current: Plan) -> Choice:
         now = replace(problem, corrections=corrections)
         found = search(now, strategies, samples=0)
-        if found.chosen is None:
-            raise ScheduleError(f"no plan fits: {found.candidates[0].result.reason}")
-        best = found.chosen.result
+        results = [entry.result for entry in found.candidates]
+        fitting = [result for result in results if result.fits and world_size in (None, result.plan.world_size)]
+        if not fitting:
+            asked = f"no plan fits: {results[0].reason}" if world_size is None else f"no plan on {world_size} ranks fits"
+            raise ScheduleError(asked)
+        best = fitting[0]
         return Choice(
             plan=best.plan,
             step_s=best.step_s.median,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from parsim.errors import ScenarioError
 from parsim.graph.task import COMPUTE, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.graph.taskgraph import TaskGraph, in_order
 from parsim.simulate.dynamic import ProgramRun
 from parsim.simulate.program import Part, TrainingProgram
 from parsim.work import Collective, Mix, OptimizerStep
@@ -40,7 +40,7 @@ def asynchronous_program(graph: TaskGraph, rows_s: Floats, merge_s: float) -> Tr
                 "asynchronous workers need a plan in which every rank trains alone between merges: one stage and no tensor "
                 'shards; set plan.strategy = "dp", or drop [asynchronous]'
             )
-    for index in _in_order(graph):
+    for index in in_order(graph.predecessors()):
         task = graph.tasks[index]
         found = [new for need in task.dependencies for new in ((kept[need],) if need in kept else through[need])]
         needs = tuple(dict.fromkeys(found))
@@ -62,23 +62,6 @@ def asynchronous_program(graph: TaskGraph, rows_s: Floats, merge_s: float) -> Tr
     rows = np.hstack([rows_s[:, list(kept)], np.full((len(rows_s), len(last)), merge_s)])
     part = Part(graph=made, durations_s=rows, repeats=len(rows))
     return TrainingProgram(parts=(part,), arrival=frozenset({MERGE}))
-
-
-def _in_order(graph: TaskGraph) -> list[int]:
-    """All tasks so that dependencies and issue orders point backward. The graph must be free of cycles."""
-    before = graph.predecessors()
-    waiting = [len(entry) for entry in before]
-    after: list[list[int]] = [[] for _ in before]
-    for task, entry in enumerate(before):
-        for earlier in entry:
-            after[earlier].append(task)
-    ready = [task for task, count in enumerate(waiting) if count == 0]
-    for task in ready:
-        for later in after[task]:
-            waiting[later] -= 1
-            if waiting[later] == 0:
-                ready.append(later)
-    return ready
 
 
 def merges_per_s(program: TrainingProgram, done: ProgramRun) -> float:

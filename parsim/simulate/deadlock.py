@@ -6,7 +6,7 @@ from collections.abc import Sequence, Set
 
 from parsim.errors import DeadlockError, GraphError
 from parsim.graph.task import Resource
-from parsim.graph.taskgraph import TaskGraph, work_text
+from parsim.graph.taskgraph import TaskGraph, in_order, work_text
 
 _RANKS_SHOWN = 16
 _REASONS_SHOWN = 12
@@ -21,7 +21,7 @@ def stuck_error(graph: TaskGraph, finished: Set[int]) -> GraphError:
         what every blocked head waits for, and the cycle.
     """
     dependencies = [list(task.dependencies) for task in graph.tasks]
-    never = _never_ready(dependencies)
+    never = set(range(len(dependencies))) - set(in_order(dependencies))
     if never:
         cycle = _find_cycle(dependencies, never)
         return GraphError(
@@ -43,25 +43,6 @@ def describe_task(graph: TaskGraph, index: int) -> str:
     """`task 3 (forward layer1 x16 on r0.compute)`."""
     task = graph.tasks[index]
     return f"task {index} ({work_text(task.work)} on {' '.join(map(str, task.resources))})"
-
-
-def _never_ready(before: Sequence[Sequence[int]]) -> set[int]:
-    """The tasks left when every task whose predecessors are all removed has been removed."""
-    waiting = [len(entry) for entry in before]
-    after: list[list[int]] = [[] for _ in before]
-    for task, entry in enumerate(before):
-        for earlier in entry:
-            after[earlier].append(task)
-    ready = [task for task, count in enumerate(waiting) if count == 0]
-    left = set(range(len(before)))
-    while ready:
-        task = ready.pop()
-        left.discard(task)
-        for later in after[task]:
-            waiting[later] -= 1
-            if waiting[later] == 0:
-                ready.append(later)
-    return left
 
 
 def _find_cycle(before: Sequence[Sequence[int]], stuck: Set[int]) -> list[int]:

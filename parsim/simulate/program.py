@@ -112,13 +112,6 @@ class TrainingProgram:
             for task in self.parts[part].graph.issue_order.get(resource, ()):
                 yield step, task
 
-    def carried_to(self, step: int) -> Mapping[int, Sequence[int]]:
-        """Per task of the step before `step` the tasks of `step` that wait for it."""
-        found: dict[int, list[int]] = {}
-        for later, earlier in self.parts[self.steps[step][0]].carries:
-            found.setdefault(earlier, []).append(later)
-        return found
-
 
 Served = Mapping[Resource, Sequence[tuple[int, int]]]
 """Per arrival resource the (step, task) it served, in that order."""

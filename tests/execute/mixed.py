@@ -7,12 +7,11 @@ import random
 
 from parsim.errors import PlanError
 from parsim.graph.layout import Layout
-from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plan.mesh import Mesh
-from parsim.plan.placement import BATCH, REPLICATE, Placement
 from parsim.plan.plan import Plan, Stage
 from tests.execute.equality import Case
+from tests.plans import choices
 
 MODELS: dict[str, ModelSpec] = {
     "mlp": ModelSpec(name="mlp", args=(("width", 24),)),
@@ -22,18 +21,6 @@ MODELS: dict[str, ModelSpec] = {
     "vgg_small": ModelSpec(name="vgg_small"),
 }
 MESHES = {2: (Mesh(tp=2),), 4: (Mesh(tp=4), Mesh(dp=2, tp=2), Mesh(pp=2, tp=2))}
-
-
-def choices(model: Model, name: str, tp: int) -> list[Placement]:
-    """Every placement a component can have on `tp` ranks."""
-    found = [BATCH, REPLICATE, *(Placement("place", shard=shard) for shard in range(tp))]
-    for sharding in model.component(name).shardings:
-        found += [
-            Placement("shard", rule=sharding.rule, ways=ways)
-            for ways in range(2, tp + 1)
-            if tp % ways == 0 and sharding.limit % ways == 0
-        ]
-    return found
 
 
 def random_case(name: str, processes: int, rng: random.Random) -> Case:

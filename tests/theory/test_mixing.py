@@ -247,6 +247,7 @@ def test_every_ada_schedule_gives_a_lattice_that_exists(kind: str, n: int, epoch
     graph = ada.graph(epoch, measured)
     check_doubly_stochastic(graph(0), tolerance=1e-12)
     check_connected(graph)
+    assert 2 <= graph.connections(0) <= n - 1
 
 
 def test_closed_loop_takes_the_sparsest_lattice_that_keeps_the_target() -> None:

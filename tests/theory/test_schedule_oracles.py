@@ -55,7 +55,7 @@ def assert_same(placing: Placing, solver: str, seconds: float, status: str, choi
         assert fits(placing, choice), solver
 
 
-def check_exact(seed: int) -> None:
+def assert_exact_is_brute_force(seed: int) -> None:
     placing = random_placing(seed)
     found = solve_exactly(placing)
     assert_same(placing, "exact", found.seconds, found.status, found.choice)
@@ -63,7 +63,7 @@ def check_exact(seed: int) -> None:
     assert found.status != "infeasible" or found.reason
 
 
-def check_milp(seed: int) -> None:
+def assert_milp_is_brute_force(seed: int) -> None:
     placing = random_placing(seed)
     found = solve_milp(placing)
     assert_same(placing, "milp", found.seconds, found.status, found.choice)
@@ -71,24 +71,24 @@ def check_milp(seed: int) -> None:
 
 def test_the_dynamic_programme_equals_brute_force() -> None:
     for seed in range(400):
-        check_exact(seed)
+        assert_exact_is_brute_force(seed)
 
 
 def test_the_milp_equals_brute_force() -> None:
     for seed in range(60):
-        check_milp(seed)
+        assert_milp_is_brute_force(seed)
 
 
 @pytest.mark.slow
 def test_the_dynamic_programme_equals_brute_force_on_2000_instances() -> None:
     for seed in range(10_000, 12_000):
-        check_exact(seed)
+        assert_exact_is_brute_force(seed)
 
 
 @pytest.mark.slow
 def test_the_milp_equals_brute_force_on_500_instances() -> None:
     for seed in range(20_000, 20_500):
-        check_milp(seed)
+        assert_milp_is_brute_force(seed)
 
 
 @settings(max_examples=60, deadline=None)
@@ -188,7 +188,7 @@ def random_paper(seed: int) -> PaperProblem:
     )
 
 
-def check_paper(seed: int, *, milp: bool) -> None:
+def assert_paper_is_brute_force(seed: int, *, milp: bool) -> None:
     problem = random_paper(seed)
     oracle = solve_paper_brute_force(problem)
     for solve in (solve_paper_dynamic, solve_paper_milp) if milp else (solve_paper_dynamic,):
@@ -200,13 +200,13 @@ def check_paper(seed: int, *, milp: bool) -> None:
 
 def test_the_papers_problem_equals_brute_force() -> None:
     for seed in range(200):
-        check_paper(seed, milp=seed < 40)
+        assert_paper_is_brute_force(seed, milp=seed < 40)
 
 
 @pytest.mark.slow
 def test_the_papers_problem_equals_brute_force_on_500_instances() -> None:
     for seed in range(30_000, 30_500):
-        check_paper(seed, milp=True)
+        assert_paper_is_brute_force(seed, milp=True)
 
 
 def test_without_strategy_dependent_computation_the_paper_takes_the_least_communication() -> None:
