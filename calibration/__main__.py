@@ -32,7 +32,8 @@ QUICK_OVERLAP_BYTES = (MIB,)
 def main(job_path: Path) -> None:
     """Measure everything the request asks for."""
     request = CalibrationRequest.from_json(job_path.read_text())
-    cores = len(available_cores())
+    available = available_cores()
+    cores = len(available)
     place = read_place()
     prepare_rank(place.local_rank, place.world_size, device=request.device)
     place = init_group(request.device)
@@ -63,7 +64,7 @@ def main(job_path: Path) -> None:
             "cases": [_case_entry(case) for case in cases],
             "collectives": collectives,
             "overlap": overlap,
-            "environment": describe_environment(),
+            "environment": {**describe_environment(), "affinity": list(available)},
         }
         write_text_atomically(job_path.parent / "raw.json", json.dumps(raw))
     close_group(place)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from calibration.fit_collectives import fit_regimes
 from calibration.request import CalibrationRequest
+from parsim.execute.pinning import core_of_rank
 from parsim.graph.taskgraph import parse_work
 from parsim.hardware.profile import (
     CollectivePoint,
@@ -105,7 +106,7 @@ def build_profile(
         ),
         sources={key: SourceEntry(kind=kind, text=text) for key, (kind, text) in SOURCES.items()},  # type: ignore[arg-type]
         device_types={device_type: entry},
-        devices=[DeviceEntry(index=rank, type=device_type) for rank in range(request.nproc)],
+        devices=device_entries(request, environment["affinity"], device_type),
         communication=Communication(
             backend="gloo" if kind == "cpu" else "nccl",
             uses_cores=kind == "cpu",
@@ -120,6 +121,15 @@ def build_profile(
         noise=Noise(drift_sigma=drift_sigma(raw), rank_sigma=rank_sigma(raw), source="drift"),
         host=host_overhead(raw),
     )
+
+
+def device_entries(request: CalibrationRequest, cores: Sequence[int], device_type: str) -> list[DeviceEntry]:
+    """One device per rank; where ranks outnumber the cores of a CPU, each names the core it is pinned to."""
+    shared = request.device == "cpu" and request.nproc > len(cores)
+    return [
+        DeviceEntry(index=rank, type=device_type, core=core_of_rank(rank, tuple(cores)) if shared else None)
+        for rank in range(request.nproc)
+    ]
 
 
 def _over_ranks(raw: Mapping[str, Any], key: str) -> float:

@@ -81,11 +81,14 @@ class Costs:
 
     @property
     def overlap(self) -> OverlapFactors:
-        """How much computation and communication slow each other while both run; none where it was not measured."""
-        measured = self.cluster.profile.overlap
-        if measured is None:
-            return OverlapFactors()
-        return OverlapFactors(compute=measured.compute_factor, communication=measured.communication_factor)
+        """How much computation and communication slow each other while both run (not at all where it was not measured), and
+        which ranks share a core."""
+        measured, cores = self.cluster.profile.overlap, self.cluster.core_of_rank(self.cluster.size)
+        return OverlapFactors(
+            compute=1.0 if measured is None else measured.compute_factor,
+            communication=1.0 if measured is None else measured.communication_factor,
+            core_of_rank=cores if len(set(cores)) < len(cores) else (),
+        )
 
     def _compute(self, work: Compute, device: Device) -> Estimate:
         """Components that do the same work share their estimates."""

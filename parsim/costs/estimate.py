@@ -29,7 +29,13 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapFactors:
-    """While computation and communication of one rank run at once, each takes its factor times as long as alone."""
+    """While computation and communication of one rank run at once, each takes its factor times as long as alone.
+
+    Attributes:
+        core_of_rank: the processor core each rank runs on; empty: a core each. Ranks on one core share it: k of them that
+            compute at once take k times as long each, and what one communicates slows what another computes.
+    """
 
     compute: float = 1.0
     communication: float = 1.0
+    core_of_rank: tuple[int, ...] = ()

@@ -42,6 +42,15 @@ class Cluster:
     def size(self) -> int:
         return len(self.devices)
 
+    def core_of_rank(self, world_size: int) -> tuple[int, ...]:
+        """Cores of the first `world_size` ranks, numbered from 0: ranks with the same number share one. Devices without a
+        core share nothing."""
+        seen: dict[tuple[int, int | None, int], int] = {}
+        return tuple(
+            seen.setdefault((device.node, device.core, rank if device.core is None else -1), len(seen))
+            for rank, device in enumerate(self.devices[:world_size])
+        )
+
     @property
     def nodes(self) -> Nodes:
         """The nodes of the topology (of the whole machine, whatever devices are used)."""
@@ -145,10 +154,13 @@ def _devices(profile: Profile, nodes: int) -> dict[int, Device]:
         for name, entry in profile.device_types.items()
     }
     if nodes == 1:
-        return {entry.index: Device(index=entry.index, type=types[entry.type], node=entry.node) for entry in profile.devices}
+        return {
+            entry.index: Device(index=entry.index, type=types[entry.type], node=entry.node, core=entry.core)
+            for entry in profile.devices
+        }
     per_node = len(profile.devices)
     return {
-        node * per_node + place: Device(index=node * per_node + place, type=types[entry.type], node=node)
+        node * per_node + place: Device(index=node * per_node + place, type=types[entry.type], node=node, core=entry.core)
         for node in range(nodes)
         for place, entry in enumerate(profile.devices)
     }

@@ -24,8 +24,12 @@ class DeviceType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """`index` is the device's number in the profile; `node` the host it sits in."""
+    """`index` is the device's number in the profile; `node` the host it sits in.
+
+    Attributes: core: of that host, which devices of the same core share (None: a device by itself).
+    """
 
     index: int
     type: DeviceType
     node: int = 0
+    core: int | None = None

@@ -61,9 +61,12 @@ class DeviceTypeEntry(Record):
 
 
 class DeviceEntry(Record):
+    """`core`: CPU devices (ranks) of one core share it; None: a device by itself."""
+
     index: Annotated[int, Field(ge=0)]
     type: str
     node: int = 0
+    core: int | None = None
 
 
 class LinkKindEntry(Record):

@@ -75,7 +75,8 @@ def evaluate(
 
     Args:
         fold: simulate interchangeable ranks once (`parsim.graph.fold`); None: where there are more than `MANY_RANKS`. Not done
-            where ranks are noisy, each by itself, as one that stands for many would not wait for the slowest.
+            where ranks are noisy, each by itself, as one that stands for many would not wait for the slowest, nor where ranks
+            share cores.
 
     The step time is the mean of `REPEATED_STEPS` repeats with every resource's frontier carried over, or where the profile
     knows how unsteady single ranks are, the mean of `NOISY_STEPS` steps with that noise: ranks wait for the slowest. The
@@ -92,12 +93,12 @@ def evaluate(
         )
     layout, costs = problem.layout(plan), problem.costs(plan.world_size)
     sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
-    folds = (fold or (fold is None and plan.world_size > MANY_RANKS)) and not sigma
+    overlap = costs.overlap
+    folds = (fold or (fold is None and plan.world_size > MANY_RANKS)) and not sigma and not overlap.core_of_rank
     folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if folds else unfolded(plan.mesh)
     columns = lower_columns(plan, problem.model, layout, folding)
     estimates = tuple(problem.price(columns.units, plan.mesh))
     medians = medians_s(estimates)[columns.unit]
-    overlap = costs.overlap
     compiled = compile_graph(columns)
     engines = {"static": static.simulate, "dynamic": dynamic.simulate}
     timeline = engines[engine](compiled, medians, overlap=overlap)

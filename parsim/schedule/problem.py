@@ -84,14 +84,15 @@ class Problem:
         return {}
 
     def costs(self, ranks: int) -> Costs:
-        """Prices under the load of `ranks` ranks that compute at once."""
+        """Prices under the load of `ranks` ranks that compute at once, or of as many as have cores of their own: how ranks
+        on one core slow one another is the engines' part."""
         if ranks not in self._costs:
             self._costs[ranks] = Costs(
                 model=self.model,
                 cluster=self.cluster,
                 precision=self.precision,
                 optimizer=self.optimizer,
-                ranks_active=ranks,
+                ranks_active=len(set(self.cluster.core_of_rank(ranks))),
                 corrections=self.corrections,
             )
         return self._costs[ranks]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from parsim.costs.estimate import OverlapFactors
 from parsim.errors import GraphError
-from parsim.graph.columns import Columns
+from parsim.graph.columns import Columns, Ints
 from parsim.simulate.deadlock import describe_task
 from parsim.timeline import Timeline
 
@@ -58,16 +59,47 @@ def checked_unit_durations_s(
     return array, column
 
 
-def checked_factors(overlap: OverlapFactors | None) -> tuple[float, float]:
-    """(compute, communication) factors, 1.0 for None. Raises GraphError unless both are finite and >= 1."""
+class Slowdown(NamedTuple):
+    """How what runs at once slows one another.
+
+    Attributes:
+        compute, communication: factors while the other side runs on the same core.
+        core: int64 [world_size], the core of each rank, numbered from 0.
+    """
+
+    compute: float
+    communication: float
+    core: Ints
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing ever slows anything."""
+        return self.compute == self.communication == 1.0 and not self.shares_cores
+
+    @property
+    def shares_cores(self) -> bool:
+        return len(np.unique(self.core)) < len(self.core)
+
+
+def checked_slowdown(overlap: OverlapFactors | None, world_size: int) -> Slowdown:
+    """Factors 1.0 and a core for every rank for None.
+
+    Raises GraphError unless both factors are finite and >= 1, and every rank has a core (if any has).
+    """
+    own = np.arange(world_size, dtype=np.int64)
     if overlap is None:
-        return 1.0, 1.0
+        return Slowdown(1.0, 1.0, own)
     factors = float(overlap.compute), float(overlap.communication)
     if not all(math.isfinite(factor) and factor >= 1 for factor in factors):
         raise GraphError(
             f"overlap factors must be finite and >= 1 (1 = no slowdown), got compute {factors[0]}, communication {factors[1]}"
         )
-    return factors
+    if not overlap.core_of_rank:
+        return Slowdown(*factors, own)
+    if len(overlap.core_of_rank) < world_size:
+        raise GraphError(f"core_of_rank names the cores of {len(overlap.core_of_rank)} ranks; the graph has {world_size}")
+    _, core = np.unique(np.array(overlap.core_of_rank[:world_size], dtype=np.int64), return_inverse=True)
+    return Slowdown(*factors, np.asarray(core, dtype=np.int64).reshape(world_size))
 
 
 def simulated_timeline(columns: Columns, start_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> Timeline:

@@ -28,7 +28,6 @@ class GraphArrays(NamedTuple):
         last: int64 [R], the task issued last; -1 if the resource issues none.
         kind: int64 [n]: COMPUTING (holds a compute stream and is no communication), COMMUNICATING or OTHER.
         ranks: per task the ranks on which it computes or communicates (none for OTHER).
-        rank_resources: per rank its resources.
     """
 
     order: Ints
@@ -39,7 +38,6 @@ class GraphArrays(NamedTuple):
     last: Ints
     kind: Ints
     ranks: Table
-    rank_resources: Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,6 +61,12 @@ class CompiledGraph:
     def dependencies(self) -> Table:
         """Per task, without the issue orders."""
         return self.columns.dependencies
+
+    def resources_of_cores(self, core: Ints) -> Table:
+        """Per core the resources of its ranks. `core`: int64 [world_size], of every rank."""
+        columns = self.columns
+        count = int(core.max(initial=-1)) + 1
+        return Table.from_pairs(core[columns.resource_rank], np.arange(len(columns.resources), dtype=np.int64), count)
 
 
 Program = TaskGraph | Columns | CompiledGraph
@@ -95,9 +99,6 @@ def compile_graph(program: Program) -> CompiledGraph:
         last=last,
         kind=kind,
         ranks=ranks,
-        rank_resources=Table.from_pairs(
-            columns.resource_rank, np.arange(len(columns.resources), dtype=np.int64), columns.world_size
-        ),
     )
     return CompiledGraph(columns=columns, arrays=arrays)
 

@@ -6,7 +6,8 @@ what happens in one instant never depends on which event is looked at first.
 
 Every task is a countdown of what blocks it, then a timer; every resource an in-order queue that hands its turn on when
 its head ends. While one rank computes and communicates at once (`overlap`), its computation runs at rate 1 / compute and
-its communication at 1 / communication; a collective or a transfer goes at the rate of its slowest rank. Under `conditions`
+its communication at 1 / communication; a collective or a transfer goes at the rate of its slowest rank. Ranks on one core share
+it. Under `conditions`
 (a scenario) stragglers and links slow tasks too: `parsim.simulate.paces`. A task that nothing slows ends exactly when the
 static engine says.
 
@@ -30,7 +31,7 @@ from parsim.errors import StandstillError
 from parsim.graph.columns import Columns, columns_of
 from parsim.graph.task import Resource
 from parsim.graph.taskgraph import TaskGraph
-from parsim.simulate.boundary import checked_durations_s, checked_factors, simulated_timeline
+from parsim.simulate.boundary import Slowdown, checked_durations_s, checked_slowdown, simulated_timeline
 from parsim.simulate.compile import Program
 from parsim.simulate.conditions import Conditions
 from parsim.simulate.deadlock import describe_task, stuck_error
@@ -105,7 +106,7 @@ def run_program(
         dimensions = part.durations_s.ndim
         if not (np.isfinite(part.durations_s).all() and bool(np.all(part.durations_s >= 0))):
             checked_durations_s(columns_of(part.graph), part.durations_s, dimensions=dimensions)
-    run = _Run(program, checked_factors(overlap), conditions, record)
+    run = _Run(program, checked_slowdown(overlap, program.world_size), conditions, record)
     run.to_the_end()
     return ProgramRun(
         step_end_s=np.array(run.step_end_s),
@@ -169,9 +170,7 @@ class _Step:
 class _Run:
     """One simulation of a program."""
 
-    def __init__(
-        self, program: TrainingProgram, factors: tuple[float, float], conditions: Conditions | None, record: bool
-    ) -> None:
+    def __init__(self, program: TrainingProgram, slowdown: Slowdown, conditions: Conditions | None, record: bool) -> None:
         self.instants = Instants()
         self.environment = self.instants.environment
         self.step_end_s = [0.0] * len(program.steps)
@@ -183,8 +182,8 @@ class _Run:
         self._steps: dict[int, _Step] = {}
         self._closed: set[int] = {number for number, (part, _) in enumerate(program.steps) if not self._shapes[part].tasks}
         self._timers: dict[Key, object] = {}
-        needed = factors != (1.0, 1.0) or conditions is not None
-        self._paces = Paces(self, program.world_size, factors, conditions or Conditions()) if needed else None
+        needed = not slowdown.is_none or conditions is not None
+        self._paces = Paces(self, slowdown, conditions or Conditions()) if needed else None
         resources = dict.fromkeys(resource for part in program.parts for resource in part.graph.resources)
         self.counters = {resource: Counter(self.instants, self._start) for resource in resources if resource in program.arrival}
         self._queues = {resource: _Queue(program.issued(resource)) for resource in resources if resource not in program.arrival}

@@ -1,7 +1,8 @@
 """The compiled loops of the static engine. Importing this module loads numba (about a second); static.py does so when
 it first simulates.
 
-`g` is a GraphArrays; `floor[r]` is the second from which resource r is free. No fast-math: sums and maxima are those of
+`g` is a GraphArrays; `floor[r]` is the second from which resource r is free; `slowdown` is a Slowdown, `on_core` the resources
+of each core. No fast-math: sums and maxima are those of
 IEEE doubles, so that the engines can be equal bitwise.
 """
 
@@ -87,19 +88,37 @@ def earliest_resource(tree):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def run_with_overlap(g, factors, durations, floor, start, end):  # type: ignore[no-untyped-def]
+def slowness_of(g, slowdown, active, task):  # type: ignore[no-untyped-def]
+    """How many times as long a task takes as alone: the most that any of its cores asks for.
+
+    Args: active: int64 [3, cores], how many tasks of each kind run on each core.
+    """
+    computes = g.kind[task] == _COMPUTING
+    slowness = 1.0
+    for k in range(g.ranks.offsets[task], g.ranks.offsets[task + 1]):
+        core = slowdown.core[g.ranks.values[k]]
+        overlaps = active[3 - g.kind[task], core] > 0
+        if computes:
+            slowness = max(slowness, active[_COMPUTING, core] * (slowdown.compute if overlaps else 1.0))
+        elif overlaps:
+            slowness = max(slowness, slowdown.communication)
+    return slowness
+
+
+@njit(cache=True, nogil=True)
+def run_with_overlap(g, slowdown, on_core, durations, floor, start, end):  # type: ignore[no-untyped-def]
     """Fill start and end, following every task's rate from instant to instant.
 
-    Per instant: everything that ends and starts in it, until nothing more does; then the tasks whose slowdown changed
+    Per instant: everything that ends and starts in it, until nothing more does; then the tasks whose slowness changed
     get what is left of them priced at the new rate. The event of a resource is the end of the task it holds as the first
     of that task's resources, or the second from which it is free.
     """
-    n, world, resources = len(g.kind), len(g.rank_resources.offsets) - 1, len(g.last)
+    n, cores, resources = len(g.kind), len(on_core.offsets) - 1, len(g.last)
     waiting = g.before.offsets[1:] - g.before.offsets[:-1]
-    left, since, slowed = np.zeros(n), np.zeros(n), np.zeros(n, dtype=np.bool_)
+    left, since, slowness = np.zeros(n), np.zeros(n), np.ones(n)
     holder, first = np.full(resources, -1, dtype=np.int64), np.full(resources, -1, dtype=np.int64)
-    active = np.zeros((3, world), dtype=np.int64)
-    changed, changed_count, is_changed = np.empty(world, dtype=np.int64), 0, np.zeros(world, dtype=np.bool_)
+    active = np.zeros((3, cores), dtype=np.int64)
+    changed, changed_count, is_changed = np.empty(cores, dtype=np.int64), 0, np.zeros(cores, dtype=np.bool_)
     ready, ready_count = np.empty(n, dtype=np.int64), 0
     leaves = 1
     while leaves < resources:
@@ -142,28 +161,25 @@ def run_with_overlap(g, factors, durations, floor, start, end):  # type: ignore[
             for k in range(g.resources.offsets[task], g.resources.offsets[task + 1]):
                 holder[g.resources.values[k]] = task if step == 1 else -1
             for k in range(g.ranks.offsets[task], g.ranks.offsets[task + 1]):
-                rank = g.ranks.values[k]
-                active[g.kind[task], rank] += step
-                if not is_changed[rank]:
-                    is_changed[rank] = True
-                    changed[changed_count] = rank
+                core = slowdown.core[g.ranks.values[k]]
+                active[g.kind[task], core] += step
+                if not is_changed[core]:
+                    is_changed[core] = True
+                    changed[changed_count] = core
                     changed_count += 1
         for c in range(changed_count):
-            rank = changed[c]
-            is_changed[rank] = False
-            for k in range(g.rank_resources.offsets[rank], g.rank_resources.offsets[rank + 1]):
-                task = holder[g.rank_resources.values[k]]
+            core = changed[c]
+            is_changed[core] = False
+            for k in range(on_core.offsets[core], on_core.offsets[core + 1]):
+                task = holder[on_core.values[k]]
                 if task == -1 or g.kind[task] == _OTHER:
                     continue
-                slow = False
-                for m in range(g.ranks.offsets[task], g.ranks.offsets[task + 1]):
-                    slow = slow or active[3 - g.kind[task], g.ranks.values[m]] > 0
-                if slow == slowed[task]:
+                wanted = slowness_of(g, slowdown, active, task)
+                if wanted == slowness[task]:
                     continue
-                factor = factors[0] if g.kind[task] == _COMPUTING else factors[1]
-                left[task] = max(0.0, left[task] - (now - since[task]) / (1.0 if slow else factor))
-                since[task], slowed[task] = now, slow
-                end[task] = now + left[task] * (factor if slow else 1.0)
+                left[task] = max(0.0, left[task] - (now - since[task]) / slowness[task])
+                since[task], slowness[task] = now, wanted
+                end[task] = now + left[task] * wanted
                 set_next(tree, g.resources.values[g.resources.offsets[task]], end[task])
         changed_count = 0
         if tree[1] == np.inf:
@@ -172,10 +188,10 @@ def run_with_overlap(g, factors, durations, floor, start, end):  # type: ignore[
 
 
 @njit(cache=True, nogil=True)
-def last_ends(g, factors, durations, unit, steps):  # type: ignore[no-untyped-def]
+def last_ends(g, slowdown, on_core, plain, durations, unit, steps):  # type: ignore[no-untyped-def]
     """float64 [S]: the end of the last of `steps` repeats, each resource going on where it ended.
 
-    `durations`: [S, n], or [S, units] if `unit` is not empty.
+    `durations`: [S, n], or [S, units] if `unit` is not empty. plain: nothing slows anything.
     """
     samples, n = len(durations), len(g.kind)
     row = np.empty(n if len(unit) else 0)
@@ -187,10 +203,10 @@ def last_ends(g, factors, durations, unit, steps):  # type: ignore[no-untyped-de
             row[task] = durations[sample, unit[task]]
         seconds = row if len(unit) else durations[sample]
         for _ in range(steps):
-            if factors[0] == 1.0 and factors[1] == 1.0:
+            if plain:
                 run_plain(g, seconds, floor, start, end)
             else:
-                run_with_overlap(g, factors, seconds, floor, start, end)
+                run_with_overlap(g, slowdown, on_core, seconds, floor, start, end)
             for resource in range(len(g.last)):
                 if g.last[resource] >= 0:
                     floor[resource] = end[g.last[resource]]

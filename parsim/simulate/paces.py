@@ -2,9 +2,9 @@
 
 A task is so many seconds of work; with slowness f it takes f times as long. Computation and loading are as slow as the slowest
 rank they run on; communication first spends its latency, then moves its bytes as fast as its lanes let it. On top, whatever
-overlaps on a rank slows as the overlap factors say. Slowness changes once per instant, after everything that starts or ends
-in it; a task whose slowness changes gets a new timer for what is left of it, so one whose slowness stays 1 ends exactly when
-the static engine says.
+overlaps on a core slows as the overlap factors say, and computations on one core share it evenly. Slowness changes once per
+instant, after everything that starts or ends in it; a task whose slowness changes gets a new timer for what is left of it, so
+one whose slowness stays 1 ends exactly when the static engine says.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from parsim.graph.task import COMPUTE, Task
+from parsim.simulate.boundary import Slowdown
 from parsim.simulate.conditions import Conditions
 from parsim.simulate.flows import Flow, Lane
 from parsim.simulate.instants import Instants
@@ -42,19 +43,18 @@ class Timers(Protocol):
 class _Running:
     """Attributes:
     left_s: of work, at `since_s`. own: the slowness its ranks impose. slowness: as it goes, with its lanes.
-    overlaps: ranks on which it slows, or is slowed by, the other side. changes: of slowness so far; timed: after how many of
-        them the end of its latency was last foretold.
+    cores: on which it slows, or is slowed by, others (one that several of its ranks share comes several times).
+    changes: of slowness so far; timed: after how many of them the end of its latency was last foretold.
     """
 
     left_s: float
     since_s: float
     communicates: bool
     ranks: tuple[int, ...]
-    overlaps: tuple[int, ...]
+    cores: tuple[int, ...]
     flow: Flow | None
     own: float = 1.0
     slowness: float = 1.0
-    overlapped: bool = False
     moving: bool = False
     changes: int = 0
     timed: int = -1
@@ -63,12 +63,13 @@ class _Running:
 class Paces:
     """The slowness of all tasks of one simulation; told by it what starts and ends."""
 
-    def __init__(self, timers: Timers, world_size: int, factors: tuple[float, float], conditions: Conditions) -> None:
+    def __init__(self, timers: Timers, slowdown: Slowdown, conditions: Conditions) -> None:
         self._timers = timers
         self._environment = timers.instants.environment
-        self._factors = factors
+        self._slowdown = slowdown
+        self._core: list[int] = slowdown.core.tolist()
         self._conditions = conditions
-        self._active: list[tuple[dict[Key, None], dict[Key, None]]] = [({}, {}) for _ in range(world_size)]
+        self._active: list[tuple[dict[Key, int], dict[Key, int]]] = [({}, {}) for _ in self._core]
         self._running: dict[Key, _Running] = {}
         self._moving: dict[Key, Flow] = {}
         self._doubtful: dict[Key, None] = {}
@@ -84,21 +85,22 @@ class Paces:
             since_s=self._environment.now,
             communicates=communicates,
             ranks=task.ranks,
-            overlaps=task.ranks if communicates else computes,
+            cores=tuple(self._core[rank] for rank in (task.ranks if communicates else computes)),
             flow=self._conditions.flows.get(task.work) if isinstance(task.work, Collective | SendRecv) else None,
         )
         self._running[key] = entry
         self._doubt((key,))
-        for rank in entry.overlaps:
-            self._active[rank][communicates][key] = None
-            self._doubt(self._active[rank][not communicates])
+        for core in entry.cores:
+            here = self._active[core][communicates]
+            here[key] = here.get(key, 0) + 1
+            self._doubt_core(core)
 
     def ended(self, key: Key) -> None:
         entry = self._running.pop(key)
         self._doubtful.pop(key, None)
-        for rank in entry.overlaps:
-            del self._active[rank][entry.communicates][key]
-            self._doubt(self._active[rank][not entry.communicates])
+        for core in entry.cores:
+            self._active[core][entry.communicates].pop(key, None)
+            self._doubt_core(core)
         if self._moving.pop(key, None) is not None:
             self._doubt(())
 
@@ -116,7 +118,11 @@ class Paces:
         """In the scenario's time."""
         return float(self._environment.now) + self._conditions.start_s
 
-    def _doubt(self, keys: dict[Key, _Running] | dict[Key, None] | tuple[Key, ...]) -> None:
+    def _doubt_core(self, core: int) -> None:
+        for side in self._active[core]:
+            self._doubt(side)
+
+    def _doubt(self, keys: dict[Key, _Running] | dict[Key, int] | tuple[Key, ...]) -> None:
         """The slowness of these tasks, and of whatever moves bytes, may change in this instant."""
         self._doubtful.update(dict.fromkeys(keys))
         if not self._waiting:
@@ -127,29 +133,31 @@ class Paces:
         self._waiting = False
         for key in self._doubtful:
             entry = self._running[key]
-            before = entry.overlapped
             entry.own = self._own_slowness(entry)
             if not entry.moving:
-                self._go(key, entry, entry.own, anew=entry.overlapped != before)
+                self._go(key, entry, entry.own)
                 self._time_latency(key, entry)
         self._doubtful.clear()
         for key, slowness in self._lane_slowness().items():
             self._go(key, self._running[key], slowness)
 
     def _own_slowness(self, entry: _Running) -> float:
-        """What its ranks impose: overlap on any of them, and the slowest straggler of a computation."""
-        entry.overlapped = self._factors != (1.0, 1.0) and any(
-            self._active[rank][not entry.communicates] for rank in entry.overlaps
-        )
-        factor = self._factors[entry.communicates] if entry.overlapped else 1.0
+        """What its ranks impose: what else runs on any of its cores, and the slowest straggler of a computation."""
+        slowdown, factor = self._slowdown, 1.0
+        for core in entry.cores:
+            overlaps = bool(self._active[core][not entry.communicates])
+            if not entry.communicates:
+                computing = sum(self._active[core][False].values())
+                factor = max(factor, computing * (slowdown.compute if overlaps else 1.0))
+            elif overlaps:
+                factor = max(factor, slowdown.communication)
         if not entry.communicates and self._conditions.stragglers:
             factor *= max(self._conditions.slowness(rank, self._now_s) for rank in entry.ranks)
         return factor
 
-    def _go(self, key: Key, entry: _Running, slowness: float, anew: bool = False) -> None:
-        """From now on with this slowness. `anew`: reckon what is left even if it stays, as the static engine does when overlap
-        begins or ends, so that both round alike."""
-        if slowness == entry.slowness and not anew:
+    def _go(self, key: Key, entry: _Running, slowness: float) -> None:
+        """From now on with this slowness."""
+        if slowness == entry.slowness:
             return
         now = self._environment.now
         entry.left_s = max(0.0, entry.left_s - (now - entry.since_s) / entry.slowness)

@@ -7,7 +7,8 @@ what happens in one instant never depends on which event is looked at first.
 Without slowdown the schedule is the longest path over dependencies and issue orders: start = max(ends before),
 end = start + duration. With overlap factors the rates are followed from instant to instant: while a rank computes and
 communicates at once, its computation runs at rate 1 / compute and its communication at 1 / communication; a collective
-or a transfer goes at the rate of its slowest rank.
+or a transfer goes at the rate of its slowest rank. Ranks that share a core slow one another as if they were one rank, and k
+of them that compute at once run at 1 / k each (processor sharing).
 
 Leaves out: links shared by several transfers, and anything that decides at run time (the dynamic engine's part).
 """
@@ -19,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from parsim.costs.estimate import OverlapFactors
 from parsim.errors import GraphError
-from parsim.simulate.boundary import checked_durations_s, checked_factors, checked_unit_durations_s, simulated_timeline
+from parsim.simulate.boundary import checked_durations_s, checked_slowdown, checked_unit_durations_s, simulated_timeline
 from parsim.simulate.compile import Program, compile_graph
 from parsim.timeline import Timeline
 
@@ -36,16 +37,18 @@ def simulate(graph: Program, durations_s: ArrayLike, *, overlap: OverlapFactors 
         GraphError: a cycle of dependencies; durations of the wrong shape, negative or not finite; factors below 1.
         DeadlockError: issue orders that wait for one another.
     """
-    compiled, factors = compile_graph(graph), checked_factors(overlap)
+    compiled = compile_graph(graph)
+    slowdown = checked_slowdown(overlap, compiled.columns.world_size)
     durations = checked_durations_s(compiled.columns, durations_s, dimensions=1)
     from parsim.simulate import kernels
 
     start, end = np.zeros(compiled.size), np.zeros(compiled.size)
     floor = np.zeros(len(compiled.arrays.last))
-    if factors == (1.0, 1.0):
+    if slowdown.is_none:
         kernels.run_plain(compiled.arrays, durations, floor, start, end)
     else:
-        kernels.run_with_overlap(compiled.arrays, factors, durations, floor, start, end)
+        on_core = compiled.resources_of_cores(slowdown.core)
+        kernels.run_with_overlap(compiled.arrays, slowdown, on_core, durations, floor, start, end)
     return simulated_timeline(compiled.columns, start, end)
 
 
@@ -83,12 +86,16 @@ def step_times_s(
     """
     if steps < 1:
         raise GraphError(f"steps must be >= 1, got {steps}")
-    compiled, factors = compile_graph(graph), checked_factors(overlap)
+    compiled = compile_graph(graph)
+    slowdown = checked_slowdown(overlap, compiled.columns.world_size)
     if unit is None:
         durations, column = checked_durations_s(compiled.columns, durations_s, dimensions=2), np.empty(0, dtype=np.int64)
     else:
         durations, column = checked_unit_durations_s(compiled.columns, durations_s, unit)
     from parsim.simulate import kernels
 
-    ends: NDArray[np.float64] = kernels.last_ends(compiled.arrays, factors, durations, column, steps)
+    on_core = compiled.resources_of_cores(slowdown.core)
+    ends: NDArray[np.float64] = kernels.last_ends(
+        compiled.arrays, slowdown, on_core, slowdown.is_none, durations, column, steps
+    )
     return ends / steps

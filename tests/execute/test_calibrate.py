@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from calibration.build_profile import (
     all_reduce_sizes,
     build_profile,
     collective_points,
+    device_entries,
     drift_sigma,
     optimizer_points,
     other_share,
@@ -298,7 +300,7 @@ def synthetic_raw(request: CalibrationRequest) -> dict[str, Any]:
         for operation in ("all_reduce", "send_recv")
         for size in (1024, 65536, 1 << 20, 1 << 22)
     ]
-    environment = {"processor": "P", "cores": 2, "system": "Linux", "versions": {"torch": "2"}}
+    environment = {"processor": "P", "cores": 2, "system": "Linux", "versions": {"torch": "2"}, "affinity": [3, 5]}
     return {
         "ranks": [{"sweeps": sweeps, "optimizers": steps, "shards": [], "device": facts}] * 2,
         "cases": cases,
@@ -306,6 +308,15 @@ def synthetic_raw(request: CalibrationRequest) -> dict[str, Any]:
         "overlap": [{"computation": [1.2, 1.4], "communication": 1.6}],
         "environment": environment,
     }
+
+
+def test_ranks_beyond_the_cores_name_the_core_they_are_pinned_to() -> None:
+    def cores(request: CalibrationRequest) -> list[int | None]:
+        return [entry.core for entry in device_entries(request, [3, 5], "x")]
+
+    assert cores(REQUEST) == [None, None]
+    assert cores(replace(REQUEST, nproc=4)) == [3, 5, 3, 5]
+    assert cores(replace(REQUEST, nproc=4, device="cuda")) == [None] * 4
 
 
 def test_profile_holds_exactly_what_was_measured(tmp_path: Path) -> None:

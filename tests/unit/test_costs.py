@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -17,11 +18,16 @@ from parsim.hardware.profile import (
     ComponentPoint,
     Compute,
     HostOverhead,
+    OptimizerPoint,
     Overlap,
     Profile,
     Regime,
     load_profile,
 )
+from parsim.plan.mesh import Mesh
+from parsim.plan.plan import Plan, Stage
+from parsim.schedule.evaluate import evaluate
+from parsim.schedule.problem import Problem
 from parsim.work import Collective, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 from parsim.work import Compute as ComputeWork
 from tests.models import chain_model
@@ -151,10 +157,43 @@ def test_host_seconds_are_added_to_computation_only() -> None:
 
 
 def test_overlap_factors_come_from_the_profile(v100: Cluster) -> None:
-    assert dataclasses.astuple(Costs(MODEL, v100).overlap) == (1.0, 1.0)
+    assert dataclasses.astuple(Costs(MODEL, v100).overlap) == (1.0, 1.0, ())
     overlap = Overlap(compute_factor=1.2, communication_factor=1.5, source="x")
     measured = Costs(MODEL, cluster_from_profile(gloo_profile(overlap=overlap))).overlap
     assert (measured.compute, measured.communication) == (1.2, 1.5)
+
+
+def test_four_replicas_on_two_cores_take_twice_the_computation_of_two() -> None:
+    """Processor sharing: the same batch per rank, prices of one rank per core, and the engines share the cores."""
+    point = {"device_type": "toy", "precision": "fp32", "seconds": 4e-3, "spread": 0.0, "repeats": 9, "source": "x"}
+    points = [
+        ComponentPoint(
+            fingerprint=component.fingerprint, model="chain", component=component.name, phase=phase, samples=8, **point
+        )
+        for component in MODEL.components
+        for phase in ("forward", "backward")
+    ]
+    step = {"optimizer": "sgd_momentum", "device_type": "toy", "seconds": 1e-3, "spread": 0.0, "repeats": 9, "source": "x"}
+    optimizer = OptimizerPoint(elements=MODEL.parameter_count, tensors=len(MODEL.parameters), **step)
+    profile = gloo_profile(compute=Compute(components=points, optimizers=[optimizer]))
+    devices = [entry.model_copy(update={"core": 5 + entry.index % 2}) for entry in profile.devices]
+    shared = profile.model_copy(update={"devices": devices})
+    assert cluster_from_profile(profile).core_of_rank(4) == (0, 1, 2, 3)
+    assert cluster_from_profile(shared).core_of_rank(4) == (0, 1, 0, 1)
+
+    def step_s(profile: Profile, ranks: int) -> float:
+        problem = Problem(model=MODEL, cluster=cluster_from_profile(profile), global_batch=8 * ranks)
+        stage = Stage(components=tuple(c.name for c in MODEL.components), ranks=tuple(range(ranks)))
+        plan = Plan(strategy="custom", mesh=Mesh(dp=ranks), stages=(stage,), global_batch=8 * ranks, bucket_bytes=10**9)
+        free = Regime(max_size_bytes=None, latency_s=0, seconds_per_byte=0)
+        fit = profile.communication.fits[0].model_copy(update={"group_size": ranks, "regimes": [free]})
+        communication = profile.communication.model_copy(update={"fits": [fit]})
+        cluster = cluster_from_profile(profile.model_copy(update={"communication": communication}))
+        return evaluate(replace(problem, cluster=cluster), plan, samples=0).result.step_s.median
+
+    assert step_s(shared, 2) == pytest.approx(step_s(profile, 2), rel=1e-12)
+    load_s = 8 * 4 * 64 / 1e10
+    assert step_s(shared, 4) == pytest.approx(2 * step_s(profile, 4), abs=2 * load_s)
 
 
 def test_mixing_reads_every_copy_and_writes_one(v100: Cluster) -> None:
