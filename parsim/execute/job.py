@@ -63,6 +63,8 @@ class Job:
     """Attributes:
     mode: "train" runs `steps` steps of the only run; "measure" runs `rounds` rounds, in each of which every run in turn
         does `steps` steps; in both the first `warmup_steps` of each run are left out of the times.
+    settle_steps: in mode "measure", steps at the beginning of a run's turn that are left out too: the caches still hold what the
+        run before had there.
     keep_state: in mode "measure", leave a checkpoint of every run in its folder at the end.
     checkpoint_every: steps between checkpoints (0: at the end only); resume: go on from the latest.
     switches: plans to change to on the way (mode "train"). adaptive: let the controller decide instead.
@@ -74,6 +76,7 @@ class Job:
     steps: int
     rounds: int = 1
     warmup_steps: int = 2
+    settle_steps: int = 0
     device: str = "cpu"
     keep_state: bool = False
     checkpoint_every: int = 0

@@ -2,7 +2,8 @@
 
 Both classes give the same contract. `submit` never waits; `compute` runs the operation after its dependencies; `finish`
 returns when everything submitted has ended. Each task leaves a `TaskTime`: `ready_s` is when this rank could start it (its
-dependencies here ended and its stream free), `end_s` when it ended here. Who waits for whom across ranks is decided when
+dependencies here ended and its stream free), `end_s` when it ended here. What a thread takes to wake up and to get the
+processor lies within the time of a communication (others wait for it meanwhile) and between computations. Who waits for whom across ranks is decided when
 the ranks' records are merged.
 """
 
@@ -47,6 +48,8 @@ class ThreadStreams:
         self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []
         self._ended: dict[int, threading.Event] = {}
+        self._end_s: dict[int, float] = {}
+        self._free_s: dict[str, float] = {}
         self._times: list[TaskTime] = []
         self._failure: BaseException | None = None
 
@@ -57,16 +60,18 @@ class ThreadStreams:
             thread.start()
             self._threads.append(thread)
         before = [self._event(dependency) for dependency in dependencies]
-        ended = self._event(task)
+        ended, submitted_s = self._event(task), time.perf_counter()
 
         def run() -> None:
             try:
                 for event in before:
                     event.wait()
                 if self._failure is None:
-                    ready = time.perf_counter()
+                    ready_s = max([submitted_s, *(self._end_s[dependency] for dependency in dependencies)])
+                    ready_s = max(ready_s, self._free_s.get(stream, ready_s))
                     operation()
-                    self._times.append(TaskTime(task, stream, ready, time.perf_counter()))
+                    self._note(task, stream, ready_s)
+                    self._free_s[stream] = self._end_s[task]
             except BaseException as error:
                 self._failure = self._failure or error
             finally:
@@ -80,16 +85,16 @@ class ThreadStreams:
             if event is not None:
                 event.wait()
         self._check()
-        ready = time.perf_counter()
+        ready_s = time.perf_counter()
         operation()
-        self._times.append(TaskTime(task, stream, ready, time.perf_counter()))
+        self._note(task, stream, ready_s)
         self._event(task).set()
 
     def finish(self) -> list[TaskTime]:
         for event in list(self._ended.values()):
             event.wait()
         self._check()
-        times, self._times, self._ended = self._times, [], {}
+        times, self._times, self._ended, self._end_s = self._times, [], {}, {}
         return times
 
     def close(self) -> None:
@@ -97,6 +102,10 @@ class ThreadStreams:
             entry.put(None)
         for thread in self._threads:
             thread.join(timeout=1.0)
+
+    def _note(self, task: int, stream: str, ready_s: float) -> None:
+        self._end_s[task] = time.perf_counter()
+        self._times.append(TaskTime(task, stream, ready_s, self._end_s[task]))
 
     def _event(self, task: int) -> threading.Event:
         if task not in self._ended:

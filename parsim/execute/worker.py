@@ -239,6 +239,8 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: Place) -> None:
         for entry in runs:
             dist.barrier()
             if entry is not None:
+                for _ in range(job.settle_steps):
+                    entry.step(keep=False)
                 entry.timed(job.steps)
         if place.rank == 0:
             _say({"round": f"{number + 1}/{job.rounds}"})

@@ -73,6 +73,8 @@ def test_streams_keep_dependencies_and_issue_order() -> None:
     assert seen == [0, 2, 3, 1]
     assert times[0].end_s <= times[2].ready_s <= times[2].end_s <= times[3].ready_s
     assert times[3].end_s <= times[1].ready_s
+    assert times[2].ready_s == times[0].end_s, "a communication is ready when what it needs has ended, awake or not"
+    assert times[3].ready_s == times[2].end_s, "and when its stream is free"
 
 
 def test_a_failure_on_a_stream_ends_the_step() -> None:

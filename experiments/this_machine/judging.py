@@ -1,0 +1,195 @@
+"""What the record says: errors beside the A/A floor, coverage, order, regret; from one row per case and record."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from parsim.analyze.accuracy import accuracy, rank_correlation, regret
+from parsim.costs.conformal import Record, coverage_split
+
+KINDS = ("forward", "backward", "optimizer", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "load")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseRow:
+    """One case in one record.
+
+    Attributes:
+        calibrated: the model's components were measured. launch: by the ranks it had; "four" shares cores.
+        low_s, high_s: the predicted 90% interval of the mean step, as drawn. aa_median, aa_p95: the case against itself.
+        compute_s, cpu_s: predicted computation, measured processor time of all ranks, per step.
+        kinds: by kind of task, predicted and measured seconds per step summed over its tasks.
+    """
+
+    record: str
+    launch: str
+    model: str
+    label: str
+    ranks: int
+    calibrated: bool
+    predicted_s: float
+    low_s: float
+    high_s: float
+    measured_s: float
+    aa_median: float
+    aa_p95: float
+    compute_s: float
+    cpu_s: float
+    kinds: dict[str, tuple[float, float]]
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """One line of the table."""
+        line = asdict(self)
+        kinds = line.pop("kinds")
+        line["error_percent"] = round(100 * self.error, 2)
+        for kind in KINDS:
+            line[f"{kind}_predicted_s"], line[f"{kind}_measured_s"] = kinds.get(kind, (0.0, 0.0))
+        return line
+
+
+def judged(rows: Sequence[CaseRow]) -> dict[str, Any]:
+    """All figures of the record, as plain JSON."""
+    groups: dict[str, Callable[[CaseRow], bool]] = {
+        "all": lambda row: True,
+        "a core per rank": lambda row: row.launch == "two",
+        "ranks share cores": lambda row: row.launch == "four",
+        "calibrated models": lambda row: row.calibrated,
+        "models never measured": lambda row: not row.calibrated,
+        "calibrated, a core per rank": lambda row: row.calibrated and row.launch == "two",
+        "never measured, a core per rank": lambda row: not row.calibrated and row.launch == "two",
+    }
+    models = dict.fromkeys(row.model for row in rows)
+    groups |= {name: (lambda row, name=name: row.model == name) for name in models}
+    labels = dict.fromkeys(row.label for row in rows)
+    records = dict.fromkeys(row.record for row in rows)
+    return {
+        "cases": len({(row.model, row.label) for row in rows}),
+        "records": len(records),
+        "errors": {name: errors_of([row for row in rows if chosen(row)]) for name, chosen in groups.items()},
+        "by plan": {label: errors_of([row for row in rows if row.label == label]) for label in labels},
+        "by record": {name: errors_of([row for row in rows if row.record == name]) for name in records},
+        "by kind": kinds_of(rows),
+        "coverage": asdict(coverage_split([record_of(row) for row in rows])),
+        "choice": choice_of(rows),
+        "processor time": processor_time(rows),
+    }
+
+
+def record_of(row: CaseRow) -> Record:
+    """The row as a history keeps it."""
+    return Record(
+        model=row.model,
+        run=row.record,
+        predicted_s=row.predicted_s,
+        low_s=row.low_s,
+        high_s=row.high_s,
+        measured_s=row.measured_s,
+        plan=row.label,
+        ranks=row.ranks,
+        aa_floor=row.aa_median,
+    )
+
+
+def errors_of(rows: Sequence[CaseRow]) -> dict[str, float] | None:
+    """Of the steps, with the A/A floor of the same cases and the targets that follow from it; None without a row."""
+    if not rows:
+        return None
+    found = asdict(accuracy([row.predicted_s for row in rows], [row.measured_s for row in rows]))
+    aa_median = statistics.median(row.aa_median for row in rows)
+    aa_p95 = statistics.median(row.aa_p95 for row in rows)
+    inside = sum(row.low_s <= row.measured_s <= row.high_s for row in rows)
+    return {
+        **found,
+        "aa_median": aa_median,
+        "aa_p95": aa_p95,
+        "target_median": max(0.05, aa_median),
+        "target_p95": max(0.12, 1.5 * aa_p95),
+        "covered_as_drawn": inside / len(rows),
+    }
+
+
+def kinds_of(rows: Sequence[CaseRow]) -> dict[str, dict[str, float]]:
+    """By kind of task: its share of the measured task seconds, and the bias of its sum over cases."""
+    totals = {kind: [row.kinds[kind] for row in rows if row.kinds.get(kind, (0.0, 0.0))[1] > 0] for kind in KINDS}
+    everything = sum(measured for pairs in totals.values() for _, measured in pairs)
+    return {
+        kind: {
+            "share": sum(measured for _, measured in pairs) / everything,
+            "median_error": statistics.median(abs(predicted / measured - 1) for predicted, measured in pairs),
+            "bias": statistics.median(predicted / measured - 1 for predicted, measured in pairs),
+        }
+        for kind, pairs in totals.items()
+        if pairs
+    }
+
+
+def choice_of(rows: Sequence[CaseRow]) -> dict[str, dict[str, float]]:
+    """Per model, over the records: order of its plans as predicted and measured, and what the predicted choice loses."""
+    found = {}
+    for launch in ("two", "any"):
+        orders, losses = [], []
+        for _, group in itertools.groupby(sorted(rows, key=_by_question), key=_by_question):
+            plans = [row for row in group if launch == "any" or row.launch == launch]
+            if len(plans) < 2:
+                continue
+            predicted, measured = [row.predicted_s for row in plans], [row.measured_s for row in plans]
+            orders.append(rank_correlation(predicted, measured))
+            losses.append(regret(predicted, measured, floor=statistics.median(row.aa_median for row in plans)))
+        if orders:
+            found["a core per rank" if launch == "two" else "all plans"] = {
+                "questions": len(orders),
+                "rank_correlation_median": statistics.median(orders),
+                "rank_correlation_worst": min(orders),
+                "regret_mean": statistics.mean(losses),
+                "regret_worst": max(losses),
+            }
+    return found
+
+
+def _by_question(row: CaseRow) -> tuple[str, str]:
+    return row.record, row.model
+
+
+def processor_time(rows: Sequence[CaseRow]) -> dict[str, float]:
+    """One-rank cases: the error against the processor's seconds, which leave out what other programs took."""
+    alone = [row for row in rows if row.ranks == 1]
+    if not alone:
+        return {}
+    return asdict(accuracy([row.predicted_s for row in alone], [row.cpu_s for row in alone]))
+
+
+def printed(document: dict[str, Any]) -> str:
+    """The tables for people."""
+    lines = [f"{document['machine']}, {document['date']}: {document['cases']} cases, {document['records']} records", ""]
+    lines.append("| steps of | n | median | p95 | worst | bias | A/A median | A/A p95 | covered as drawn |")
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for part in ("errors", "by plan", "by record"):
+        for name, row in document[part].items():
+            if row is not None:
+                cells = [row[key] for key in ("median", "p95", "worst", "bias", "aa_median", "aa_p95", "covered_as_drawn")]
+                lines.append(f"| {name} | {row['cases']} | " + " | ".join(f"{100 * cell:.1f}%" for cell in cells) + " |")
+    lines += ["", "| tasks | share of task time | median error | bias |", "|---|---|---|---|"]
+    lines += [
+        f"| {kind} | {100 * row['share']:.0f}% | {100 * row['median_error']:.1f}% | {100 * row['bias']:.1f}% |"
+        for kind, row in document["by kind"].items()
+    ]
+    lines.append("")
+    for name, row in document["choice"].items():
+        order = f"rank correlation {row['rank_correlation_median']:.3f} (worst {row['rank_correlation_worst']:.3f})"
+        lost = f"regret mean {100 * row['regret_mean']:.2f}%, worst {100 * row['regret_worst']:.2f}%"
+        lines.append(f"choice, {name}: {order}, {lost}, {row['questions']} questions")
+    if document["processor time"]:
+        row = document["processor time"]
+        lines.append(
+            f"one rank, against processor seconds: median error {100 * row['median']:.1f}%, bias {100 * row['bias']:.1f}%"
+        )
+    lines.append(f"coverage: {document['coverage']}")
+    return "\n".join(lines)

@@ -1,0 +1,246 @@
+"""How close are the predictions on the machine at hand, and how often do the intervals hold?
+
+    python experiments/this_machine/run.py [--quick] [--out DIR] [--records N] [--rounds N] [--seed N] [--json]
+
+1. Calibrates the machine twice, with a rank per core and with twice as many, on half of the models.
+2. Predicts every case (six models, plans on one to four processes) and writes the predictions down.
+3. Measures all cases in interleaved rounds, N records one after the other, each with launches of its own.
+4. Judges: errors beside the A/A floor, coverage of the intervals, order of the plans, what the predicted choice costs.
+
+A step that is done (its file lies in DIR) is not done again, so a record that was stopped goes on, and more records can be
+added to predictions that stay as they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cases import CALIBRATED_BATCHES, GRANULARITY, SMALL, SUBJECTS, Case, Subject, cases_of, problem_of
+from judging import CaseRow, judged, printed
+
+from calibration.calibrate import calibrate
+from calibration.request import CalibrationRequest
+from parsim.execute.environment import describe_environment, machine_line
+from parsim.execute.job import Job, RunSpec
+from parsim.execute.launch import launch
+from parsim.execute.measurement import load_measurement
+from parsim.files import write_csv, write_text_atomically
+from parsim.graph.lower import lower
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.profile import load_profile
+from parsim.model.model import Model
+from parsim.model.spec import load_model
+from parsim.plan.plan import Plan
+from parsim.report.compare import aa_floor, task_durations_s
+from parsim.schedule.evaluate import evaluate
+from parsim.schedule.problem import Problem
+from parsim.work import kind_of
+
+CROWD = 4
+TIMEOUT_S = 3600.0
+STEPS, SETTLE_STEPS = 2, 1
+SIZES = {"two": SMALL, "four": CROWD}
+"""Launches of a record, by the ranks they have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A case with what was said of it: median, p05 and p95 of the mean step, computation of all ranks, seconds by kind of task,
+    shares of the sources of its prices. `launch`: that it belongs to."""
+
+    launch: str
+    case: Case
+    step_s: tuple[float, float, float]
+    compute_s: float
+    kinds: dict[str, float]
+    sources: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        case = {"model": self.case.subject.name, "label": self.case.label, "plan": self.case.plan.to_json()}
+        return {**case, "launch": self.launch, "step_s": self.step_s, "compute_s": self.compute_s} | {
+            "kinds": self.kinds,
+            "sources": self.sources,
+        }
+
+    @classmethod
+    def from_dict(cls, entry: dict[str, Any]) -> Prediction:
+        (subject,) = (subject for subject in SUBJECTS if subject.name == entry["model"])
+        return cls(
+            launch=entry["launch"],
+            case=Case(subject=subject, label=entry["label"], plan=Plan.from_json(entry["plan"])),
+            step_s=tuple(entry["step_s"]),
+            compute_s=entry["compute_s"],
+            kinds=entry["kinds"],
+            sources=entry["sources"],
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one model, two rounds, one record")
+    parser.add_argument("--out", type=Path, default=Path("runs/this_machine"))
+    parser.add_argument("--models", help="some of them, by name")
+    parser.add_argument("--launches", help="some of them: two, four")
+    parser.add_argument("--records", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    names = asked.models.split(",") if asked.models else ["mlp"] if asked.quick else [subject.name for subject in SUBJECTS]
+    subjects = [subject for subject in SUBJECTS if subject.name in names]
+    sizes = {name: SIZES[name] for name in (asked.launches.split(",") if asked.launches else SIZES)}
+    records, rounds = (1, 4) if asked.quick else (asked.records, asked.rounds)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    profiles = {name: calibrated(asked.out / f"{name}.json", ranks, subjects, asked) for name, ranks in sizes.items()}
+    said = predictions(asked.out / "predictions.json", profiles, subjects)
+    rows: list[CaseRow] = []
+    for number in range(1, records + 1):
+        rows += record(asked.out / f"record-{number}", said, rounds, asked.seed + number)
+    write_csv(asked.out / "cases.csv", [row.to_dict() for row in rows])
+    verdict = judged(rows)
+    document = {"machine": machine_line(describe_environment()), "date": time.strftime("%Y-%m-%d"), **verdict}
+    write_text_atomically(asked.out / "verdict.json", json.dumps(document, indent=1))
+    print(json.dumps(document) if asked.json else printed(document))
+
+
+def calibrated(path: Path, ranks: int, subjects: Sequence[Subject], asked: argparse.Namespace) -> Path:
+    """The profile of this machine under so many ranks, measured on the calibrated models alone."""
+    if not path.is_file():
+        models = [subject for subject in subjects if subject.calibrated]
+        request = CalibrationRequest(
+            models=tuple((subject.spec, CALIBRATED_BATCHES) for subject in models),
+            nproc=ranks,
+            optimizers=tuple(dict.fromkeys(subject.optimizer for subject in subjects)),
+            granularities=(GRANULARITY,),
+            quick=asked.quick,
+            seed=asked.seed,
+        )
+        calibrate(request, path, on_line=progress)
+    return path
+
+
+def progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def predictions(path: Path, profiles: Mapping[str, Path], subjects: Sequence[Subject]) -> list[Prediction]:
+    """Every case with what is said of it before anything is measured; as it was first said, if `path` is there."""
+    if not path.is_file():
+        said = [
+            predicted(name, case, problem)
+            for name, profile in profiles.items()
+            for subject in subjects
+            for problem in (problem_of(subject, cluster_from_profile(load_profile(str(profile)), SIZES[name])),)
+            for case in cases_of(subject, problem)
+        ]
+        write_text_atomically(path, json.dumps([entry.to_dict() for entry in said], indent=1))
+    return [Prediction.from_dict(entry) for entry in json.loads(path.read_text())]
+
+
+def predicted(launch_name: str, case: Case, problem: Problem) -> Prediction:
+    evaluation = evaluate(problem, case.plan, fold=False)
+    kinds: dict[str, float] = {}
+    for task, seconds in zip(evaluation.graph.tasks, task_durations_s(evaluation.graph, evaluation.timeline), strict=True):
+        kinds[kind_of(task.work)] = kinds.get(kind_of(task.work), 0.0) + float(seconds)
+    interval = evaluation.result.step_s
+    return Prediction(
+        launch=launch_name,
+        case=case,
+        step_s=(interval.median, interval.p05, interval.p95),
+        compute_s=sum(part.compute_s for part in evaluation.breakdown),
+        kinds=kinds,
+        sources=dict(evaluation.result.cost_sources),
+    )
+
+
+def record(folder: Path, cases: Sequence[Prediction], rounds: int, number: int) -> list[CaseRow]:
+    """All cases measured once more, one launch per number of ranks; a launch whose rows lie there is not repeated."""
+    rows: list[CaseRow] = []
+    for name in SIZES:
+        path = folder / f"{name}.json"
+        chosen = [case for case in cases if case.launch == name]
+        if chosen and not path.is_file():
+            measured = measure(folder / name, chosen, rounds, seed=number)
+            write_text_atomically(path, json.dumps([asdict(row) for row in measured]))
+            shutil.rmtree(folder / name)
+        if path.is_file():
+            rows += [
+                CaseRow(**{**row, "kinds": {k: tuple(v) for k, v in row["kinds"].items()}})
+                for row in json.loads(path.read_text())
+            ]
+    return rows
+
+
+def measure(folder: Path, cases: Sequence[Prediction], rounds: int, *, seed: int) -> list[CaseRow]:
+    """One launch: every case in turn, round after round. The order of the cases is drawn anew for every record."""
+    folder.mkdir(parents=True, exist_ok=True)
+    order = sorted(cases, key=lambda entry: entry.case.name)
+    random.Random(seed).shuffle(order)
+    models = {entry.case.subject.name: load_model(entry.case.subject.spec, granularity=GRANULARITY) for entry in order}
+    for name, model in models.items():
+        model.save(folder / f"{name}.json")
+    job = Job(
+        output=str(folder.resolve()),
+        mode="measure",
+        runs=tuple(run_of(entry.case, folder) for entry in order),
+        steps=STEPS,
+        rounds=rounds,
+        settle_steps=SETTLE_STEPS,
+    )
+    job.save(folder / "job.json")
+    launch(folder / "job.json", SIZES[order[0].launch], timeout_s=TIMEOUT_S, on_line=progress)
+    return [row_of(folder, entry, models[entry.case.subject.name]) for entry in order]
+
+
+def run_of(case: Case, folder: Path) -> RunSpec:
+    return RunSpec(
+        name=case.name,
+        model=case.subject.spec,
+        model_path=str(folder / f"{case.subject.name}.json"),
+        plan=case.plan,
+        optimizer=case.subject.optimizer,
+        learning_rate=1e-4,
+        dataset=case.subject.dataset,
+    )
+
+
+def row_of(folder: Path, entry: Prediction, model: Model) -> CaseRow:
+    """What one case took, beside what was said of it."""
+    case, graph = entry.case, lower(entry.case.plan, model)
+    seen = load_measurement(folder / case.name, graph)
+    floor = aa_floor([[float(value)] for value in seen.step_s])
+    taken = np.median(np.stack([task_durations_s(graph, timeline) for timeline in seen.timelines]), axis=0)
+    kinds = {kind: [seconds, 0.0] for kind, seconds in entry.kinds.items()}
+    for task, seconds in zip(graph.tasks, taken, strict=True):
+        kinds[kind_of(task.work)][1] += float(seconds)
+    return CaseRow(
+        record=folder.parent.name,
+        launch=entry.launch,
+        model=case.subject.name,
+        label=case.label,
+        ranks=case.plan.world_size,
+        calibrated=case.subject.calibrated,
+        predicted_s=entry.step_s[0],
+        low_s=entry.step_s[1],
+        high_s=entry.step_s[2],
+        measured_s=seen.mean_step_s,
+        aa_median=floor.median,
+        aa_p95=floor.p95,
+        compute_s=entry.compute_s,
+        cpu_s=sum(seen.cpu_s) / (len(seen.step_s) * STEPS),
+        kinds={kind: (pair[0], pair[1]) for kind, pair in kinds.items()},
+    )
+
+
+if __name__ == "__main__":
+    main()
