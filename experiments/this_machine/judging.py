@@ -61,6 +61,7 @@ def judged(rows: Sequence[CaseRow]) -> dict[str, Any]:
         "all": lambda row: True,
         "a core per rank": lambda row: row.launch == "two",
         "ranks share cores": lambda row: row.launch == "four",
+        "a link of 1 Gbit/s": lambda row: row.launch == "shaped",
         "calibrated models": lambda row: row.calibrated,
         "models never measured": lambda row: not row.calibrated,
         "calibrated, a core per rank": lambda row: row.calibrated and row.launch == "two",
@@ -71,7 +72,7 @@ def judged(rows: Sequence[CaseRow]) -> dict[str, Any]:
     labels = dict.fromkeys(row.label for row in rows)
     records = dict.fromkeys(row.record for row in rows)
     return {
-        "cases": len({(row.model, row.label) for row in rows}),
+        "cases": len({(row.launch, row.model, row.label) for row in rows}),
         "records": len(records),
         "errors": {name: errors_of([row for row in rows if chosen(row)]) for name, chosen in groups.items()},
         "by plan": {label: errors_of([row for row in rows if row.label == label]) for label in labels},
@@ -134,17 +135,17 @@ def kinds_of(rows: Sequence[CaseRow]) -> dict[str, dict[str, float]]:
 def choice_of(rows: Sequence[CaseRow]) -> dict[str, dict[str, float]]:
     """Per model, over the records: order of its plans as predicted and measured, and what the predicted choice loses."""
     found = {}
-    for launch in ("two", "any"):
+    for name, launches in (("a core per rank", ("two",)), ("all plans on this machine", ("two", "four"))):
         orders, losses = [], []
         for _, group in itertools.groupby(sorted(rows, key=_by_question), key=_by_question):
-            plans = [row for row in group if launch == "any" or row.launch == launch]
+            plans = [row for row in group if row.launch in launches]
             if len(plans) < 2:
                 continue
             predicted, measured = [row.predicted_s for row in plans], [row.measured_s for row in plans]
             orders.append(rank_correlation(predicted, measured))
             losses.append(regret(predicted, measured, floor=statistics.median(row.aa_median for row in plans)))
         if orders:
-            found["a core per rank" if launch == "two" else "all plans"] = {
+            found[name] = {
                 "questions": len(orders),
                 "rank_correlation_median": statistics.median(orders),
                 "rank_correlation_worst": min(orders),

@@ -2,7 +2,8 @@
 
     python experiments/this_machine/run.py [--quick] [--out DIR] [--records N] [--rounds N] [--seed N] [--json]
 
-1. Calibrates the machine twice, with a rank per core and with twice as many, on half of the models.
+1. Calibrates the machine on half of the models: with a rank per core, with twice as many, and with two ranks in network
+   namespaces of their own, joined by a link of 1 Gbit/s (where root can make such).
 2. Predicts every case (six models, plans on one to four processes) and writes the predictions down.
 3. Measures all cases in interleaved rounds, N records one after the other, each with launches of its own.
 4. Judges: errors beside the A/A floor, coverage of the intervals, order of the plans, what the predicted choice costs.
@@ -14,12 +15,13 @@ added to predictions that stay as they were.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,9 @@ from typing import Any
 import numpy as np
 from cases import CALIBRATED_BATCHES, GRANULARITY, SMALL, SUBJECTS, Case, Subject, cases_of, problem_of
 from judging import CaseRow, judged, printed
+from namespaces import possible, shaped_pair
 
-from calibration.calibrate import calibrate
+from calibration.calibrate import Launcher, calibrate
 from calibration.request import CalibrationRequest
 from parsim.execute.environment import describe_environment, machine_line
 from parsim.execute.job import Job, RunSpec
@@ -46,11 +49,34 @@ from parsim.schedule.evaluate import evaluate
 from parsim.schedule.problem import Problem
 from parsim.work import kind_of
 
-CROWD = 4
 TIMEOUT_S = 3600.0
 STEPS, SETTLE_STEPS = 2, 1
-SIZES = {"two": SMALL, "four": CROWD}
-"""Launches of a record, by the ranks they have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A launch of a record: how many ranks, over which link (None: the loopback interface), which plans (none named: all)."""
+
+    ranks: int
+    link_bytes_per_s: float | None = None
+    labels: tuple[str, ...] = ()
+
+    @contextlib.contextmanager
+    def launcher(self) -> Iterator[Launcher]:
+        if self.link_bytes_per_s is None:
+            yield launch
+            return
+        with shaped_pair(self.link_bytes_per_s) as shaped:
+            yield shaped
+
+
+SETTINGS = {
+    "two": Setting(ranks=SMALL),
+    "four": Setting(ranks=2 * SMALL),
+    "shaped": Setting(
+        ranks=SMALL, link_bytes_per_s=125e6, labels=("dp 2", "dp 2, zero 1", "pp 2, 1f1b, 4 microbatches", "tp 2")
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +116,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one model, two rounds, one record")
     parser.add_argument("--out", type=Path, default=Path("runs/this_machine"))
     parser.add_argument("--models", help="some of them, by name")
-    parser.add_argument("--launches", help="some of them: two, four")
+    parser.add_argument("--launches", help="some of them: two, four, shaped")
     parser.add_argument("--records", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -98,10 +124,13 @@ def main() -> None:
     asked = parser.parse_args()
     names = asked.models.split(",") if asked.models else ["mlp"] if asked.quick else [subject.name for subject in SUBJECTS]
     subjects = [subject for subject in SUBJECTS if subject.name in names]
-    sizes = {name: SIZES[name] for name in (asked.launches.split(",") if asked.launches else SIZES)}
+    wanted = asked.launches.split(",") if asked.launches else ["two", "four"] if asked.quick else list(SETTINGS)
+    if "shaped" in wanted and (why := possible()):
+        progress(f"no record over a shaped link: {why}")
+        wanted.remove("shaped")
     records, rounds = (1, 4) if asked.quick else (asked.records, asked.rounds)
     asked.out.mkdir(parents=True, exist_ok=True)
-    profiles = {name: calibrated(asked.out / f"{name}.json", ranks, subjects, asked) for name, ranks in sizes.items()}
+    profiles = {name: calibrated(asked.out / f"{name}.json", SETTINGS[name], subjects, asked) for name in wanted}
     said = predictions(asked.out / "predictions.json", profiles, subjects)
     rows: list[CaseRow] = []
     for number in range(1, records + 1):
@@ -113,19 +142,20 @@ def main() -> None:
     print(json.dumps(document) if asked.json else printed(document))
 
 
-def calibrated(path: Path, ranks: int, subjects: Sequence[Subject], asked: argparse.Namespace) -> Path:
-    """The profile of this machine under so many ranks, measured on the calibrated models alone."""
+def calibrated(path: Path, setting: Setting, subjects: Sequence[Subject], asked: argparse.Namespace) -> Path:
+    """The profile of this machine in this setting, measured on the calibrated models alone."""
     if not path.is_file():
         models = [subject for subject in subjects if subject.calibrated]
         request = CalibrationRequest(
             models=tuple((subject.spec, CALIBRATED_BATCHES) for subject in models),
-            nproc=ranks,
+            nproc=setting.ranks,
             optimizers=tuple(dict.fromkeys(subject.optimizer for subject in subjects)),
             granularities=(GRANULARITY,),
             quick=asked.quick,
             seed=asked.seed,
         )
-        calibrate(request, path, on_line=progress)
+        with setting.launcher() as launcher:
+            calibrate(request, path, on_line=progress, launcher=launcher)
     return path
 
 
@@ -140,8 +170,9 @@ def predictions(path: Path, profiles: Mapping[str, Path], subjects: Sequence[Sub
             predicted(name, case, problem)
             for name, profile in profiles.items()
             for subject in subjects
-            for problem in (problem_of(subject, cluster_from_profile(load_profile(str(profile)), SIZES[name])),)
+            for problem in (problem_of(subject, cluster_from_profile(load_profile(str(profile)), SETTINGS[name].ranks)),)
             for case in cases_of(subject, problem)
+            if case.label in (SETTINGS[name].labels or (case.label,))
         ]
         write_text_atomically(path, json.dumps([entry.to_dict() for entry in said], indent=1))
     return [Prediction.from_dict(entry) for entry in json.loads(path.read_text())]
@@ -166,11 +197,12 @@ def predicted(launch_name: str, case: Case, problem: Problem) -> Prediction:
 def record(folder: Path, cases: Sequence[Prediction], rounds: int, number: int) -> list[CaseRow]:
     """All cases measured once more, one launch per number of ranks; a launch whose rows lie there is not repeated."""
     rows: list[CaseRow] = []
-    for name in SIZES:
+    for name, setting in SETTINGS.items():
         path = folder / f"{name}.json"
         chosen = [case for case in cases if case.launch == name]
         if chosen and not path.is_file():
-            measured = measure(folder / name, chosen, rounds, seed=number)
+            with setting.launcher() as launcher:
+                measured = measure(folder / name, chosen, rounds, launcher, seed=number)
             write_text_atomically(path, json.dumps([asdict(row) for row in measured]))
             shutil.rmtree(folder / name)
         if path.is_file():
@@ -181,7 +213,7 @@ def record(folder: Path, cases: Sequence[Prediction], rounds: int, number: int) 
     return rows
 
 
-def measure(folder: Path, cases: Sequence[Prediction], rounds: int, *, seed: int) -> list[CaseRow]:
+def measure(folder: Path, cases: Sequence[Prediction], rounds: int, launcher: Launcher, *, seed: int) -> list[CaseRow]:
     """One launch: every case in turn, round after round. The order of the cases is drawn anew for every record."""
     folder.mkdir(parents=True, exist_ok=True)
     order = sorted(cases, key=lambda entry: entry.case.name)
@@ -198,7 +230,7 @@ def measure(folder: Path, cases: Sequence[Prediction], rounds: int, *, seed: int
         settle_steps=SETTLE_STEPS,
     )
     job.save(folder / "job.json")
-    launch(folder / "job.json", SIZES[order[0].launch], timeout_s=TIMEOUT_S, on_line=progress)
+    launcher(folder / "job.json", SETTINGS[order[0].launch].ranks, timeout_s=TIMEOUT_S, on_line=progress)
     return [row_of(folder, entry, models[entry.case.subject.name]) for entry in order]
 
 

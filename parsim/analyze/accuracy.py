@@ -46,7 +46,7 @@ def accuracy(predicted_s: Sequence[float], measured_s: Sequence[float]) -> Accur
 
 
 def rank_correlation(predicted_s: Sequence[float], measured_s: Sequence[float]) -> float:
-    """Spearman's: 1 where the predictions put the cases in the measured order. NaN for fewer than two cases or no order at all."""
+    """Spearman's: 1 where the predictions put the cases in the measured order. NaN for fewer than two cases or no order."""
     predicted, measured = _checked(predicted_s, measured_s)
     if len(predicted) < 2 or np.ptp(predicted) == 0 or np.ptp(measured) == 0:
         return float("nan")

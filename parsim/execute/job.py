@@ -63,8 +63,8 @@ class Job:
     """Attributes:
     mode: "train" runs `steps` steps of the only run; "measure" runs `rounds` rounds, in each of which every run in turn
         does `steps` steps; in both the first `warmup_steps` of each run are left out of the times.
-    settle_steps: in mode "measure", steps at the beginning of a run's turn that are left out too: the caches still hold what the
-        run before had there.
+    settle_steps: in mode "measure", steps at the beginning of a run's turn that are left out too: the caches still hold what
+        the run before had there.
     keep_state: in mode "measure", leave a checkpoint of every run in its folder at the end.
     checkpoint_every: steps between checkpoints (0: at the end only); resume: go on from the latest.
     switches: plans to change to on the way (mode "train"). adaptive: let the controller decide instead.

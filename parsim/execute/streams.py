@@ -3,8 +3,8 @@
 Both classes give the same contract. `submit` never waits; `compute` runs the operation after its dependencies; `finish`
 returns when everything submitted has ended. Each task leaves a `TaskTime`: `ready_s` is when this rank could start it (its
 dependencies here ended and its stream free), `end_s` when it ended here. What a thread takes to wake up and to get the
-processor lies within the time of a communication (others wait for it meanwhile) and between computations. Who waits for whom across ranks is decided when
-the ranks' records are merged.
+processor lies within the time of a communication (others wait for it meanwhile) and between computations. Who waits for whom
+across ranks is decided when the ranks' records are merged.
 """
 
 from __future__ import annotations
