@@ -7,6 +7,7 @@ in training: the rank's core is busy and its caches are not warm with the messag
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from parsim.units import MIB
 BACK_TO_BACK = 3
 BURN_S = 0.002
 SMALL_BYTES, LARGE_BYTES = MIB, 16 * MIB
+ALIGNMENT = 64
+"""Elements; fresh arrays begin at 64 bytes or more, and sums over crooked ones are slower."""
 LARGE_EVERY = 4
 """Sizes above LARGE_BYTES are measured in every fourth round, a quarter of them in each."""
 MEMORY_SHARE = 0.25
@@ -53,12 +56,17 @@ class Bench:
         return max(1, size_bytes // self.dtype.itemsize)
 
     def arrays(self, *elements: int) -> list[Tensor]:
-        """One array of so many elements after the other."""
-        return list(torch.split(self.scratch[: sum(elements)], list(elements)))
+        """One array of so many elements after the other, each aligned as a fresh one would be."""
+        starts = itertools.accumulate(map(_aligned, elements[:-1]), initial=0)
+        return [self.scratch[start : start + count] for start, count in zip(starts, elements, strict=True)]
 
-    def beyond(self, size_bytes: int) -> Bench:
-        """The same, with arrays that begin so many bytes further on."""
-        return replace(self, scratch=self.scratch[self.elements(size_bytes) :])
+    def beyond(self, elements: int) -> Bench:
+        """The same, with arrays that begin so many elements further on, or a little more."""
+        return replace(self, scratch=self.scratch[_aligned(elements) :])
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 def make_bench(device: torch.device, dtype: torch.dtype, cores: int, largest_bytes: int) -> Bench:
@@ -80,7 +88,7 @@ def make_bench(device: torch.device, dtype: torch.dtype, cores: int, largest_byt
 
 def scratch_bytes(largest_bytes: int) -> int:
     """Two of the largest size (what is given and what is received), or a chain of those that are issued in a row."""
-    return max(2 * largest_bytes, BACK_TO_BACK * min(largest_bytes, LARGE_BYTES)) + 64
+    return max(2 * largest_bytes, BACK_TO_BACK * min(largest_bytes, LARGE_BYTES)) + 64 * ALIGNMENT
 
 
 def affordable_sizes(sizes_bytes: Sequence[int], nproc: int, device: torch.device) -> tuple[int, ...]:
@@ -201,10 +209,15 @@ def measure_item(bench: Bench, item: Item) -> list[list[float]] | None:
         group = bench.dp[item.ranks]
         if group is not None:
             prepare = COLLECTIVES[item.operation]
-            benches = [bench.beyond(place * item.size_bytes) if place else bench for place in range(item.chain)]
-            calls = [("dp", prepare(own, item.size_bytes, group)) for own in benches]
+            calls = [("dp", prepare(own, item.size_bytes, group)) for own in chain_of(bench, item)]
             times = _repeat(bench, calls, group, item.repeats)
     return _collect(times, item.chain, item.ranks)
+
+
+def chain_of(bench: Bench, item: Item) -> list[Bench]:
+    """One bench for each operation of a chain, which work on different arrays, as buckets do."""
+    step = _aligned(bench.elements(item.size_bytes))
+    return [bench.beyond(place * step) for place in range(item.chain)]
 
 
 def _transfer(bench: Bench, item: Item, group: dist.ProcessGroup) -> Callable[[], None]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
@@ -19,12 +23,15 @@ from calibration.measure_collectives import (
     COLLECTIVES,
     LARGE_BYTES,
     LARGE_EVERY,
+    Bench,
     Item,
+    chain_of,
     collective_groups,
     items_of_round,
+    scratch_bytes,
     transfer_pairs,
 )
-from calibration.measure_components import make_case, optimizer_cases, sweep_record
+from calibration.measure_components import DTYPES, make_case, optimizer_cases, sweep_record
 from calibration.measure_shards import Cut, run_parts, sweeps_of, useful_batches, useful_cuts
 from calibration.raw_points import RawPoints, load_raw, raw_path, save_raw
 from calibration.request import SIZES_BYTES, active_levels
@@ -110,6 +117,26 @@ def test_every_large_size_is_measured_once_in_four_rounds_and_small_ones_in_each
         assert sum(item in chosen for chosen in rounds) == (1 if item.size_bytes > LARGE_BYTES else LARGE_EVERY)
     assert max(SIZES_BYTES) == 256 * 1024 * 1024
     assert min(SIZES_BYTES) == 1024
+
+
+@given(st.sampled_from([3, 5, 1000, 65_537, 20_000_000]), st.sampled_from(["fp32", "fp64"]))
+def test_arrays_to_send_are_aligned_apart_and_fit(size_bytes: int, precision: str) -> None:
+    """The two of an exchange and the three of a chain lie side by side in what `scratch_bytes` asks for."""
+    import torch
+
+    dtype = DTYPES[precision]
+    room = torch.empty(scratch_bytes(size_bytes) // dtype.itemsize, dtype=dtype)
+    bench = Bench(rank=0, world_size=1, device=torch.device("cpu"), dtype=dtype, dp={}, sends={}, scratch=room)
+    count = bench.elements(size_bytes)
+    arrays = bench.arrays(count, count)
+    item = Item("all_reduce", (0, 1), size_bytes)
+    chain = [own.arrays(count)[0] for own in chain_of(bench, item)]
+    assert len(chain) == item.chain
+    for group in (arrays, chain):
+        begins = [array.data_ptr() - room.data_ptr() for array in group]
+        assert all(begin % 64 == 0 for begin in begins)
+        assert all(array.numel() == count for array in group)
+        assert all(later - earlier >= count * dtype.itemsize for earlier, later in pairwise(begins))
 
 
 def test_who_used_the_least_of_its_time_is_next() -> None:
@@ -273,6 +300,29 @@ def test_raw_points_give_the_profile_again_bit_for_bit(tmp_path: Path) -> None:
     assert raw_path(path).read_bytes() == packed
 
 
+def test_what_the_machine_did_meanwhile_is_kept_and_what_casts_doubt_is_said() -> None:
+    def state(hz: float, idle: int, steal: int) -> dict[str, Any]:
+        return {"core_hz": {"0": hz, "1": hz}, "ticks": {"user": 0, "idle": idle, "steal": steal}, "load_average": [0.5]}
+
+    raw = synthetic_raw(REQUEST)
+    for rank in raw["ranks"]:
+        rank["pinning"] = {"core": 0, "threads": 1, "shared_by": 1}
+        for sweep in rank["sweeps"]:
+            sweep["cpu_s"] = 0.99
+    calm = {**raw, "states": [[state(2e9, 0, 0), state(2.1e9, 1000, 1)]]}
+    profile = build_profile(points_of(calm))
+    assert profile.provenance.warnings == []
+    kept = profile.provenance.environment
+    assert kept["stolen_share"] == pytest.approx(1 / 1001)
+    assert kept["other_share"] == pytest.approx(0.01)
+    assert kept["ranks"] == [{"core": 0, "threads": 1, "shared_by": 1}] * 2
+    uneasy = {**raw, "states": [[state(2e9, 0, 0), state(2e9, 90, 10)], [state(2e9, 90, 10), state(2.5e9, 990, 10)]]}
+    assert build_profile(points_of(uneasy)).provenance.warnings == [
+        "the host of this virtual machine gave 10.0% of the cores' time to others meanwhile",
+        "the clock went from 2.00 to 2.50 GHz; times hold for neither",
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -420,6 +470,8 @@ def test_quick_calibration_of_this_machine(tmp_path: Path, nproc: int) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here.json", "here.raw.json.gz"]
     environment = profile.provenance.environment
     assert len(environment["ranks"]) == nproc
+    assert os.uname().nodename not in json.dumps(environment)
+    assert str(tmp_path) not in json.dumps(environment)
     assert environment["seconds"] > 0
     assert all(state["ticks"] for state in environment["sessions"][0].values())
     written = (tmp_path / "here.json").read_bytes()
