@@ -4,66 +4,101 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
-import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from calibration.build_profile import build_profile, other_share
+from calibration.build_profile import build_profile
+from calibration.leftover import Leftover, open_folder
+from calibration.raw_points import RawPoints, load_raw, raw_path, save_raw
 from calibration.request import CalibrationRequest
-from parsim.errors import ConfigError, ExecutionError, MissingDependencyError, near_matches
+from calibration.surroundings import closing_line, opening_line
+from calibration.turns import gather_raw
+from parsim.errors import ConfigError, ExecutionError, MissingDependencyError, ProfileError, near_matches
+from parsim.execute.environment import describe_environment
 from parsim.execute.launch import launch
+from parsim.execute.machine_state import machine_state
 from parsim.execute.pinning import available_cores
 from parsim.hardware.profile import Profile, save_profile
 from parsim.model.spec import load_model
-from parsim.units import format_percent
 
-__all__ = ["CalibrationRequest", "calibrate"]
+__all__ = ["CalibrationRequest", "calibrate", "refit"]
 
 RANKS_PER_CORE = 4
-BUSY_SHARE = 0.05
 TIMEOUT_S = 1800.0
 
 
-def calibrate(request: CalibrationRequest, out: Path, *, on_line: Callable[[str], None] | None = None) -> Profile:
-    """Measure on `request.nproc` ranks of this machine and save the profile at `out`, whole or not at all.
+def calibrate(
+    request: CalibrationRequest, out: Path, *, on_line: Callable[[str], None] | None = None, leftover: Leftover = "use"
+) -> Profile:
+    """Measure on `request.nproc` ranks of this machine; save the profile at `out` and the raw points beside it.
+
+    Every finished turn is kept in a folder beside `out` until the profile is written, whole or not at all: stopped at any
+    moment, a calibration goes on from there when it is called again with the same request.
 
     Args:
         on_line: receives progress, one line at a time.
+        leftover: what to do with what a stopped calibration left.
 
     Raises:
         MissingDependencyError: torch is not installed.
-        ConfigError: an unknown optimizer, or a folder of `out` that does not exist.
+        ConfigError: an unknown optimizer, a folder of `out` that does not exist, or a leftover of another calibration.
+        ProfileError: too much of what was measured contradicts itself.
         ExecutionError: a rank failed.
     """
     say = on_line or _silent
     _check(request, out, say)
+    folder = open_folder(request, out, leftover, say)
+    environment, before = describe_environment(), machine_state()
+    say(opening_line(environment, before, request))
     models = []
-    for spec, batches, granularity in request.measured_models:
+    for number, (spec, batches, granularity) in enumerate(request.measured_models):
         models.append(load_model(spec, granularity=granularity))
+        models[-1].save(folder.path / f"model-{number}.json")
         components = f"{len(models[-1].components)} components ({granularity})"
         say(f"{models[-1].name}: {components} at {', '.join(map(str, batches))} samples")
-    with tempfile.TemporaryDirectory(prefix="parsim-calibrate-") as folder:
-        job = Path(folder) / "job.json"
-        job.write_text(request.to_json())
-        for number, model in enumerate(models):
-            model.save(job.parent / f"model-{number}.json")
-        launch(job, request.nproc, module="calibration", timeout_s=TIMEOUT_S, on_line=say)
-        raw = _read_raw(job.parent / "raw.json")
-    share = other_share(raw)
-    if request.device == "cpu" and request.nproc <= len(available_cores()) and share > BUSY_SHARE:
-        say(f"warning: other programs had {format_percent(share)} of the cores meanwhile; for a quiet machine, calibrate again")
-    profile = build_profile(
-        raw,
-        request,
-        models,
+    folder.save_states(before, None)
+    try:
+        launch(folder.job, request.nproc, module="calibration", timeout_s=TIMEOUT_S, on_line=say)
+    except ExecutionError as error:
+        if not folder.has_turns:
+            folder.remove()
+            raise
+        raise ExecutionError(f"{error}; what was measured is kept, call again to go on") from error
+    after = machine_state()
+    folder.save_states(before, after)
+    say(closing_line(before, after))
+    points = RawPoints(
+        raw={**gather_raw(folder.path), "states": folder.states()},
+        request=request,
+        models=models,
         created=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         command=f"parsim calibrate --device {request.device} --nproc {request.nproc}",
         name=out.stem,
     )
+    try:
+        profile = build_profile(points)
+    except ProfileError:
+        folder.remove()  # going on with these turns would end here again
+        raise
+    save_raw(points, raw_path(out))
     save_profile(profile, out)
+    folder.remove()
+    for warning in profile.provenance.warnings:
+        say(f"warning: {warning}")
+    return profile
+
+
+def refit(profile_path: Path, *, on_line: Callable[[str], None] | None = None) -> Profile:
+    """Make the profile anew from the raw points beside it, and save it: with the code that wrote it, the same numbers.
+
+    Raises: ProfileError without raw points, or if too much of them contradicts itself.
+    """
+    say = on_line or _silent
+    profile = build_profile(load_raw(raw_path(profile_path)))
+    save_profile(profile, profile_path)
+    for warning in profile.provenance.warnings:
+        say(f"warning: {warning}")
     return profile
 
 
@@ -88,10 +123,3 @@ def _check(request: CalibrationRequest, out: Path, say: Callable[[str], None]) -
         say(f"note: {request.nproc} ranks share {cores} cores, so each measures a part of a core")
     if request.device == "cpu" and request.nproc > RANKS_PER_CORE * cores:
         say(f"warning: more than {RANKS_PER_CORE} ranks per core; times will be mostly waiting, use --nproc {cores}")
-
-
-def _read_raw(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ExecutionError("the measuring ranks ended without a result; run again, or with --nproc 1")
-    document: dict[str, Any] = json.loads(path.read_text())
-    return document

@@ -7,22 +7,33 @@ in training: the rank's core is busy and its caches are not warm with the messag
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from calibration.request import CalibrationRequest
+from calibration.turns import WARM_UP, Entries, Section
+from parsim.execute.environment import memory_limit_bytes
 from parsim.execute.group import make_groups
 from parsim.execute.streams import TaskTime, make_streams
+from parsim.units import MIB
 
 BACK_TO_BACK = 3
 BURN_S = 0.002
-MIN_REPEATS, MAX_REPEATS = 6, 40
+SMALL_BYTES, LARGE_BYTES = MIB, 16 * MIB
+ALIGNMENT = 64
+"""Elements; fresh arrays begin at 64 bytes or more, and sums over crooked ones are slower."""
+LARGE_EVERY = 4
+"""Sizes above LARGE_BYTES are measured in every fourth round, a quarter of them in each."""
+MEMORY_SHARE = 0.25
+"""Of the memory this process may use: the most that all ranks together take for arrays to send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +41,7 @@ class Bench:
     """Attributes:
     device: where the arrays live.
     dp: group of the collectives by ranks; sends: group by (source, destination); None where this rank is no member.
-    seconds_per_size: repeats are chosen to take about this long.
+    scratch: the arrays to send and receive are pieces of it, so that no measurement allocates or first touches memory.
     """
 
     rank: int
@@ -39,14 +50,27 @@ class Bench:
     dtype: torch.dtype
     dp: Mapping[tuple[int, ...], dist.ProcessGroup | None]
     sends: Mapping[tuple[int, int], dist.ProcessGroup | None]
-    seconds_per_size: float
+    scratch: Tensor
 
     def elements(self, size_bytes: int) -> int:
         return max(1, size_bytes // self.dtype.itemsize)
 
+    def arrays(self, *elements: int) -> list[Tensor]:
+        """One array of so many elements after the other, each aligned as a fresh one would be."""
+        starts = itertools.accumulate(map(_aligned, elements[:-1]), initial=0)
+        return [self.scratch[start : start + count] for start, count in zip(starts, elements, strict=True)]
 
-def make_bench(device: torch.device, dtype: torch.dtype, cores: int, seconds_per_size: float) -> Bench:
-    """Groups for everything that will be measured; a collective call, made by every rank."""
+    def beyond(self, elements: int) -> Bench:
+        """The same, with arrays that begin so many elements further on, or a little more."""
+        return replace(self, scratch=self.scratch[_aligned(elements) :])
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def make_bench(device: torch.device, dtype: torch.dtype, cores: int, largest_bytes: int) -> Bench:
+    """Groups and arrays for everything that will be measured, up to `largest_bytes`; a collective call, made by every rank."""
     world_size = dist.get_world_size()
     collectives, pairs = collective_groups(world_size), transfer_pairs(world_size, cores)
     sends = {pair: (f"pp>{pair[1]}", (min(pair), max(pair))) for pair in pairs}
@@ -58,14 +82,27 @@ def make_bench(device: torch.device, dtype: torch.dtype, cores: int, seconds_per
         dtype=dtype,
         dp={ranks: groups.get(("dp", ranks)) for ranks in collectives},
         sends={pair: groups.get(stream) for pair, stream in sends.items()},
-        seconds_per_size=seconds_per_size,
+        scratch=torch.zeros(scratch_bytes(largest_bytes) // dtype.itemsize, dtype=dtype, device=device),
     )
 
 
+def scratch_bytes(largest_bytes: int) -> int:
+    """Two of the largest size (what is given and what is received), or a chain of those that are issued in a row."""
+    return max(2 * largest_bytes, BACK_TO_BACK * min(largest_bytes, LARGE_BYTES)) + 64 * ALIGNMENT
+
+
+def affordable_sizes(sizes_bytes: Sequence[int], nproc: int, device: torch.device) -> tuple[int, ...]:
+    """The sizes whose arrays, two on every rank, leave enough memory for all else."""
+    if device.type == "cuda":
+        room = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+    else:
+        room = MEMORY_SHARE * memory_limit_bytes() / nproc
+    return tuple(size for size in sizes_bytes if scratch_bytes(size) <= room)
+
+
 def collective_groups(world_size: int) -> tuple[tuple[int, ...], ...]:
-    """The first 2, 4, 8, ... ranks, and all."""
-    sizes = {world_size} | {2**power for power in range(1, world_size.bit_length()) if 2**power <= world_size}
-    return tuple(tuple(range(size)) for size in sorted(sizes) if size >= 2)
+    """The first 2, 3, 4, ... ranks, up to all."""
+    return tuple(tuple(range(size)) for size in range(2, world_size + 1))
 
 
 def transfer_pairs(world_size: int, cores: int) -> tuple[tuple[int, int], ...]:
@@ -82,35 +119,37 @@ def transfer_pairs(world_size: int, cores: int) -> tuple[tuple[int, int], ...]:
 
 
 def _all_reduce(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
-    array = torch.zeros(bench.elements(size_bytes), dtype=bench.dtype, device=bench.device)
+    (array,) = bench.arrays(bench.elements(size_bytes))
     return lambda: _drop(dist.all_reduce(array, group=group))
 
 
 def _all_gather(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
-    part = torch.zeros(bench.elements(size_bytes // group.size()), dtype=bench.dtype, device=bench.device)
-    whole = torch.zeros(part.numel() * group.size(), dtype=bench.dtype, device=bench.device)
+    part, whole = _part_and_whole(bench, size_bytes, group)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     return lambda: _drop(gather(whole, part, group=group))
 
 
 def _reduce_scatter(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
-    part = torch.zeros(bench.elements(size_bytes // group.size()), dtype=bench.dtype, device=bench.device)
-    whole = torch.zeros(part.numel() * group.size(), dtype=bench.dtype, device=bench.device)
+    part, whole = _part_and_whole(bench, size_bytes, group)
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
     return lambda: _drop(reduce_scatter(part, whole, group=group))
 
 
 def _broadcast(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
-    array = torch.zeros(bench.elements(size_bytes), dtype=bench.dtype, device=bench.device)
+    (array,) = bench.arrays(bench.elements(size_bytes))
     return lambda: _drop(dist.broadcast(array, src=0, group=group))
 
 
 def _all_to_all(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
     """S is what one rank holds."""
-    part = bench.elements(size_bytes // group.size())
-    given = torch.zeros(part * group.size(), dtype=bench.dtype, device=bench.device)
-    received = torch.zeros_like(given)
+    elements = bench.elements(size_bytes // group.size()) * group.size()
+    given, received = bench.arrays(elements, elements)
     return lambda: _drop(dist.all_to_all_single(received, given, group=group))
+
+
+def _part_and_whole(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> list[Tensor]:
+    part = bench.elements(size_bytes // group.size())
+    return bench.arrays(part, part * group.size())
 
 
 COLLECTIVES: dict[str, Callable[[Bench, int, dist.ProcessGroup], Callable[[], None]]] = {
@@ -123,7 +162,9 @@ COLLECTIVES: dict[str, Callable[[Bench, int, dist.ProcessGroup], Callable[[], No
 """What is measured, by name: a function that prepares the arrays and returns the blocking call."""
 
 REPEATED = ("all_reduce",)
-"""What every synchronous plan runs, gradient buckets: three in a row and with all repeats; the others with fewer."""
+"""What every synchronous plan runs several of in a row, gradient buckets: measured so, the others one by one."""
+
+SEND_RECV = "send_recv"
 
 
 def _drop(_: object) -> None:
@@ -133,69 +174,79 @@ def _drop(_: object) -> None:
 # --- one size ---------------------------------------------------------------------------------------------------------
 
 
-def measure_collective(
-    bench: Bench, operation: str, ranks: tuple[int, ...], size_bytes: int, *, back_to_back: int = BACK_TO_BACK
-) -> list[list[float]] | None:
+class Item(NamedTuple):
+    """One thing to measure: an operation of COLLECTIVES over a group, or a send_recv from the first rank to the second."""
+
+    operation: str
+    ranks: tuple[int, ...]
+    size_bytes: int
+
+    @property
+    def chain(self) -> int:
+        """How many equal operations are issued in order on one stream, as gradient buckets are."""
+        return BACK_TO_BACK if self.operation in REPEATED and self.size_bytes <= LARGE_BYTES else 1
+
+    @property
+    def repeats(self) -> int:
+        """Kept in one round."""
+        return 4 if self.size_bytes <= SMALL_BYTES else 2
+
+
+def measure_item(bench: Bench, item: Item) -> list[list[float]] | None:
     """Seconds [repeat][place in the chain], on rank 0 (None elsewhere). Called by every rank of the world.
 
-    Every repeat issues `back_to_back` equal operations in order on one stream, as gradient buckets are; the first of a
-    chain follows a computation, the others follow their predecessor.
+    The first of a chain follows a computation, the others follow their predecessor. The receiver of a transfer allocates its
+    buffer within the measured time, as the executor does.
     """
-    group = bench.dp[ranks]
-    if group is None:
-        return _collect([], back_to_back, ranks)
-    calls = [COLLECTIVES[operation](bench, size_bytes, group) for _ in range(back_to_back)]
-    return _collect(_repeat(bench, [("dp", call) for call in calls], group), back_to_back, ranks)
+    times: list[list[TaskTime]] = []
+    if item.operation == SEND_RECV:
+        source, destination = item.ranks
+        group = bench.sends[source, destination]
+        if group is not None:
+            stream = f"pp>{destination}" if bench.rank == source else f"pp<{source}"
+            times = _repeat(bench, [(stream, _transfer(bench, item, group))], group, item.repeats)
+    else:
+        group = bench.dp[item.ranks]
+        if group is not None:
+            prepare = COLLECTIVES[item.operation]
+            calls = [("dp", prepare(own, item.size_bytes, group)) for own in chain_of(bench, item)]
+            times = _repeat(bench, calls, group, item.repeats)
+    return _collect(times, item.chain, item.ranks)
 
 
-def measure_transfer(bench: Bench, pair: tuple[int, int], size_bytes: int) -> list[list[float]] | None:
-    """Seconds [repeat][0] of a send from pair[0] to pair[1], on rank 0 (None elsewhere). Called by every rank.
-
-    The receiver allocates its buffer within the measured time, as the executor does.
-    """
-    source, destination = pair
-    group = bench.sends[pair]
-    if group is None:
-        return _collect([], 1, pair)
-    array = torch.zeros(bench.elements(size_bytes), dtype=bench.dtype, device=bench.device)
-
-    def receive() -> None:
-        dist.recv(torch.empty_like(array), source, group=group)
-
-    stream = f"pp>{destination}" if bench.rank == source else f"pp<{source}"
-    call = partial(dist.send, array, destination, group=group) if bench.rank == source else receive
-    return _collect(_repeat(bench, [(stream, call)], group), 1, pair)
+def chain_of(bench: Bench, item: Item) -> list[Bench]:
+    """One bench for each operation of a chain, which work on different arrays, as buckets do."""
+    step = _aligned(bench.elements(item.size_bytes))
+    return [bench.beyond(place * step) for place in range(item.chain)]
 
 
-def _repeat(bench: Bench, calls: Sequence[tuple[str, Callable[[], None]]], group: dist.ProcessGroup) -> list[list[TaskTime]]:
-    """Times of the calls in each kept repeat, on this rank; every rank of the group repeats equally often."""
+def _transfer(bench: Bench, item: Item, group: dist.ProcessGroup) -> Callable[[], None]:
+    source, destination = item.ranks
+    (array,) = bench.arrays(bench.elements(item.size_bytes))
+    if bench.rank == source:
+        return partial(dist.send, array, destination, group=group)
+    return lambda: _drop(dist.recv(torch.empty_like(array), source, group=group))
+
+
+def _repeat(
+    bench: Bench, calls: Sequence[tuple[str, Callable[[], None]]], group: dist.ProcessGroup, repeats: int
+) -> list[list[TaskTime]]:
+    """Times of the calls in each repeat, on this rank; one more comes before them and warms up."""
     streams = make_streams(bench.device)
     operand = torch.ones(192, 192, dtype=bench.dtype, device=bench.device)
     kept: list[list[TaskTime]] = []
     try:
-        repeats, done = 2, 0
-        while done < repeats:
-            begin_s = time.perf_counter()
+        for repeat in range(repeats + 1):
             dist.barrier(group=group)
             for number, (stream, call) in enumerate(calls, start=1):
                 streams.submit(number, stream, [0], call)
             streams.compute(0, "compute", [], partial(_burn, operand))
             times = {entry.task: entry for entry in streams.finish()}
-            done += 1
-            if done == 2:
-                repeats = 2 + _agreed_repeats(bench, time.perf_counter() - begin_s, group)
-            elif done > 2:
+            if repeat > 0:
                 kept.append([times[number] for number in range(1, len(calls) + 1)])
     finally:
         streams.close()
     return kept
-
-
-def _agreed_repeats(bench: Bench, seconds: float, group: dist.ProcessGroup) -> int:
-    wanted = min(MAX_REPEATS, max(MIN_REPEATS, int(bench.seconds_per_size / seconds)))
-    count = torch.tensor([wanted], device=bench.device)
-    dist.all_reduce(count, op=dist.ReduceOp.MIN, group=group)
-    return int(count.item())
 
 
 def _burn(operand: Tensor) -> None:
@@ -231,28 +282,49 @@ def merged_seconds(per_rank: Sequence[Sequence[Sequence[TaskTime]]], chain: int)
 # --- all sizes --------------------------------------------------------------------------------------------------------
 
 
-def measure_all(
-    bench: Bench, sizes_bytes: Sequence[int], operations: Sequence[str], on_line: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """Every operation over every group and size, then the transfers; entries with the keys operation, group, size_bytes,
-    seconds [repeat][place in the chain]. On rank 0; the other ranks return an empty list."""
-    entries: list[dict[str, Any]] = []
-    for operation in operations:
-        often = operation in REPEATED
-        shared = bench if often else replace(bench, seconds_per_size=bench.seconds_per_size / 3)
-        for ranks in bench.dp:
-            on_line(f"{operation} over {len(ranks)} ranks: {len(sizes_bytes)} sizes")
-            for size_bytes in sizes_bytes:
-                seconds = measure_collective(shared, operation, ranks, size_bytes, back_to_back=BACK_TO_BACK if often else 1)
-                entries += _entry(operation, ranks, size_bytes, seconds)
-    for pair in bench.sends:
-        on_line(f"send_recv {pair[0]} to {pair[1]}: {len(sizes_bytes)} sizes")
-        for size_bytes in sizes_bytes:
-            entries += _entry("send_recv", pair, size_bytes, measure_transfer(bench, pair, size_bytes))
-    return entries
+def collective_section(bench: Bench, sizes_bytes: Sequence[int], request: CalibrationRequest) -> Section | None:
+    """Every operation over every group and size, and the transfers; None with one rank.
+
+    Entries of `collectives`, rank 0's alone: operation, group, size_bytes, seconds [repeat][place in the chain].
+    """
+    items = tuple(all_items(bench, sizes_bytes))
+    if not items:
+        return None
+
+    def measure(number: int) -> Entries:
+        entries = []
+        for item in items_of_round(items, number):
+            seconds = measure_item(bench, item)
+            if seconds is not None:
+                entries.append(
+                    {"operation": item.operation, "group": list(item.ranks), "size_bytes": item.size_bytes, "seconds": seconds}
+                )
+        return {"collectives": entries}
+
+    return Section(
+        name="collectives",
+        budget_s=request.budgets_s["collectives"],
+        min_rounds=LARGE_EVERY,
+        max_rounds=request.max_rounds,
+        measure=measure,
+    )
 
 
-def _entry(operation: str, ranks: Sequence[int], size_bytes: int, seconds: list[list[float]] | None) -> list[dict[str, Any]]:
-    if seconds is None:
-        return []
-    return [{"operation": operation, "group": list(ranks), "size_bytes": size_bytes, "seconds": seconds}]
+def all_items(bench: Bench, sizes_bytes: Sequence[int]) -> Iterator[Item]:
+    for size_bytes in sizes_bytes:
+        for operation in COLLECTIVES:
+            yield from (Item(operation, ranks, size_bytes) for ranks in bench.dp)
+        yield from (Item(SEND_RECV, pair, size_bytes) for pair in bench.sends)
+
+
+def items_of_round(items: Sequence[Item], number: int) -> list[Item]:
+    """What is measured in a round: every fourth of the large ones, other ones each time; to warm up, the smallest size."""
+    if number == WARM_UP:
+        return [item for item in items if item.size_bytes == items[0].size_bytes]
+    chosen, large = [], 0
+    for item in items:
+        if item.size_bytes > LARGE_BYTES:
+            large += 1
+        if item.size_bytes <= LARGE_BYTES or large % LARGE_EVERY == number % LARGE_EVERY:
+            chosen.append(item)
+    return chosen

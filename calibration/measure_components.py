@@ -7,6 +7,7 @@ rounds, so that a drift of the machine falls on all of them and is seen.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from calibration.request import CalibrationRequest
+from calibration.turns import Entries, Section
 from parsim.execute.optimizer import flat_gradients, make_optimizer
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica
@@ -146,35 +148,36 @@ def _optimizer_case(name: str, shapes: Sequence[tuple[int, ...]], example: Tenso
 # --- rounds -----------------------------------------------------------------------------------------------------------
 
 
-def measure_rounds(
+def component_section(
     cases: Sequence[Case],
     levels: Mapping[int, dist.ProcessGroup | None],
     request: CalibrationRequest,
     device: torch.device,
-    on_line: Callable[[str], None],
-) -> dict[str, list[dict[str, Any]]]:
-    """Interleaved rounds until the budget is spent; called by every rank, returns what this rank measured.
+) -> Section:
+    """Whole steps of every case, and optimizers over parts of its model.
 
     Args:
-        levels: group by the number of ranks that compute at once (ranks 0..k-1), None on the others, which wait in a
-            barrier. The first round warms up and is not kept.
+        levels: group by the number of ranks that compute at once (ranks 0..k-1), None on the others, which wait in a barrier.
     """
     optimizers = {number: optimizer_cases(stage, request.optimizers) for number, stage in _stages(cases).items()}
-    found: dict[str, list[dict[str, Any]]] = {"sweeps": [], "optimizers": []}
-    streams = make_streams(device)
-    begin_s, rounds = time.perf_counter(), -1
-    while rounds < 0 or _go_on(rounds, time.perf_counter() - begin_s, request, device):
-        for turn, case in enumerate(cases, start=rounds + 1):
-            choices = optimizers[case.number]
-            chosen = choices[turn % len(choices)] if choices else None
-            for entry, kind in _visit(case, levels, chosen, streams):
-                if rounds >= 0:
-                    found[kind].append({"model": case.number, "samples": case.samples, "round": rounds, **entry})
-        rounds += 1
-        spent_s = time.perf_counter() - begin_s
-        on_line(f"components: round {rounds} of {len(cases)} cases, {spent_s:.1f} of about {request.budget_s:.0f} s")
-    streams.close()
-    return found
+
+    def measure(number: int) -> Entries:
+        found: Entries = {"sweeps": [], "optimizers": []}
+        with contextlib.closing(make_streams(device)) as streams:
+            for turn, case in enumerate(cases, start=number + 1):
+                choices = optimizers[case.number]
+                chosen = choices[turn % len(choices)] if choices else None
+                for entry, kind in _visit(case, levels, chosen, streams):
+                    found[kind].append({"model": case.number, "samples": case.samples, **entry})
+        return found
+
+    return Section(
+        name="components",
+        budget_s=request.budgets_s["components"],
+        min_rounds=request.min_rounds,
+        max_rounds=request.max_rounds,
+        measure=measure,
+    )
 
 
 def _stages(cases: Sequence[Case]) -> dict[int, StageReplica]:
@@ -207,12 +210,3 @@ def _timed(streams: Streams, chosen: OptimizerCase, group: dist.ProcessGroup) ->
     streams.compute(0, COMPUTE, [], chosen.step)
     entry = streams.finish()[0]
     return entry.end_s - entry.ready_s
-
-
-def _go_on(rounds: int, spent_s: float, request: CalibrationRequest, device: torch.device) -> bool:
-    """Whether one more round is wanted and affordable; rank 0 decides for all."""
-    next_ends_s = spent_s * (rounds + 2) / (rounds + 1)
-    more = rounds < request.min_rounds or (rounds < request.max_rounds and next_ends_s <= request.budget_s)
-    flag = torch.tensor([int(more)], device=device)
-    dist.broadcast(flag, src=0)
-    return bool(flag.item())

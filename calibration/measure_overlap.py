@@ -2,39 +2,84 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from calibration.measure_collectives import Bench, merged_seconds
+from calibration.measure_collectives import COLLECTIVES, Bench, merged_seconds
 from calibration.measure_components import Case
+from calibration.request import CalibrationRequest
+from calibration.turns import WARM_UP, Entries, Section
 from parsim.execute.streams import TaskTime, make_streams
+from parsim.units import KIB, MIB
 
-ALONE_STEPS, TOGETHER_STEPS, ALONE_CALLS = 4, 3, 8
-MAX_CALLS = 2000
+SIZES_BYTES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+QUICK_SIZES_BYTES = (MIB, 4 * MIB)
+OTHERS_BYTES = (256 * KIB, 8 * MIB)
+"""Sizes at which operations other than all_reduce run beside computation; not in a quick calibration."""
+
+ALONE_STEPS, MIN_TOGETHER_STEPS, MAX_TOGETHER_STEPS, ALONE_CALLS = 3, 3, 12, 6
+MIN_CALLS, MAX_CALLS = 4, 2000
 
 
-def measure_overlap(case: Case, bench: Bench, size_bytes: int) -> dict[str, Any] | None:
-    """Factors of one model's steps beside all_reduces of one size, on rank 0 (None elsewhere); called by every rank.
+def overlap_section(cases: Sequence[Case], bench: Bench, request: CalibrationRequest) -> Section | None:
+    """Steps of one model after the other, at its middle batch, beside every size; None with one rank.
+
+    Entries of `overlap`, rank 0's alone: see `measure_overlap`.
+    """
+    if bench.world_size == 1:
+        return None
+    chosen = []
+    for number in range(len(request.measured_models)):
+        own = sorted((case for case in cases if case.number == number), key=lambda case: case.samples)
+        chosen.append(own[len(own) // 2])
+    beside = beside_steps(bench, quick=request.quick)
+
+    def measure(number: int) -> Entries:
+        if number == WARM_UP:
+            return {}
+        case = chosen[number % len(chosen)]
+        results = [measure_overlap(case, bench, operation, size_bytes) for operation, size_bytes in beside]
+        return {"overlap": [result for result in results if result is not None]}
+
+    return Section(
+        name="overlap",
+        budget_s=request.budgets_s["overlap"],
+        min_rounds=len(chosen),
+        max_rounds=request.max_rounds,
+        measure=measure,
+    )
+
+
+def beside_steps(bench: Bench, *, quick: bool) -> tuple[tuple[str, int], ...]:
+    """(operation, size) of what runs beside steps, as far as the arrays of the bench reach."""
+    pairs = [("all_reduce", size) for size in (QUICK_SIZES_BYTES if quick else SIZES_BYTES)]
+    if not quick:
+        pairs += [(operation, size) for operation in COLLECTIVES if operation != "all_reduce" for size in OTHERS_BYTES]
+    room = bench.scratch.numel() * bench.dtype.itemsize // 2
+    return tuple((operation, size) for operation, size in pairs if size <= room)
+
+
+def measure_overlap(case: Case, bench: Bench, operation: str, size_bytes: int) -> dict[str, Any] | None:
+    """Factors of one model's steps beside one operation of one size, on rank 0 (None elsewhere); called by every rank.
 
     Steps and calls are timed alone, then together; of the latter only tasks count that lie wholly within the other's time.
     """
     everyone = tuple(range(bench.world_size))
     group = bench.dp[everyone]
     assert group is not None, "every rank is a member of the group of all"
-    array = torch.zeros(bench.elements(size_bytes), dtype=bench.dtype, device=bench.device)
-    call = partial(_all_reduce, array, group)
+    call = COLLECTIVES[operation](bench, size_bytes, group)
     steps_alone = _run(case, bench, group, steps=ALONE_STEPS, calls=0, call=call)
     calls_alone = _run(case, bench, group, steps=0, calls=ALONE_CALLS, call=call)
     step_s = statistics.median(step.wall_s for step in steps_alone["steps"])
     call_s = statistics.median(entry.end_s - entry.ready_s for entry in calls_alone["calls"])
-    calls = _agreed(min(MAX_CALLS, max(4, int(TOGETHER_STEPS * step_s / call_s))), bench)
-    together = _run(case, bench, group, steps=TOGETHER_STEPS, calls=calls, call=call)
+    steps, calls = _agreed(*side_by_side(step_s, call_s), bench)
+    together = _run(case, bench, group, steps=steps, calls=calls, call=call)
     mine = {"steps_alone": steps_alone, "calls_alone": calls_alone, "together": together}
     gathered: list[Any] = [None] * bench.world_size
     dist.gather_object(mine, gathered if bench.rank == 0 else None)
@@ -46,19 +91,27 @@ def measure_overlap(case: Case, bench: Bench, size_bytes: int) -> dict[str, Any]
     communicating = communication_factor(
         [entry["calls_alone"]["calls"] for entry in gathered], [entry["together"] for entry in gathered]
     )
-    return {"model": case.number, "samples": case.samples, "size_bytes": size_bytes, "computation": computing} | {
-        "communication": communicating
+    return {
+        "model": case.number,
+        "samples": case.samples,
+        "operation": operation,
+        "group_size": bench.world_size,
+        "size_bytes": size_bytes,
+        "computation": computing,
+        "communication": communicating,
     }
 
 
-def _all_reduce(array: torch.Tensor, group: dist.ProcessGroup) -> None:
-    dist.all_reduce(array, group=group)
+def side_by_side(step_s: float, call_s: float) -> tuple[int, int]:
+    """How many steps and calls run together so that each takes about as long as the other, and neither is too few."""
+    steps = min(MAX_TOGETHER_STEPS, max(MIN_TOGETHER_STEPS, math.ceil(MIN_CALLS * call_s / step_s)))
+    return steps, min(MAX_CALLS, max(MIN_CALLS, int(steps * step_s / call_s)))
 
 
-def _agreed(count: int, bench: Bench) -> int:
-    tensor = torch.tensor([count], device=bench.device)
-    dist.broadcast(tensor, src=0)
-    return int(tensor.item())
+def _agreed(steps: int, calls: int, bench: Bench) -> tuple[int, int]:
+    counts = torch.tensor([steps, calls], device=bench.device)
+    dist.broadcast(counts, src=0)
+    return int(counts[0]), int(counts[1])
 
 
 def _run(case: Case, bench: Bench, group: dist.ProcessGroup, *, steps: int, calls: int, call: Any) -> dict[str, Any]:

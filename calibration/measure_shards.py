@@ -7,8 +7,8 @@ Every round runs the whole components and then each way of cutting them, so that
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from calibration.measure_components import Case
 from calibration.request import CalibrationRequest
+from calibration.turns import WARM_UP, Entries, Section
 from parsim.execute.optimizer import flat_gradients
 from parsim.execute.streams import Streams, make_streams
 from parsim.graph.task import COMPUTE
@@ -30,7 +31,7 @@ from parsim.model.runnable import Runnable
 from parsim.model.sharded import shard_runnable
 from parsim.work import Phase
 
-WARM_RUNS, KEPT_RUNS = 1, 2
+KEPT_RUNS = 2
 MIN_ROUNDS = 2
 MOST_BATCHES = 3
 
@@ -102,20 +103,15 @@ def useful_batches(samples: Sequence[int], quick: bool) -> tuple[int, ...]:
     return tuple(sorted({ordered[0], ordered[len(ordered) // 2], ordered[-1]}))[-MOST_BATCHES:]
 
 
-def measure_shards(
-    cases: Sequence[Case],
-    group: dist.ProcessGroup | None,
-    request: CalibrationRequest,
-    device: torch.device,
-    on_line: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Rounds over all shards until the budget is spent; called by every rank, returns what this rank measured.
+def shard_section(
+    cases: Sequence[Case], group: dist.ProcessGroup | None, request: CalibrationRequest, device: torch.device
+) -> Section | None:
+    """Every shard beside its whole; None where nothing can be cut.
+
+    Entries of `shards`, per model and samples: `parts`, lists of component, rule, ways, phase, seconds, seconds of the whole.
 
     Args:
         group: of all ranks, which compute at once.
-
-    Returns:
-        Per round, model and samples: `parts`, a list of [component, rule, ways, phase, seconds, seconds of the whole].
     """
     models = {case.number: case.stage.layout.model for case in cases}
     cuts = useful_cuts([models[number] for number in sorted(models)], request)
@@ -126,25 +122,29 @@ def measure_shards(
         and case.samples in useful_batches([other.samples for other in cases if other.number == case.number], request.quick)
     ]
     if not chosen:
-        return []
+        return None
     prepared = [(case, sweeps_of(case, cuts[case.number])) for case in chosen]
-    streams, found = make_streams(device), []
-    begin_s, rounds = time.perf_counter(), 0
-    while rounds < MIN_ROUNDS or _go_on(rounds, time.perf_counter() - begin_s, request, device):
-        for case, sweeps in prepared:
-            dist.barrier(group=group)
-            for run in range(WARM_RUNS + KEPT_RUNS if rounds == 0 else KEPT_RUNS):
-                for parts in sweeps:
-                    run_parts(parts, streams)
-                _restore(case, sweeps[0])
-                if rounds > 0 or run >= WARM_RUNS:
-                    place = {"model": case.number, "samples": case.samples, "round": rounds, "ranks_active": request.nproc}
+
+    def measure(number: int) -> Entries:
+        found = []
+        with contextlib.closing(make_streams(device)) as streams:
+            for case, sweeps in prepared:
+                dist.barrier(group=group)
+                for _ in range(1 if number == WARM_UP else KEPT_RUNS):
+                    for parts in sweeps:
+                        run_parts(parts, streams)
+                    _restore(case, sweeps[0])
+                    place = {"model": case.number, "samples": case.samples, "ranks_active": request.nproc}
                     found.append({**place, "parts": _compared(sweeps)})
-        rounds += 1
-        spent_s = time.perf_counter() - begin_s
-        on_line(f"shards: round {rounds} of {len(prepared)} cases, {spent_s:.1f} of about {_budget_s(request):.0f} s")
-    streams.close()
-    return found
+        return {"shards": found}
+
+    return Section(
+        name="shards",
+        budget_s=request.budgets_s["shards"],
+        min_rounds=MIN_ROUNDS,
+        max_rounds=request.max_rounds,
+        measure=measure,
+    )
 
 
 def sweeps_of(case: Case, cuts: Sequence[Cut]) -> list[list[Part]]:
@@ -258,15 +258,3 @@ def _compared(sweeps: Sequence[Sequence[Part]]) -> list[list[Any]]:
         for part in parts
         for phase, seconds in part.seconds.items()
     ]
-
-
-def _budget_s(request: CalibrationRequest) -> float:
-    return min(request.shard_budget_s, 2.0) if request.quick else request.shard_budget_s
-
-
-def _go_on(rounds: int, spent_s: float, request: CalibrationRequest, device: torch.device) -> bool:
-    """Whether one more round is wanted and affordable; rank 0 decides for all."""
-    next_ends_s = spent_s * (rounds + 1) / rounds
-    flag = torch.tensor([int(rounds < request.max_rounds and next_ends_s <= _budget_s(request))], device=device)
-    dist.broadcast(flag, src=0)
-    return bool(flag.item())

@@ -12,8 +12,10 @@ from parsim.units import KIB, MIB
 
 DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp32", "fp64")
-SIZES_BYTES = (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, *(MIB * 2**power for power in range(6)))
+SIZES_BYTES = (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, *(MIB * 2**power for power in range(9)))
 QUICK_SIZES_BYTES = (KIB, 64 * KIB, MIB, 4 * MIB)
+QUICK_SHARE = 0.125
+"""Of the time that a quick calibration takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +24,12 @@ class CalibrationRequest:
     models: each with the local batches (samples of one microbatch on one rank) that plans will use.
     nproc: ranks that measure at once. optimizers: names as in `parsim.execute.optimizer`.
     quick: fewer rounds and sizes, for tests and first looks.
-    sizes_bytes: of the collectives; empty: 1 KiB to 32 MiB.
-    compute_budget_s: rounds over all models and batches stop once this much time is spent, but not before `min_rounds`.
+    sizes_bytes: of the collectives; empty: 1 KiB to 256 MiB.
+    compute_budget_s: rounds over all models and batches stop once this much time is spent, but not before `min_rounds`;
+        so do, with budgets of their own, rounds over shards, over collectives, and over both kinds of work side by side.
     granularities: of the components, as plans will run them; every model is measured at each.
     shard_ways: into how many shards components are cut that can be; of each shard number 0 is measured. Those that the ranks
         cannot hold side by side are left out.
-    shard_budget_s: rounds over all shards stop once this much time is spent, but not before the second.
     """
 
     models: tuple[tuple[ModelSpec, tuple[int, ...]], ...]
@@ -37,12 +39,14 @@ class CalibrationRequest:
     precision: str = "fp32"
     quick: bool = False
     sizes_bytes: tuple[int, ...] = ()
-    compute_budget_s: float = 25.0
+    compute_budget_s: float = 45.0
     min_rounds: int = 3
     max_rounds: int = 40
     granularities: tuple[str, ...] = ("block",)
     shard_ways: tuple[int, ...] = (2, 4)
-    shard_budget_s: float = 15.0
+    shard_budget_s: float = 25.0
+    collective_budget_s: float = 60.0
+    overlap_budget_s: float = 40.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -78,8 +82,15 @@ class CalibrationRequest:
         return tuple((spec, batches, granularity) for granularity in self.granularities for spec, batches in self.models)
 
     @property
-    def budget_s(self) -> float:
-        return min(self.compute_budget_s, 4.0) if self.quick else self.compute_budget_s
+    def budgets_s(self) -> dict[str, float]:
+        """Seconds by section."""
+        whole = {
+            "components": self.compute_budget_s,
+            "shards": self.shard_budget_s,
+            "collectives": self.collective_budget_s,
+            "overlap": self.overlap_budget_s,
+        }
+        return {name: seconds * (QUICK_SHARE if self.quick else 1.0) for name, seconds in whole.items()}
 
     @property
     def ways(self) -> tuple[int, ...]:

@@ -22,7 +22,9 @@ CalibrationCase = tuple[ModelSpec, tuple[int, ...]]
 
 
 def calibrate(
-    out: Annotated[Path, typer.Option(metavar="PROFILE.json", help="The profile to write.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="PROFILE.json", help="The profile to write; raw points go beside it.")
+    ] = None,
     files: Annotated[
         list[Path] | None, typer.Argument(metavar="[RUN.toml]...", help="Measure the models, batches and optimizers of these.")
     ] = None,
@@ -32,13 +34,32 @@ def calibrate(
     nproc: Annotated[int | None, typer.Option(help="Ranks that measure at once; left out: one per device or core.")] = None,
     optimizers: Annotated[list[str] | None, typer.Option("--optimizer", help="Measured too; may be repeated.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes: a first look.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Insist on going on with a stopped calibration of --out.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Throw away what a stopped calibration of --out left.")] = False,
+    refit: Annotated[
+        Path | None, typer.Option(metavar="PROFILE.json", help="Measure nothing: make this profile anew from its raw points.")
+    ] = None,
     overrides: Overrides = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure components, optimizer steps and collectives of this machine."""
+    """Measure components, optimizer steps and collectives of this machine.
+
+    A calibration that was stopped goes on when the same command is given again.
+    """
     from calibration.calibrate import CalibrationRequest
     from calibration.calibrate import calibrate as measure
+    from calibration.calibrate import refit as fit_again
 
+    if refit is not None:
+        if out is not None or files or models:
+            raise typer.BadParameter("--refit measures nothing: give it the profile alone, which it writes anew")
+        with progress(f"Fitting {refit} anew") as say:
+            _show(fit_again(refit, on_line=say), refit, as_json)
+        return
+    if out is None:
+        raise typer.BadParameter("say where the profile goes with --out PROFILE.json")
+    if resume and restart:
+        raise typer.BadParameter("--resume goes on with what is there and --restart throws it away; choose one")
     if not files and not models:
         raise typer.BadParameter("name what to measure: a RUN.toml, or --model with --batches")
     configs = [load_config(file, overrides or []) for file in files or []]
@@ -52,14 +73,21 @@ def calibrate(
         granularities=tuple(dict.fromkeys(config.model.granularity for config in configs)) or ("block",),
     )
     with progress(f"Calibrating {len(request.models)} model(s) on {request.nproc} {device} rank(s)") as say:
-        profile = measure(request, out, on_line=say)
+        profile = measure(request, out, on_line=say, leftover="require" if resume else "discard" if restart else "use")
+    _show(profile, out, as_json)
+
+
+def _show(profile: Profile, out: Path, as_json: bool) -> None:
+    warnings = profile.provenance.warnings
     if as_json:
-        print_json({"profile": str(out), "name": profile.name, "points": _points(profile)})
+        print_json({"profile": str(out), "name": profile.name, "points": _points(profile), "warnings": warnings})
         return
     from parsim.report.tables import calibration_table
 
     print_tables([calibration_table(profile)])
     print(f'Profile: {out}; use it with cluster.profile = "{out}"')
+    if warnings:
+        print(f"{len(warnings)} warnings stand in its provenance; see docs/calibration.md for what they mean")
 
 
 def calibration_cases(configs: list[RunConfig], models: list[str], batches: tuple[int, ...]) -> tuple[CalibrationCase, ...]:

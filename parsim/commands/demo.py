@@ -178,7 +178,7 @@ def _calibrate(path: Path, nproc: int) -> Profile:
         device="cpu",
     )
     with progress(f"Calibrating this machine with {nproc} processes") as say:
-        return calibrate(request, path, on_line=say)
+        return calibrate(request, path, on_line=say, leftover="discard")
 
 
 def _plan_here(text: str, model: str) -> Answer:

@@ -39,6 +39,7 @@ def run(
         launch_job,
         measured,
         run_spec,
+        warn_of_profile,
         with_every_rank,
     )
     from parsim.commands.write_report import write_run_files
@@ -55,6 +56,7 @@ def run(
     with progress("Planning"):
         asked = answer(config)
     check_runnable(asked, nproc)
+    changed_since = warn_of_profile(asked)
     asked = with_every_rank(asked)
     plan = asked.evaluation.result.plan
     folder = RunFolder(out) if resume and out is not None else new_folder(out, file.stem)
@@ -90,6 +92,7 @@ def run(
         **score,
         "decisions": decisions,
         "comparison": comparison.to_dict(),
+        "warnings": [*asked.evaluation.result.warnings, *changed_since],
     }
     write_json(folder.result, document)
     write_run_files(folder, asked, seen, comparison)
@@ -99,12 +102,18 @@ def run(
     from parsim.report.tables import validation_table
 
     print_tables([validation_table([(asked.problem.model.name, plan.summary(), comparison.to_dict())])])
-    for decision in decisions:
-        what = "keeps its plan" if decision["plan"] is None else f"goes on with {Plan.from_json(decision['plan']).summary()}"
-        print(f"after step {decision['step']} ({1e3 * decision['step_s']:.1f} ms a step) {what}: {decision['reason']}")
+    _print_decisions(decisions)
     first, last = (seen.losses[0], seen.losses[-1]) if seen.losses else (float("nan"), float("nan"))
     print(f"loss {first:.4f} -> {last:.4f}, test accuracy {100 * score['test_accuracy']:.1f}%")
     print(f"folder: {folder.path} (report.html, trace.json for Perfetto, checkpoints/)")
+
+
+def _print_decisions(decisions: list[dict[str, Any]]) -> None:
+    from parsim.plan.plan import Plan
+
+    for decision in decisions:
+        what = "keeps its plan" if decision["plan"] is None else f"goes on with {Plan.from_json(decision['plan']).summary()}"
+        print(f"after step {decision['step']} ({1e3 * decision['step_s']:.1f} ms a step) {what}: {decision['reason']}")
 
 
 def adaptive_spec(config: RunConfig, window: int) -> AdaptiveSpec:

@@ -34,6 +34,7 @@ def validate(
         measured,
         reopen,
         run_spec,
+        warn_of_profile,
         with_every_rank,
     )
     from parsim.commands.write_report import write_run_files
@@ -41,12 +42,14 @@ def validate(
 
     if target.is_dir():
         folder, asked, name = reopen(target)
+        changed_since = warn_of_profile(asked)
     else:
         config = load_config(target, overrides or [])
         check_launchable(config)
         with progress("Planning"):
             asked = answer(config)
         check_runnable(asked, None)
+        changed_since = warn_of_profile(asked)
         asked = with_every_rank(asked)
         folder, name = new_folder(out, f"{target.stem}-validation"), "run"
         plan = asked.evaluation.result.plan
@@ -64,6 +67,7 @@ def validate(
     seen = measured(folder, name, asked.evaluation)
     comparison = judge(asked.problem, asked.evaluation, seen)
     document = {"folder": str(folder.path), "plan": asked.evaluation.result.plan.summary(), **comparison.to_dict(tasks=tasks)}
+    document["warnings"] = changed_since
     write_json(folder.path / "validation.json", document)
     write_run_files(folder, asked, seen, comparison)
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelErr
 from parsim.execute.environment import describe_environment
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.launch import launch
+from parsim.execute.same_machine import gpu_names, is_measured, profile_differences
 from parsim.model.model import Model
 from parsim.plan.plan import Plan
 from parsim.report.compare import Comparison, compare, kind_intervals_s
@@ -129,6 +131,16 @@ def run_spec(asked: Answer, name: str, model_path: Path) -> RunSpec:
 def device_kind(asked: Answer) -> str:
     """ "cpu" or "cuda", as the profile's first device says."""
     return asked.problem.cluster.devices[0].type.kind
+
+
+def warn_of_profile(asked: Answer) -> list[str]:
+    """What has changed since the profile was measured, also on stderr: what is now run is held against its predictions."""
+    profile = asked.problem.cluster.profile
+    gpus = gpu_names() if is_measured(profile) and device_kind(asked) == "cuda" else None
+    warnings = profile_differences(profile, describe_environment(), gpus)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    return list(warnings)
 
 
 def launch_job(job: Job, folder: RunFolder, say: Say) -> None:

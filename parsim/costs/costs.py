@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parsim.costs.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.compute import MeasuredWork, estimate_compute, estimate_optimizer, points_by_work
 from parsim.costs.corrected import NO_CORRECTIONS, Corrections, corrected
 from parsim.costs.estimate import Estimate, OverlapFactors
+from parsim.costs.overlap import overlap_of
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.device import Device
@@ -80,15 +82,21 @@ class Costs:
         return with_host_overhead(estimate, self.cluster)
 
     @property
-    def overlap(self) -> OverlapFactors:
+    def shared_cores(self) -> tuple[int, ...]:
+        """The core of every rank, where some share one; else none."""
+        cores = self.cluster.core_of_rank(self.cluster.size)
+        return cores if len(set(cores)) < len(cores) else ()
+
+    def overlap(self, works: Sequence[Work], seconds: Iterable[float]) -> OverlapFactors:
         """How much computation and communication slow each other while both run (not at all where it was not measured), and
-        which ranks share a core."""
-        measured, cores = self.cluster.profile.overlap, self.cluster.core_of_rank(self.cluster.size)
-        return OverlapFactors(
-            compute=1.0 if measured is None else measured.compute_factor,
-            communication=1.0 if measured is None else measured.communication_factor,
-            core_of_rank=cores if len(set(cores)) < len(cores) else (),
-        )
+        which ranks share a core.
+
+        Args:
+            works: of a program. seconds: of each, all its tasks together; what communicates longest counts most.
+        """
+        measured = self.cluster.profile.overlap
+        factors = OverlapFactors() if measured is None else overlap_of(measured, works, seconds)
+        return replace(factors, core_of_rank=self.shared_cores)
 
     def _compute(self, work: Compute, device: Device) -> Estimate:
         """Components that do the same work share their estimates."""

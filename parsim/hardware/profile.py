@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from parsim.errors import ProfileError, near_matches
 from parsim.files import write_text_atomically
@@ -44,12 +44,20 @@ class SourceEntry(Record):
 
 
 class Provenance(Record):
-    """Who made this profile, when, with what."""
+    """Who made this profile, when, with what.
+
+    Attributes:
+        environment: what the machine was set to and did while it was measured: threads, cores of the ranks, clocks, governor,
+            load, steal; plain JSON that names no host, user or path. Empty where nothing was measured.
+        warnings: what was found wrong with the measurements and therefore left out, and what casts doubt on the rest.
+    """
 
     created: str
     command: str
     machine: str
     versions: dict[str, str] = {}
+    environment: dict[str, JsonValue] = {}
+    warnings: list[str] = []
 
 
 class DeviceTypeEntry(Record):
@@ -247,11 +255,27 @@ class Compute(Record):
     operator_fits: list[OperatorFit] = []
 
 
+class OverlapPoint(Record):
+    """The factors of `Overlap` beside one operation of one size over `group_size` ranks; medians over models and repeats."""
+
+    operation: str
+    group_size: Annotated[int, Field(ge=2)]
+    size_bytes: Annotated[int, Field(ge=0)]
+    compute_factor: Annotated[float, Field(ge=1)]
+    communication_factor: Annotated[float, Field(ge=1)]
+    repeats: int
+    source: str
+
+
 class Overlap(Record):
-    """While computation and communication of one rank run together, each takes `factor` times as long as alone."""
+    """While computation and communication of one rank run together, each takes `factor` times as long as alone.
+
+    The two factors are those of everything measured; `points` say how they go with the size of what is sent.
+    """
 
     compute_factor: Annotated[float, Field(ge=1)]
     communication_factor: Annotated[float, Field(ge=1)]
+    points: list[OverlapPoint] = []
     source: str
 
 
@@ -260,11 +284,13 @@ class Noise(Record):
 
     Attributes:
         drift_sigma: relative spread from run to run, shared by all computation.
+        measured_drift_sigma: what of it the calibration saw from round to round (None: it did not look); the rest is assumed.
         rank_sigma: relative spread of one rank's step against the other ranks' in the same step. Ranks that wait for
             one another wait for the slowest, so it lengthens the mean step.
     """
 
     drift_sigma: NonNegative
+    measured_drift_sigma: NonNegative | None = None
     rank_sigma: NonNegative = 0.0
     source: str
 

@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from calibration.build_profile import (
-    all_reduce_sizes,
-    build_profile,
-    collective_points,
-    device_entries,
-    drift_sigma,
-    optimizer_points,
-    other_share,
-    overlap_factors,
-    rank_sigma,
-    robust_sigma,
-    shard_points,
-    typical_step,
+from calibration.build_profile import build_profile, device_entries, optimizer_points, shard_points
+from calibration.calibrate import CalibrationRequest, calibrate, refit
+from calibration.drift import estimate_drift, other_share
+from calibration.measure_collectives import (
+    COLLECTIVES,
+    LARGE_BYTES,
+    LARGE_EVERY,
+    Bench,
+    Item,
+    chain_of,
+    collective_groups,
+    items_of_round,
+    scratch_bytes,
+    transfer_pairs,
 )
-from calibration.calibrate import CalibrationRequest, calibrate
-from calibration.fit_collectives import fit_regimes
-from calibration.measure_collectives import COLLECTIVES, collective_groups, merged_seconds, transfer_pairs
-from calibration.measure_components import StepTimes, make_case, optimizer_cases, sweep_record
-from calibration.measure_overlap import communication_factor, computation_factor
+from calibration.measure_components import DTYPES, make_case, optimizer_cases, sweep_record
 from calibration.measure_shards import Cut, run_parts, sweeps_of, useful_batches, useful_cuts
-from calibration.request import active_levels
-from parsim.costs.collectives import regimes_s
-from parsim.errors import ConfigError, ExecutionError
-from parsim.execute.streams import TaskTime
+from calibration.raw_points import RawPoints, load_raw, raw_path, save_raw
+from calibration.request import SIZES_BYTES, active_levels
+from calibration.turns import Progress, Section, next_section
+from parsim.errors import ConfigError, ExecutionError, ProfileError
 from parsim.graph.taskgraph import work_text
 from parsim.hardware.profile import ComponentPoint, load_profile, save_profile
 from parsim.model.narrow import narrow
@@ -103,115 +105,60 @@ def test_levels_groups_and_pairs() -> None:
     assert active_levels(4, 2) == (1, 2, 4)
     assert active_levels(4, 16) == (1, 4)
     assert collective_groups(1) == ()
-    assert collective_groups(6) == ((0, 1), (0, 1, 2, 3), (0, 1, 2, 3, 4, 5))
+    assert collective_groups(4) == ((0, 1), (0, 1, 2), (0, 1, 2, 3))
     assert transfer_pairs(2, 2) == ((0, 1), (1, 0))
     assert transfer_pairs(4, 2) == ((0, 1), (1, 0), (0, 2), (2, 0))
     assert transfer_pairs(1, 2) == ()
 
 
-# --- statistics -------------------------------------------------------------------------------------------------------
+def test_every_large_size_is_measured_once_in_four_rounds_and_small_ones_in_each() -> None:
+    items = [Item(operation, (0, 1), size) for size in SIZES_BYTES for operation in COLLECTIVES]
+    rounds = [items_of_round(items, number) for number in range(LARGE_EVERY)]
+    for item in items:
+        assert sum(item in chosen for chosen in rounds) == (1 if item.size_bytes > LARGE_BYTES else LARGE_EVERY)
+    assert max(SIZES_BYTES) == 256 * 1024 * 1024
+    assert min(SIZES_BYTES) == 1024
 
 
-def test_robust_sigma_of_a_normal_and_of_outliers() -> None:
-    rng = np.random.default_rng(0)
-    values = rng.normal(1.0, 0.05, 20_000)
-    assert robust_sigma(values) == pytest.approx(0.05, rel=0.05)
-    values[:2000] *= 30
-    assert robust_sigma(values) == pytest.approx(0.05, rel=0.25)
-    assert robust_sigma([1.0, 2.0]) == 0.0
+@given(st.sampled_from([3, 5, 1000, 65_537, 20_000_000]), st.sampled_from(["fp32", "fp64"]))
+def test_arrays_to_send_are_aligned_apart_and_fit(size_bytes: int, precision: str) -> None:
+    """The two of an exchange and the three of a chain lie side by side in what `scratch_bytes` asks for."""
+    import torch
+
+    dtype = DTYPES[precision]
+    room = torch.empty(scratch_bytes(size_bytes) // dtype.itemsize, dtype=dtype)
+    bench = Bench(rank=0, world_size=1, device=torch.device("cpu"), dtype=dtype, dp={}, sends={}, scratch=room)
+    count = bench.elements(size_bytes)
+    arrays = bench.arrays(count, count)
+    item = Item("all_reduce", (0, 1), size_bytes)
+    chain = [own.arrays(count)[0] for own in chain_of(bench, item)]
+    assert len(chain) == item.chain
+    for group in (arrays, chain):
+        begins = [array.data_ptr() - room.data_ptr() for array in group]
+        assert all(begin % 64 == 0 for begin in begins)
+        assert all(array.numel() == count for array in group)
+        assert all(later - earlier >= count * dtype.itemsize for earlier, later in pairwise(begins))
 
 
-def test_typical_step_recovers_tasks_spread_and_total() -> None:
-    """Tasks of known times and noise under a common drift: times within 2%, spread without the drift, total exact."""
-    rng = np.random.default_rng(1)
-    true = np.array([5e-4, 2e-3, 1e-3, 0.0, 4e-3] * 6)
-    noise = np.exp(0.04 * rng.standard_normal((400, len(true))))
-    drift = np.exp(0.10 * rng.standard_normal((400, 1)))
-    table = true * noise * drift
-    seconds, spread = typical_step(table)
-    assert np.allclose(seconds, true, rtol=0.02)
-    assert np.allclose(spread[true > 0], 0.04, rtol=0.2)
-    assert seconds.sum() == pytest.approx(table.sum(axis=1).mean(), rel=1e-12)
+def test_who_used_the_least_of_its_time_is_next() -> None:
+    def section(name: str, budget_s: float, min_rounds: int, max_rounds: int = 40) -> Section:
+        return Section(name=name, budget_s=budget_s, min_rounds=min_rounds, max_rounds=max_rounds, measure=lambda _: {})
 
-
-def test_rank_sigma_recovers_what_ranks_do_not_share() -> None:
-    """A common drift of 20% is no noise between ranks; 8% per rank is."""
-    rng = np.random.default_rng(3)
-    drift = np.exp(0.2 * rng.standard_normal(500))
-    ranks = [
-        {
-            "sweeps": [
-                {"model": 0, "samples": 4, "ranks_active": active, "round": number, "seconds": [slow * own, 2 * slow * own]}
-                for number, (slow, own) in enumerate(zip(drift, np.exp(0.08 * rng.standard_normal(500)), strict=True))
-                for active in (1, 2)
-            ]
-        }
-        for _ in range(2)
-    ]
-    assert rank_sigma({"ranks": ranks}) == pytest.approx(0.08, rel=0.1)
-    assert rank_sigma({"ranks": ranks[:1]}) == 0.0
-
-
-def test_drift_is_the_spread_of_rounds_not_of_repeats() -> None:
-    rng = np.random.default_rng(2)
-    factors = np.exp(0.15 * rng.standard_normal(300))
-    sweeps = [
-        {"model": 0, "samples": samples, "ranks_active": 2, "round": number, "seconds": [samples * factor * noise]}
-        for number, factor in enumerate(factors)
-        for samples in (4, 8, 16)
-        for noise in np.exp(0.02 * rng.standard_normal(4))
-    ]
-    assert drift_sigma({"ranks": [{"sweeps": sweeps}]}) == pytest.approx(0.15, rel=0.15)
-
-
-def test_merged_seconds_run_from_last_ready_to_last_end() -> None:
-    one = [[TaskTime(1, "dp", 1.0, 4.0), TaskTime(2, "dp", 4.0, 6.0)]]
-    other = [[TaskTime(1, "dp", 2.5, 4.1), TaskTime(2, "dp", 4.1, 5.9)]]
-    assert merged_seconds([one, other], 2) == [[pytest.approx(1.6), pytest.approx(1.9)]]
-
-
-def test_collective_points_and_fit_recover_alpha_and_beta() -> None:
-    alpha, beta = 3e-4, 2e-9
-    rng = np.random.default_rng(3)
-    entries = [
-        {
-            "operation": "all_reduce",
-            "group": [0, 1],
-            "size_bytes": size,
-            "seconds": ((alpha + beta * size) * np.exp(0.02 * rng.standard_normal((40, 3)))).tolist(),
-        }
-        for size in (2**power for power in range(10, 26))
-    ]
-    points = collective_points(entries)
-    assert all(0.01 < point.spread < 0.03 and point.repeats == 120 for point in points if point.spread is not None)
-    (fit,) = fit_regimes(points, source="collective_fit")
-    for size in (1500, 100_000, 3_000_000, 30_000_000):
-        assert regimes_s(fit.regimes, size) == pytest.approx(alpha + beta * size, rel=0.03)
-
-
-def test_overlap_factors_from_constructed_times() -> None:
-    """Two tasks of 1 s and 2 s take 1.5 and 3 beside calls of 0.2 s that take 0.5."""
-    alone = [[TaskTime(0, "compute", 0.0, 1.0), TaskTime(1, "compute", 1.0, 3.0)]] * 3
-    steps = [StepTimes([TaskTime(0, "compute", 10.0, 11.5), TaskTime(1, "compute", 11.5, 14.5)], 4.5, 4.5)]
-    calls = [TaskTime(number, "dp", 9.8 + 0.5 * number, 10.3 + 0.5 * number) for number in range(12)]
-    together = {"steps": steps, "calls": calls}
-    assert computation_factor(alone, together) == pytest.approx(1.5)
-    usual = [TaskTime(number, "dp", 0.2 * number, 0.2 * number + 0.2) for number in range(5)]
-    assert communication_factor([usual, usual], [together, together]) == pytest.approx(2.5)
-    assert computation_factor(alone, {"steps": steps, "calls": []}) is None
-    factors = overlap_factors(
-        [{"computation": [1.5, 1.7, None], "communication": 2.5}, {"computation": [0.9], "communication": None}]
-    )
-    assert factors is not None
-    assert (factors.compute_factor, factors.communication_factor) == (1.5, 2.5)
-    assert overlap_factors([]) is None
-
-
-def test_gradient_totals_join_the_sizes() -> None:
-    model = load_model(MLP)
-    size = 4 * model.parameter_count
-    assert size in all_reduce_sizes([model], (1024, 2 * size), 4)
-    assert size not in all_reduce_sizes([model], (1024, size // 4), 4)
+    sections = [section("a", 10.0, 3), section("b", 40.0, 1, 9)]
+    spent: dict[str, Progress] = {}
+    order = []
+    while (chosen := next_section(sections, spent)) is not None:
+        name = sections[chosen].name
+        done = spent.get(name, Progress())
+        spent[name] = Progress(done.rounds + 1, done.seconds + {"a": 2.0, "b": 4.0}[name])
+        order.append(name)
+    assert spent == {"a": Progress(5, 10.0), "b": Progress(9, 36.0)}
+    for turn in range(1, len(order)):
+        shares = [order[:turn].count("a") * 2.0 / 10.0, order[:turn].count("b") * 4.0 / 40.0]
+        assert abs(shares[0] - shares[1]) <= 0.2 + 1e-9
+    slow = [section("a", 1.0, 3)]
+    assert next_section(slow, {"a": Progress(2, 50.0)}) == 0
+    assert next_section(slow, {"a": Progress(3, 75.0)}) is None
 
 
 # --- one rank, in this process ----------------------------------------------------------------------------------------
@@ -270,7 +217,7 @@ def test_optimizer_parts_are_scaled_to_the_inside_of_a_step() -> None:
         "cases": [{"model": 0, "samples": 4, "tasks": ["optimizer 100 elements in 2"]}],
     }
     request = CalibrationRequest(models=((MLP, (4,)),), optimizers=("sgd", "adam"))
-    points = {(p.optimizer, p.elements): p for p in optimizer_points(raw, request, "cpu-core")}
+    points = {(p.optimizer, p.elements): p for p in optimizer_points(raw, request, "cpu-core", estimate_drift([]))}
     assert points["sgd", 100].seconds == pytest.approx(4e-3)
     assert points["sgd", 60].seconds == pytest.approx(2e-3)
     assert points["adam", 100].seconds == pytest.approx(6e-3)
@@ -296,18 +243,19 @@ def synthetic_raw(request: CalibrationRequest) -> dict[str, Any]:
     entry = {"model": 0, "samples": 4, "ranks_active": 2, "round": 0}
     steps = [{**entry, "optimizer": "sgd_momentum", "elements": 100, "tensors": 2, "seconds": 1e-4}]
     collectives = [
-        {"operation": operation, "group": [0, 1], "size_bytes": size, "seconds": [[1e-4 + 1e-9 * size] * 3] * 5}
+        {"operation": operation, "group": [0, 1], "size_bytes": size, "round": 0, "seconds": [[1e-4 + 1e-9 * size] * 3] * 5}
         for operation in ("all_reduce", "send_recv")
         for size in (1024, 65536, 1 << 20, 1 << 22)
     ]
-    environment = {"processor": "P", "cores": 2, "system": "Linux", "versions": {"torch": "2"}, "affinity": [3, 5]}
-    return {
-        "ranks": [{"sweeps": sweeps, "optimizers": steps, "shards": [], "device": facts}] * 2,
-        "cases": cases,
-        "collectives": collectives,
-        "overlap": [{"computation": [1.2, 1.4], "communication": 1.6}],
-        "environment": environment,
-    }
+    environment = {"processor": "P", "cores": 2, "affinity": [0, 1], "system": "Linux", "versions": {"torch": "2"}}
+    overlap = {"model": 0, "samples": 4, "operation": "all_reduce", "group_size": 2, "size_bytes": 4096, "round": 0}
+    own = {"sweeps": sweeps, "optimizers": steps, "shards": [], "device": facts}
+    sent = {"collectives": collectives, "overlap": [{**overlap, "computation": [1.2, 1.4], "communication": 1.6}]}
+    return {"ranks": [{**own, **sent}, own], "cases": cases, "environment": environment}
+
+
+def points_of(raw: dict[str, Any]) -> RawPoints:
+    return RawPoints(raw=raw, request=REQUEST, models=[load_model(MLP)], created="now", command="c", name="p")
 
 
 def test_ranks_beyond_the_cores_name_the_core_they_are_pinned_to() -> None:
@@ -321,7 +269,7 @@ def test_ranks_beyond_the_cores_name_the_core_they_are_pinned_to() -> None:
 
 def test_profile_holds_exactly_what_was_measured(tmp_path: Path) -> None:
     raw = json.loads(json.dumps(synthetic_raw(REQUEST)))
-    profile = build_profile(raw, REQUEST, [load_model(MLP)], created="now", command="c", name="p")
+    profile = build_profile(points_of(raw))
     save_profile(profile, tmp_path / "p.json")
     assert load_profile(str(tmp_path / "p.json")) == profile
     texts = raw["cases"][0]["tasks"]
@@ -337,7 +285,70 @@ def test_profile_holds_exactly_what_was_measured(tmp_path: Path) -> None:
     assert profile.overlap.compute_factor == pytest.approx(1.3)
     assert len(profile.devices) == 2
     assert other_share(raw) == pytest.approx(0.25)
+    assert profile.provenance.warnings == [
+        "other programs had 25.0% of the cores meanwhile; for a quiet machine, calibrate again"
+    ]
     assert check_complete(profile, REQUEST) == 2 * 2 * 2 * len(load_model(MLP).components)
+
+
+def test_raw_points_give_the_profile_again_bit_for_bit(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    raw = synthetic_raw(REQUEST)
+    for sweep in raw["ranks"][0]["sweeps"]:
+        sweep["seconds"] = [float(value * rng.uniform(1.0, 1.3)) for value in sweep["seconds"]]
+    points = points_of(raw)
+    path = tmp_path / "p.json"
+    save_profile(build_profile(points), path)
+    save_raw(points, raw_path(path))
+    assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["p.json", "p.raw.json.gz"]
+    written = path.read_bytes()
+    path.write_text("{}")
+    refit(path)
+    assert path.read_bytes() == written
+    packed = raw_path(path).read_bytes()
+    save_raw(load_raw(raw_path(path)), raw_path(path))
+    assert raw_path(path).read_bytes() == packed
+
+
+def test_what_the_machine_did_meanwhile_is_kept_and_what_casts_doubt_is_said() -> None:
+    def state(hz: float, idle: int, steal: int) -> dict[str, Any]:
+        return {"core_hz": {"0": hz, "1": hz}, "ticks": {"user": 0, "idle": idle, "steal": steal}, "load_average": [0.5]}
+
+    raw = synthetic_raw(REQUEST)
+    for rank in raw["ranks"]:
+        rank["pinning"] = {"core": 0, "threads": 1, "shared_by": 1}
+        for sweep in rank["sweeps"]:
+            sweep["cpu_s"] = 0.99
+    calm = {**raw, "states": [[state(2e9, 0, 0), state(2.1e9, 1000, 1)]]}
+    profile = build_profile(points_of(calm))
+    assert profile.provenance.warnings == []
+    kept = profile.provenance.environment
+    assert kept["stolen_share"] == pytest.approx(1 / 1001)
+    assert kept["other_share"] == pytest.approx(0.01)
+    assert kept["ranks"] == [{"core": 0, "threads": 1, "shared_by": 1}] * 2
+    uneasy = {**raw, "states": [[state(2e9, 0, 0), state(2e9, 90, 10)], [state(2e9, 90, 10), state(2.5e9, 990, 10)]]}
+    assert build_profile(points_of(uneasy)).provenance.warnings == [
+        "the host of this virtual machine gave 10.0% of the cores' time to others meanwhile",
+        "the clock went from 2.00 to 2.50 GHz; times hold for neither",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "written by `parsim calibrate`"),
+        (b"no gzip", "cannot read"),
+        (gzip.compress(b'{"schema_version": 9}'), "reads 1"),
+    ],
+)
+def test_raw_points_that_cannot_be_used_are_refused(tmp_path: Path, content: bytes | None, words: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text("old")
+    if content is not None:
+        raw_path(path).write_bytes(content)
+    with pytest.raises(ProfileError, match=words):
+        refit(path)
+    assert path.read_text() == "old"
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------
@@ -465,8 +476,17 @@ def test_quick_calibration_of_this_machine(tmp_path: Path, nproc: int) -> None:
     assert (profile.overlap is None) == (nproc == 1)
     whole = load_model(MLP).parameter_count
     assert {whole} < {point.elements for point in profile.compute.optimizers}
-    assert any("round 3" in line for line in lines)
-    assert [path.name for path in tmp_path.iterdir()] == ["here.json"]
+    assert any("components: round 3" in line for line in lines)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here.json", "here.raw.json.gz"]
+    environment = profile.provenance.environment
+    assert len(environment["ranks"]) == nproc
+    assert os.uname().nodename not in json.dumps(environment)
+    assert str(tmp_path) not in json.dumps(environment)
+    assert environment["seconds"] > 0
+    assert all(state["ticks"] for state in environment["sessions"][0].values())
+    written = (tmp_path / "here.json").read_bytes()
+    refit(tmp_path / "here.json")
+    assert (tmp_path / "here.json").read_bytes() == written
 
 
 @pytest.mark.slow

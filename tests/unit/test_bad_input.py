@@ -322,3 +322,19 @@ def test_shards_that_no_component_can_be_cut_into(cli: Cli, ways: int) -> None:
     assert f"--ways {ways}: no component of gpt_small at granularity block can be cut" in found.message
     assert "at least 2 and divide one of" in found.message
     assert found.stdout == ""
+
+
+def test_calibrate_says_which_options_go_together(cli: Cli, tmp_path: Path) -> None:
+    for arguments in (
+        ("--model", "mlp"),
+        ("--model", "mlp", "--out", "p.json", "--resume", "--restart"),
+        ("--refit", "p.json", "--out", "q.json"),
+        ("--out", "p.json"),
+    ):
+        outcome = cli("calibrate", *arguments)
+        assert (outcome.status, outcome.stdout) == (2, ""), arguments
+    assert_refused(
+        cli("calibrate", "--refit", "p.json"), r"no raw points p\.raw\.json\.gz", "calibrate", folder=tmp_path, left=set()
+    )
+    resumed = cli("calibrate", "--model", "mlp", "--out", "p.json", "--resume")
+    assert_refused(resumed, "nothing to resume", "drop --resume", folder=tmp_path, left=set())

@@ -1,0 +1,52 @@
+"""How much computation and communication of a program slow each other: what was measured, by what the program sends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from parsim.costs.estimate import OverlapFactors
+from parsim.hardware.profile import Overlap, OverlapPoint
+from parsim.work import Collective, SendRecv, Work
+
+
+def overlap_of(measured: Overlap, works: Sequence[Work], seconds: Iterable[float]) -> OverlapFactors:
+    """One pair of factors for a whole program, as the engines take it: the means over its communication, by time.
+
+    A small message leaves the processor to the computation while it waits for its peer, a large one is worked on. So each
+    collective or transfer has the factors of its size, on a line through the logarithms of the measured sizes of its operation
+    (of all_reduce for others), and those of the nearest size outside them.
+
+    Leaves out that in a program the factors differ from one message to the next; and of a profile without points, the size.
+    """
+    factors, weights = [], []
+    for work, weight in zip(works, seconds, strict=True):
+        if isinstance(work, Collective | SendRecv) and weight > 0:
+            operation = work.operation if isinstance(work, Collective) else "send_recv"
+            factors.append(factors_at(measured, operation, work.size_bytes))
+            weights.append(weight)
+    if not factors:
+        return OverlapFactors(compute=measured.compute_factor, communication=measured.communication_factor)
+    compute, communication = np.average(np.array(factors), axis=0, weights=weights)
+    return OverlapFactors(compute=float(compute), communication=float(communication))
+
+
+def factors_at(measured: Overlap, operation: str, size_bytes: int) -> tuple[float, float]:
+    """(compute, communication) factors beside one operation of one size."""
+    points = _of_operation(measured.points, operation) or _of_operation(measured.points, "all_reduce")
+    if not points:
+        return measured.compute_factor, measured.communication_factor
+    sizes = [math.log(max(1, point.size_bytes)) for point in points]
+    at = math.log(max(1, size_bytes))
+    compute = np.interp(at, sizes, [point.compute_factor for point in points])
+    communication = np.interp(at, sizes, [point.communication_factor for point in points])
+    return float(compute), float(communication)
+
+
+def _of_operation(points: Sequence[OverlapPoint], operation: str) -> list[OverlapPoint]:
+    """Ascending in size; of several group sizes that of the most ranks."""
+    own = [point for point in points if point.operation == operation]
+    most = max((point.group_size for point in own), default=0)
+    return sorted((point for point in own if point.group_size == most), key=lambda point: point.size_bytes)

@@ -1,0 +1,370 @@
+"""From raw timings to a profile's numbers, against known parameters: medians, drift, spread, fits, and planted nonsense."""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+
+from calibration.build_profile import typical_step
+from calibration.communication_points import all_reduce_sizes, collective_points, overlap_factors
+from calibration.drift import Observation, computation_drift, estimate_drift, noise_of, rank_sigma, robust_sigma
+from calibration.fit_collectives import fit_regimes
+from calibration.measure_collectives import merged_seconds
+from calibration.measure_components import StepTimes
+from calibration.measure_overlap import MAX_CALLS, MIN_CALLS, communication_factor, computation_factor, side_by_side
+from calibration.screen import Timed, consistent_collectives, consistent_components, contradicted, screened
+from parsim.costs.collectives import regimes_s
+from parsim.errors import ProfileError
+from parsim.execute.streams import TaskTime
+from parsim.hardware.profile import CollectivePoint, ComponentPoint
+from parsim.model.spec import ModelSpec, load_model
+
+MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
+
+# --- medians and spreads ------------------------------------------------------------------------------------------------
+
+
+def test_robust_sigma_of_a_normal_and_of_outliers() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.normal(1.0, 0.05, 20_000)
+    assert robust_sigma(values) == pytest.approx(0.05, rel=0.05)
+    values[:2000] *= 30
+    assert robust_sigma(values) == pytest.approx(0.05, rel=0.25)
+    assert robust_sigma([1.0, 2.0]) == 0.0
+
+
+def test_typical_step_recovers_tasks_spread_and_total() -> None:
+    """Tasks of known times and noise under a common drift: times within 2%, spread without the drift, total exact."""
+    rng = np.random.default_rng(1)
+    true = np.array([5e-4, 2e-3, 1e-3, 0.0, 4e-3] * 6)
+    noise = np.exp(0.04 * rng.standard_normal((400, len(true))))
+    drift = np.exp(0.10 * rng.standard_normal((400, 1)))
+    table = true * noise * drift
+    seconds, spread = typical_step(table)
+    assert np.allclose(seconds, true, rtol=0.02)
+    assert np.allclose(spread[true > 0], 0.04, rtol=0.2)
+    assert seconds.sum() == pytest.approx(table.sum(axis=1).mean(), rel=1e-12)
+
+
+def test_rank_sigma_recovers_what_ranks_do_not_share() -> None:
+    """A common drift of 20% is no noise between ranks; 8% per rank is."""
+    rng = np.random.default_rng(3)
+    drift = np.exp(0.2 * rng.standard_normal(500))
+    ranks = [
+        {
+            "sweeps": [
+                {"model": 0, "samples": 4, "ranks_active": active, "round": number, "seconds": [slow * own, 2 * slow * own]}
+                for number, (slow, own) in enumerate(zip(drift, np.exp(0.08 * rng.standard_normal(500)), strict=True))
+                for active in (1, 2)
+            ]
+        }
+        for _ in range(2)
+    ]
+    assert rank_sigma({"ranks": ranks}) == pytest.approx(0.08, rel=0.1)
+    assert rank_sigma({"ranks": ranks[:1]}) == 0.0
+
+
+def test_drift_is_the_spread_of_rounds_not_of_repeats() -> None:
+    rng = np.random.default_rng(2)
+    factors = np.exp(0.15 * rng.standard_normal(300))
+    sweeps = [
+        {"model": 0, "samples": samples, "ranks_active": 2, "round": number, "seconds": [samples * factor * noise]}
+        for number, factor in enumerate(factors)
+        for samples in (4, 8, 16)
+        for noise in np.exp(0.02 * rng.standard_normal(4))
+    ]
+    raw = {"ranks": [{"sweeps": sweeps}]}
+    drift = computation_drift(raw)
+    assert drift.sigma == pytest.approx(0.15, rel=0.1)
+    assert noise_of(raw, drift).drift_sigma == noise_of(raw, drift).measured_drift_sigma == drift.sigma
+    found = np.array([drift.factors[number] for number in range(300)])
+    assert np.allclose(found, factors / factors.mean(), rtol=0.03)
+
+
+def test_noise_alone_is_no_drift() -> None:
+    """Eight rounds of nine cases with 10% of noise each: next to nothing is divided out, and 8% are assumed."""
+    rng = np.random.default_rng(11)
+    sigmas, moved = [], []
+    for _ in range(100):
+        noise = np.exp(0.1 * rng.standard_normal((9, 8)))
+        drift = estimate_drift(Observation(item, number, noise[item, number]) for item in range(9) for number in range(8))
+        sigmas.append(drift.sigma)
+        moved.append(max(abs(factor - 1) for factor in drift.factors.values()))
+    assert np.mean(sigmas) < 0.02
+    assert np.mean(moved) < 0.03
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(2, 8), st.integers(2, 12))
+def test_exact_factors_are_found_exactly_whatever_was_skipped(seed: int, items: int, rounds: int) -> None:
+    """Without noise, items and factors are recovered although a quarter of the measurements is missing."""
+    rng = np.random.default_rng(seed)
+    usual, factors = np.exp(rng.normal(0, 2, items)), np.exp(rng.normal(0, 0.1, rounds))
+    there = rng.random((items, rounds)) > 0.25
+    there[0], there[:, 0] = True, True
+    rows = [Observation(i, r, usual[i] * factors[r]) for i in range(items) for r in range(rounds) if there[i, r]]
+    drift = estimate_drift(rows)
+    assert np.mean(list(drift.factors.values())) == pytest.approx(1.0, rel=1e-12)
+    if there.all():
+        expected = factors / factors.mean()
+        assert [drift.factors[r] for r in range(rounds)] == pytest.approx(expected.tolist(), rel=1e-6)
+    steady = [drift.steady(row.seconds, row.round) for row in rows]
+    assert len(steady) == len(rows)
+
+
+def test_a_common_factor_is_divided_out_of_components() -> None:
+    """A large size that was measured in the slow rounds only is not thought slower for it."""
+    entries = [
+        {
+            "operation": "all_reduce",
+            "group": [0, 1],
+            "size_bytes": size,
+            "round": number,
+            "seconds": [[factor * size * 1e-9] * 3],
+        }
+        for number, factor in enumerate((1.0, 1.0, 1.5, 1.0, 1.5, 1.0))
+        for size in (2**10, 2**14, 2**18, 2**22, 2**26)
+        if size < 2**26 or factor > 1
+    ]
+    points = collective_points({"ranks": [{"collectives": entries}]})
+    rates = [point.seconds / point.size_bytes for point in points]
+    assert max(rates) / min(rates) < 1.01
+    assert all(point.spread == pytest.approx(0.0, abs=0.01) for point in points)
+
+
+def test_merged_seconds_run_from_last_ready_to_last_end() -> None:
+    one = [[TaskTime(1, "dp", 1.0, 4.0), TaskTime(2, "dp", 4.0, 6.0)]]
+    other = [[TaskTime(1, "dp", 2.5, 4.1), TaskTime(2, "dp", 4.1, 5.9)]]
+    assert merged_seconds([one, other], 2) == [[pytest.approx(1.6), pytest.approx(1.9)]]
+
+
+def test_collective_points_and_fit_recover_alpha_and_beta() -> None:
+    alpha, beta = 3e-4, 2e-9
+    rng = np.random.default_rng(3)
+    entries = [
+        {
+            "operation": "all_reduce",
+            "group": [0, 1],
+            "size_bytes": size,
+            "round": 0,
+            "seconds": ((alpha + beta * size) * np.exp(0.02 * rng.standard_normal((40, 3)))).tolist(),
+        }
+        for size in (2**power for power in range(10, 26))
+    ]
+    points = collective_points({"ranks": [{"collectives": entries}]})
+    assert all(0.01 < point.spread < 0.03 and point.repeats == 120 for point in points if point.spread is not None)
+    (fit,) = fit_regimes(points, source="collective_fit")
+    for size in (1500, 100_000, 3_000_000, 30_000_000):
+        assert regimes_s(fit.regimes, size) == pytest.approx(alpha + beta * size, rel=0.03)
+
+
+def test_overlap_factors_from_constructed_times() -> None:
+    """Two tasks of 1 s and 2 s take 1.5 and 3 beside calls of 0.2 s that take 0.5."""
+    alone = [[TaskTime(0, "compute", 0.0, 1.0), TaskTime(1, "compute", 1.0, 3.0)]] * 3
+    steps = [StepTimes([TaskTime(0, "compute", 10.0, 11.5), TaskTime(1, "compute", 11.5, 14.5)], 4.5, 4.5)]
+    calls = [TaskTime(number, "dp", 9.8 + 0.5 * number, 10.3 + 0.5 * number) for number in range(12)]
+    together = {"steps": steps, "calls": calls}
+    assert computation_factor(alone, together) == pytest.approx(1.5)
+    usual = [TaskTime(number, "dp", 0.2 * number, 0.2 * number + 0.2) for number in range(5)]
+    assert communication_factor([usual, usual], [together, together]) == pytest.approx(2.5)
+    assert computation_factor(alone, {"steps": steps, "calls": []}) is None
+    assert overlap_factors([]) is None
+
+
+def test_overlap_by_operation_and_size() -> None:
+    """Medians, never below 1; what is said without a size is of all_reduce alone."""
+    place = {"model": 0, "samples": 4, "group_size": 2}
+    entries = [
+        {**place, "operation": operation, "size_bytes": size, "computation": computing, "communication": communicating}
+        for operation, size, computing, communicating in (
+            ("all_reduce", 10, [1.5, 1.7, None], 2.5),
+            ("all_reduce", 10, [0.9], 2.1),
+            ("all_reduce", 99, [1.1], None),
+            ("all_reduce", 99, [1.3], 0.6),
+            ("broadcast", 10, [9.0], 9.0),
+        )
+    ]
+    found = overlap_factors(entries)
+    assert found is not None
+    assert (found.compute_factor, found.communication_factor) == (1.3, 2.1)
+    assert [(p.operation, p.size_bytes, p.compute_factor, p.communication_factor, p.repeats) for p in found.points] == [
+        ("all_reduce", 10, 1.5, 2.3, 2),
+        ("all_reduce", 99, 1.2000000000000002, 1.0, 1),
+        ("broadcast", 10, 9.0, 9.0, 1),
+    ]
+
+
+@given(st.floats(1e-4, 10.0), st.floats(1e-6, 10.0))
+def test_steps_and_calls_run_side_by_side_for_about_as_long(step_s: float, call_s: float) -> None:
+    steps, calls = side_by_side(step_s, call_s)
+    assert MIN_CALLS <= calls <= MAX_CALLS
+    if MIN_CALLS < calls < MAX_CALLS:
+        assert 0 <= steps * step_s - calls * call_s <= call_s * (1 + 1e-9)
+
+
+def test_gradient_totals_join_the_sizes() -> None:
+    model = load_model(MLP)
+    size = 4 * model.parameter_count
+    assert size in all_reduce_sizes([model], (1024, 2 * size), 4)
+    assert size not in all_reduce_sizes([model], (1024, size // 4), 4)
+
+
+# --- nonsense ---------------------------------------------------------------------------------------------------------
+
+
+def raw_of_steps(rounds: int = 4) -> dict[str, Any]:
+    """Two ranks, two batches of one model with three tasks (the last does not run), and one all_reduce."""
+    sweeps = [
+        {"model": 0, "samples": samples, "ranks_active": 2, "round": number, "seconds": [1e-3, 2e-3, 0.0]}
+        | {"gap_s": 1e-5, "rest_s": 0.0, "wall_s": 4e-3, "cpu_s": 4e-3}
+        for samples in (4, 16)
+        for number in range(rounds)
+    ]
+    call = {"operation": "all_reduce", "group": [0, 1], "size_bytes": 4096, "round": 0, "seconds": [[1e-3, 1e-3], [1e-3, 1e-3]]}
+    factors = {"model": 0, "samples": 4, "operation": "all_reduce", "group_size": 2, "size_bytes": 4096, "round": 0}
+    return {
+        "ranks": [
+            {
+                "sweeps": sweeps,
+                "optimizers": [{"model": 0, "samples": 4, "ranks_active": 2, "round": 0, "seconds": 1e-4}],
+                "shards": [{"model": 0, "samples": 4, "round": 0, "parts": [["c", "r", 2, "forward", 1e-3, 2e-3]]}],
+                "collectives": [call],
+                "overlap": [{**factors, "computation": [1.2, None], "communication": None}],
+                "others": ["pass as they are"],
+            }
+        ]
+        * 2
+    }
+
+
+MODELS = [load_model(MLP)]
+
+
+def test_sane_timings_pass_as_they_are() -> None:
+    raw = raw_of_steps()
+    assert screened(raw, MODELS) == (raw, [])
+
+
+@pytest.mark.parametrize("nonsense", [0.0, -1e-3, math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("key", "plant", "words"),
+    [
+        ("sweeps", lambda entry, value: entry["seconds"].__setitem__(0, value), "1 of 8 timings of mlp at 4 samples"),
+        ("optimizers", lambda entry, value: entry.__setitem__("seconds", value), "1 of 2 timings of mlp at 4 samples"),
+        ("shards", lambda entry, value: entry["parts"][0].__setitem__(4, value), "1 of 2 timings of mlp at 4 samples"),
+        (
+            "collectives",
+            lambda entry, value: entry["seconds"][1].__setitem__(0, value),
+            "1 of 4 timings of all_reduce of 4 KiB",
+        ),
+        (
+            "overlap",
+            lambda entry, value: entry["computation"].__setitem__(0, value),
+            "1 of 2 timings of mlp at 4 samples beside",
+        ),
+    ],
+)
+def test_planted_nonsense_is_left_out_and_said(key: str, plant: Any, words: str, nonsense: float) -> None:
+    raw = copy.deepcopy(raw_of_steps())
+    raw["ranks"] = copy.deepcopy(raw["ranks"][:1]) + copy.deepcopy(raw["ranks"][1:])
+    clean = copy.deepcopy(raw)
+    plant(raw["ranks"][0][key][0], nonsense)
+    found, (warning,) = screened(raw, MODELS)
+    assert words in warning
+    for rank, before in zip(found["ranks"], clean["ranks"], strict=True):
+        for other in rank:
+            if other != key:
+                assert rank[other] == before[other]
+    text = repr(found["ranks"][0][key])
+    assert "nan" not in text
+    assert "inf" not in text
+    assert "-0.001" not in text
+
+
+def test_too_few_steps_are_said_and_too_few_of_a_model_are_an_error() -> None:
+    raw = copy.deepcopy(raw_of_steps(rounds=2))
+    for rank in raw["ranks"]:
+        rank["sweeps"] = [sweep for sweep in rank["sweeps"] if sweep["samples"] == 4 or sweep["round"] == 0]
+    found, (warning,) = screened(raw, MODELS)
+    assert "mlp at 16 samples with 2 active ranks: 2 steps are too few" in warning
+    assert {sweep["samples"] for rank in found["ranks"] for sweep in rank["sweeps"]} == {4}
+    for rank in raw["ranks"]:
+        rank["sweeps"] = rank["sweeps"][:1]
+    with pytest.raises(ProfileError, match=r"no case of mlp has the 3 good steps .* calibrate again"):
+        screened(raw, MODELS)
+
+
+def timed(*points: tuple[int, float], error: float = 0.0) -> list[Timed]:
+    return [Timed(work, seconds, error) for work, seconds in points]
+
+
+def test_what_is_slower_with_less_work_is_left_out() -> None:
+    assert contradicted(timed((4, 10.0), (16, 40.0))) == []
+    assert contradicted(timed((4, 10.0), (16, 9.0))) == []
+    assert contradicted(timed((4, 10.0), (16, 5.0))) == [0]
+    assert contradicted(timed((4, 10.0), (16, 5.0), error=0.3)) == []
+    assert contradicted(timed((4, 10.0), (8, 90.0), (16, 40.0), (32, 80.0))) == [1]
+    assert contradicted(timed((4, 99.0), (8, 20.0), (16, 40.0))) == [0]
+    assert contradicted(timed((4, 10.0), (8, 20.0), (16, 0.1))) == [2]
+    assert contradicted(timed((4, 10.0), (8, 1.0), (16, 40.0))) == [1]
+    assert contradicted([]) == []
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=30), st.floats(0.0, 0.2))
+def test_what_is_left_never_takes_longer_with_less_work_than_the_noise_allows(seconds: list[float], error: float) -> None:
+    points = [Timed(2**place, value, error) for place, value in enumerate(seconds)]
+    dropped = contradicted(points)
+    kept = [point for place, point in enumerate(points) if place not in dropped]
+    assert kept
+    margin = 1 + max(0.2, 4 * math.hypot(error, error))
+    assert all(less.seconds <= more.seconds * margin for less, more in pairwise(kept))
+    assert contradicted(kept) == []
+    ordered = [Timed(point.work, value, error) for point, value in zip(points, sorted(seconds), strict=True)]
+    assert contradicted(ordered) == []
+
+
+def test_contradicting_points_are_left_out_by_series_and_named() -> None:
+    component = ComponentPoint(
+        fingerprint="f",
+        model="m",
+        component="c",
+        phase="forward",
+        samples=4,
+        device_type="cpu-core",
+        precision="fp32",
+        seconds=5e-3,
+        spread=0.05,
+        repeats=20,
+        source="steps",
+    )
+    points = [
+        component,
+        component.model_copy(update={"samples": 16, "seconds": 2e-3}),
+        component.model_copy(update={"samples": 64, "seconds": 8e-3}),
+        component.model_copy(update={"phase": "backward", "samples": 1, "seconds": 9.0}),
+    ]
+    kept, (warning,) = consistent_components(points)
+    assert kept == points[1:]
+    assert warning == "left out forward of c of m at 4 samples: 5 ms, contradicted by less or more work"
+    sizes = (2**10, 2**16, 2**20, 2**24)
+    calls = [
+        CollectivePoint(
+            operation="all_gather", group=[0, 1], size_bytes=size, seconds=seconds, spread=0.1, repeats=9, source="x"
+        )
+        for size, seconds in zip(sizes, (1e-4, 9e-3, 1e-3, 1e-2), strict=True)
+    ]
+    left, (said,) = consistent_collectives(calls)
+    assert left == [calls[0], *calls[2:]]
+    assert said == "left out all_gather of 64 KiB over 2 ranks: 9 ms, contradicted by less or more work"
+    with pytest.raises(
+        ProfileError, match=r"only 1 size of all_gather over 2 ranks is left, and a fit needs 2 .*calibrate again"
+    ):
+        consistent_collectives(calls[1:3])
