@@ -21,13 +21,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
-from typing import NamedTuple
+from statistics import NormalDist
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from parsim.errors import CostError
+from parsim.units import format_percent
 
 LEVEL = 0.9
 """Of p05 to p95."""
@@ -51,6 +53,7 @@ class Record:
         predicted_s, low_s, high_s: median, p05 and p95 of the mean step. measured_s: the mean measured step.
         when: ISO 8601. profile: its fingerprint. batch: global. plan: its summary. rounds: interleaved rounds of the
             measurement, steps: of all of them. aa_floor: median relative difference of its halves, if it had rounds.
+            machine: it was measured on. measurement: digest of what was measured, so that nothing is counted twice.
 
     Raises:
         CostError: seconds that are not finite and above 0, or not in order.
@@ -70,6 +73,8 @@ class Record:
     steps: int = 0
     rounds: int = 0
     aa_floor: float | None = None
+    machine: str = ""
+    measurement: str = ""
     versions: dict[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -143,11 +148,25 @@ class Correction:
             return f"not corrected: {self.records} of the {records_needed()} validations needed"
         return f"x{self.factor:.2f} from {self.records} validations"
 
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "factor": self.factor,
+            "records": self.records,
+            "records_needed": records_needed(),
+            "text": self.describe(),
+        }
+
+
+UNCORRECTED = Correction()
+
 
 def correction(records: Iterable[Record]) -> Correction:
     """What the records teach, all of one profile."""
-    scores = [score(record) for record in records]
-    return Correction(factor=conformal_quantile(scores), records=len(scores))
+    return _learnt([score(record) for record in records], LEVEL)
+
+
+def _learnt(scores: Sequence[float], level: float) -> Correction:
+    return Correction(factor=conformal_quantile(scores, level), records=len(scores))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,16 +215,27 @@ class Coverage:
         """Whether the share's interval lies wholly outside `TARGET`."""
         return self.high < TARGET[0] or self.low > TARGET[1]
 
+    def describe(self) -> str:
+        """Such as "34 of 40 inside, 85% (70% to 94%)"."""
+        return (
+            f"{self.covered} of {self.tested} inside, {format_percent(self.fraction)} "
+            f"({format_percent(self.low)} to {format_percent(self.high)})"
+        )
 
-def judged_split(records: Iterable[Record]) -> list[Judged]:
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "stale": self.stale}
+
+
+def judged_split(records: Iterable[Record], level: float = LEVEL) -> list[Judged]:
     """Every record with a correction learnt from other runs *and* other models only, in the order given."""
-    known = list(records)
+    known = [(record, score(record)) for record in records]
     learnt: dict[tuple[str, str], Correction] = {}
     rows = []
-    for record in known:
+    for record, _ in known:
         key = (record.run, record.model)
         if key not in learnt:
-            learnt[key] = correction(other for other in known if other.run != record.run and other.model != record.model)
+            scores = [own for other, own in known if other.run != record.run and other.model != record.model]
+            learnt[key] = _learnt(scores, level)
         low_s, high_s = learnt[key].apply(record.predicted_s, record.low_s, record.high_s)
         rows.append(Judged(record=record, correction=learnt[key], low_s=low_s, high_s=high_s))
     return rows
@@ -246,15 +276,40 @@ def coverage_by(rows: Sequence[Judged], key: Callable[[Record], str]) -> dict[st
     return {name: coverage_of([row for row in rows if key(row.record) == name]) for name in names}
 
 
+class ShareAtLevel(NamedTuple):
+    """How often intervals of a nominal level hold: as predicted, and corrected by the split (None: too few records)."""
+
+    level: float
+    predicted: float
+    corrected: float | None
+
+
+def shares_by_level(records: Sequence[Record], levels: Sequence[float]) -> list[ShareAtLevel]:
+    """Empirical against nominal coverage.
+
+    The predicted interval of a level is the 90% one, its half-widths scaled as those of a normal distribution on the log scale.
+    """
+    normal = NormalDist()
+    shares = []
+    for level in levels:
+        narrower = normal.inv_cdf((1 + level) / 2) / normal.inv_cdf((1 + LEVEL) / 2)
+        predicted = [score(record) <= narrower for record in records]
+        corrected = [row.covered for row in judged_split(records, level) if row.correction.factor is not None]
+        shares.append(ShareAtLevel(level, float(np.mean(predicted)), float(np.mean(corrected)) if corrected else None))
+    return shares
+
+
 def clopper_pearson(successes: int, trials: int, level: float = 0.95) -> tuple[float, float]:
     """The exact interval of a binomial share.
 
     Raises:
         CostError: unless 0 <= successes <= trials and trials >= 1.
     """
-    from scipy.stats import binomtest
+    from scipy.special import betaincinv
 
     if not 0 <= successes <= trials or trials < 1:
         raise CostError(f"a share needs 0 <= successes <= trials and trials >= 1, got {successes} of {trials}")
-    low, high = binomtest(successes, trials).proportion_ci(confidence_level=level, method="exact")
-    return float(low), float(high)
+    tail = (1 - level) / 2
+    low = 0.0 if successes == 0 else float(betaincinv(successes, trials - successes + 1, tail))
+    high = 1.0 if successes == trials else float(betaincinv(successes + 1, trials - successes, 1 - tail))
+    return low, high
