@@ -1,18 +1,24 @@
-"""A validation as a line of the profile's history."""
+"""What a validation leaves behind: a line in the profile's history and, where asked for, an update of the profile."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.costs.conformal import Record
 from parsim.costs.history import append_record, fingerprint, history_path, read_history
-from parsim.errors import CostError
+from parsim.costs.updates import without_updates
+from parsim.errors import ConfigError, CostError
 from parsim.execute.environment import describe_environment
+from parsim.hardware.profile import load_profile, save_profile
+from parsim.report.compare import MINIMUM_ROUNDS, relative_error
 
 if TYPE_CHECKING:
     from parsim.commands.workflow import Answer
+    from parsim.config import RunConfig
     from parsim.execute.measurement import Measurement
     from parsim.report.compare import Comparison
 
@@ -62,3 +68,56 @@ def remember(asked: Answer, record: Record) -> dict[str, Any]:
         return {"path": str(path), "recorded": False, "text": f"this measurement is in {path} already"}
     append_record(path, record)
     return {"path": str(path), "recorded": True, "text": f"recorded in {path}"}
+
+
+def updatable(config: RunConfig) -> Path:
+    """The file of the profile that an update is written into. Raises ConfigError for a shipped profile."""
+    path = Path(config.cluster.profile)
+    if path.suffix != ".json" or not path.is_file():
+        raise ConfigError(
+            f"--update writes into the profile, and {config.cluster.profile!r} is no file of yours; calibrate one with "
+            "`parsim calibrate --out PROFILE.json` and name it as cluster.profile"
+        )
+    return path
+
+
+def update_profile(asked: Answer, seen: Measurement, comparison: Comparison, record: Record) -> dict[str, Any]:
+    """Write into the profile what the run showed it to be wrong by; says what changed.
+
+    Raises:
+        ConfigError: a shipped profile, or one calibrated anew since the run. CostError: too few rounds to know their noise.
+    """
+    from parsim.schedule.updating import updated
+
+    path = updatable(asked.config)
+    cluster, plan = asked.problem.cluster, asked.evaluation.result.plan
+    profile = load_profile(str(path))
+    if fingerprint(without_updates(profile)) != fingerprint(without_updates(cluster.profile)):
+        raise ConfigError(f"{path} has been calibrated anew since this run; validate a new run")
+    if comparison.aa_floor is None:
+        raise CostError(
+            f"an update needs >= {MINIMUM_ROUNDS} rounds to tell an error from noise, the run has {len(seen.step_s)}; "
+            "measure more"
+        )
+    problem = replace(asked.problem, cluster=replace(cluster, profile=profile))
+    found = updated(
+        problem,
+        plan,
+        asked.evaluation.graph,
+        seen.timelines,
+        step_s=comparison.step.measured_s,
+        floor=comparison.aa_floor.median,
+        run=record.run,
+        steps=seen.steps,
+    )
+    if found.changes:
+        save_profile(found.profile, path)
+    text = "; ".join(found.changes) or "nothing is off by more than the noise of the run"
+    return {
+        "profile": str(path),
+        "changes": list(found.changes),
+        "predicted_before": found.before_s,
+        "predicted_after": found.after_s,
+        "relative_error_after": relative_error(found.after_s, comparison.step.measured_s),
+        "text": f"{path}: {text}",
+    }

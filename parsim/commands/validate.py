@@ -26,11 +26,14 @@ def validate(
     session: Annotated[
         str | None, typer.Option(help="Name of measurements made together; none of them tests what another one taught.")
     ] = None,
+    update: Annotated[
+        bool, typer.Option("--update", help="Write into the profile what the run shows it to be wrong by, without calibrating.")
+    ] = False,
     overrides: Overrides = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Predicted against measured: the step, every kind of task, peak memory; recorded in the profile's history."""
-    from parsim.commands.recording import record_of, remember
+    from parsim.commands.recording import record_of, remember, updatable, update_profile
     from parsim.commands.run_folder import new_folder, write_json
     from parsim.commands.workflow import (
         answer,
@@ -55,6 +58,8 @@ def validate(
         config = load_config(target, overrides or [])
         config = config if history is None else with_history(config, history)
         check_launchable(config)
+        if update:
+            updatable(config)
         with progress("Planning"):
             asked = answer(config)
         check_runnable(asked, None)
@@ -75,7 +80,10 @@ def validate(
     seen = measured(folder, name, asked.evaluation)
     comparison = judge(asked.problem, asked.evaluation, seen)
     document = {"folder": str(folder.path), "plan": asked.evaluation.result.plan.summary(), **comparison.to_dict(tasks=tasks)}
-    document["history"] = remember(asked, record_of(asked, seen, comparison, session))
+    record = record_of(asked, seen, comparison, session)
+    document["history"] = remember(asked, record)
+    if update:
+        document["update"] = update_profile(asked, seen, comparison, record)
     write_json(folder.path / "validation.json", document)
     write_run_files(folder, asked, seen, comparison)
     if as_json:
@@ -88,6 +96,8 @@ def validate(
         [validation_table([(asked.problem.model.name, summary, comparison.to_dict())]), kind_table(comparison.to_dict())]
     )
     print(f"history: {document['history']['text']}")
+    if update:
+        print(f"update: {document['update']['text']}")
     print(f"folder: {folder.path} (report.html, trace.json for Perfetto)")
 
 

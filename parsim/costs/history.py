@@ -77,7 +77,10 @@ NO_HISTORY = History()
 
 def fingerprint(profile: Profile) -> str:
     """16 hexadecimal digits over everything in a profile that a price rests on; names, texts and sources do not count."""
-    numbers = profile.model_dump(mode="json", exclude_defaults=True, exclude=set(WORDS))
+    numbers = profile.model_dump(mode="json", exclude_defaults=True, exclude={*WORDS, "updates"})
+    if profile.updates:  # the latest holds; one without factors is as none
+        factors = profile.updates[-1].model_dump(mode="json", include={"devices", "phases", "communication"})
+        numbers |= {f"updated_{name}": entries for name, entries in factors.items() if entries}
     return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:16]
 
 
