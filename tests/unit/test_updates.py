@@ -2,61 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from parsim.costs.corrected import CommunicationClass, ComputeClass, Corrections
 from parsim.costs.history import fingerprint
 from parsim.costs.refit import Evidence, refit
-from parsim.costs.uncertainty import medians_s, rank_noise
 from parsim.costs.updates import updates_of, with_update, without_updates
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile, load_profile, save_profile
 from parsim.plan.plan import Plan
-from parsim.report.compare import aa_floor
-from parsim.schedule.evaluate import REPEATED_STEPS, evaluate
+from parsim.schedule.evaluate import evaluate
 from parsim.schedule.families import FAMILIES
 from parsim.schedule.problem import Problem
-from parsim.schedule.updating import Updated, updated
-from parsim.simulate import static
-from parsim.timeline import Timeline
 from parsim.work import Phase
 from tests.models import chain_model
+from tests.slow_machines import Machine, after_run, error
 
-STEPS, ROUNDS = 20, 5
 SLOW = Corrections(ranks=((0, 1.0), (1, 1.2)))
 TARGET = 0.05
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What really happens: the profile's durations times `factors`, with noise of tasks and of ranks."""
-
-    problem: Problem
-    plan: Plan
-    factors: Corrections
-    sigma: float = 0.03
-
-    def steps(self, steps: int, seed: int) -> tuple[list[Timeline], list[float]]:
-        """Timeline and seconds of each step."""
-        base = replace(
-            self.problem,
-            cluster=replace(self.problem.cluster, profile=without_updates(self.problem.cluster.profile)),
-            corrections=self.factors,
-        )
-        seen = evaluate(base, self.plan, samples=0, fold=False)
-        columns, overlap = seen.compiled.columns, base.costs(self.plan.world_size).overlap
-        rng = np.random.default_rng(seed)
-        medians = medians_s(seen.estimates)[columns.unit]
-        ranks = np.where(columns.communicates, -1, columns.first_rank)
-        rows = medians * np.exp(rng.normal(0, self.sigma, (steps, columns.size)))
-        rows = rows * rank_noise(ranks, self.sigma / 2, steps, seed)
-        times = static.step_times_s(seen.compiled, rows, steps=REPEATED_STEPS, overlap=overlap)
-        return [static.simulate(seen.compiled, row, overlap=overlap) for row in rows], times.tolist()
 
 
 def problem_on(profile: Profile, devices: int = 2) -> Problem:
@@ -66,23 +33,6 @@ def problem_on(profile: Profile, devices: int = 2) -> Problem:
 
 def plan_of(problem: Problem, family: str = "dp") -> Plan:
     return next(plan for plan in FAMILIES[family](problem) if plan.world_size == problem.cluster.size)
-
-
-def after_run(machine: Machine, seed: int, floor: float | None = None) -> Updated:
-    """The update that 20 steps lead to."""
-    timelines, times = machine.steps(STEPS, seed)
-    noise = aa_floor(np.array(times).reshape(ROUNDS, -1).tolist()).median if floor is None else floor
-    graph = evaluate(machine.problem, machine.plan, samples=0, fold=False).graph
-    return updated(
-        machine.problem, machine.plan, graph, timelines, step_s=float(np.mean(times)), floor=noise, run="r", steps=STEPS
-    )
-
-
-def error(machine: Machine, profile: Profile) -> float:
-    """Of the step predicted with `profile` against the mean of 200 new steps."""
-    problem = replace(machine.problem, cluster=replace(machine.problem.cluster, profile=profile))
-    predicted = evaluate(problem, machine.plan, samples=0, fold=False).result.step_s.median
-    return abs(predicted / float(np.mean(machine.steps(200, 10_000)[1])) - 1)
 
 
 @pytest.mark.parametrize("family", ["dp", "mp"])
