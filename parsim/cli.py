@@ -14,6 +14,7 @@ import typer
 from parsim import __version__
 from parsim.commands.calibrate import calibrate
 from parsim.commands.cost import cost
+from parsim.commands.coverage import coverage
 from parsim.commands.demo import demo
 from parsim.commands.doctor import doctor
 from parsim.commands.plan import plan
@@ -31,6 +32,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "simulate": simulate,
     "run": run,
     "validate": validate,
+    "coverage": coverage,
     "report": report,
     "demo": demo,
 }

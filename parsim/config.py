@@ -70,6 +70,8 @@ class ClusterSection(Section):
 
     profile: Annotated[str, Field(strict=True, min_length=1)]
     """A shipped hardware profile by name, or the path of one."""
+    history: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    """Path of the profile's validations; left out: beside a profile that is a file, none for a shipped one."""
     devices: Count | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None = None
     """The first N devices of every node, or a list of device numbers, which count through the nodes; left out: all."""
     nodes: Annotated[int, Field(strict=True, ge=1)] = 1
@@ -243,17 +245,19 @@ def _is_path(name: str) -> bool:
 _PATH_KEYS = (
     ("model", "name"),
     ("cluster", "profile"),
+    ("cluster", "history"),
     ("cluster", "network"),
     ("plan", "strategy"),
     ("training", "data_root"),
 )
+_ALWAYS_PATHS = ("data_root", "history")
 
 
 def _make_paths_absolute(document: Mapping[str, Any], folder: Path) -> None:
     for table, key in _PATH_KEYS:
         section = document.get(table)
         value = section.get(key) if isinstance(section, dict) else None
-        if isinstance(section, dict) and isinstance(value, str) and value and (key == "data_root" or _is_path(value)):
+        if isinstance(section, dict) and isinstance(value, str) and value and (key in _ALWAYS_PATHS or _is_path(value)):
             section[key] = str(folder / Path(value).expanduser())
 
 

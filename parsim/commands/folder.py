@@ -35,7 +35,7 @@ def write_prediction(folder: RunFolder, asked: Answer) -> None:
     from parsim.execute.environment import describe_environment
 
     evaluation, problem = asked.evaluation, asked.problem
-    folder.write_question(asked.config, problem.model, evaluation.result.plan, problem.cluster.profile)
+    folder.write_question(asked.config, problem.model, evaluation.result.plan, problem.cluster.profile, problem.history)
     write_json(folder.result, describe(evaluation))
     write_json(folder.environment, describe_environment())
     write_run_files(folder, asked)

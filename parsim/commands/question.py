@@ -23,6 +23,7 @@ def problem_of(config: RunConfig) -> Problem:
 
     Raises: ModelError, ProfileError; ConfigError for pins and forbids that the model cannot follow.
     """
+    from parsim.costs.history import history_path, read_history
     from parsim.schedule.by_hand import forbids_by_pattern, parse_placements, pins_by_pattern
     from parsim.schedule.problem import Problem
 
@@ -34,6 +35,7 @@ def problem_of(config: RunConfig) -> Problem:
         global_batch=config.training.global_batch,
         precision=config.training.precision,
         optimizer=config.training.optimizer,
+        history=read_history(history_path(config.cluster.profile, config.cluster.history), cluster.profile),
         zero_stage=config.plan.zero_stage,
         pins=pins,
         forbids=forbids_by_pattern(config.plan.forbid, model, pins),

@@ -61,7 +61,7 @@ def run(
     plan = asked.evaluation.result.plan
     folder = RunFolder(out) if resume and out is not None else new_folder(out, file.stem)
     steps = total_steps(config)
-    folder.write_question(config, asked.problem.model, plan, asked.problem.cluster.profile)
+    folder.write_question(config, asked.problem.model, plan, asked.problem.cluster.profile, asked.problem.history)
     job = Job(
         output=str(folder.path.resolve()),
         mode="train",

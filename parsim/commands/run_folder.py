@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parsim.config import RunConfig, load_config
+from parsim.costs.history import NO_HISTORY, SUFFIX, History, read_history
 from parsim.errors import ConfigError
 from parsim.files import write_text_atomically
 from parsim.hardware.profile import Profile, load_profile, save_profile
@@ -36,6 +37,10 @@ class RunFolder:
     @property
     def profile(self) -> Path:
         return self.path / "profile.json"
+
+    @property
+    def history(self) -> Path:
+        return self.path / f"profile{SUFFIX}"
 
     @property
     def job(self) -> Path:
@@ -74,13 +79,16 @@ class RunFolder:
         """What the ranks wrote down of one run of the job."""
         return self.path / run
 
-    def write_question(self, config: RunConfig, model: Model, plan: Plan, profile: Profile) -> None:
-        """What is asked: before anything runs."""
+    def write_question(
+        self, config: RunConfig, model: Model, plan: Plan, profile: Profile, history: History = NO_HISTORY
+    ) -> None:
+        """What is asked, and by what it is answered: before anything runs."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.config.write_text(config.to_toml())
         model.save(self.model)
         plan.save(self.plan)
         save_profile(profile, self.profile)
+        history.save(self.history)
 
     def read_config(self) -> RunConfig:
         """The resolved config, with the profile and plan that lie beside it. Raises ConfigError if this is no run folder."""
@@ -92,6 +100,10 @@ class RunFolder:
 
     def read_profile(self) -> Profile:
         return load_profile(str(self.profile))
+
+    def read_history(self, profile: Profile) -> History:
+        """The validations that were known when the folder's question was asked."""
+        return read_history(self.history, profile)
 
 
 def new_folder(path: Path | None, name: str) -> RunFolder:

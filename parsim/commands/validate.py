@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from parsim.commands.output import JsonFlag, Overrides, print_json, print_tables, progress
-from parsim.config import load_config
+from parsim.config import RunConfig, load_config
 
 ROUNDS = 10
 STEPS_PER_ROUND = 4
@@ -19,10 +20,20 @@ def validate(
     out: Annotated[Path | None, typer.Option(help="Where to keep the new run of a RUN.toml.")] = None,
     rounds: Annotated[int, typer.Option(min=4, help="Rounds measured of a RUN.toml; the A/A floor splits them.")] = ROUNDS,
     tasks: Annotated[bool, typer.Option("--tasks", help="List every task in the JSON, not only the largest errors.")] = False,
+    history: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Record the validation here instead of beside the profile.")
+    ] = None,
+    session: Annotated[
+        str | None, typer.Option(help="Name of measurements made together; none of them tests what another one taught.")
+    ] = None,
+    update: Annotated[
+        bool, typer.Option("--update", help="Write into the profile what the run shows it to be wrong by, without calibrating.")
+    ] = False,
     overrides: Overrides = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Predicted against measured: the step, every kind of task, peak memory."""
+    """Predicted against measured: the step, every kind of task, peak memory; recorded in the profile's history."""
+    from parsim.commands.recording import record_of, remember, updatable, update_profile
     from parsim.commands.run_folder import new_folder, write_json
     from parsim.commands.workflow import (
         answer,
@@ -42,10 +53,15 @@ def validate(
 
     if target.is_dir():
         folder, asked, name = reopen(target)
+        if history is not None:
+            asked = replace(asked, config=with_history(asked.config, history))
         changed_since = warn_of_profile(asked)
     else:
         config = load_config(target, overrides or [])
+        config = config if history is None else with_history(config, history)
         check_launchable(config)
+        if update:
+            updatable(config)
         with progress("Planning"):
             asked = answer(config)
         check_runnable(asked, None)
@@ -53,7 +69,7 @@ def validate(
         asked = with_every_rank(asked)
         folder, name = new_folder(out, f"{target.stem}-validation"), "run"
         plan = asked.evaluation.result.plan
-        folder.write_question(config, asked.problem.model, plan, asked.problem.cluster.profile)
+        folder.write_question(config, asked.problem.model, plan, asked.problem.cluster.profile, asked.problem.history)
         job = Job(
             output=str(folder.path.resolve()),
             mode="measure",
@@ -68,6 +84,10 @@ def validate(
     comparison = judge(asked.problem, asked.evaluation, seen)
     document = {"folder": str(folder.path), "plan": asked.evaluation.result.plan.summary(), **comparison.to_dict(tasks=tasks)}
     document["warnings"] = changed_since
+    record = record_of(asked, seen, comparison, session)
+    document["history"] = remember(asked, record)
+    if update:
+        document["update"] = update_profile(asked, seen, comparison, record)
     write_json(folder.path / "validation.json", document)
     write_run_files(folder, asked, seen, comparison)
     if as_json:
@@ -79,4 +99,13 @@ def validate(
     print_tables(
         [validation_table([(asked.problem.model.name, summary, comparison.to_dict())]), kind_table(comparison.to_dict())]
     )
+    print(f"history: {document['history']['text']}")
+    if update:
+        print(f"update: {document['update']['text']}")
     print(f"folder: {folder.path} (report.html, trace.json for Perfetto)")
+
+
+def with_history(config: RunConfig, path: Path) -> RunConfig:
+    """The same run file with another place for its profile's history."""
+    cluster = config.cluster.model_copy(update={"history": str(path.resolve())})
+    return config.model_copy(update={"cluster": cluster})

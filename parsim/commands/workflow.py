@@ -172,7 +172,8 @@ def judge(problem: Problem, evaluation: Evaluation, seen: Measurement) -> Compar
     if not seen.timelines or not len(seen.step_s):
         raise ExecutionError("the run recorded no step to compare; train for at least one step after the warm-up")
     durations = sampled_durations_s(evaluation)
-    return compare(
+    found = evaluation.result.interval_correction
+    comparison = compare(
         evaluation.graph,
         evaluation.timeline,
         seen.timelines,
@@ -182,6 +183,7 @@ def judge(problem: Problem, evaluation: Evaluation, seen: Measurement) -> Compar
         measured_memory_bytes=seen.peak_bytes if all(seen.peak_bytes) else (),
         kind_intervals=kind_intervals_s(evaluation.graph, durations),
     )
+    return replace(comparison, interval_correction=None if found is None else found.to_dict())
 
 
 def tensor_bytes(memory: RankMemory) -> int:
@@ -196,7 +198,7 @@ def typical_step(seen: Measurement) -> int:
 
 
 def ask_again(folder: RunFolder) -> Answer:
-    """The question of a run folder, priced anew from the profile and plan that lie in it.
+    """The question of a run folder, priced anew from the profile, its history and the plan that lie in it.
 
     Raises: ConfigError if it is no whole run folder.
     """
@@ -205,9 +207,11 @@ def ask_again(folder: RunFolder) -> Answer:
         if not path.is_file():
             raise ConfigError(f"{folder.path} holds no {path.name}, so it is no whole run folder; simulate or run again")
     plan = Plan.load(folder.plan)
+    profile = folder.read_profile()
     problem = Problem(
         model=Model.load(folder.model),
-        cluster=cluster_of(config, folder.read_profile()),
+        cluster=cluster_of(config, profile),
+        history=folder.read_history(profile),
         global_batch=plan.global_batch,
         precision=config.training.precision,
         optimizer=config.training.optimizer,

@@ -13,6 +13,7 @@ from parsim.commands.workflow import Answer, typical_step
 from parsim.execute.environment import describe_environment, machine_line
 from parsim.report.chrome_trace import save_chrome_trace
 from parsim.report.compare import Comparison
+from parsim.report.coverage import coverage_figures, coverage_tables
 from parsim.report.html import ReportData, ReportRun, ReportSection, write_report
 from parsim.report.tables import calibration_table
 
@@ -40,12 +41,14 @@ def write_run_files(
         chosen=evaluation.result.to_dict(),
         runs=(report_run(evaluation, seen, comparison),),
     )
+    history = problem.history.records
     data = ReportData(
         title=f"{problem.model.name}: {' and '.join(timelines)}",
         facts=report_facts(),
         summary=(f"Plan {evaluation.result.plan.summary()}.",),
         sections=(section,),
-        extra_tables=(calibration_table(problem.cluster.profile),),
+        extra_tables=(calibration_table(problem.cluster.profile), *coverage_tables(history)),
+        extra_figures=coverage_figures(history),
     )
     write_report(data, folder.report)
 

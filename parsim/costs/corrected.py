@@ -84,7 +84,8 @@ class Corrections:
     """Factors on the profile's seconds; equal ones are equal values. None learnt: everything costs what the profile says.
 
     Attributes:
-        ranks: (rank, factor) for all computation of a rank, ascending. communication: (class, factor), ascending.
+        ranks: (rank, factor) for all computation of a rank, ascending. phases: (phase, factor) on top of it, on every rank.
+        communication: (class, factor), ascending.
 
     Raises:
         CostError: a factor that is not a finite number above 0.
@@ -92,9 +93,10 @@ class Corrections:
 
     ranks: tuple[tuple[int, float], ...] = ()
     communication: tuple[tuple[CommunicationClass, float], ...] = ()
+    phases: tuple[tuple[Phase, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for what, factor in self.factors().items():
+        for what, factor in (*self.factors().items(), *self.phases):
             if not (math.isfinite(factor) and factor > 0):
                 name = f"rank {what}" if isinstance(what, int) else str(what)
                 raise CostError(f"the correction of {name} is {factor}; give a finite factor above 0")
@@ -102,7 +104,7 @@ class Corrections:
         object.__setattr__(self, "communication", tuple(sorted(self.communication)))
 
     def __bool__(self) -> bool:
-        return bool(self.ranks or self.communication)
+        return bool(self.ranks or self.phases or self.communication)
 
     def rank_factor(self, rank: int) -> float:
         """Of a rank's computation: the observed one, else the median of those observed, else 1."""
@@ -122,20 +124,24 @@ class Corrections:
     def factor(self, work: Work, rank: int) -> float:
         """What the profile's seconds of a piece of work are multiplied by; 1 for loading."""
         match class_of(work, rank):
-            case ComputeClass():
-                return self.rank_factor(rank)
+            case ComputeClass() as key:
+                return self.rank_factor(rank) * self._by_phase.get(key.phase, 1.0)
             case CommunicationClass() as key:
                 return self.communication_factor(key)
             case None:
                 return 1.0
 
     def factors(self) -> dict[int | CommunicationClass, float]:
-        """Everything observed, by rank or class of communication."""
+        """Everything observed of ranks and classes of communication."""
         return {**dict(self.ranks), **dict(self.communication)}
 
     @cached_property
     def _by_rank(self) -> dict[int, float]:
         return dict(self.ranks)
+
+    @cached_property
+    def _by_phase(self) -> dict[Phase, float]:
+        return dict(self.phases)
 
     @cached_property
     def _known(self) -> dict[CommunicationClass, float]:
@@ -153,13 +159,19 @@ class Corrections:
 NO_CORRECTIONS = Corrections()
 
 
-def corrected(estimate: Estimate, corrections: Corrections, work: Work, rank: int) -> Estimate:
-    """The estimate as the machine is now; its spread stays as it was."""
+def corrected(estimate: Estimate, corrections: Corrections, work: Work, rank: int, *, since: str = "") -> Estimate:
+    """The estimate as the machine is now; its spread stays as it was.
+
+    Args:
+        since: the run that the profile was updated from; "": as a controller observes it at the moment.
+    """
     factor = corrections.factor(work, rank)
     if factor == 1.0:
         return estimate
-    detail = f"{estimate.detail}; {factor:.3g} times that, as observed"
-    return replace(estimate, median_s=estimate.median_s * factor, detail=detail)
+    why = f"updated from run {since}" if since else "as observed"
+    detail = f"{estimate.detail}; {factor:.3g} times that, {why}"
+    source = "updated" if since else estimate.source
+    return replace(estimate, median_s=estimate.median_s * factor, detail=detail, source=source)
 
 
 def learn(observed: ClassSeconds, expected: ClassSeconds) -> Corrections:

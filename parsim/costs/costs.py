@@ -11,6 +11,7 @@ from parsim.costs.compute import MeasuredWork, estimate_compute, estimate_optimi
 from parsim.costs.corrected import NO_CORRECTIONS, Corrections, corrected
 from parsim.costs.estimate import Estimate, OverlapFactors
 from parsim.costs.overlap import overlap_of
+from parsim.costs.updates import updates_of
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.device import Device
@@ -31,7 +32,7 @@ class Costs:
     Attributes:
         precision: a key of DeviceType.peak_flop_per_s, e.g. "fp32". optimizer: e.g. "sgd_momentum".
         ranks_active: how many ranks compute at once; measurements under that load are preferred (None: the heaviest load).
-        corrections: what a run has shown the profile to be wrong by.
+        corrections: what a run has shown the profile to be wrong by, on top of what the profile's own updates say.
     """
 
     model: Model
@@ -51,6 +52,8 @@ class Costs:
             CostError: no cost is known for it, or the rank or component does not exist.
         """
         estimate = self._by_profile(work, rank, concurrent)
+        if self._updates:
+            estimate = corrected(estimate, self._updates, work, rank, since=self.cluster.profile.updates[-1].run)
         return corrected(estimate, self.corrections, work, rank) if self.corrections else estimate
 
     @property
@@ -61,7 +64,18 @@ class Costs:
     def device_kind(self, rank: int) -> str:
         """Ranks of one kind do the same work in the same time: the device's type, and how much slower it is than that."""
         name = self._device(rank).type.name
-        return f"{name} x{self.corrections.rank_factor(rank)!r}" if self.corrections else name
+        for factors in (self._updates, self.corrections):
+            name += f" x{factors.rank_factor(rank)!r}" if factors else ""
+        return name
+
+    @property
+    def differ_by_rank(self) -> bool:
+        """Whether ranks and links that are alike cost what a run has shown of each."""
+        return bool(self.corrections or self._updates)
+
+    @cached_property
+    def _updates(self) -> Corrections:
+        return updates_of(self.cluster)
 
     def _by_profile(self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...]) -> Estimate:
         match work:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Source = Literal["measured", "fitted", "published"]
+Source = Literal["measured", "fitted", "published", "updated"]
+"""`updated`: one of the others, times what a validation has shown it to be wrong by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

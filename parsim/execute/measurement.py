@@ -81,11 +81,12 @@ class Measurement:
     """One run over all its ranks.
 
     Attributes:
-        step_s: float64 [rounds], the mean step of each round. timelines: one per recorded step.
+        step_s: float64 [rounds], the mean step of each round. steps: of all rounds together. timelines: one per recorded step.
         losses: per training step. peak_bytes: live tensors, per rank.
     """
 
     step_s: NDArray[np.float64]
+    steps: int
     timelines: tuple[Timeline, ...]
     losses: tuple[float, ...]
     peak_bytes: tuple[int, ...]
@@ -108,6 +109,7 @@ def load_measurement(folder: Path, graph: TaskGraph) -> Measurement:
     losses = np.nansum(finite, axis=0) if finite else np.array([])
     return Measurement(
         step_s=step_s,
+        steps=sum(entry[2] for entry in records[0].rounds[:count]),
         timelines=timelines,
         losses=tuple(float(loss) for loss in losses),
         peak_bytes=tuple(record.peak_bytes for record in records),

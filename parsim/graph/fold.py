@@ -95,7 +95,7 @@ def folding_of(layout: Layout, costs: Costs, seconds: Seconds | None = None) -> 
     """
     seconds = seconds or (lambda work: costs.estimate(work, 0).median_s)
     mesh = layout.plan.mesh
-    if costs.corrections:  # learnt per rank and link
+    if costs.differ_by_rank:  # learnt per rank and link
         return unfolded(mesh)
     kinds = _Kinds(costs)
     replica_of = _replicas_of(layout, kinds, seconds)

@@ -311,6 +311,48 @@ class NicSlot(Record):
     lanes: Annotated[int, Field(ge=1)] = 1
 
 
+class DeviceFactor(Record):
+    """All computation of one device takes `factor` times as long."""
+
+    device: Annotated[int, Field(ge=0)]
+    factor: Positive
+
+
+class PhaseFactor(Record):
+    """All computation of one phase (`parsim.work.Phase`) takes `factor` times as long."""
+
+    phase: str
+    factor: Positive
+
+
+class CommunicationFactor(Record):
+    """One collective over devices (ascending), or send_recv from one device to another, takes `factor` times as long."""
+
+    operation: str
+    devices: Annotated[list[int], Field(min_length=2)]
+    factor: Positive
+
+
+class Update(Record):
+    """What a validation showed this profile to be wrong by: factors on its numbers as they were measured.
+
+    Factors are never relative to an earlier update: the latest update holds, whole, and earlier ones are a record.
+
+    Attributes:
+        run, plan, steps: what it was learnt from. aa_floor: relative difference of the halves of that measurement; what
+            explains less of the step than this is not learnt.
+    """
+
+    created: str
+    run: str
+    plan: str
+    steps: Annotated[int, Field(ge=1)]
+    aa_floor: NonNegative
+    devices: list[DeviceFactor] = []
+    phases: list[PhaseFactor] = []
+    communication: list[CommunicationFactor] = []
+
+
 class Profile(Record):
     """The whole file."""
 
@@ -330,6 +372,7 @@ class Profile(Record):
     overlap: Overlap | None = None
     noise: Noise | None = None
     host: HostOverhead | None = None
+    updates: list[Update] = []
 
     @model_validator(mode="after")
     def _references_exist(self) -> Profile:

@@ -120,13 +120,17 @@ class MemoryComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What `compare` found; `to_dict` is the JSON of `parsim validate`."""
+    """What `compare` found; `to_dict` is the JSON of `parsim validate`.
+
+    Attributes: interval_correction: how the predicted interval of the step was corrected (those of kinds never are).
+    """
 
     step: StepComparison
     kinds: tuple[KindComparison, ...]
     tasks: tuple[TaskComparison, ...]
     memory: tuple[MemoryComparison, ...]
     aa_floor: AAFloor | None
+    interval_correction: Mapping[str, Any] | None = None
 
     @property
     def largest_errors(self) -> tuple[TaskComparison, ...]:
@@ -154,6 +158,8 @@ class Comparison:
             "memory": [asdict(row) for row in self.memory],
             "largest_errors": [row.to_dict() for row in self.largest_errors],
         }
+        if self.interval_correction is not None:
+            document["interval_correction"] = dict(self.interval_correction)
         if tasks:
             document["tasks"] = [row.to_dict() for row in self.tasks]
         return document

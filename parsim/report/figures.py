@@ -127,7 +127,7 @@ def timeline_figure(graph: TaskGraph, timelines: Mapping[str, Timeline]) -> go.F
     )
     figure.update_xaxes(range=[0, longest_s / scale * 1.005 or 1], zeroline=False, ticksuffix=f" {unit}")
     figure.update_layout(barmode="overlay", uniformtext={"minsize": 8, "mode": "hide"})
-    return _styled(figure, height + 60, top=30)
+    return styled(figure, height + 60, top=30)
 
 
 def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[str, Any] | str | None = None) -> go.Figure:
@@ -179,7 +179,7 @@ def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[s
     )
     figure.update_xaxes(rangemode="tozero", zeroline=False, ticksuffix=f" {unit}")
     figure.update_layout(barmode="overlay", bargap=0.35)
-    return _styled(figure, 44 * max(2, len(results)) + 50)
+    return styled(figure, 44 * max(2, len(results)) + 50)
 
 
 def memory_figure(memory: Sequence[Mapping[str, Any]], *, measured_bytes: Sequence[int] = ()) -> go.Figure:
@@ -242,7 +242,7 @@ def memory_figure(memory: Sequence[Mapping[str, Any]], *, measured_bytes: Sequen
     figure.update_yaxes(title=title, rangemode="tozero", zeroline=False, fixedrange=True)
     figure.update_xaxes(type="category", fixedrange=True, showgrid=False)
     figure.update_layout(barmode="stack", bargap=0.4 if len(ranks) > 2 else 0.65)
-    return _styled(figure, 330)
+    return styled(figure, 330)
 
 
 def breakdown_figure(breakdowns: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
@@ -278,7 +278,7 @@ def breakdown_figure(breakdowns: Mapping[str, Sequence[Mapping[str, Any]]]) -> g
     )
     figure.update_xaxes(zeroline=False, ticksuffix=f" {unit}")
     figure.update_layout(barmode="stack", bargap=0.3, legend={"traceorder": "normal"})
-    return _styled(figure, 34 * max(2, len(rows)) + 50)
+    return styled(figure, 34 * max(2, len(rows)) + 50)
 
 
 def kinds_figure(comparison: Mapping[str, Any]) -> go.Figure:
@@ -304,7 +304,7 @@ def kinds_figure(comparison: Mapping[str, Any]) -> go.Figure:
     figure.update_yaxes(autorange="reversed", automargin=True, fixedrange=True)
     figure.update_xaxes(zeroline=False, ticksuffix=f" {unit}", rangemode="tozero")
     figure.update_layout(barmode="group", bargap=0.3, bargroupgap=0.05)
-    return _styled(figure, 46 * max(2, len(kinds)) + 50)
+    return styled(figure, 46 * max(2, len(kinds)) + 50)
 
 
 def errors_figure(runs: Sequence[tuple[str, str, Mapping[str, Any]]]) -> go.Figure:
@@ -358,7 +358,7 @@ def errors_figure(runs: Sequence[tuple[str, str, Mapping[str, Any]]]) -> go.Figu
         zeroline=False,
     )
     figure.update_xaxes(zeroline=True, zerolinecolor=INK, zerolinewidth=1.5, zerolinelayer="above traces", ticksuffix="%")
-    return _styled(figure, 44 * max(2, len(defined)) + 50)
+    return styled(figure, 44 * max(2, len(defined)) + 50)
 
 
 def _bars(graph: TaskGraph, timeline: Timeline, row: Mapping[str, int]) -> list[Bar]:
@@ -445,7 +445,7 @@ def _time_unit(seconds: float) -> tuple[float, str]:
     return next(((scale, unit) for scale, unit in ((1.0, "s"), (1e-3, "ms")) if seconds >= scale), (1e-6, "µs"))
 
 
-def _styled(figure: go.Figure, height: int, *, top: int = 12) -> go.Figure:
+def styled(figure: go.Figure, height: int, *, top: int = 12) -> go.Figure:
     """Common look; `height` in pixels is that of the plot with its axes, the legend apart."""
     figure.update_xaxes(gridcolor="#e8ebee", automargin=True)
     figure.update_yaxes(gridcolor="#e8ebee", automargin=True)

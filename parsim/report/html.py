@@ -73,7 +73,8 @@ class ReportData:
 
     Attributes:
         facts: (name, value) of what, machine, date, versions. summary: the answer in a sentence or a few.
-        extra_tables: shown before the sections, e.g. `tables.calibration_table(profile)`.
+        extra_tables: shown after the sections, e.g. `tables.calibration_table(profile)`; extra_figures likewise: title, figure,
+            caption.
     """
 
     title: str
@@ -81,6 +82,7 @@ class ReportData:
     summary: Sequence[str] = ()
     sections: Sequence[ReportSection] = ()
     extra_tables: Sequence[tables.ReportTable] = ()
+    extra_figures: Sequence[tuple[str, go.Figure, str]] = ()
 
 
 def write_report(data: ReportData, path: Path) -> None:
@@ -110,9 +112,10 @@ def report_html(data: ReportData) -> str:
         parts.append(_absent("No run was measured, so no prediction is checked here."))
     parts.append("</section>")
     parts += [_section(section, number, drawn) for number, section in enumerate(data.sections)]
-    if data.extra_tables:
+    if data.extra_tables or data.extra_figures:
         parts.append('<section id="more"><h2>What the numbers rest on</h2>')
         parts += [f"<h3>{html.escape(table.title)}</h3>{_table(table)}" for table in data.extra_tables]
+        parts += [f"<h3>{html.escape(title)}</h3>{_figure(drawn, *shown)}" for title, *shown in data.extra_figures]
         parts.append("</section>")
     figures_json = ",".join(figure.to_json() for figure in drawn).replace("<", "\\u003c")
     plotly_js = get_plotlyjs().replace("</script", "<\\/script")
@@ -136,7 +139,7 @@ def _header(data: ReportData) -> str:
     summary = "".join(f"<p>{html.escape(text)}</p>" for text in data.summary)
     links = [("validation", "Predicted against measured")]
     links += [(f"section-{number}", section.title) for number, section in enumerate(data.sections)]
-    links += [("more", "What the numbers rest on")] if data.extra_tables else []
+    links += [("more", "What the numbers rest on")] if data.extra_tables or data.extra_figures else []
     navigation = "".join(f'<a href="#{anchor}">{html.escape(text)}</a>' for anchor, text in links)
     return (
         f'<header><h1>{html.escape(data.title)}</h1><div class="summary">{summary}</div>{facts}'

@@ -87,6 +87,7 @@ def strategy_table(
     notes = [f"{MARK}the choice"] if mark is not None else []
     notes.append("communication: its share of the step that no computation hides, of its whole share")
     notes.append("peak memory: of the fullest rank")
+    notes += correction_notes(results)
     sources = {
         str(result["strategy"]): sources_text(result["cost_sources"]) for result in results if result.get("cost_sources")
     }
@@ -139,8 +140,17 @@ def validation_table(
     notes = (
         "error = (predicted - measured) / measured of the mean step; memory error: the worst rank's",
         "A/A floor: how far two halves of the same measurement lie apart (median and p95 over random halves of its rounds)",
+        *correction_notes([comparison for _, _, comparison in runs]),
     )
     return ReportTable(title=title, columns=columns, rows=tuple(rows), notes=notes)
+
+
+def correction_notes(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How the intervals of results or comparisons were corrected, and what is wrong with their profiles, each said once."""
+    found = [entry for result in results if (entry := result.get("interval_correction"))]
+    texts = [f"90% interval: {entry['text']}" for entry in found]
+    warnings = [f"warning: {text}" for entry in found for text in entry["warnings"]]
+    return list(dict.fromkeys([*texts, *warnings]))
 
 
 def kind_table(comparison: Mapping[str, Any], *, title: str = "Error by kind of task") -> ReportTable:

@@ -21,7 +21,7 @@ from parsim.graph.fold import Folding, folding_of, unfolded
 from parsim.graph.taskgraph import TaskGraph
 from parsim.plan.plan import Plan
 from parsim.schedule.problem import Problem
-from parsim.schedule.result import Interval, PlanResult
+from parsim.schedule.result import Interval, IntervalCorrection, PlanResult
 from parsim.simulate import dynamic, static
 from parsim.simulate.compile import CompiledGraph, compile_graph
 from parsim.timeline import Timeline
@@ -148,7 +148,8 @@ def evaluate(
 
 
 def with_interval(problem: Problem, evaluation: Evaluation, *, samples: int, reason: str) -> Evaluation:
-    """The same evaluation with an interval from `samples` draws of the cost parameters, and the reason it was kept for.
+    """The same evaluation with an interval from `samples` draws of the cost parameters, corrected by the problem's history,
+    and the reason it was kept for.
 
     Where tasks have noise of their own, a rank that stands for many would not wait for the slowest: nothing is folded then.
     """
@@ -159,8 +160,15 @@ def with_interval(problem: Problem, evaluation: Evaluation, *, samples: int, rea
             return evaluate(problem, plan, samples=samples, reason=reason, fold=False)
         times = _sampled_steps_s(evaluation.compiled, estimates, samples, evaluation.overlap)
         median = result.step_s.median
-        interval = Interval.of(median, times * (median / evaluation.steady_step_s))
-        result = replace(result, step_s=interval, throughput_samples_per_s=interval.inverse(plan.global_batch))
+        history = problem.history
+        found = IntervalCorrection(
+            correction=history.correction,
+            uncorrected=Interval.of(median, times * (median / evaluation.steady_step_s)),
+            notes=history.notes,
+        )
+        interval = found.corrected
+        rate = interval.inverse(plan.global_batch)
+        result = replace(result, step_s=interval, throughput_samples_per_s=rate, interval_correction=found)
     return replace(evaluation, result=result)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from parsim.costs.corrected import NO_CORRECTIONS, Corrections
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
+from parsim.costs.history import NO_HISTORY, History
 from parsim.costs.memory import RankMemory
 from parsim.costs.pricing import price
 from parsim.graph.layout import Layout
@@ -28,6 +29,7 @@ class Problem:
     """Attributes:
     global_batch: samples per step. precision, optimizer: as in RUN.toml. corrections: learnt from a run.
     zero_stage: that plans are to have.
+    history: of the profile's validations, by which intervals are corrected.
     pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
     """
 
@@ -37,6 +39,7 @@ class Problem:
     precision: str = "fp32"
     optimizer: str = "sgd_momentum"
     corrections: Corrections = NO_CORRECTIONS
+    history: History = NO_HISTORY
     zero_stage: int = 0
     pins: tuple[tuple[str, Placement], ...] = ()
     forbids: tuple[tuple[str, str], ...] = ()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.costs.conformal import Correction
 from parsim.plan.plan import Plan
 
 
@@ -35,11 +36,37 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalCorrection:
+    """How an interval of the step was corrected by the profile's history.
+
+    Attributes: uncorrected: the interval from the draws alone. notes: what is wrong with the history or the profile.
+    """
+
+    correction: Correction
+    uncorrected: Interval
+    notes: tuple[str, ...] = ()
+
+    @property
+    def corrected(self) -> Interval:
+        median = self.uncorrected.median
+        low, high = self.correction.apply(median, self.uncorrected.p05, self.uncorrected.p95)
+        return Interval(median=median, p05=low, p95=high)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **self.correction.to_dict(),
+            "uncorrected_step_s": self.uncorrected.to_dict(),
+            "warnings": list(self.notes),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
     """A priced plan.
 
     Attributes:
         step_s: the mean step of a run of many steps. peak_memory_bytes: per rank.
+        interval_correction: of the interval of step_s; None where that is a median alone.
         cost_sources: share of all task seconds by source ("measured", "fitted", "published").
         cluster: name of what it runs on. reason: why it was chosen, or why it lost.
         lower_bound_s: work of the busiest resource: no order of this plan's tasks has a shorter mean step.
@@ -60,6 +87,7 @@ class PlanResult:
     reason: str = ""
     cluster: str = ""
     lower_bound_s: float = field(default=0.0)
+    interval_correction: IntervalCorrection | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -79,4 +107,5 @@ class PlanResult:
             "warnings": list(self.warnings),
             "reason": self.reason,
             "lower_bound_s": self.lower_bound_s,
+            "interval_correction": None if self.interval_correction is None else self.interval_correction.to_dict(),
         }

@@ -1,0 +1,163 @@
+"""The file of validations: what is appended is read back, and what does not belong is said and left out."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from parsim.costs.conformal import Record
+from parsim.costs.history import NO_HISTORY, History, append_record, fingerprint, history_path, read_history
+from parsim.errors import ProfileError
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.profile import Noise, Profile, load_profile
+from parsim.schedule.evaluate import evaluate
+from parsim.schedule.families import FAMILIES
+from parsim.schedule.problem import Problem
+from tests.models import chain_model
+
+PROFILE = load_profile("dgx1-v100-32gb")
+OWN = fingerprint(PROFILE)
+
+
+def record(number: int, *, ratio: float = 1.0, profile: str = OWN, machine: str = "m, 2 cores") -> Record:
+    return Record(
+        model=f"model {number % 3}",
+        run=f"run {number % 4}",
+        predicted_s=0.1,
+        low_s=0.09,
+        high_s=0.11,
+        measured_s=0.1 * ratio,
+        profile=profile,
+        machine=machine,
+        measurement=str(number),
+    )
+
+
+def history_of(path: Path, records: list[Record]) -> History:
+    for entry in records:
+        append_record(path, entry)
+    return read_history(path, PROFILE)
+
+
+def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "p.history.jsonl"
+    written = [replace(record(number), aa_floor=0.02, versions={"torch": "2"}, batch=8, plan="dp") for number in range(3)]
+    known = history_of(path, written)
+    assert list(known.records) == written
+    assert (known.left_out, known.notes) == ((), ())
+    assert known.correction.describe() == "not corrected: 3 of the 9 validations needed"
+    copy = tmp_path / "copy.jsonl"
+    known.save(copy)
+    assert copy.read_text() == path.read_text()
+
+
+def test_where_a_history_lies() -> None:
+    assert history_path("some/here.json") == Path("some/here.history.jsonl")
+    assert history_path("dgx1-v100-32gb") is None
+    assert history_path("dgx1-v100-32gb", "there.jsonl") == Path("there.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{half a li", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[1, 2]", "not an object"),
+        (json.dumps({"model": "m"}), "no run"),
+        (json.dumps({**asdict(record(0)), "measured_s": True}), "no measured_s"),
+        (json.dumps({**asdict(record(0)), "measured_s": math.nan}), "a record needs finite seconds above 0"),
+        (json.dumps({**asdict(record(0)), "measured_s": 10**400}), "a number that no float can hold"),
+        (json.dumps({**asdict(record(0)), "low_s": 0.2}), "a record needs p05 <= median <= p95"),
+        (json.dumps({**asdict(record(0)), "machine": 3}), "machine is no text"),
+        (json.dumps({**asdict(record(0)), "profile": "f00"}), "of another profile or version (f00, not"),
+        (json.dumps({**asdict(record(0)), "machine": "other, 64 cores"}), "of other hardware (other, 64 cores)"),
+    ],
+)
+def test_a_line_that_does_not_belong_is_named_and_left_out(tmp_path: Path, line: str, why: str) -> None:
+    path = tmp_path / "h.jsonl"
+    path.write_text(line + "\n")
+    known = history_of(path, [record(1), record(2)])
+    assert [entry.measurement for entry in known.records] == ["1", "2"]
+    assert len(known.left_out) == 1
+    assert known.left_out[0].startswith("line 1: ")
+    assert why in known.left_out[0]
+    assert "1 line is left out" in known.notes[0]
+
+
+def test_a_line_that_a_killed_writer_left_half_does_not_eat_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "h.jsonl"
+    append_record(path, record(1))
+    path.write_text(path.read_text() + json.dumps(asdict(record(2)))[:40])
+    known = history_of(path, [record(3)])
+    assert [entry.measurement for entry in known.records] == ["1", "3"]
+    assert known.left_out == ("line 2: not JSON",)
+
+
+def test_empty_missing_and_binary_files(tmp_path: Path) -> None:
+    assert read_history(None, PROFILE) == NO_HISTORY
+    assert read_history(tmp_path / "none.jsonl", PROFILE).records == ()
+    (tmp_path / "empty").write_text("\n\n")
+    assert read_history(tmp_path / "empty", PROFILE).left_out == ()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\n")
+    assert read_history(tmp_path / "binary", PROFILE).left_out == ("line 1: not JSON",)
+    with pytest.raises(ProfileError, match="cannot read history"):
+        read_history(tmp_path, PROFILE)
+
+
+def _append_many(path: Path, first: int) -> None:
+    for number in range(first, first + 200):
+        append_record(path, record(number))
+
+
+def test_two_writers_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "h.jsonl"
+    writers = [multiprocessing.get_context("fork").Process(target=_append_many, args=(path, first)) for first in (0, 200)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    known = read_history(path, PROFILE)
+    assert sorted(int(entry.measurement) for entry in known.records) == list(range(400))
+    assert known.left_out == ()
+
+
+def test_a_fingerprint_knows_numbers_not_words() -> None:
+    words = PROFILE.model_copy(update={"name": "other", "description": "other"})
+    assert fingerprint(words) == OWN
+    assert fingerprint(Profile.model_validate(PROFILE.model_dump())) == OWN
+    noisier = PROFILE.model_copy(update={"noise": Noise(drift_sigma=0.031, source="drift")})
+    assert fingerprint(noisier) != OWN
+
+
+def test_stale_is_said_and_only_then(tmp_path: Path) -> None:
+    """Of one model and run alone, intervals are judged as predicted: all miss."""
+    off = history_of(tmp_path / "off", [replace(record(number, ratio=1.5), model="m", run="r") for number in range(20)])
+    assert "the profile is stale: of its 90% intervals 0 of 20 inside" in off.notes[0]
+    fine = history_of(tmp_path / "fine", [record(number, ratio=1 + 0.01 * (number % 5)) for number in range(20)])
+    assert fine.coverage is not None
+    assert fine.notes == ()
+
+
+def test_intervals_of_a_profile_with_a_history_are_corrected(tmp_path: Path) -> None:
+    """Twelve measurements 1.5 half-widths off: every interval grows to that, medians stay."""
+    problem = Problem(model=chain_model(), cluster=cluster_from_profile(PROFILE, 2), global_batch=8)
+    plan = next(iter(FAMILIES["dp"](problem)))
+    before = evaluate(problem, plan).result
+    assert before.interval_correction is not None
+    assert before.interval_correction.to_dict()["text"] == "not corrected: 0 of the 9 validations needed"
+    known = history_of(tmp_path / "h", [record(number, ratio=1.1**1.5) for number in range(12)])
+    after = evaluate(Problem(model=chain_model(), cluster=problem.cluster, global_batch=8, history=known), plan).result
+    assert known.correction.factor == pytest.approx(1.5)
+    assert after.step_s.median == before.step_s.median
+    assert math.log(after.step_s.p95 / after.step_s.median) == pytest.approx(
+        1.5 * math.log(before.step_s.p95 / before.step_s.median)
+    )
+    assert after.throughput_samples_per_s.p05 == pytest.approx(8 / after.step_s.p95)
+    document = after.to_dict()["interval_correction"]
+    assert document["text"] == "x1.50 from 12 validations"
+    assert document["uncorrected_step_s"] == before.step_s.to_dict()
