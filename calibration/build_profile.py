@@ -9,7 +9,7 @@ import numpy as np
 
 from calibration.communication_points import collective_points, overlap_factors
 from calibration.drift import Drift, FloatArray, computation_drift, noise_of, robust_sigma
-from calibration.fit_collectives import fit_regimes
+from calibration.fit_collectives import fit_linear, fit_regimes
 from calibration.raw_points import RawPoints, entries_of
 from calibration.request import CalibrationRequest
 from calibration.screen import consistent_collectives, consistent_components, screened
@@ -32,7 +32,7 @@ from parsim.hardware.profile import (
 from parsim.model.model import Model
 from parsim.model.narrow import narrow
 from parsim.work import Compute as ComputeWork
-from parsim.work import OptimizerStep
+from parsim.work import LoadBatch, OptimizerStep
 
 SOURCES: Mapping[str, tuple[str, str]] = {
     "steps": (
@@ -49,18 +49,19 @@ SOURCES: Mapping[str, tuple[str, str]] = {
     "optimizer_steps": (
         "measurement",
         "optimizer step and zeroing of the flat gradients, over halves and the whole of a model, right after training steps; "
-        "scaled by what the whole took inside training steps over what it took here",
+        "plus, in proportion to the elements, what the whole took longer inside training steps than here",
     ),
     "collectives": (
         "measurement",
-        "blocking calls on the executor's communication stream after a computation, all_reduce three in a row; from the last "
-        "rank's readiness to the last rank's end; medians after the common factor of each round is divided out",
+        "blocking calls on the executor's communication stream between two computations; from the last rank's readiness to "
+        "where the last rank computes on; means after the common factor of each round is divided out, the longest 2% cut",
     ),
     "collective_fit": ("derived", "piecewise alpha-beta through the points of `collectives`"),
     "overlap": (
         "measurement",
-        "training steps beside collectives, over the same alone, by operation and size; medians over models, rounds and ranks, "
-        "the pair without a size over all all_reduces",
+        "by operation and size: training steps beside collectives over the same alone, medians over models, rounds and ranks; "
+        "collectives beside training steps over those between computations, means; the pair without a size: medians of "
+        "all_reduce over its sizes",
     ),
     "drift": (
         "derived",
@@ -68,7 +69,11 @@ SOURCES: Mapping[str, tuple[str, str]] = {
         "than an assumed 8%, since a calibration of minutes cannot see slower drifts; ranks: spread of one rank's step against "
         "the others' in the same step",
     ),
-    "host": ("measurement", "gaps between the tasks of a step, and what else a step takes; medians"),
+    "host": (
+        "measurement",
+        "gaps between the tasks of a step, and what else a step takes, medians; loading a batch: a line through the medians of "
+        "all cases over their bytes",
+    ),
     "matmul": ("measurement", "square matrix product with every rank busy, best of a few"),
     "copy": ("measurement", "copy between two 64 MiB arrays with every rank busy, bytes read plus written, best of a few"),
     "memory": ("measurement", "physical memory (or the control group's limit) divided by the ranks of this machine"),
@@ -97,6 +102,7 @@ def build_profile(given: RawPoints) -> Profile:
     )
     drift = computation_drift(raw)
     points, odd_collectives = consistent_collectives(collective_points(raw))
+    fits = fit_regimes(points, source="collective_fit") if points else []
     components, odd_components = consistent_components(component_points(raw, request, models, device_type, drift))
     return Profile(
         schema_version=1,
@@ -117,15 +123,15 @@ def build_profile(given: RawPoints) -> Profile:
             backend="gloo" if kind == "cpu" else "nccl",
             uses_cores=kind == "cpu",
             points=points,
-            fits=fit_regimes(points, source="collective_fit") if points else [],
+            fits=fits,
         ),
         compute=Compute(
             components=[*components, *shard_points(raw, models, components)],
             optimizers=optimizer_points(raw, request, device_type, drift),
         ),
-        overlap=overlap_factors([entry for _, entry in entries_of(raw, "overlap")]),
+        overlap=overlap_factors([entry for _, entry in entries_of(raw, "overlap")], fits),
         noise=noise_of(raw, drift),
-        host=host_overhead(raw),
+        host=host_overhead(raw, drift),
     )
 
 
@@ -241,7 +247,7 @@ def optimizer_points(
     """Every optimizer over the whole and over parts of each model, as long as it takes inside a training step.
 
     The request's first optimizer ran inside the measured steps, over whole models. All else was timed apart, with other
-    arrays in the caches, and is scaled by what the same whole step took inside over what it took apart.
+    arrays in the caches: what the whole took longer inside than apart is added, to parts in proportion to their elements.
     """
     inside = _optimizer_inside(raw, drift)
     apart: dict[tuple[int, int], dict[tuple[str, int, int], list[float]]] = {}
@@ -252,9 +258,10 @@ def optimizer_points(
     for (number, active), (elements, tensors, seconds) in inside.items():
         whole = (request.optimizers[0], elements, tensors)
         separate = apart.get((number, active), {})
-        scale = float(np.median(seconds) / np.median(separate[whole])) if whole in separate else 1.0
+        longer_s = float(np.median(seconds) - np.median(separate[whole])) if whole in separate else 0.0
         for what, values in separate.items():
-            found.setdefault((*what, active), ([], "optimizer_steps"))[0].extend(scale * value for value in values)
+            more_s = max(0.0, longer_s) * what[1] / elements
+            found.setdefault((*what, active), ([], "optimizer_steps"))[0].extend(value + more_s for value in values)
         found[(*whole, active)] = (seconds, "steps")
     return [
         OptimizerPoint(
@@ -287,10 +294,30 @@ def _optimizer_inside(raw: Mapping[str, Any], drift: Drift) -> dict[tuple[int, i
 # --- the host ---------------------------------------------------------------------------------------------------------
 
 
-def host_overhead(raw: Mapping[str, Any]) -> HostOverhead:
+def host_overhead(raw: Mapping[str, Any], drift: Drift) -> HostOverhead:
     sweeps = [sweep for _, sweep in entries_of(raw, "sweeps")]
+    latency_s, seconds_per_byte = loading(raw, drift)
     return HostOverhead(
         task_s=float(np.median([sweep["gap_s"] for sweep in sweeps])),
         step_s=float(np.median([sweep["rest_s"] for sweep in sweeps])),
+        load_s=latency_s,
+        load_seconds_per_byte=seconds_per_byte,
         source="host",
     )
+
+
+def loading(raw: Mapping[str, Any], drift: Drift) -> tuple[float, float]:
+    """Seconds of loading any batch, and per byte of it: a line through the cases with every rank active."""
+    works = {(case["model"], case["samples"]): [parse_work(text) for text in case["tasks"]] for case in raw["cases"]}
+    most = max(active for _, _, active in _tables(raw, drift))
+    points = [
+        (float(work.size_bytes), float(np.median(table[:, place])))
+        for (number, samples, active), table in _tables(raw, drift).items()
+        for place, work in enumerate(works[number, samples])
+        if isinstance(work, LoadBatch) and active == most and np.median(table[:, place]) > 0
+    ]
+    if not points:
+        return 0.0, 0.0
+    sizes, seconds = np.array(points).T
+    latency_s, seconds_per_byte = fit_linear(np.column_stack([np.ones(len(sizes)), sizes]), seconds)
+    return float(latency_s), float(seconds_per_byte)

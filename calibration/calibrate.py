@@ -7,6 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from calibration.build_profile import build_profile
 from calibration.leftover import Leftover, open_folder
@@ -28,8 +29,27 @@ RANKS_PER_CORE = 4
 TIMEOUT_S = 1800.0
 
 
+class Launcher(Protocol):
+    """Starts ranks and waits for them as `parsim.execute.launch.launch` does."""
+
+    def __call__(
+        self,
+        job_path: Path,
+        nproc: int,
+        *,
+        module: str = ...,
+        timeout_s: float | None = ...,
+        on_line: Callable[[str], None] | None = ...,
+    ) -> None: ...
+
+
 def calibrate(
-    request: CalibrationRequest, out: Path, *, on_line: Callable[[str], None] | None = None, leftover: Leftover = "use"
+    request: CalibrationRequest,
+    out: Path,
+    *,
+    on_line: Callable[[str], None] | None = None,
+    leftover: Leftover = "use",
+    launcher: Launcher = launch,
 ) -> Profile:
     """Measure on `request.nproc` ranks of this machine; save the profile at `out` and the raw points beside it.
 
@@ -38,7 +58,7 @@ def calibrate(
 
     Args:
         on_line: receives progress, one line at a time.
-        leftover: what to do with what a stopped calibration left.
+        leftover: what to do with what a stopped calibration left. launcher: starts the ranks, elsewhere than usual.
 
     Raises:
         MissingDependencyError: torch is not installed.
@@ -59,7 +79,7 @@ def calibrate(
         say(f"{models[-1].name}: {components} at {', '.join(map(str, batches))} samples")
     folder.save_states(before, None)
     try:
-        launch(folder.job, request.nproc, module="calibration", timeout_s=TIMEOUT_S, on_line=say)
+        launcher(folder.job, request.nproc, module="calibration", timeout_s=TIMEOUT_S, on_line=say)
     except ExecutionError as error:
         if not folder.has_turns:
             folder.remove()

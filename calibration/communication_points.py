@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from calibration.drift import Drift, Observation, estimate_drift, robust_sigma
+from calibration.drift import Drift, Observation, estimate_drift
 from calibration.raw_points import entries_of
-from parsim.hardware.profile import CollectivePoint, Overlap, OverlapPoint
+from parsim.costs.collectives import regimes_s
+from parsim.hardware.profile import CollectiveFit, CollectivePoint, Overlap, OverlapPoint
 from parsim.model.model import Model
 from parsim.units import KIB
 
 LEAST_S = 1e-9
+MISHAPS = 0.02
+"""Share of the timings of one operation and size that is cut."""
 
 
 def all_reduce_sizes(models: Sequence[Model], sizes_bytes: Sequence[int], element_bytes: int) -> tuple[int, ...]:
@@ -33,7 +36,7 @@ def communication_drift(entries: Sequence[Mapping[str, Any]]) -> Drift:
 
 
 def collective_points(raw: Mapping[str, Any]) -> list[CollectivePoint]:
-    """Median over rounds, repeats and places in the chain, by operation, group and size; sorted. What was common to all that
+    """Mean over rounds, repeats and places in the chain, by operation, group and size; sorted. What was common to all that
     was measured in a round is divided out."""
     entries = [entry for _, entry in entries_of(raw, "collectives")]
     drift = communication_drift(entries)
@@ -41,58 +44,68 @@ def collective_points(raw: Mapping[str, Any]) -> list[CollectivePoint]:
     for entry in entries:
         values = [drift.steady(value, entry["round"]) for repeat in entry["seconds"] for value in repeat]
         found.setdefault((entry["operation"], tuple(entry["group"]), entry["size_bytes"]), []).extend(values)
-    return [
-        CollectivePoint(
-            operation=operation,
-            group=list(group),
-            size_bytes=size_bytes,
-            seconds=max(float(np.median(seconds)), LEAST_S),
-            spread=robust_sigma(seconds),
-            repeats=len(seconds),
-            source="collectives",
+    points = []
+    for (operation, group, size_bytes), seconds in sorted(found.items()):
+        mean_s, spread = mean_and_spread(seconds)
+        points.append(
+            CollectivePoint(
+                operation=operation,
+                group=list(group),
+                size_bytes=size_bytes,
+                seconds=max(mean_s, LEAST_S),
+                spread=spread,
+                repeats=len(seconds),
+                source="collectives",
+            )
         )
-        for (operation, group, size_bytes), seconds in sorted(found.items())
-    ]
+    return points
 
 
-def overlap_factors(entries: Sequence[Mapping[str, Any]]) -> Overlap | None:
-    """Medians over models, rounds and ranks, at least 1, of every operation and size and of all_reduce as a whole; None if
-    nothing ran side by side (one rank)."""
+def mean_and_spread(seconds: Sequence[float]) -> tuple[float, float]:
+    """Mean, and standard deviation over it, with the longest MISHAPS of the values cut to the next one.
+
+    Not the median: a call that waits for its core is rare but long, and every call holds up the step. Cut, so that one mishap
+    of another program does not count for a whole point.
+    """
+    values = np.sort(np.asarray(seconds, dtype=np.float64))
+    values = np.minimum(values, values[-1 - int(MISHAPS * len(values))])
+    mean = float(values.mean())
+    return mean, float(values.std() / mean) if mean > 0 else 0.0
+
+
+def overlap_factors(entries: Sequence[Mapping[str, Any]], fits: Sequence[CollectiveFit]) -> Overlap | None:
+    """Of every operation and size and of all_reduce as a whole, at least 1; None if nothing ran side by side (one rank).
+
+    Of computation the median over models, rounds and ranks. Of communication the mean time beside computation over that which
+    the fits give for the same operation between computations.
+    """
     groups: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}
     for entry in entries:
         groups.setdefault((entry["operation"], entry["group_size"], entry["size_bytes"]), []).append(entry)
+    alone = {(fit.operation, fit.group_size): fit for fit in fits}
     points = []
     for (operation, group_size, size_bytes), alike in sorted(groups.items()):
-        computing, communicating = _factors(alike)
-        if computing and communicating:
+        computing = [factor for entry in alike for factor in entry["computation"] if factor is not None]
+        beside = [seconds for entry in alike for seconds in entry["communication_s"]]
+        fit = alone.get((operation, group_size))
+        if computing and beside and fit is not None:
             points.append(
                 OverlapPoint(
                     operation=operation,
                     group_size=group_size,
                     size_bytes=size_bytes,
-                    compute_factor=_at_least_one(computing),
-                    communication_factor=_at_least_one(communicating),
-                    repeats=len(communicating),
+                    compute_factor=max(1.0, float(np.median(computing))),
+                    communication_factor=max(1.0, mean_and_spread(beside)[0] / regimes_s(fit.regimes, size_bytes)),
+                    repeats=len(beside),
                     source="overlap",
                 )
             )
-    computing, communicating = _factors([entry for entry in entries if entry["operation"] == "all_reduce"])
-    if not computing and not communicating:
+    reduced = [point for point in points if point.operation == "all_reduce"]
+    if not reduced:
         return None
     return Overlap(
-        compute_factor=_at_least_one(computing),
-        communication_factor=_at_least_one(communicating),
+        compute_factor=float(np.median([point.compute_factor for point in reduced])),
+        communication_factor=float(np.median([point.communication_factor for point in reduced])),
         points=points,
         source="overlap",
     )
-
-
-def _factors(entries: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
-    """What was found of computation and of communication."""
-    computing = [factor for entry in entries for factor in entry["computation"] if factor is not None]
-    return computing, [entry["communication"] for entry in entries if entry["communication"] is not None]
-
-
-def _at_least_one(factors: Sequence[float]) -> float:
-    """Running beside something else speeds nothing up: what looks like it is a processor that was woken already."""
-    return max(1.0, float(np.median(factors))) if factors else 1.0

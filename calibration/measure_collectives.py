@@ -1,8 +1,10 @@
 """Seconds of collectives and transfers, on the streams of the executor and under its definition of measured time.
 
-A collective starts when its last rank is ready (its dependencies ended and its stream free) and ends when its last rank
-has it. Ranks of one host share a monotonic clock; several hosts are left out. Every repetition follows a computation, as
-in training: the rank's core is busy and its caches are not warm with the message.
+A collective starts when its last rank is ready (its dependencies ended and its stream free) and ends when the last rank goes on
+with what waited for it. Ranks of one host share a monotonic clock; several hosts are left out. Every call stands between two
+computations, as in training: the caches are not warm with the message, and a rank that is done computes on at once, on the core
+that its peer's message still needs. That is why some calls take several times as long as most (on a 2-core virtual machine one
+in ten waits a few milliseconds for the core), and why it is their mean that counts: each of them holds up the step.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from parsim.execute.streams import TaskTime, make_streams
 from parsim.units import MIB
 
 BACK_TO_BACK = 3
-BURN_S = 0.002
+BURN_S = 0.003
+"""Of computation before and after every call: no less than the system leaves a thread the core for."""
 SMALL_BYTES, LARGE_BYTES = MIB, 16 * MIB
 ALIGNMENT = 64
 """Elements; fresh arrays begin at 64 bytes or more, and sums over crooked ones are slower."""
@@ -183,7 +186,7 @@ class Item(NamedTuple):
 
     @property
     def chain(self) -> int:
-        """How many equal operations are issued in order on one stream, as gradient buckets are."""
+        """How many equal operations one repeat has, on arrays of their own, as gradient buckets are."""
         return BACK_TO_BACK if self.operation in REPEATED and self.size_bytes <= LARGE_BYTES else 1
 
     @property
@@ -195,8 +198,7 @@ class Item(NamedTuple):
 def measure_item(bench: Bench, item: Item) -> list[list[float]] | None:
     """Seconds [repeat][place in the chain], on rank 0 (None elsewhere). Called by every rank of the world.
 
-    The first of a chain follows a computation, the others follow their predecessor. The receiver of a transfer allocates its
-    buffer within the measured time, as the executor does.
+    The receiver of a transfer allocates its buffer within the measured time, as the executor does.
     """
     times: list[list[TaskTime]] = []
     if item.operation == SEND_RECV:
@@ -231,19 +233,24 @@ def _transfer(bench: Bench, item: Item, group: dist.ProcessGroup) -> Callable[[]
 def _repeat(
     bench: Bench, calls: Sequence[tuple[str, Callable[[], None]]], group: dist.ProcessGroup, repeats: int
 ) -> list[list[TaskTime]]:
-    """Times of the calls in each repeat, on this rank; one more comes before them and warms up."""
+    """Times of the calls in each repeat, on this rank; one more comes before them and warms up.
+
+    Computation 2 i comes before call 2 i + 1 and computation 2 i + 2 after it, which waits for it: where that begins, the call
+    has ended.
+    """
     streams = make_streams(bench.device)
     operand = torch.ones(192, 192, dtype=bench.dtype, device=bench.device)
     kept: list[list[TaskTime]] = []
     try:
         for repeat in range(repeats + 1):
             dist.barrier(group=group)
-            for number, (stream, call) in enumerate(calls, start=1):
-                streams.submit(number, stream, [0], call)
-            streams.compute(0, "compute", [], partial(_burn, operand))
+            for number, (stream, call) in enumerate(calls):
+                streams.submit(2 * number + 1, stream, [2 * number], call)
+            for number in range(len(calls) + 1):
+                streams.compute(2 * number, "compute", [2 * number - 1] if number else [], partial(_burn, operand))
             times = {entry.task: entry for entry in streams.finish()}
             if repeat > 0:
-                kept.append([times[number] for number in range(1, len(calls) + 1)])
+                kept.append([times[2 * n + 1]._replace(end_s=times[2 * n + 2].ready_s) for n in range(len(calls))])
     finally:
         streams.close()
     return kept

@@ -21,16 +21,20 @@ from torch import Tensor
 
 from calibration.request import CalibrationRequest
 from calibration.turns import Entries, Section
+from parsim.data import BatchOrder, Dataset
+from parsim.data.for_model import dataset_for
+from parsim.errors import DataError
 from parsim.execute.optimizer import flat_gradients, make_optimizer
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica
 from parsim.execute.streams import Streams, TaskTime, make_streams
+from parsim.execute.worker import batch_values
 from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
 from parsim.graph.task import COMPUTE
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
-from parsim.model.spec import ModelSpec, example_batch
+from parsim.model.spec import ModelSpec
 from parsim.plan.mesh import Mesh
 from parsim.plan.plan import Plan, Stage
 
@@ -52,7 +56,7 @@ class Case:
     """One model at one local batch on this rank, ready to train step after step.
 
     Attributes:
-        number: of the model in the request. graph: of the one-rank plan.
+        number: of the model in the request. graph: of the one-rank plan. data, order: of the samples, read as in training.
     """
 
     number: int
@@ -61,11 +65,17 @@ class Case:
     program: RankProgram
     stage: StageReplica
     streams: Streams
-    batch: Mapping[str, Tensor]
+    data: Dataset
+    order: BatchOrder
+    steps: int = 0
 
     def step(self) -> StepTimes:
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        _, times = self.program.step(lambda _: self.batch)
+        wanted = tuple(self.stage.layout.batch_layouts(0))
+        _, times = self.program.step(
+            lambda _: batch_values(self.data, self.order.indices(self.steps), wanted, self.stage.dtype, self.stage.device)
+        )
+        self.steps += 1
         return StepTimes(times, time.perf_counter() - start_s, time.process_time() - start_cpu_s)
 
 
@@ -90,10 +100,25 @@ def make_case(
         device=device,
     )
     graph, streams = lower(plan, model), make_streams(device)
-    inputs, target = example_batch(spec, samples, seed=request.seed, dtype=dtype, device=str(device))
-    batch = {**dict(zip(model.inputs, inputs, strict=False)), "target": target}
-    program = RankProgram(graph, stage, streams, {})
-    return Case(number=number, samples=samples, graph=graph, program=program, stage=stage, streams=streams, batch=batch)
+    data = samples_for(spec, request.seed)
+    return Case(
+        number=number,
+        samples=samples,
+        graph=graph,
+        program=RankProgram(graph, stage, streams, {}),
+        stage=stage,
+        streams=streams,
+        data=data,
+        order=BatchOrder(n=len(data), global_batch=samples, seed=request.seed),
+    )
+
+
+def samples_for(spec: ModelSpec, seed: int) -> Dataset:
+    """Digits, which are resized as they are read, for a model that takes them; else made-up samples."""
+    try:
+        return dataset_for(spec, "digits", root=None, seed=seed)
+    except DataError:
+        return dataset_for(spec, "synthetic", root=None, seed=seed)
 
 
 def sweep_record(case: Case, step: StepTimes) -> dict[str, Any]:

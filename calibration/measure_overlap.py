@@ -88,9 +88,7 @@ def measure_overlap(case: Case, bench: Bench, operation: str, size_bytes: int) -
     computing = [
         computation_factor([step.tasks for step in entry["steps_alone"]["steps"]], entry["together"]) for entry in gathered
     ]
-    communicating = communication_factor(
-        [entry["calls_alone"]["calls"] for entry in gathered], [entry["together"] for entry in gathered]
-    )
+    communicating = seconds_beside([entry["together"] for entry in gathered])
     return {
         "model": case.number,
         "samples": case.samples,
@@ -98,7 +96,7 @@ def measure_overlap(case: Case, bench: Bench, operation: str, size_bytes: int) -
         "group_size": bench.world_size,
         "size_bytes": size_bytes,
         "computation": computing,
-        "communication": communicating,
+        "communication_s": communicating,
     }
 
 
@@ -129,7 +127,7 @@ def _run(case: Case, bench: Bench, group: dist.ProcessGroup, *, steps: int, call
 
 
 def computation_factor(alone: Sequence[Sequence[TaskTime]], together: dict[str, Any]) -> float | None:
-    """Time of the tasks that ran wholly beside communication, over the time the same tasks take alone (medians)."""
+    """Time of the tasks that ran wholly beside communication, over the time the same tasks take alone (means)."""
     if not together["calls"]:
         return None
     begin_s = together["calls"][0].ready_s
@@ -139,20 +137,18 @@ def computation_factor(alone: Sequence[Sequence[TaskTime]], together: dict[str, 
         for entry in times:
             usual.setdefault(entry.task, []).append(entry.end_s - entry.ready_s)
     beside = [entry for step in together["steps"] for entry in step.tasks if entry.ready_s >= begin_s and entry.end_s <= end_s]
-    expected = sum(statistics.median(usual[entry.task]) for entry in beside)
+    expected = sum(statistics.mean(usual[entry.task]) for entry in beside)
     return sum(entry.end_s - entry.ready_s for entry in beside) / expected if expected > 0 else None
 
 
-def communication_factor(alone: Sequence[Sequence[TaskTime]], together: Sequence[dict[str, Any]]) -> float | None:
-    """Median time of the calls that ran wholly beside computation on every rank, over the median alone."""
+def seconds_beside(together: Sequence[dict[str, Any]]) -> list[float]:
+    """Of the calls that ran wholly beside computation on every rank."""
     begin_s = max(min(entry.ready_s for step in rank["steps"] for entry in step.tasks) for rank in together)
     end_s = min(max(entry.end_s for step in rank["steps"] for entry in step.tasks) for rank in together)
-    usual = merged_seconds([[list(times)] for times in alone], len(alone[0]))[0][1:]
     calls = [list(rank["calls"]) for rank in together]
     merged = merged_seconds([[times] for times in calls], len(calls[0]))[0]
-    beside = [
+    return [
         seconds
         for number, seconds in enumerate(merged)
         if all(times[number].ready_s >= begin_s and times[number].end_s <= end_s for times in calls)
     ]
-    return statistics.median(beside) / statistics.median(usual) if beside else None

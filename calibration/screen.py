@@ -115,8 +115,8 @@ def _sift_collective(entry: Entry, usual: object) -> Sifted:
 
 def _sift_overlap(entry: Entry, usual: object) -> Sifted:
     """A factor that is None was not found, which is no nonsense."""
-    factors = [*entry["computation"], entry["communication"]]
-    return Sifted(entry, 1, int(all(factor is None or _is_time(factor) for factor in factors)))
+    factors = [factor for factor in entry["computation"] if factor is not None]
+    return Sifted(entry, 1, int(all(map(_is_time, [*factors, *entry["communication_s"]]))))
 
 
 SIFTERS: Mapping[str, Callable[[Entry, Mapping[Hashable, Sequence[bool]]], Sifted]] = {

@@ -296,10 +296,15 @@ class Noise(Record):
 
 
 class HostOverhead(Record):
-    """Seconds that the interpreter adds to each task and to each step of a rank."""
+    """Seconds that the interpreter adds to each task and to each step of a rank.
+
+    Attributes: load_s, load_seconds_per_byte: of bringing a batch from the data in memory to the rank; None: not measured.
+    """
 
     task_s: NonNegative
     step_s: NonNegative
+    load_s: NonNegative | None = None
+    load_seconds_per_byte: NonNegative | None = None
     source: str
 
 

@@ -250,7 +250,7 @@ def synthetic_raw(request: CalibrationRequest) -> dict[str, Any]:
     environment = {"processor": "P", "cores": 2, "affinity": [0, 1], "system": "Linux", "versions": {"torch": "2"}}
     overlap = {"model": 0, "samples": 4, "operation": "all_reduce", "group_size": 2, "size_bytes": 4096, "round": 0}
     own = {"sweeps": sweeps, "optimizers": steps, "shards": [], "device": facts}
-    sent = {"collectives": collectives, "overlap": [{**overlap, "computation": [1.2, 1.4], "communication": 1.6}]}
+    sent = {"collectives": collectives, "overlap": [{**overlap, "computation": [1.2, 1.4], "communication_s": [1e-3]}]}
     return {"ranks": [{**own, **sent}, own], "cases": cases, "environment": environment}
 
 

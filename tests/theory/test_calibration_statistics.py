@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from calibration.build_profile import typical_step
-from calibration.communication_points import all_reduce_sizes, collective_points, overlap_factors
+from calibration.communication_points import all_reduce_sizes, collective_points, mean_and_spread, overlap_factors
 from calibration.drift import Observation, computation_drift, estimate_drift, noise_of, rank_sigma, robust_sigma
 from calibration.fit_collectives import fit_regimes
 from calibration.measure_collectives import merged_seconds
 from calibration.measure_components import StepTimes
-from calibration.measure_overlap import MAX_CALLS, MIN_CALLS, communication_factor, computation_factor, side_by_side
+from calibration.measure_overlap import MAX_CALLS, MIN_CALLS, computation_factor, seconds_beside, side_by_side
 from calibration.screen import Timed, consistent_collectives, consistent_components, contradicted, screened
 from parsim.costs.collectives import regimes_s
 from parsim.errors import ProfileError
 from parsim.execute.streams import TaskTime
-from parsim.hardware.profile import CollectivePoint, ComponentPoint
+from parsim.hardware.profile import CollectiveFit, CollectivePoint, ComponentPoint, Regime
 from parsim.model.spec import ModelSpec, load_model
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
@@ -173,33 +173,50 @@ def test_overlap_factors_from_constructed_times() -> None:
     calls = [TaskTime(number, "dp", 9.8 + 0.5 * number, 10.3 + 0.5 * number) for number in range(12)]
     together = {"steps": steps, "calls": calls}
     assert computation_factor(alone, together) == pytest.approx(1.5)
-    usual = [TaskTime(number, "dp", 0.2 * number, 0.2 * number + 0.2) for number in range(5)]
-    assert communication_factor([usual, usual], [together, together]) == pytest.approx(2.5)
+    assert seconds_beside([together, together]) == pytest.approx([0.5] * 8), "those within the steps, from 10 to 14.5"
     assert computation_factor(alone, {"steps": steps, "calls": []}) is None
-    assert overlap_factors([]) is None
+    assert overlap_factors([], []) is None
 
 
 def test_overlap_by_operation_and_size() -> None:
-    """Medians, never below 1; what is said without a size is of all_reduce alone."""
+    """Computation: medians; communication: the mean beside computation over what the fit gives; neither below 1."""
     place = {"model": 0, "samples": 4, "group_size": 2}
     entries = [
-        {**place, "operation": operation, "size_bytes": size, "computation": computing, "communication": communicating}
-        for operation, size, computing, communicating in (
-            ("all_reduce", 10, [1.5, 1.7, None], 2.5),
-            ("all_reduce", 10, [0.9], 2.1),
-            ("all_reduce", 99, [1.1], None),
-            ("all_reduce", 99, [1.3], 0.6),
-            ("broadcast", 10, [9.0], 9.0),
+        {**place, "operation": operation, "size_bytes": size, "computation": computing, "communication_s": beside}
+        for operation, size, computing, beside in (
+            ("all_reduce", 10, [1.5, 1.7, None], [0.2, 0.2]),
+            ("all_reduce", 10, [0.9], [0.5]),
+            ("all_reduce", 99, [1.1], []),
+            ("all_reduce", 99, [1.3], [0.06]),
+            ("broadcast", 10, [9.0], [9.0]),
         )
     ]
-    found = overlap_factors(entries)
+    line = [Regime(max_size_bytes=None, latency_s=0.1, seconds_per_byte=0.0)]
+    fit = CollectiveFit(
+        operation="all_reduce",
+        group_size=2,
+        algorithm="x",
+        regimes=line,
+        relative_sigma=0.1,
+        min_size_bytes=1,
+        max_size_bytes=99,
+        source="x",
+    )
+    found = overlap_factors(entries, [fit])
     assert found is not None
-    assert (found.compute_factor, found.communication_factor) == (1.3, 2.1)
-    assert [(p.operation, p.size_bytes, p.compute_factor, p.communication_factor, p.repeats) for p in found.points] == [
-        ("all_reduce", 10, 1.5, 2.3, 2),
-        ("all_reduce", 99, 1.2000000000000002, 1.0, 1),
-        ("broadcast", 10, 9.0, 9.0, 1),
-    ]
+    assert (found.compute_factor, found.communication_factor) == pytest.approx((1.35, 2.0))
+    kept = [(p.operation, p.size_bytes, p.repeats) for p in found.points]
+    assert kept == [("all_reduce", 10, 3), ("all_reduce", 99, 1)], "nothing is said of broadcast, which has no fit"
+    assert [p.compute_factor for p in found.points] == pytest.approx([1.5, 1.2])
+    assert [p.communication_factor for p in found.points] == pytest.approx([3.0, 1.0])
+
+
+def test_the_mean_of_a_collective_keeps_its_tail_and_cuts_mishaps() -> None:
+    """One call in ten takes eight times as long as the others: the mean says 1.7, the median would say 1."""
+    seconds = ([1.0] * 9 + [8.0]) * 20
+    assert mean_and_spread(seconds)[0] == pytest.approx(1.7)
+    assert mean_and_spread([*seconds, 1000.0])[0] == pytest.approx(1.7, rel=0.03)
+    assert mean_and_spread(seconds)[1] == pytest.approx(2.1 / 1.7)
 
 
 @given(st.floats(1e-4, 10.0), st.floats(1e-6, 10.0))
@@ -237,7 +254,7 @@ def raw_of_steps(rounds: int = 4) -> dict[str, Any]:
                 "optimizers": [{"model": 0, "samples": 4, "ranks_active": 2, "round": 0, "seconds": 1e-4}],
                 "shards": [{"model": 0, "samples": 4, "round": 0, "parts": [["c", "r", 2, "forward", 1e-3, 2e-3]]}],
                 "collectives": [call],
-                "overlap": [{**factors, "computation": [1.2, None], "communication": None}],
+                "overlap": [{**factors, "computation": [1.2, None], "communication_s": []}],
                 "others": ["pass as they are"],
             }
         ]
