@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +9,6 @@ from parsim.costs.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.compute import MeasuredWork, estimate_compute, estimate_optimizer, points_by_work
 from parsim.costs.corrected import NO_CORRECTIONS, Corrections, corrected
 from parsim.costs.estimate import Estimate, OverlapFactors
-from parsim.costs.overlap import overlap_of
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.device import Device
@@ -81,14 +79,13 @@ class Costs:
                 return estimate_load(work, self._device(rank), self.cluster)
         return with_host_overhead(estimate, self.cluster)
 
-    def overlap(self, works: Sequence[Work], seconds: Iterable[float]) -> OverlapFactors:
-        """How much computation and communication slow each other while both run; none where it was not measured.
-
-        Args:
-            works: of a program. seconds: of each, all its tasks together; what communicates longest counts most.
-        """
+    @property
+    def overlap(self) -> OverlapFactors:
+        """How much computation and communication slow each other while both run; none where it was not measured."""
         measured = self.cluster.profile.overlap
-        return OverlapFactors() if measured is None else overlap_of(measured, works, seconds)
+        if measured is None:
+            return OverlapFactors()
+        return OverlapFactors(compute=measured.compute_factor, communication=measured.communication_factor)
 
     def _compute(self, work: Compute, device: Device) -> Estimate:
         """Components that do the same work share their estimates."""

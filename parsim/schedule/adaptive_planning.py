@@ -230,7 +230,7 @@ def priced(problem: Problem, plan: Plan) -> PricedPlan:
     return PricedPlan(
         plan=plan,
         compiled=evaluation.compiled,
-        overlap=evaluation.overlap,
+        overlap=problem.costs(plan.world_size).overlap,
         seconds=medians_s(evaluation.estimates),
         classes=tuple(class_of(unit.work, unit.rank) for unit in columns.units),
         expected=_class_seconds(evaluation),

@@ -44,16 +44,13 @@ class Evaluation:
 
     Memory and breakdown are of every rank; program and timeline of those that `folding` says stand for others.
 
-    Attributes:
-        estimates: per unit of the program (`Columns.units`). overlap: the factors of the program as a whole.
-        steady_step_s: the step without noise of single ranks.
+    Attributes: estimates: per unit of the program (`Columns.units`). steady_step_s: the step without noise of single ranks.
     """
 
     folding: Folding
     result: PlanResult
     compiled: CompiledGraph
     estimates: tuple[Estimate, ...]
-    overlap: OverlapFactors
     timeline: Timeline
     memory: tuple[RankMemory, ...]
     breakdown: tuple[RankBreakdown, ...]
@@ -100,8 +97,7 @@ def evaluate(
     columns = lower_columns(plan, problem.model, layout, folding)
     estimates = tuple(problem.price(columns.units, plan.mesh))
     medians = medians_s(estimates)[columns.unit]
-    seconds = _seconds(estimates, columns, folding)
-    overlap = costs.overlap([unit.work for unit in columns.units], seconds)
+    overlap = costs.overlap
     compiled = compile_graph(columns)
     engines = {"static": static.simulate, "dynamic": dynamic.simulate}
     timeline = engines[engine](compiled, medians, overlap=overlap)
@@ -114,6 +110,7 @@ def evaluate(
     interval = Interval(median=step_s, p05=step_s, p95=step_s)
     parts = breakdown(compiled, timeline, ranks=folding.ranks)
     fractions = step_fractions(parts, folding.weights)
+    seconds = _seconds(estimates, columns, folding)
     memory = problem.memory(plan)
     result = PlanResult(
         strategy=plan.strategy,
@@ -137,7 +134,6 @@ def evaluate(
         result=result,
         compiled=compiled,
         estimates=estimates,
-        overlap=overlap,
         timeline=timeline,
         memory=memory,
         breakdown=_of_every_rank(parts, folding),
@@ -156,7 +152,7 @@ def with_interval(problem: Problem, evaluation: Evaluation, *, samples: int, rea
         plan = result.plan
         if evaluation.folding.is_folded and any(estimate.repeat_sigma for estimate in estimates):
             return evaluate(problem, plan, samples=samples, reason=reason, fold=False)
-        times = _sampled_steps_s(evaluation.compiled, estimates, samples, evaluation.overlap)
+        times = _sampled_steps_s(evaluation.compiled, estimates, samples, problem.costs(plan.world_size).overlap)
         median = result.step_s.median
         interval = Interval.of(median, times * (median / evaluation.steady_step_s))
         result = replace(result, step_s=interval, throughput_samples_per_s=interval.inverse(plan.global_batch))

@@ -75,7 +75,7 @@ class Played:
 
     @property
     def _overlap(self) -> OverlapFactors:
-        return self.evaluation.overlap
+        return self.problem.costs(self.evaluation.result.plan.world_size).overlap
 
     @cached_property
     def states(self) -> tuple[State, ...]:
