@@ -67,14 +67,17 @@ class Case:
     streams: Streams
     data: Dataset
     order: BatchOrder
+    dtype: torch.dtype
     steps: int = 0
+
+    def batch(self) -> dict[str, Tensor]:
+        """The samples of the next step, read as in training."""
+        wanted = tuple(self.stage.layout.batch_layouts(0))
+        return batch_values(self.data, self.order.indices(self.steps), wanted, self.dtype, self.stage.device)
 
     def step(self) -> StepTimes:
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        wanted = tuple(self.stage.layout.batch_layouts(0))
-        _, times = self.program.step(
-            lambda _: batch_values(self.data, self.order.indices(self.steps), wanted, self.stage.dtype, self.stage.device)
-        )
+        _, times = self.program.step(lambda _: self.batch())
         self.steps += 1
         return StepTimes(times, time.perf_counter() - start_s, time.process_time() - start_cpu_s)
 
@@ -109,6 +112,7 @@ def make_case(
         stage=stage,
         streams=streams,
         data=data,
+        dtype=dtype,
         order=BatchOrder(n=len(data), global_batch=samples, seed=request.seed),
     )
 

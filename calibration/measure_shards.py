@@ -163,7 +163,7 @@ def _values(case: Case, names: set[str]) -> dict[str, Tensor]:
     """The whole values that these components read, from one forward of everything before them."""
     runnables = case.stage.runnables
     wanted = {value for name in names for value in runnables[name].input_names}
-    there = dict(case.batch)
+    there = case.batch()
     with torch.no_grad():
         for runnable in runnables.values():
             if wanted <= there.keys():

@@ -115,6 +115,7 @@ def kept_turns(folder: WorkFolder) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("launch")
 def test_a_killed_calibration_goes_on_where_it_was(tmp_path: Path) -> None:
     """kill -9 of the parent, then of a rank; the third start ends with a profile that holds the turns of all three."""
     out, job = tmp_path / "mine.json", tmp_path / "request.json"
