@@ -180,6 +180,9 @@ class Judged:
 
     @property
     def covered(self) -> bool:
+        """By the score where there is a factor: ends that are rounded may lose a tie."""
+        if self.correction.factor is not None:
+            return score(self.record) <= self.correction.factor
         return self.low_s <= self.record.measured_s <= self.high_s
 
     @property
