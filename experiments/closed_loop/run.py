@@ -61,6 +61,9 @@ strategy = "custom"
 mesh = {mesh}
 microbatches = {microbatches}
 """
+SCENARIOS = {"rank 1": "1", "both ranks": "0,1"}
+"""Cores that a competitor works on."""
+
 PLANS = {"dp2": ("{ dp = 2 }", 1), "pp2": ("{ pp = 2 }", 2)}
 
 
@@ -72,13 +75,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first of the seeds")
     parser.add_argument("--real", action="store_true", help="two processes on this machine")
     parser.add_argument("--plans", default=",".join(PLANS), help="of the real runs")
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="of the real runs")
     parser.add_argument("--through", default="", help="runs every measuring command of --real")
     parser.add_argument("--out", type=Path, default=Path("runs/closed_loop"))
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     if chosen.real:
-        rows = list(real(chosen.out, chosen.plans.split(","), shlex.split(chosen.through)))
+        rows = list(real(chosen.out, chosen.plans.split(","), chosen.scenarios.split(","), shlex.split(chosen.through)))
     else:
         names = chosen.models.split(",")[: 1 if chosen.quick else None]
         seeds = range(chosen.seed, chosen.seed + (1 if chosen.quick else chosen.seeds))
@@ -164,7 +168,7 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[dict[str, object]]:
         yield shown
 
 
-def real(out: Path, plans: list[str], through: list[str]) -> Iterator[dict[str, object]]:
+def real(out: Path, plans: list[str], scenarios: list[str], through: list[str]) -> Iterator[dict[str, object]]:
     """Per plan: as calibrated, then for each scenario the error before, after the update, and when the cause is gone."""
     profile, first = out / "here.json", out / f"{plans[0]}.toml"
     for name in plans:
@@ -172,13 +176,12 @@ def real(out: Path, plans: list[str], through: list[str]) -> Iterator[dict[str, 
         (out / f"{name}.toml").write_text(RUN.format(profile=profile.resolve(), mesh=mesh, microbatches=microbatches))
     if not profile.is_file():
         parsim([], through, "calibrate", str(first), "--out", str(profile), "--quick", "--nproc", "2")
-    scenarios = {"rank 1": "1", "both ranks": "0,1"}
     for name in plans:
         file = str(out / f"{name}.toml")
         yield step(name, "healthy", "as calibrated", [], through, file, update=True)
-        yield step(name, "healthy", "updated", [], through, file)
-        for scenario, cores in scenarios.items():
-            slow = [sys.executable, str(Path(__file__).with_name("slowed.py")), "--cores", cores, "--factor", str(SLOWER), "--"]
+        for scenario in scenarios:
+            competitor = [str(Path(__file__).with_name("slowed.py")), "--cores", SCENARIOS[scenario], "--factor", str(SLOWER)]
+            slow = [sys.executable, *competitor, "--"]
             yield step(name, scenario, "before the update", slow, through, file, update=True)
             yield step(name, scenario, "after the update", slow, through, file)
             yield step(name, scenario, "cause gone", [], through, file, update=True)
