@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from parsim.commands.workflow import measured, reopen
 from parsim.costs.corrected import CommunicationClass, Corrections, class_of
 from parsim.costs.updates import updates_of
 from parsim.files import write_csv
@@ -33,9 +34,11 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.spec import ModelSpec, load_model
 from parsim.plan.plan import Plan
+from parsim.report.compare import aa_floor
 from parsim.schedule.evaluate import evaluate
 from parsim.schedule.families import FAMILIES
 from parsim.schedule.problem import Problem
+from parsim.schedule.updating import updated
 from tests.slow_machines import Machine, after_run, error
 
 MODELS = {"resnet50": 256, "vit_b_16": 128, "bert": 64}
@@ -75,6 +78,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first of the seeds")
     parser.add_argument("--real", action="store_true", help="two processes on this machine")
     parser.add_argument("--plans", default=",".join(PLANS), help="of the real runs")
+    parser.add_argument("--within", action="store_true", help="of one launch, 20 steps teach and the next 20 test")
     parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="of the real runs")
     parser.add_argument("--through", default="", help="runs every measuring command of --real")
     parser.add_argument("--out", type=Path, default=Path("runs/closed_loop"))
@@ -82,7 +86,8 @@ def main() -> None:
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     if chosen.real:
-        rows = list(real(chosen.out, chosen.plans.split(","), chosen.scenarios.split(","), shlex.split(chosen.through)))
+        play = within if chosen.within else real
+        rows = list(play(chosen.out, chosen.plans.split(","), chosen.scenarios.split(","), shlex.split(chosen.through)))
     else:
         names = chosen.models.split(",")[: 1 if chosen.quick else None]
         seeds = range(chosen.seed, chosen.seed + (1 if chosen.quick else chosen.seeds))
@@ -186,6 +191,46 @@ def real(out: Path, plans: list[str], scenarios: list[str], through: list[str]) 
             yield step(name, scenario, "after the update", slow, through, file)
             yield step(name, scenario, "cause gone", [], through, file, update=True)
             yield step(name, scenario, "update undone", [], through, file)
+
+
+def within(out: Path, plans: list[str], scenarios: list[str], through: list[str]) -> Iterator[dict[str, object]]:
+    """Per plan and scenario one launch under the competitor: its first 20 steps update the profile, its next 20 judge that.
+
+    The machine has less time to drift between the two than between launches. The profile's file stays as it is.
+    """
+    for name in plans:
+        for scenario in scenarios:
+            competitor = [str(Path(__file__).with_name("slowed.py")), "--cores", SCENARIOS[scenario], "--factor", str(SLOWER)]
+            slow = [sys.executable, *competitor, "--"]
+            seen = parsim(slow, through, "validate", str(out / f"{name}.toml"), "--rounds", str(2 * ROUNDS))
+            yield split(Path(seen["folder"]), name, scenario)
+
+
+def split(folder: Path, name: str, scenario: str) -> dict[str, object]:
+    opened, asked, run = reopen(folder)
+    seen = measured(opened, run, asked.evaluation)
+    teaching, testing = seen.step_s[:ROUNDS], float(seen.step_s[ROUNDS:].mean())
+    found = updated(
+        asked.problem,
+        asked.evaluation.result.plan,
+        asked.evaluation.graph,
+        seen.timelines[: len(seen.timelines) // 2],
+        step_s=float(teaching.mean()),
+        floor=aa_floor(teaching.tolist()).median,
+        run=run,
+        steps=seen.steps // 2,
+    )
+    row = {
+        "plan": name,
+        "scenario": scenario,
+        "taught_ms": round(1e3 * float(teaching.mean()), 2),
+        "tested_ms": round(1e3 * testing, 2),
+        "error_before": f"{100 * (found.before_s / testing - 1):+.1f}%",
+        "error_after": f"{100 * (found.after_s / testing - 1):+.1f}%",
+        "changes": "; ".join(found.changes),
+    }
+    print(row, file=sys.stderr, flush=True)
+    return row
 
 
 def step(
