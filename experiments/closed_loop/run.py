@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from parsim.commands.workflow import measured, reopen
 from parsim.costs.corrected import CommunicationClass, Corrections, class_of
 from parsim.costs.updates import updates_of
 from parsim.files import write_csv
@@ -33,9 +34,11 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.spec import ModelSpec, load_model
 from parsim.plan.plan import Plan
+from parsim.report.compare import aa_floor
 from parsim.schedule.evaluate import evaluate
 from parsim.schedule.families import FAMILIES
 from parsim.schedule.problem import Problem
+from parsim.schedule.updating import updated
 from tests.slow_machines import Machine, after_run, error
 
 MODELS = {"resnet50": 256, "vit_b_16": 128, "bert": 64}
@@ -61,6 +64,9 @@ strategy = "custom"
 mesh = {mesh}
 microbatches = {microbatches}
 """
+SCENARIOS = {"rank 1": "1", "both ranks": "0,1"}
+"""Cores that a competitor works on."""
+
 PLANS = {"dp2": ("{ dp = 2 }", 1), "pp2": ("{ pp = 2 }", 2)}
 
 
@@ -72,13 +78,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first of the seeds")
     parser.add_argument("--real", action="store_true", help="two processes on this machine")
     parser.add_argument("--plans", default=",".join(PLANS), help="of the real runs")
+    parser.add_argument("--within", action="store_true", help="of one launch, 20 steps teach and the next 20 test")
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="of the real runs")
     parser.add_argument("--through", default="", help="runs every measuring command of --real")
     parser.add_argument("--out", type=Path, default=Path("runs/closed_loop"))
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     if chosen.real:
-        rows = list(real(chosen.out, chosen.plans.split(","), shlex.split(chosen.through)))
+        play = within if chosen.within else real
+        rows = list(play(chosen.out, chosen.plans.split(","), chosen.scenarios.split(","), shlex.split(chosen.through)))
     else:
         names = chosen.models.split(",")[: 1 if chosen.quick else None]
         seeds = range(chosen.seed, chosen.seed + (1 if chosen.quick else chosen.seeds))
@@ -164,7 +173,7 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[dict[str, object]]:
         yield shown
 
 
-def real(out: Path, plans: list[str], through: list[str]) -> Iterator[dict[str, object]]:
+def real(out: Path, plans: list[str], scenarios: list[str], through: list[str]) -> Iterator[dict[str, object]]:
     """Per plan: as calibrated, then for each scenario the error before, after the update, and when the cause is gone."""
     profile, first = out / "here.json", out / f"{plans[0]}.toml"
     for name in plans:
@@ -172,17 +181,56 @@ def real(out: Path, plans: list[str], through: list[str]) -> Iterator[dict[str, 
         (out / f"{name}.toml").write_text(RUN.format(profile=profile.resolve(), mesh=mesh, microbatches=microbatches))
     if not profile.is_file():
         parsim([], through, "calibrate", str(first), "--out", str(profile), "--quick", "--nproc", "2")
-    scenarios = {"rank 1": "1", "both ranks": "0,1"}
     for name in plans:
         file = str(out / f"{name}.toml")
         yield step(name, "healthy", "as calibrated", [], through, file, update=True)
-        yield step(name, "healthy", "updated", [], through, file)
-        for scenario, cores in scenarios.items():
-            slow = [sys.executable, str(Path(__file__).with_name("slowed.py")), "--cores", cores, "--factor", str(SLOWER), "--"]
+        for scenario in scenarios:
+            competitor = [str(Path(__file__).with_name("slowed.py")), "--cores", SCENARIOS[scenario], "--factor", str(SLOWER)]
+            slow = [sys.executable, *competitor, "--"]
             yield step(name, scenario, "before the update", slow, through, file, update=True)
             yield step(name, scenario, "after the update", slow, through, file)
             yield step(name, scenario, "cause gone", [], through, file, update=True)
             yield step(name, scenario, "update undone", [], through, file)
+
+
+def within(out: Path, plans: list[str], scenarios: list[str], through: list[str]) -> Iterator[dict[str, object]]:
+    """Per plan and scenario one launch under the competitor: its first 20 steps update the profile, its next 20 judge that.
+
+    The machine has less time to drift between the two than between launches. The profile's file stays as it is.
+    """
+    for name in plans:
+        for scenario in scenarios:
+            competitor = [str(Path(__file__).with_name("slowed.py")), "--cores", SCENARIOS[scenario], "--factor", str(SLOWER)]
+            slow = [sys.executable, *competitor, "--"]
+            seen = parsim(slow, through, "validate", str(out / f"{name}.toml"), "--rounds", str(2 * ROUNDS))
+            yield split(Path(seen["folder"]), name, scenario)
+
+
+def split(folder: Path, name: str, scenario: str) -> dict[str, object]:
+    opened, asked, run = reopen(folder)
+    seen = measured(opened, run, asked.evaluation)
+    teaching, testing = seen.step_s[:ROUNDS], float(seen.step_s[ROUNDS:].mean())
+    found = updated(
+        asked.problem,
+        asked.evaluation.result.plan,
+        asked.evaluation.graph,
+        seen.timelines[: len(seen.timelines) // 2],
+        step_s=float(teaching.mean()),
+        floor=aa_floor(teaching.tolist()).median,
+        run=run,
+        steps=seen.steps // 2,
+    )
+    row = {
+        "plan": name,
+        "scenario": scenario,
+        "taught_ms": round(1e3 * float(teaching.mean()), 2),
+        "tested_ms": round(1e3 * testing, 2),
+        "error_before": f"{100 * (found.before_s / testing - 1):+.1f}%",
+        "error_after": f"{100 * (found.after_s / testing - 1):+.1f}%",
+        "changes": "; ".join(found.changes),
+    }
+    print(row, file=sys.stderr, flush=True)
+    return row
 
 
 def step(

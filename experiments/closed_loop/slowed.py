@@ -2,8 +2,8 @@
 
     python experiments/closed_loop/slowed.py --cores 1 --factor 1.2 -- COMMAND ...
 
-On each named core a competitor computes for `BURST_S` of processor time, then sleeps long enough that whoever else is pinned
-there takes about `factor` times as long.
+On each named core a competitor computes in bursts of `BURST_S` of processor time, and sleeps in between as long as it is ahead
+of its share, so that whoever else is pinned there takes about `factor` times as long.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ def main() -> None:
 
 
 def compete(core: int, factor: float) -> None:
-    """Take (factor - 1) / factor of a core, for ever: of every period, the other has 1 / factor."""
+    """Take (factor - 1) / factor of a core, for ever: the other has 1 / factor of all time."""
     os.sched_setaffinity(0, {core})
-    rest_s = BURST_S / (factor - 1)
+    share, started, had = (factor - 1) / factor, time.monotonic(), time.process_time()
     while True:
         until = time.process_time() + BURST_S
         while time.process_time() < until:
             pass
-        time.sleep(rest_s)
+        ahead_s = (time.process_time() - had) / share - (time.monotonic() - started)
+        time.sleep(max(0.0, ahead_s))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,6 @@ a new score is exchangeable with those of the history, it lies inside with proba
 
 Leaves out: what a change of the machine does (scores are not exchangeable then; `Coverage.stale` notices it afterwards), and
 that coverage holds on average over models and plans, not for each.
-
-Source: Lei, G'Sell, Rinaldo, Tibshirani, Wasserman, "Distribution-free predictive inference for regression", JASA 2018,
-section 2.2 and 5.2 (locally weighted scores).
 """
 
 from __future__ import annotations
@@ -180,6 +177,9 @@ class Judged:
 
     @property
     def covered(self) -> bool:
+        """By the score where there is a factor: ends that are rounded may lose a tie."""
+        if self.correction.factor is not None:
+            return score(self.record) <= self.correction.factor
         return self.low_s <= self.record.measured_s <= self.high_s
 
     @property

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from parsim.hardware.profile import load_profile
+
 RUN = """\
 [model]
 name = "mlp"
@@ -72,6 +74,18 @@ def test_calibrate_run_resume_validate(tmp_path: Path) -> None:
     again = parsim("validate", tmp_path / "straight")
     assert again["relative_error"] == pytest.approx((again["predicted"] - again["measured"]) / again["measured"])
     assert {"predicted", "measured", "relative_error", "within_interval"} <= again["kinds"]["forward"].keys()
+    assert again["history"] == {
+        "path": str(tmp_path / "here.history.jsonl"),
+        "recorded": True,
+        "text": f"recorded in {tmp_path / 'here.history.jsonl'}",
+    }
+    twice = parsim("validate", tmp_path / "straight", "--update")
+    assert twice["history"]["recorded"] is False
+    changed = load_profile(str(profile))
+    assert len(changed.updates) == (1 if twice["update"]["changes"] else 0)
+    assert abs(twice["update"]["relative_error_after"]) <= max(abs(twice["relative_error"]), twice["aa_floor"]["median"]) + 1e-9
+    known = parsim("coverage", profile, "--history", tmp_path / "here.history.jsonl")
+    assert known["records"] == (0 if changed.updates else 1)
 
 
 ALONE = """\
