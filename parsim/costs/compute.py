@@ -18,15 +18,17 @@ autocast's casts and loss scaling (predictions for transformers in half precisio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
 from parsim.costs.estimate import Estimate, Source
-from parsim.costs.operators import Kernel, backward_kernels, forward_kernels, halved_backward_kernels, kernel_seconds
+from parsim.costs.launches import cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
+from parsim.costs.operators import Kernel, forward_kernels, halved_backward_kernels, kernel_seconds
 from parsim.errors import CostError, near_matches
 from parsim.hardware.device import Device
 from parsim.hardware.profile import ComponentPoint, OperatorFit, OptimizerPoint, Profile
@@ -353,7 +355,14 @@ def _from_operators(
     total = outside_s = 0.0
     by_kind: dict[str, float] = {}
     by_source: dict[Source, float] = {}
-    for kernel in component_kernels(component, work.phase, work.samples, precision, input_gradient=input_gradient):
+    for kernel in component_kernels(
+        component,
+        work.phase,
+        work.samples,
+        precision,
+        input_gradient=input_gradient,
+        device_kind=device.type.kind,
+    ):
         fit = _fit(fits, kernel.kind, kernel.phase, precision, device.type.name)
         if fit is None and not published:
             raise CostError(_unknown(work, device, precision, f"{kernel.kind} {kernel.phase}"))
@@ -388,7 +397,9 @@ def _operators_s(
     work: Compute, component: Component, device: Device, profile: Profile, precision: str, input_gradient: bool
 ) -> float:
     """Seconds by fitted operators; by a roofline where an operator has no fit."""
-    kernels = component_kernels(component, work.phase, work.samples, precision, input_gradient=input_gradient)
+    kernels = component_kernels(
+        component, work.phase, work.samples, precision, input_gradient=input_gradient, device_kind=device.type.kind
+    )
     fits = profile.compute.operator_fits
     return sum(
         _price(kernel, _fit(fits, kernel.kind, kernel.phase, precision, device.type.name), device, precision)[0]
@@ -397,23 +408,31 @@ def _operators_s(
 
 
 def component_kernels(
-    component: Component, phase: Phase, samples: int, precision: str, *, input_gradient: bool = True
+    component: Component,
+    phase: Phase,
+    samples: int,
+    precision: str,
+    *,
+    input_gradient: bool = True,
+    device_kind: str = "cpu",
 ) -> tuple[Kernel, ...]:
-    """All launches of a component's forward or backward (or half of it), in the order of its operators."""
+    """All launches of a component's forward or backward (or half of it) on a "cpu" or "cuda" device, operator by operator."""
+    if device_kind == "cuda":
+        operators = cuda_operators(component.operators)
+        full = has_full_stream(operators)
+        forward: Callable[..., tuple[Kernel, ...]] = partial(cuda_forward, full_stream=full)
+        backward: Callable[..., tuple[tuple[Kernel, ...], ...]] = partial(cuda_backward_halves, full_stream=full)
+    else:
+        operators, forward, backward = component.operators, forward_kernels, halved_backward_kernels
     if phase is Phase.FORWARD:
-        return tuple(kernel for operator in component.operators for kernel in forward_kernels(operator, samples, precision))
-    if phase in HALVES:
-        return tuple(
-            kernel
-            for number, operator in enumerate(component.operators)
-            for kernel in halved_backward_kernels(operator, samples, precision, input_gradient=input_gradient or number > 0)[
-                HALVES.index(phase)
-            ]
-        )
+        return tuple(kernel for operator in operators for kernel in forward(operator, samples, precision))
+    wanted = (HALVES.index(phase),) if phase in HALVES else range(len(HALVES))
     return tuple(
         kernel
-        for number, operator in enumerate(component.operators)
-        for kernel in backward_kernels(operator, samples, precision, input_gradient=input_gradient or number > 0)
+        for number, operator in enumerate(operators)
+        for halves in (backward(operator, samples, precision, input_gradient=input_gradient or number > 0),)
+        for half in wanted
+        for kernel in halves[half]
     )
 
 
