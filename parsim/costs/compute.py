@@ -4,15 +4,15 @@ Three sources, never mixed silently:
     measured   the profile holds this component (by fingerprint), phase, device type and precision; between two measured
                sample counts the time is interpolated linearly. A shard has a fingerprint of its own; where it was not
                measured, but the whole or a larger shard of it was, its time is that times the ratio the operators give.
-    fitted     the sum over the component's operators of the fitted kernel times (`parsim.costs.operators`).
+    fitted     the sum over the component's operators of the fitted kernel times (`parsim.costs.operators`), over the efficiency
+               that whole models were found to have on such a device, where the profile holds one.
     published  an operator kind without a fit, on a device whose peaks come from a datasheet or paper: a roofline at a stated
                efficiency and a large uncertainty.
 
 A shard's time from that of a larger one keeps what does not divide (launches, uncut operators) as far as the operator model
 knows it: without fits, the roofline has no launches, so shards of small components come out too fast.
 
-Leaves out: launch gaps between the kernels of one component, cache reuse across operators, clock changes under load, and
-autocast's casts and loss scaling (predictions for transformers in half precision are 17-18% too fast on a V100).
+Leaves out: launch gaps between the kernels of one component, cache reuse across operators, clock changes under load.
 """
 
 from __future__ import annotations
@@ -175,10 +175,11 @@ def estimate_optimizer(
     size_bytes = 4 * accesses * work.elements
     kernel = Kernel(kind="memory_bound", phase="forward", count=1, flop=0.0, size_bytes=size_bytes)
     seconds, sigma, source, outside = _price(kernel, fit, device, "fp32")
+    factor, spread = _efficiency(profile, device, precision)
     return Estimate(
-        median_s=seconds,
+        median_s=seconds / factor,
         source=source,
-        parameters=(drift, ("operator:memory_bound", sigma)),
+        parameters=(drift, *spread, ("operator:memory_bound", sigma)),
         detail=f"{accesses} accesses of 4 bytes per element, foreach",
         extrapolated=outside,
     )
@@ -374,11 +375,12 @@ def _from_operators(
     drift = ("drift", _drift_sigma(profile))
     if not total:
         return Estimate(median_s=0.0, source="fitted", parameters=(drift,), detail="launches no kernel")
+    factor, spread = _efficiency(profile, device, precision)
     shares = ", ".join(f"{by_source[name] / total:.0%} {name}" for name in sorted(by_source))
     return Estimate(
-        median_s=total,
+        median_s=total / factor,
         source=max(sorted(by_source), key=lambda name: by_source[name]),
-        parameters=(drift, *((f"operator:{kind}", by_kind[kind] / total) for kind in sorted(by_kind))),
+        parameters=(drift, *spread, *((f"operator:{kind}", by_kind[kind] / total) for kind in sorted(by_kind))),
         detail=f"sum of operators: {shares}",
         extrapolated=outside_s > EXTRAPOLATED_SHARE * total,
     )
@@ -451,6 +453,14 @@ def _price(kernel: Kernel, fit: OperatorFit | None, device: Device, precision: s
         compute = kernel.flop / (peak * ROOFLINE_COMPUTE_EFFICIENCY)
     memory = kernel.size_bytes / (device.type.memory_bandwidth_bytes_per_s * ROOFLINE_BANDWIDTH_EFFICIENCY)
     return kernel.count * max(compute, memory), ROOFLINE_SIGMA, "published", False
+
+
+def _efficiency(profile: Profile, device: Device, precision: str) -> tuple[float, tuple[tuple[str, float], ...]]:
+    """Share of the operators' throughput that whole models reach, and its spread as a cost parameter; 1 where unknown."""
+    for entry in profile.compute.efficiencies:
+        if (entry.precision, entry.device_type) == (precision, device.type.name):
+            return entry.factor, ((f"efficiency:{precision}", entry.spread),)
+    return 1.0, ()
 
 
 def _fit(fits: Sequence[OperatorFit], kind: str, phase: str, precision: str, device_type: str) -> OperatorFit | None:
