@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parsim.costs.cuda_launches import cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
 from parsim.costs.estimate import Estimate, Source
-from parsim.costs.launches import cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
 from parsim.costs.operators import Kernel, forward_kernels, halved_backward_kernels, kernel_seconds
 from parsim.errors import CostError, near_matches
 from parsim.hardware.device import Device

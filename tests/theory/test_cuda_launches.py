@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.costs.compute import component_kernels
-from parsim.costs.launches import PASSES, cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
+from parsim.costs.cuda_launches import PASSES, cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
 from parsim.costs.operators import Kernel
 from parsim.model import ModelSpec, load_model
 from parsim.model.component import Component, Operator
