@@ -3,8 +3,9 @@
     python -m calibration.v100 --data DIR --out hardware_profiles/
     python -m calibration.v100 --refit hardware_profiles/dgx1-v100-32gb.json
 
-DIR holds collectives.csv, datasheet.csv and operators.csv (id, source, ... per row). The profiles keep every number that
-a fit used, in SI units, with its source; `--refit` reads nothing else and says whether the fits come out the same.
+DIR holds collectives.csv, datasheet.csv, operators.csv and throughput.csv (id, source, ... per row). The profiles keep every
+number that a fit of links or operators used, in SI units, with its source; `--refit` reads nothing else and says whether they
+come out the same.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from calibration.fit_operators import fit_operators, read_operator_points
 from calibration.v100_links import SOURCES as LINK_SOURCES
 from calibration.v100_links import fit_link_model
+from calibration.v100_throughput import with_efficiencies
 from parsim.errors import DataError, ParsimError, ProfileError
 from parsim.hardware.profile import (
     CollectivePoint,
@@ -130,11 +132,14 @@ def build(data_dir: Path, name: str) -> Profile:
         compute=Compute(operator_points=[_rounded(point) for point in operator_points]),
         noise=Noise(drift_sigma=DRIFT_SIGMA, source="drift"),
     )
-    return refit(skeleton)
+    return with_efficiencies(refit(skeleton), data_dir)
 
 
 def refit(profile: Profile) -> Profile:
-    """The same profile with its link model, link rates and operator fits fitted again, from its own points alone."""
+    """The same profile with its link model, link rates and operator fits fitted again, from its own points alone.
+
+    The efficiencies stay: the rows of whole models they come from are not in the profile.
+    """
     device = profile.device_types[DEVICE_TYPE]
     link_model, rates = fit_link_model(profile)
     kinds = {
@@ -255,7 +260,9 @@ def _host_links() -> list[LinkEntry]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: built, or refitted to the same numbers. 1: an error, or a refit that differs."""
     parser = argparse.ArgumentParser(prog="python -m calibration.v100", description=__doc__)
-    parser.add_argument("--data", type=Path, help="folder with collectives.csv, datasheet.csv and operators.csv")
+    parser.add_argument(
+        "--data", type=Path, help="folder with collectives.csv, datasheet.csv, operators.csv and throughput.csv"
+    )
     parser.add_argument("--out", type=Path, help="folder the profiles are written to")
     parser.add_argument("--refit", type=Path, help="a profile to fit again from its own points")
     options = parser.parse_args(arguments)

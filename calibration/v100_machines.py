@@ -26,6 +26,7 @@ from parsim.hardware.profile import (
     Compute,
     DeviceEntry,
     DeviceTypeEntry,
+    Efficiency,
     LinkEntry,
     LinkKindEntry,
     LinkModel,
@@ -293,7 +294,7 @@ def _profile(
         nics=nics,
         nics_source=nics_source,
         communication=Communication(backend="nccl", link_model=model, points=list(points)),
-        compute=Compute(operator_fits=fits),
+        compute=Compute(operator_fits=fits, efficiencies=_efficiencies(base, device_type, fits[0].source)),
         noise=base.noise,
     )
     named = source_keys(profile.model_dump()) | set(used)
@@ -318,6 +319,11 @@ def _fits(base: Profile, device_type: str, device: DeviceTypeEntry, source: str)
             coefficients["peak_flop_per_s"] = device.peak_flop_per_s[fit.precision].value
         found.append(fit.model_copy(update={"device_type": device_type, "coefficients": coefficients, "source": source}))
     return found
+
+
+def _efficiencies(base: Profile, device_type: str, source: str) -> list[Efficiency]:
+    """What whole models reach of the operators' throughput on a DGX-1, taken for the same device elsewhere."""
+    return [entry.model_copy(update={"device_type": device_type, "source": source}) for entry in base.compute.efficiencies]
 
 
 def _model(base: Profile, measured: bool = False) -> LinkModel:

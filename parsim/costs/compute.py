@@ -4,29 +4,31 @@ Three sources, never mixed silently:
     measured   the profile holds this component (by fingerprint), phase, device type and precision; between two measured
                sample counts the time is interpolated linearly. A shard has a fingerprint of its own; where it was not
                measured, but the whole or a larger shard of it was, its time is that times the ratio the operators give.
-    fitted     the sum over the component's operators of the fitted kernel times (`parsim.costs.operators`).
+    fitted     the sum over the component's operators of the fitted kernel times (`parsim.costs.operators`), over the efficiency
+               that whole models were found to have on such a device, where the profile holds one.
     published  an operator kind without a fit, on a device whose peaks come from a datasheet or paper: a roofline at a stated
                efficiency and a large uncertainty.
 
 A shard's time from that of a larger one keeps what does not divide (launches, uncut operators) as far as the operator model
 knows it: without fits, the roofline has no launches, so shards of small components come out too fast.
 
-Leaves out: launch gaps between the kernels of one component, cache reuse across operators, clock changes under load, and
-autocast's casts and loss scaling (predictions for transformers in half precision are 17-18% too fast on a V100).
+Leaves out: launch gaps between the kernels of one component, cache reuse across operators, clock changes under load.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
+from parsim.costs.cuda_launches import cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
 from parsim.costs.estimate import Estimate, Source
-from parsim.costs.operators import Kernel, backward_kernels, forward_kernels, halved_backward_kernels, kernel_seconds
+from parsim.costs.operators import Kernel, forward_kernels, halved_backward_kernels, kernel_seconds
 from parsim.errors import CostError, near_matches
 from parsim.hardware.device import Device
 from parsim.hardware.profile import ComponentPoint, OperatorFit, OptimizerPoint, Profile
@@ -173,10 +175,11 @@ def estimate_optimizer(
     size_bytes = 4 * accesses * work.elements
     kernel = Kernel(kind="memory_bound", phase="forward", count=1, flop=0.0, size_bytes=size_bytes)
     seconds, sigma, source, outside = _price(kernel, fit, device, "fp32")
+    factor, spread = _efficiency(profile, device, precision)
     return Estimate(
-        median_s=seconds,
+        median_s=seconds / factor,
         source=source,
-        parameters=(drift, ("operator:memory_bound", sigma)),
+        parameters=(drift, *spread, ("operator:memory_bound", sigma)),
         detail=f"{accesses} accesses of 4 bytes per element, foreach",
         extrapolated=outside,
     )
@@ -353,7 +356,14 @@ def _from_operators(
     total = outside_s = 0.0
     by_kind: dict[str, float] = {}
     by_source: dict[Source, float] = {}
-    for kernel in component_kernels(component, work.phase, work.samples, precision, input_gradient=input_gradient):
+    for kernel in component_kernels(
+        component,
+        work.phase,
+        work.samples,
+        precision,
+        input_gradient=input_gradient,
+        device_kind=device.type.kind,
+    ):
         fit = _fit(fits, kernel.kind, kernel.phase, precision, device.type.name)
         if fit is None and not published:
             raise CostError(_unknown(work, device, precision, f"{kernel.kind} {kernel.phase}"))
@@ -365,11 +375,12 @@ def _from_operators(
     drift = ("drift", _drift_sigma(profile))
     if not total:
         return Estimate(median_s=0.0, source="fitted", parameters=(drift,), detail="launches no kernel")
+    factor, spread = _efficiency(profile, device, precision)
     shares = ", ".join(f"{by_source[name] / total:.0%} {name}" for name in sorted(by_source))
     return Estimate(
-        median_s=total,
+        median_s=total / factor,
         source=max(sorted(by_source), key=lambda name: by_source[name]),
-        parameters=(drift, *((f"operator:{kind}", by_kind[kind] / total) for kind in sorted(by_kind))),
+        parameters=(drift, *spread, *((f"operator:{kind}", by_kind[kind] / total) for kind in sorted(by_kind))),
         detail=f"sum of operators: {shares}",
         extrapolated=outside_s > EXTRAPOLATED_SHARE * total,
     )
@@ -388,7 +399,9 @@ def _operators_s(
     work: Compute, component: Component, device: Device, profile: Profile, precision: str, input_gradient: bool
 ) -> float:
     """Seconds by fitted operators; by a roofline where an operator has no fit."""
-    kernels = component_kernels(component, work.phase, work.samples, precision, input_gradient=input_gradient)
+    kernels = component_kernels(
+        component, work.phase, work.samples, precision, input_gradient=input_gradient, device_kind=device.type.kind
+    )
     fits = profile.compute.operator_fits
     return sum(
         _price(kernel, _fit(fits, kernel.kind, kernel.phase, precision, device.type.name), device, precision)[0]
@@ -397,23 +410,31 @@ def _operators_s(
 
 
 def component_kernels(
-    component: Component, phase: Phase, samples: int, precision: str, *, input_gradient: bool = True
+    component: Component,
+    phase: Phase,
+    samples: int,
+    precision: str,
+    *,
+    input_gradient: bool = True,
+    device_kind: str = "cpu",
 ) -> tuple[Kernel, ...]:
-    """All launches of a component's forward or backward (or half of it), in the order of its operators."""
+    """All launches of a component's forward or backward (or half of it) on a "cpu" or "cuda" device, operator by operator."""
+    if device_kind == "cuda":
+        operators = cuda_operators(component.operators)
+        full = has_full_stream(operators)
+        forward: Callable[..., tuple[Kernel, ...]] = partial(cuda_forward, full_stream=full)
+        backward: Callable[..., tuple[tuple[Kernel, ...], ...]] = partial(cuda_backward_halves, full_stream=full)
+    else:
+        operators, forward, backward = component.operators, forward_kernels, halved_backward_kernels
     if phase is Phase.FORWARD:
-        return tuple(kernel for operator in component.operators for kernel in forward_kernels(operator, samples, precision))
-    if phase in HALVES:
-        return tuple(
-            kernel
-            for number, operator in enumerate(component.operators)
-            for kernel in halved_backward_kernels(operator, samples, precision, input_gradient=input_gradient or number > 0)[
-                HALVES.index(phase)
-            ]
-        )
+        return tuple(kernel for operator in operators for kernel in forward(operator, samples, precision))
+    wanted = (HALVES.index(phase),) if phase in HALVES else range(len(HALVES))
     return tuple(
         kernel
-        for number, operator in enumerate(component.operators)
-        for kernel in backward_kernels(operator, samples, precision, input_gradient=input_gradient or number > 0)
+        for number, operator in enumerate(operators)
+        for halves in (backward(operator, samples, precision, input_gradient=input_gradient or number > 0),)
+        for half in wanted
+        for kernel in halves[half]
     )
 
 
@@ -432,6 +453,14 @@ def _price(kernel: Kernel, fit: OperatorFit | None, device: Device, precision: s
         compute = kernel.flop / (peak * ROOFLINE_COMPUTE_EFFICIENCY)
     memory = kernel.size_bytes / (device.type.memory_bandwidth_bytes_per_s * ROOFLINE_BANDWIDTH_EFFICIENCY)
     return kernel.count * max(compute, memory), ROOFLINE_SIGMA, "published", False
+
+
+def _efficiency(profile: Profile, device: Device, precision: str) -> tuple[float, tuple[tuple[str, float], ...]]:
+    """Share of the operators' throughput that whole models reach, and its spread as a cost parameter; 1 where unknown."""
+    for entry in profile.compute.efficiencies:
+        if (entry.precision, entry.device_type) == (precision, device.type.name):
+            return entry.factor, ((f"efficiency:{precision}", entry.spread),)
+    return 1.0, ()
 
 
 def _fit(fits: Sequence[OperatorFit], kind: str, phase: str, precision: str, device_type: str) -> OperatorFit | None:

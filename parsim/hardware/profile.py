@@ -248,11 +248,26 @@ class OperatorFit(Record):
     source: str
 
 
+class Efficiency(Record):
+    """What whole models reach of the throughput that their operators alone would have, on one device type in one precision.
+
+    Seconds from operators are divided by `factor`; `spread` is the relative spread of the rows it was fitted to around it.
+    """
+
+    precision: str
+    device_type: str
+    factor: Positive
+    spread: NonNegative
+    points: int
+    source: str
+
+
 class Compute(Record):
     components: list[ComponentPoint] = []
     optimizers: list[OptimizerPoint] = []
     operator_points: list[OperatorPoint] = []
     operator_fits: list[OperatorFit] = []
+    efficiencies: list[Efficiency] = []
 
 
 class OverlapPoint(Record):

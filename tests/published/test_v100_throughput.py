@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from calibration.fit_operators import fit_operators, kernel_of, read_operator_points
+from calibration.v100_throughput import without_efficiency
 from parsim.costs.compute import estimate_compute, estimate_optimizer
 from parsim.costs.operators import kernel_seconds
 from parsim.errors import DataError
@@ -35,13 +36,12 @@ RESNET50 = [
     ("fp32", 128, (356.0, 367.29, 348.62), 0.15),  # thr-dle-0383, thr-dlperf-0004, thr-dlperf-0007
     ("amp_fp16", 256, (1200.0, 1156.0), 0.15),  # thr-dle-0372, thr-dle-0384; 802.9 (thr-dlperf-0037) is loader-bound
 ]
-# Sequence length 128. The mixed-precision rows are missed by 17-18%: what surrounds the kernels (casts, loss scaling, launches
-# that faster kernels no longer hide) is not in the operators. The bound there is what was measured, not the wanted 15%.
+# Sequence length 128: the zoo's BERT, with torch's fused projection and foreach AdamW.
 BERT_BASE = [
     ("fp32", 32, (119.6,), 0.15),  # thr-dlperf-0067
     ("fp32", 48, (121.94,), 0.15),  # thr-dlperf-0091
-    ("amp_fp16", 64, (444.51, 426.53), 0.25),  # thr-dlperf-0251, thr-dlperf-0256
-    ("amp_fp16", 96, (462.35, 465.23), 0.25),  # thr-dlperf-0259, thr-dlperf-0264
+    ("amp_fp16", 64, (444.51, 426.53), 0.15),  # thr-dlperf-0251, thr-dlperf-0256
+    ("amp_fp16", 96, (462.35, 465.23), 0.15),  # thr-dlperf-0259, thr-dlperf-0264
 ]
 
 
@@ -51,7 +51,8 @@ def data_dir() -> Path:
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return load_profile(PROFILE)
+    """Without what was learnt from whole models."""
+    return without_efficiency(load_profile(PROFILE))
 
 
 @pytest.fixture(scope="module")
