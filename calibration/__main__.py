@@ -14,6 +14,7 @@ from calibration.build_profile import all_reduce_sizes
 from calibration.measure_collectives import COLLECTIVES, Bench, make_bench, measure_all
 from calibration.measure_components import DTYPES, Case, make_case, measure_rounds
 from calibration.measure_device import measure_device
+from calibration.measure_operators import measure_operators
 from calibration.measure_overlap import measure_overlap
 from calibration.measure_shards import measure_shards
 from calibration.request import CalibrationRequest, active_levels
@@ -51,12 +52,15 @@ def main(job_path: Path) -> None:
     own = {active: groups.get((f"level {active}", tuple(range(active)))) for active in levels}
     mine: dict[str, Any] = measure_rounds(cases, own, request, device, lambda line: _say(place, line))
     shards = measure_shards(cases, own[place.world_size], request, device, lambda line: _say(place, line))
+    operators = measure_operators(
+        own[place.world_size], request, DTYPES[request.precision], device, lambda line: _say(place, line)
+    )
     bench = make_bench(device, DTYPES[request.precision], cores, 0.1 if request.quick else 0.3)
     overlap = _overlaps(cases, bench, request, place)
     sizes = all_reduce_sizes(models, request.collective_sizes_bytes, bench.dtype.itemsize)
     collectives = measure_all(bench, sizes, tuple(COLLECTIVES), lambda line: _say(place, line))
     gathered: list[Any] = [None] * place.world_size
-    dist.gather_object({**mine, "shards": shards, "device": facts.to_dict()}, gathered if place.rank == 0 else None)
+    dist.gather_object({**mine, "shards": shards, "operators": operators, "device": facts.to_dict()}, gathered if place.rank == 0 else None)
     if place.rank == 0:
         raw = {
             "ranks": gathered,

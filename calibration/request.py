@@ -28,6 +28,7 @@ class CalibrationRequest:
     shard_ways: into how many shards components are cut that can be; of each shard number 0 is measured. Those that the ranks
         cannot hold side by side are left out.
     shard_budget_s: rounds over all shards stop once this much time is spent, but not before the second.
+    operator_budget_s: of the rounds over single operators; 0: models that are not measured stay without a price.
     """
 
     models: tuple[tuple[ModelSpec, tuple[int, ...]], ...]
@@ -43,6 +44,7 @@ class CalibrationRequest:
     granularities: tuple[str, ...] = ("block",)
     shard_ways: tuple[int, ...] = (2, 4)
     shard_budget_s: float = 15.0
+    operator_budget_s: float = 45.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -80,6 +82,10 @@ class CalibrationRequest:
     @property
     def budget_s(self) -> float:
         return min(self.compute_budget_s, 4.0) if self.quick else self.compute_budget_s
+
+    @property
+    def operator_seconds(self) -> float:
+        return min(self.operator_budget_s, 8.0) if self.quick else self.operator_budget_s
 
     @property
     def ways(self) -> tuple[int, ...]:

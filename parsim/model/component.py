@@ -27,6 +27,7 @@ class Operator:
         activation_bytes: activations read and written, per sample.
         parameter_bytes: parameters read, whatever the samples.
         count: how often it occurs.
+        function: of a memory-bound one its name in aten, such as "gelu"; of an attention "causal" or nothing; "" where unknown.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Operator:
     activation_bytes: int
     parameter_bytes: int
     count: int = 1
+    function: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in OPERATOR_KINDS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +75,7 @@ def divide(
     for key, operator in grown:
         mark = tuple(divided.cuts.get(key) for divided in found)
         counts[operator, mark] = counts.get((operator, mark), 0) + 1
-    operators = tuple(_counted(operator, count) for (operator, _), count in counts.items())
+    operators = tuple(replace(operator, count=count) for (operator, _), count in counts.items())
     shardings = tuple(
         _sharding(
             small.program,
@@ -89,18 +89,6 @@ def divide(
         for place, divided in enumerate(found)
     )
     return operators, shardings
-
-
-def _counted(operator: Operator, count: int) -> Operator:
-    return Operator(
-        kind=operator.kind,
-        shape=operator.shape,
-        batch=operator.batch,
-        forward_flop=operator.forward_flop,
-        activation_bytes=operator.activation_bytes,
-        parameter_bytes=operator.parameter_bytes,
-        count=count,
-    )
 
 
 def _sharding(program: Program, divided: _Divided, operators: tuple[OperatorShard, ...]) -> Sharding:

@@ -81,6 +81,11 @@ def _attention(args: tuple[Any, ...], out: Any) -> Dims:
     return tuple(sizes.items())
 
 
+def _flash_attention(args: tuple[Any, ...], out: Any) -> Dims:
+    """Arguments: query, key, value, dropout, is_causal; trailing defaults may be missing."""
+    return (*_attention(args, out), ("causal", int(len(args) > 4 and bool(args[4]))))
+
+
 def _embedding(args: tuple[Any, ...], out: Any) -> Dims:
     return (("rows", args[1].numel()), ("width", args[0].shape[1]))
 
@@ -95,7 +100,7 @@ _RULES: dict[Any, tuple[str, Callable[[tuple[Any, ...], Any], Dims]]] = {
     aten.convolution: ("convolution", _convolution),
     aten.embedding: ("embedding", _embedding),
     **{
-        getattr(aten, name): ("attention", _attention)
+        getattr(aten, name): ("attention", _flash_attention if "flash" in name else _attention)
         for name in (
             "_scaled_dot_product_flash_attention",
             "_scaled_dot_product_flash_attention_for_cpu",
@@ -222,6 +227,7 @@ def _grown(one: RawOperator, other: RawOperator, step: int) -> Operator:
     elif one.kind == "memory_bound" and other.activation_bytes != one.activation_bytes:  # a sum over the batch, say
         shape["elements"], batch = max(1, (other.activation_bytes - one.activation_bytes) // (4 * step)), "batch"
     shape.pop("batch", None)
+    causal = "causal" if shape.pop("causal", 0) else ""
     grown = batch != "none"
     return Operator(
         kind=one.kind,
@@ -230,4 +236,5 @@ def _grown(one: RawOperator, other: RawOperator, step: int) -> Operator:
         forward_flop=float((other.flop - one.flop) // step),
         activation_bytes=(other.activation_bytes - one.activation_bytes) // step if grown else one.activation_bytes,
         parameter_bytes=one.parameter_bytes,
+        function=one.function.removeprefix("aten.") if one.kind == "memory_bound" else causal,
     )
