@@ -60,7 +60,9 @@ def main(job_path: Path) -> None:
     sizes = all_reduce_sizes(models, request.collective_sizes_bytes, bench.dtype.itemsize)
     collectives = measure_all(bench, sizes, tuple(COLLECTIVES), lambda line: _say(place, line))
     gathered: list[Any] = [None] * place.world_size
-    dist.gather_object({**mine, "shards": shards, "operators": operators, "device": facts.to_dict()}, gathered if place.rank == 0 else None)
+    dist.gather_object(
+        {**mine, "shards": shards, "operators": operators, "device": facts.to_dict()}, gathered if place.rank == 0 else None
+    )
     if place.rank == 0:
         raw = {
             "ranks": gathered,

@@ -9,7 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibration.fit_collectives import fit_regimes
+from calibration.fit_composition import fit_compositions, measured_parts
+from calibration.fit_surfaces import fit_surfaces
 from calibration.request import CalibrationRequest
+from parsim.costs.surfaces import SurfaceModel
 from parsim.graph.taskgraph import parse_work
 from parsim.hardware.profile import (
     CollectivePoint,
@@ -20,6 +23,7 @@ from parsim.hardware.profile import (
     DeviceTypeEntry,
     HostOverhead,
     Noise,
+    OperatorPoint,
     OptimizerPoint,
     Overlap,
     Profile,
@@ -49,6 +53,19 @@ SOURCES: Mapping[str, tuple[str, str]] = {
         "measurement",
         "one shard of a component, forward and backward, beside the whole component in the same rounds; its share of the "
         "whole, median over rounds and ranks, times what the whole took inside training steps",
+    ),
+    "operators": (
+        "measurement",
+        "single calls of operators, weights and saved arrays out of the caches, with every rank busy, rounds interleaved over "
+        "all shapes; medians over repeats and ranks",
+    ),
+    "operator_fit": (
+        "derived",
+        "sums of costs that grow with the sizes, through the points of `operators`; sigma is cross-validated",
+    ),
+    "composition": (
+        "derived",
+        "what the components of `steps` take beside the sum of their operators; sigma is that of models left out of the fit",
     ),
     "optimizer_steps": (
         "measurement",
@@ -93,6 +110,9 @@ def build_profile(
     )
     points = collective_points(raw["collectives"])
     components = component_points(raw, request, models, device_type)
+    operators = operator_points(raw, request, device_type)
+    surfaces = fit_surfaces(operators, source="operator_fit")
+    measured = measured_parts(components, models, SurfaceModel(tuple(surfaces), tuple(operators))) if surfaces else []
     return Profile(
         schema_version=1,
         name=name,
@@ -115,6 +135,9 @@ def build_profile(
         compute=Compute(
             components=[*components, *shard_points(raw, models, components)],
             optimizers=optimizer_points(raw, request, device_type),
+            operator_points=operators,
+            operator_surfaces=surfaces,
+            compositions=fit_compositions(measured, device_type, request.precision, source="composition"),
         ),
         overlap=overlap_factors(raw["overlap"]),
         noise=Noise(drift_sigma=drift_sigma(raw), rank_sigma=rank_sigma(raw), source="drift"),
@@ -225,6 +248,32 @@ def shard_points(raw: Mapping[str, Any], models: Sequence[Model], components: Se
                     "repeats": len(values),
                     "source": "shards",
                 }
+            )
+        )
+    return points
+
+
+def operator_points(raw: Mapping[str, Any], request: CalibrationRequest, device_type: str) -> list[OperatorPoint]:
+    """One point per measured launch: the median over calls and ranks."""
+    by_rank = [rank.get("operators", []) for rank in raw["ranks"]]
+    points = []
+    for entries in zip(*by_rank, strict=True):
+        first = entries[0]
+        seconds = [value for entry in entries for value in entry["seconds"]]
+        points.append(
+            OperatorPoint(
+                kind=first["kind"],
+                function=first["function"],
+                phase=first["phase"],
+                shape=first["sizes"],
+                samples=1,
+                device_type=device_type,
+                precision=request.precision,
+                ranks_active=request.nproc,
+                seconds=float(np.median(seconds)),
+                spread=robust_sigma(seconds),
+                repeats=len(seconds),
+                source="operators",
             )
         )
     return points

@@ -1,11 +1,14 @@
 """Which operators are measured: launches spread over the shapes that small and middling models ask of one device.
 
-Sizes are drawn evenly in their logarithms from a Halton sequence, so every run measures the same shapes, and no model's own
-shapes are among them on purpose. A launch is kept if its arithmetic and its arrays stay below a few milliseconds of a CPU core.
+Sizes are drawn evenly in their logarithms from a Halton sequence, so every run measures the same shapes; widths are those that
+networks have (powers of two and halfway between), but no model's own shapes are sought. A launch is kept if its arithmetic and
+its arrays stay below a few milliseconds of a CPU core.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,8 +20,12 @@ MAX_FLOP = 3e8
 MAX_ELEMENTS = 2**21
 QUICK_SHARE = 0.4
 
-CONVOLUTIONS = ((3, 1, 0.5), (3, 2, 0.15), (1, 1, 0.15), (1, 2, 0.1), (4, 4, 0.04), (5, 1, 0.03), (7, 2, 0.03))
+CONVOLUTIONS = ((3, 1, 0.48), (3, 2, 0.15), (1, 1, 0.13), (1, 2, 0.1), (4, 4, 0.05), (8, 8, 0.03), (5, 1, 0.03), (7, 2, 0.03))
 """Side of the filter, stride, share of the shapes."""
+
+SIDES = (1, 2, 4, 7, 8, 14, 16, 28, 32, 56)
+POSITIONS = (16, 32, 49, 50, 64, 65, 96, 128, 192, 197, 256, 384, 512)
+"""Output pixels along one side, and lengths of sequences, that networks have (with and without a class token)."""
 
 GROUPED_SHARE = 0.1
 PRODUCT_PHASES = ("forward", "backward_input", "backward_weight")
@@ -29,6 +36,7 @@ MEMORY_BOUND = {
     "copy": BOTH,
     "relu": BOTH,
     "gelu": BOTH,
+    "gelu_tanh": BOTH,
     "transcendental": BOTH,
     "fill": ("forward",),
     "random": ("forward",),
@@ -45,7 +53,7 @@ MEMORY_BOUND = {
 
 WIDE = ("layer_norm", "batch_norm", "softmax", "pick", "bias_gradient")
 
-COUNTS = {"linear": 120, "batched": 40, "convolution": 150, "attention": 40, "embedding": 14, "memory_bound": 16, "wide": 28}
+COUNTS = {"linear": 110, "batched": 30, "convolution": 150, "attention": 36, "embedding": 14, "memory_bound": 16, "wide": 28}
 """Shapes per function (of memory-bound ones per function and phase)."""
 
 Sizes = dict[str, int]
@@ -59,11 +67,11 @@ def operator_launches(*, quick: bool) -> tuple[Launch, ...]:
 
 def _products(quick: bool) -> Iterator[Launch]:
     def linear(u: Sequence[float]) -> Sizes:
-        return {"problems": 1, "rows": _size(u[0], 0, 12), "columns": _size(u[1], 3, 12), "depth": _size(u[2], 3, 12)}
+        return {"problems": 1, "rows": _any(u[0], 0, 12), "columns": _usual(u[1], 3, 12), "depth": _usual(u[2], 3, 12)}
 
     def batched(u: Sequence[float]) -> Sizes:
-        sides = {name: _size(value, 3, 9) for name, value in zip(("rows", "columns", "depth"), u[1:], strict=True)}
-        return {"problems": _size(u[0], 1, 8), **sides}
+        sides = {name: _usual(value, 3, 9) for name, value in zip(("rows", "columns", "depth"), u[1:], strict=True)}
+        return {"problems": _any(u[0], 1, 8), **sides}
 
     def affordable(s: Sizes) -> bool:
         r, c, d, p = s["rows"], s["columns"], s["depth"], s["problems"]
@@ -77,20 +85,17 @@ def _products(quick: bool) -> Iterator[Launch]:
 
 def _convolutions(quick: bool) -> Iterator[Launch]:
     def convolution(u: Sequence[float]) -> Sizes:
-        side, stride, left = 3, 1, u[5]
-        for side, stride, share in CONVOLUTIONS:
-            left -= share
-            if left < 0:
-                break
-        out = _size(u[3], 0, 5.5, 1)
-        groups = _size(u[6] / GROUPED_SHARE, 1, 6) if u[6] < GROUPED_SHARE and side > 1 else 1
+        bounds = list(itertools.accumulate(share for _, _, share in CONVOLUTIONS))
+        side, stride, _ = CONVOLUTIONS[min(bisect.bisect(bounds, u[5]), len(CONVOLUTIONS) - 1)]
+        out = SIDES[int(u[3] * len(SIDES))]
+        groups = _usual(u[6] / GROUPED_SHARE, 3, 8) if u[6] < GROUPED_SHARE and side > 1 else 1
         # one shape in twelve has the channels of an image
-        inputs = (1 if u[1] < 1 / 24 else 3) if u[1] < 1 / 12 else _size((u[1] - 1 / 12) * 12 / 11, 3, 8.5)
-        outputs = _size(u[2], 3, 8.5)
+        inputs = (1 if u[1] < 1 / 24 else 3) if u[1] < 1 / 12 else _usual((u[1] - 1 / 12) * 12 / 11, 3, 8)
+        outputs = _usual(u[2], 3, 8)
         if groups > 1:
             inputs, outputs = 1, 1 + (u[2] > 0.8)
         return {
-            "images": _size(u[0], 0, 6, 1),
+            "images": _any(u[0], 1, 6),
             "inputs": inputs,
             "outputs": outputs,
             "groups": groups,
@@ -112,8 +117,8 @@ def _convolutions(quick: bool) -> Iterator[Launch]:
 
 def _attentions(quick: bool) -> Iterator[Launch]:
     def attention(u: Sequence[float]) -> Sizes:
-        positions = _size(u[1], 4, 9, 1)
-        return {"problems": _size(u[0], 2, 8), "queries": positions, "keys": positions, "depth": _size(u[2], 4, 6.6)}
+        positions = POSITIONS[int(u[1] * len(POSITIONS))]
+        return {"problems": 4 * _any(u[0], 0, 6), "queries": positions, "keys": positions, "depth": _usual(u[2], 4, 7)}
 
     def affordable(s: Sizes) -> bool:
         flop = 4 * s["problems"] * s["queries"] * s["keys"] * s["depth"]
@@ -126,7 +131,7 @@ def _attentions(quick: bool) -> Iterator[Launch]:
 
 def _embeddings(quick: bool) -> Iterator[Launch]:
     def embedding(u: Sequence[float]) -> Sizes:
-        return {"rows": _size(u[0], 3, 12, 1), "width": _size(u[1], 4, 10)}
+        return {"rows": _any(u[0], 3, 12), "width": _usual(u[1], 4, 10)}
 
     for sizes in _drawn(embedding, 2, lambda s: s["rows"] * s["width"] <= MAX_ELEMENTS, _count("embedding", quick)):
         yield from (_launch("embedding", "gather", phase, sizes) for phase in BOTH)
@@ -134,11 +139,11 @@ def _embeddings(quick: bool) -> Iterator[Launch]:
 
 def _memory_bound(quick: bool) -> Iterator[Launch]:
     def rows(u: Sequence[float]) -> Sizes:
-        width = _size(u[1], 3, 10)
-        return {"elements": width * _size(u[0], 2, 14, 1), "width": width}
+        width = _usual(u[1], 3, 10)
+        return {"elements": width * _any(u[0], 2, 14), "width": width}
 
     def flat(u: Sequence[float]) -> Sizes:
-        return {"elements": max(4, _size(u[0], 0, 21, 4)), "width": 1}
+        return {"elements": max(4, 4 * _any(u[0], 0, 19)), "width": 1}
 
     for function, phases in MEMORY_BOUND.items():
         wide = function in WIDE
@@ -168,10 +173,15 @@ def _drawn(make: Callable[[Sequence[float]], Sizes], dims: int, affordable: Call
     return list(found.values())
 
 
-def _size(u: float, low: float, high: float, step: int = 8) -> int:
-    """2^low to 2^high; in multiples of `step` above it."""
-    size = round(2 ** (low + u * (high - low)))
-    return max(1, step * round(size / step)) if size > step else size
+def _any(u: float, low: float, high: float) -> int:
+    """2^low to 2^high, as samples and positions are."""
+    return round(2 ** (low + u * (high - low)))
+
+
+def _usual(u: float, low: int, high: int) -> int:
+    """2^low, 1.5 times that, 2^(low + 1), ... 2^high, as the widths of networks are: other widths leave registers idle."""
+    doublings, between = divmod(round(2 * u * (high - low)), 2)
+    return (2 << (low + doublings)) * (2 + between) // 4
 
 
 def _launch(kind: str, function: str, phase: str, sizes: Sizes) -> Launch:

@@ -31,6 +31,7 @@ ELEMENTWISE = "elementwise"
 FUNCTIONS: Mapping[str, str] = {
     "relu": "relu",
     "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
     **dict.fromkeys(("tanh", "sigmoid", "silu", "exp", "log", "erf", "pow", "mish", "elu"), "transcendental"),
     **dict.fromkeys(("clone", "cat", "copy", "copy_", "_to_copy", "stack", "where", "select_backward"), "copy"),
     **dict.fromkeys(("zeros", "ones", "zeros_like", "ones_like", "arange", "full", "fill_", "zero_", "scalar_tensor"), "fill"),
@@ -44,6 +45,7 @@ FUNCTIONS: Mapping[str, str] = {
 }
 """What a function of aten does, by the kernel measured for it; what is not listed passes over its elements once."""
 
+USUAL_WIDTH = 256.0
 WITHOUT_BACKWARD = ("fill", "random")
 
 Sizes = tuple[tuple[str, float], ...]
@@ -60,9 +62,7 @@ class Launch:
     count: int = 1
 
 
-def component_launches(
-    component: Component, phase: Phase, samples: int, *, input_gradient: bool = True
-) -> tuple[Launch, ...]:
+def component_launches(component: Component, phase: Phase, samples: int, *, input_gradient: bool = True) -> tuple[Launch, ...]:
     """All launches of a component's forward, backward, or half of a backward, over `samples` samples.
 
     Args:
@@ -182,7 +182,9 @@ def _embedding(operator: Operator, phase: str, samples: int) -> Launch:
 
 
 def _memory_bound(operator: Operator, phase: str, samples: int) -> Launch:
-    """A normalisation's row follows from its parameters: weight and bias, with batch norm also its running mean and variance."""
+    """A normalisation's row follows from its parameters: weight and bias, with batch norm also its running mean and variance.
+    That of a loss' pick follows from the int64 target it reads; that of a softmax is not known and taken to be USUAL_WIDTH.
+    """
     function = FUNCTIONS.get(operator.function, ELEMENTWISE)
     elements = operator_size(operator, "elements") * operator_times(operator, samples)
     width = 1.0
@@ -190,6 +192,11 @@ def _memory_bound(operator: Operator, phase: str, samples: int) -> Launch:
         width = max(1.0, operator.parameter_bytes / 8)
     elif function == "batch_norm":
         width = max(1.0, operator.parameter_bytes / 16)
+    elif function == "pick":
+        size = operator_size(operator, "elements")
+        width = size / max(1.0, (operator.activation_bytes - 4 * size) / 8)
+    elif function == "softmax":
+        width = min(USUAL_WIDTH, operator_size(operator, "elements"))
     return _memory(function, phase, elements, width, operator.count)
 
 

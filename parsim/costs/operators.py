@@ -105,7 +105,11 @@ def forward_kernels(operator: Operator, samples: int, precision: str) -> tuple[K
     if operator.kind == "attention":
         return _attention(operator, samples, element_bytes(precision))
     if operator.kind == "embedding":
-        return (_moved(operator.count, element_bytes(precision) / 4 * operator.activation_bytes * operator_times(operator, samples)),)
+        return (
+            _moved(
+                operator.count, element_bytes(precision) / 4 * operator.activation_bytes * operator_times(operator, samples)
+            ),
+        )
     return (_moved(operator.count, (NORMALISATION_FORWARD_BYTES if operator.parameter_bytes else 1) * size_bytes),)
 
 
@@ -173,7 +177,9 @@ def _matmul(operator: Operator, samples: int, size_bytes: float) -> Kernel:
 
 
 def _convolution(operator: Operator, samples: int, size_bytes: float) -> Kernel:
-    c, k, r, s, groups, out_h, out_w = (operator_size(operator, name) for name in ("c", "k", "r", "s", "groups", "out_h", "out_w"))
+    c, k, r, s, groups, out_h, out_w = (
+        operator_size(operator, name) for name in ("c", "k", "r", "s", "groups", "out_h", "out_w")
+    )
     stride = max(operator_size(operator, "stride_h"), operator_size(operator, "stride_w"))
     return Kernel(
         kind="convolution",
@@ -217,7 +223,11 @@ def _moved(count: int, size_bytes: float) -> Kernel:
 
 def _operand_bytes(operator: Operator, samples: int, precision: str) -> float:
     """Every operand and result once; the Model counts four bytes per element."""
-    return element_bytes(precision) / 4 * (operator.activation_bytes * operator_times(operator, samples) + operator.parameter_bytes)
+    return (
+        element_bytes(precision)
+        / 4
+        * (operator.activation_bytes * operator_times(operator, samples) + operator.parameter_bytes)
+    )
 
 
 def operator_times(operator: Operator, samples: int) -> int:

@@ -147,7 +147,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators.append(
             RawOperator(
                 op=self.current(),
-                function=str(packet),
+                function="aten.gelu_tanh" if packet is aten.gelu and kwargs.get("approximate") == "tanh" else str(packet),
                 kind=kind,
                 shape=shape_of(args, made[0]) if shape_of else (("elements", _elements(given, made, func)),),
                 flop=_flop(packet, args, kwargs, out),
