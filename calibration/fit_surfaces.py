@@ -56,8 +56,8 @@ def check_operator_points(points: Iterable[OperatorPoint]) -> None:
         if len(bad) > len(group) // MIN_POINTS:
             more, less = (group[number] for number in bad[0])
             raise ProfileError(
-                f"{_name(more)} took {more.seconds:.3g} s, less than a fifth of the {less.seconds:.3g} s of {_name(less)}, which "
-                f"is no larger, and {len(bad) - 1} more pairs like it; something else ran meanwhile: calibrate again"
+                f"{_name(more)} took {more.seconds:.3g} s, less than a fifth of the {less.seconds:.3g} s of {_name(less)}, "
+                f"which is no larger, and {len(bad) - 1} more pairs like it; something else ran meanwhile: calibrate again"
             )
 
 

@@ -90,7 +90,7 @@ def calibrated(out: Path, *, quick: bool, seed: int) -> Profile:
         models=tuple((ModelSpec(name=name), BATCHES[:2] if quick else BATCHES) for name in NAMES[: 3 if quick else None]),
         nproc=RANKS,
         quick=quick,
-        sizes_bytes=(1024,),
+        sizes_bytes=(1024, 65536),
         shard_ways=(),
         compute_budget_s=45.0,
         seed=seed,
