@@ -5,12 +5,14 @@
 Calibrates this machine with the small models of the zoo and its operators (or reads a profile made so), then leaves out one
 model at a time: every point of its components, and of components that do the same work, is removed, what components add to
 their operators is learned anew from the other models, and all its components and its step's whole computation are predicted
-and compared with their measurement in the same calibration.
+and compared with their measurement in the same calibration. The floor beside it: how far the measurements of identical
+components that stand in two models differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -75,13 +77,15 @@ def main() -> None:
     answers = [answer for model in models for answer in left_out(profile, model, models, asked.seed)]
     write_csv(asked.out / "answers.csv", [vars(answer) | {"error": answer.error} for answer in answers])
     tables = {"steps": table(answers, names, whole=True), "components": table(answers, names, whole=False)}
+    floor = same_work(profile)
     if asked.json:
-        print(json.dumps(tables))
+        print(json.dumps(tables | {"floor": floor}))
         return
     for what, rows in tables.items():
         print(what)
         for row in rows:
             print("  " + "  ".join(f"{key} {value}" for key, value in row.items()))
+    print("floor\n  " + "  ".join(f"{key} {value}" for key, value in floor.items()))
 
 
 def calibrated(out: Path, *, quick: bool, seed: int) -> Profile:
@@ -128,6 +132,28 @@ def without(profile: Profile, model: Model, models: Sequence[Model]) -> Profile:
         }
     )
     return profile.model_copy(update={"compute": compute})
+
+
+def same_work(profile: Profile) -> dict[str, Any]:
+    """How far two measurements of a component differ that stands in two models (layers of MLP and VGG, losses)."""
+    heaviest = max(point.ranks_active for point in profile.compute.components)
+    found: dict[tuple[str, str, int], dict[str, float]] = {}
+    for point in profile.compute.components:
+        if point.ranks_active == heaviest:
+            place = (point.fingerprint, point.phase, point.samples)
+            found.setdefault(place, {}).setdefault(point.model, point.seconds)
+    differences = [
+        100 * abs(one / other - 1)
+        for by_model in found.values()
+        for one, other in itertools.pairwise(sorted(by_model.values()))
+    ]
+    if not differences:
+        return {"pairs": 0}
+    return {
+        "pairs": len(differences),
+        "median_difference_percent": round(statistics.median(differences), 1),
+        "worst_difference_percent": round(max(differences), 1),
+    }
 
 
 def answer_of(model: str, samples: int, point: ComponentPoint, predicted_s: float, draws: np.ndarray[Any, Any]) -> Answer:
