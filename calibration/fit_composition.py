@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from calibration.fit_operators import NORMAL_MAD, round_to_six
 from calibration.fit_surfaces import FloatArray, fit_terms
-from parsim.costs.composition import KINDS, Parts, component_parts, composed_s
+from parsim.costs.composition import KINDS, Parts, component_parts
 from parsim.costs.surfaces import SurfaceModel
 from parsim.hardware.profile import ComponentPoint, Composition
 from parsim.model.model import Model
@@ -158,9 +158,3 @@ def _held_out(measured: Sequence[Measured]) -> tuple[dict[str, float], float]:
         return dict.fromkeys(PHASES, UNKNOWN_SIGMA), UNKNOWN_SIGMA
     spreads = {phase: NORMAL_MAD * float(np.median(np.abs(values))) for phase, values in logs.items()}
     return spreads, float(np.sqrt(np.mean(np.square(steps))))
-
-
-def composed_step_s(entries: Sequence[Measured], compositions: Sequence[Composition]) -> float:
-    """Seconds of all these components together."""
-    by_phase = {entry.phase: entry for entry in compositions}
-    return sum(composed_s(entry.parts, by_phase[entry.phase]) for entry in entries)  # type: ignore[index]
