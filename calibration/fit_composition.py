@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,7 +123,7 @@ def _terms(parts: Parts) -> list[float]:
     return [parts.components, float(parts.launches), *bytes_moved, *(parts.seconds.get(kind, 0.0) for kind in KINDS)]
 
 
-def _named(coefficients: NDArray[np.float64]) -> dict[str, float | dict[str, float]]:
+def _named(coefficients: NDArray[np.float64]) -> dict[str, Any]:
     component, launch, parameter, activation, *factors = (round_to_six(value) for value in coefficients.tolist())
     return {
         "component_s": component,
