@@ -15,6 +15,7 @@ from calibration.communication_points import all_reduce_sizes
 from calibration.measure_collectives import affordable_sizes, collective_section, make_bench
 from calibration.measure_components import DTYPES, Case, component_section, make_case
 from calibration.measure_device import measure_device
+from calibration.measure_operators import operator_section
 from calibration.measure_overlap import overlap_section
 from calibration.measure_shards import shard_section
 from calibration.request import CalibrationRequest, active_levels
@@ -57,6 +58,7 @@ def main(job_path: Path) -> None:
     sections = (
         component_section(cases, own, request, device),
         shard_section(cases, own[place.world_size], request, device),
+        operator_section(own[place.world_size], request, dtype, device),
         collective_section(bench, sizes, request),
         overlap_section(cases, bench, request),
     )

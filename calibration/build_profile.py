@@ -10,10 +10,13 @@ import numpy as np
 from calibration.communication_points import collective_points, overlap_factors
 from calibration.drift import Drift, FloatArray, computation_drift, noise_of, robust_sigma
 from calibration.fit_collectives import fit_linear, fit_regimes
+from calibration.fit_composition import fit_compositions, measured_parts
+from calibration.fit_surfaces import fit_surfaces
 from calibration.raw_points import RawPoints, entries_of
 from calibration.request import CalibrationRequest
 from calibration.screen import consistent_collectives, consistent_components, screened
 from calibration.surroundings import doubts, provenance_environment
+from parsim.costs.surfaces import SurfaceModel
 from parsim.execute.pinning import core_of_rank
 from parsim.graph.taskgraph import parse_work
 from parsim.hardware.profile import (
@@ -23,6 +26,7 @@ from parsim.hardware.profile import (
     DeviceEntry,
     DeviceTypeEntry,
     HostOverhead,
+    OperatorPoint,
     OptimizerPoint,
     Profile,
     Provenance,
@@ -45,6 +49,19 @@ SOURCES: Mapping[str, tuple[str, str]] = {
         "measurement",
         "one shard of a component, forward and backward, beside the whole component in the same rounds; its share of the "
         "whole, median over rounds and ranks, times what the whole took inside training steps",
+    ),
+    "operators": (
+        "measurement",
+        "single calls of operators, weights and saved arrays out of the caches, with every rank busy, rounds interleaved over "
+        "all shapes; medians over repeats and ranks",
+    ),
+    "operator_fit": (
+        "derived",
+        "sums of costs that grow with the sizes, through the points of `operators`; sigma is cross-validated",
+    ),
+    "composition": (
+        "derived",
+        "what the components of `steps` take beside the sum of their operators; sigma is that of models left out of the fit",
     ),
     "optimizer_steps": (
         "measurement",
@@ -104,6 +121,9 @@ def build_profile(given: RawPoints) -> Profile:
     points, odd_collectives = consistent_collectives(collective_points(raw))
     fits = fit_regimes(points, source="collective_fit") if points else []
     components, odd_components = consistent_components(component_points(raw, request, models, device_type, drift))
+    operators = operator_points(raw, request, device_type)
+    surfaces = fit_surfaces(operators, source="operator_fit")
+    measured = measured_parts(components, models, SurfaceModel(tuple(surfaces), tuple(operators))) if surfaces else []
     return Profile(
         schema_version=1,
         name=given.name,
@@ -128,6 +148,9 @@ def build_profile(given: RawPoints) -> Profile:
         compute=Compute(
             components=[*components, *shard_points(raw, models, components)],
             optimizers=optimizer_points(raw, request, device_type, drift),
+            operator_points=operators,
+            operator_surfaces=surfaces,
+            compositions=fit_compositions(measured, device_type, request.precision, source="composition"),
         ),
         overlap=overlap_factors([entry for _, entry in entries_of(raw, "overlap")], fits),
         noise=noise_of(raw, drift),
@@ -239,6 +262,31 @@ def shard_points(raw: Mapping[str, Any], models: Sequence[Model], components: Se
             )
         )
     return points
+
+
+def operator_points(raw: Mapping[str, Any], request: CalibrationRequest, device_type: str) -> list[OperatorPoint]:
+    """One point per measured launch: the median over rounds, calls and ranks."""
+    found: dict[tuple[str, str, str, tuple[tuple[str, int], ...]], list[float]] = {}
+    for _, entry in entries_of(raw, "operators"):
+        key = (entry["kind"], entry["function"], entry["phase"], tuple(entry["sizes"].items()))
+        found.setdefault(key, []).extend(entry["seconds"])
+    return [
+        OperatorPoint(
+            kind=kind,
+            function=function,
+            phase=phase,  # type: ignore[arg-type]
+            shape=dict(sizes),
+            samples=1,
+            device_type=device_type,
+            precision=request.precision,
+            ranks_active=request.nproc,
+            seconds=float(np.median(seconds)),
+            spread=robust_sigma(seconds),
+            repeats=len(seconds),
+            source="operators",
+        )
+        for (kind, function, phase, sizes), seconds in found.items()
+    ]
 
 
 def optimizer_points(

@@ -23,7 +23,7 @@ from parsim.execute.pinning import available_cores
 from parsim.hardware.profile import Profile, save_profile
 from parsim.model.spec import load_model
 
-__all__ = ["CalibrationRequest", "calibrate", "refit"]
+__all__ = ["CalibrationRequest", "Launcher", "calibrate", "refit"]
 
 RANKS_PER_CORE = 4
 TIMEOUT_S = 1800.0

@@ -255,11 +255,11 @@ def _fit_group(points: Sequence[OperatorPoint], device_type: str, peak: float, b
     flop = [kernel.flop for kernel in kernels]
     return OperatorFit(
         kind=points[0].kind,
-        phase=points[0].phase,
+        phase=points[0].phase,  # type: ignore[arg-type]
         precision=points[0].precision,
         device_type=device_type,
         coefficients=_fit_coefficients(kernels, log_seconds, peak, bandwidth),
-        relative_sigma=_round(NORMAL_MAD * float(np.median(np.abs(held_out)))),
+        relative_sigma=round_to_six(NORMAL_MAD * float(np.median(np.abs(held_out)))),
         min_flop=min(flop),
         max_flop=max(flop),
         points=len(points),
@@ -284,7 +284,7 @@ def _fit_coefficients(
     result = least_squares(
         residuals, START[index], bounds=(LOWER[index], UPPER[index]), loss="soft_l1", f_scale=0.2, max_nfev=500
     )
-    return {name: _round(value) for name, value in coefficients(result.x).items()}
+    return {name: round_to_six(value) for name, value in coefficients(result.x).items()}
 
 
 def _free(kernels: Sequence[Kernel]) -> list[str]:
@@ -302,6 +302,6 @@ def _log_seconds(kernels: Sequence[Kernel], coefficients: Mapping[str, float]) -
     return np.log([kernel_seconds(kernel, coefficients) for kernel in kernels])
 
 
-def _round(value: float) -> float:
+def round_to_six(value: float) -> float:
     """Six significant digits: more would only record the arithmetic of one machine."""
     return float(f"{value:.6g}")

@@ -30,6 +30,7 @@ class CalibrationRequest:
     granularities: of the components, as plans will run them; every model is measured at each.
     shard_ways: into how many shards components are cut that can be; of each shard number 0 is measured. Those that the ranks
         cannot hold side by side are left out.
+    operator_budget_s: of the rounds over single operators; 0: models that are not measured stay without a price.
     """
 
     models: tuple[tuple[ModelSpec, tuple[int, ...]], ...]
@@ -45,6 +46,7 @@ class CalibrationRequest:
     granularities: tuple[str, ...] = ("block",)
     shard_ways: tuple[int, ...] = (2, 4)
     shard_budget_s: float = 25.0
+    operator_budget_s: float = 45.0
     collective_budget_s: float = 60.0
     overlap_budget_s: float = 40.0
     seed: int = 0
@@ -87,6 +89,7 @@ class CalibrationRequest:
         whole = {
             "components": self.compute_budget_s,
             "shards": self.shard_budget_s,
+            "operators": self.operator_budget_s,
             "collectives": self.collective_budget_s,
             "overlap": self.overlap_budget_s,
         }

@@ -4,8 +4,10 @@ Three sources, never mixed silently:
     measured   the profile holds this component (by fingerprint), phase, device type and precision; between two measured
                sample counts the time is interpolated linearly. A shard has a fingerprint of its own; where it was not
                measured, but the whole or a larger shard of it was, its time is that times the ratio the operators give.
-    fitted     the sum over the component's operators of the fitted kernel times (`parsim.costs.operators`), over the efficiency
-               that whole models were found to have on such a device, where the profile holds one.
+    fitted     the sum over the component's operators of the fitted kernel times: by surfaces measured on this machine and what
+               whole components were seen to add (`parsim.costs.surfaces`, `.composition`); else by the formula fitted to
+               published kernels (`parsim.costs.operators`), over the efficiency that whole models were found to have on such a
+               device, where the profile holds one.
     published  an operator kind without a fit, on a device whose peaks come from a datasheet or paper: a roofline at a stated
                efficiency and a large uncertainty.
 
@@ -26,9 +28,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parsim.costs.composition import component_parts, composed_estimate, composed_s, composition_of
 from parsim.costs.cuda_launches import cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
 from parsim.costs.estimate import Estimate, Source
+from parsim.costs.interpolation import interpolate_s
 from parsim.costs.operators import Kernel, forward_kernels, halved_backward_kernels, kernel_seconds
+from parsim.costs.surfaces import SurfaceModel, surface_models
 from parsim.errors import CostError, near_matches
 from parsim.hardware.device import Device
 from parsim.hardware.profile import ComponentPoint, OperatorFit, OptimizerPoint, Profile
@@ -67,6 +72,10 @@ SGD p += g: 3. Momentum m *= mu: 2, m += g: 3, p += m: 3. Adam lerp of m: 3, v *
 p += m / sqrt(v): 4. AdamW p *= 1 - wd: 2 more."""
 
 
+Surfaces = Mapping[tuple[str, str], SurfaceModel]
+"""By device type and precision."""
+
+
 class MeasuredWork(NamedTuple):
     """What a ComponentPoint was measured on."""
 
@@ -95,6 +104,7 @@ def estimate_compute(
     *,
     input_gradient: bool = True,
     points: Mapping[MeasuredWork, list[ComponentPoint]] | None = None,
+    surfaces: Surfaces | None = None,
 ) -> Estimate:
     """Seconds of `component`, or of one of `work.ways` shards of it, forward or backward over `work.samples` samples.
 
@@ -104,7 +114,7 @@ def estimate_compute(
             those under the heaviest load.
         input_gradient: False for a component whose inputs want no gradient (the model's first one), so that the backward of
             its first operator computes the gradient of the weight alone. A measurement contains that already.
-        points: `points_by_work(profile)` for whoever asks often; None: made here.
+        points, surfaces: `points_by_work(profile)` and `surface_models(profile)` for whoever asks often; None: made here.
 
     Raises:
         CostError: nothing measured, fitted or published covers it. ModelError: the component has no such shard.
@@ -116,15 +126,24 @@ def estimate_compute(
         )
     part = narrow(component, work.rule, work.ways)
     points = points_by_work(profile) if points is None else points
+    surfaces = surface_models(profile) if surfaces is None else surfaces
     if work.phase in HALVES:
         whole = replace(work, phase=Phase.BACKWARD)
         known = estimate_compute(
-            whole, component, device, profile, precision, ranks_active, input_gradient=input_gradient, points=points
+            whole,
+            component,
+            device,
+            profile,
+            precision,
+            ranks_active,
+            input_gradient=input_gradient,
+            points=points,
+            surfaces=surfaces,
         )
         return (
-            _half(known, work, part, device, profile, precision, input_gradient)
+            _half(known, work, part, device, profile, precision, input_gradient, surfaces)
             if known.source == "measured"
-            else (_from_operators(work, part, device, profile, precision, input_gradient))
+            else (_from_operators(work, part, device, profile, precision, input_gradient, surfaces))
         )
     for ways in (ways for ways in range(work.ways, 0, -1) if work.ways % ways == 0):
         base = narrow(component, work.rule, ways)
@@ -133,9 +152,9 @@ def estimate_compute(
             measured = _measured(work, base, found, profile, ranks_active)
             if ways == work.ways:
                 return measured
-            share = _share(work, part, base, device, profile, precision, input_gradient)
+            share = _share(work, part, base, device, profile, precision, input_gradient, surfaces)
             return _scaled(measured, share, work.ways // ways, "the whole" if ways == 1 else f"one of {ways} shards")
-    return _from_operators(work, part, device, profile, precision, input_gradient)
+    return _from_operators(work, part, device, profile, precision, input_gradient, surfaces)
 
 
 def estimate_optimizer(
@@ -221,9 +240,12 @@ def _half(
     profile: Profile,
     precision: str,
     input_gradient: bool,
+    surfaces: Surfaces,
 ) -> Estimate:
     """The half of a measured backward, by the ratio that the operators give; the two halves add up to the whole."""
-    seconds = [_operators_s(replace(work, phase=phase), part, device, profile, precision, input_gradient) for phase in HALVES]
+    seconds = [
+        _operators_s(replace(work, phase=phase), part, device, profile, precision, input_gradient, surfaces) for phase in HALVES
+    ]
     total = sum(seconds)
     share = seconds[HALVES.index(work.phase)] / total if total else float(work.phase is Phase.BACKWARD_INPUT)
     return Estimate(
@@ -246,34 +268,6 @@ def _scaled(measured: Estimate, share: float, times: int, base: str) -> Estimate
         detail=f"{share:.0%} of {base}, {measured.detail}",
         extrapolated=True,
     )
-
-
-def interpolate_s(samples: Sequence[int], seconds: Sequence[float], wanted: int) -> tuple[float, str, float]:
-    """Time at `wanted` samples from a measured curve (samples ascending and distinct).
-
-    Linear between two measured counts; above the last one proportional to the samples; below the first one on the line
-    through the first two, kept between proportional and constant; with a single count proportional both ways.
-
-    Returns:
-        Seconds, how it was got (for people), and how many doublings `wanted` lies outside the range (0 inside).
-    """
-    first, last = samples[0], samples[-1]
-    if wanted in samples:
-        return seconds[list(samples).index(wanted)], f"at {wanted} samples", 0.0
-    if wanted > last:
-        return seconds[-1] * wanted / last, f"extrapolated in proportion from {last} samples", math.log2(wanted / last)
-    if wanted < first:
-        proportional = seconds[0] * wanted / first
-        doublings = math.log2(first / wanted)
-        if len(samples) == 1:
-            return proportional, f"extrapolated in proportion from {first} samples", doublings
-        slope = (seconds[1] - seconds[0]) / (samples[1] - first)
-        line = seconds[0] - slope * (first - wanted)
-        return min(max(line, proportional), seconds[0]), f"extrapolated on the line below {first} samples", doublings
-    value = float(np.interp(wanted, samples, seconds))
-    below = max(count for count in samples if count < wanted)
-    above = min(count for count in samples if count > wanted)
-    return value, f"interpolated between {below} and {above} samples", 0.0
 
 
 def _loads(points: Iterable[ComponentPoint | OptimizerPoint], ranks_active: int | None) -> list[int]:
@@ -347,8 +341,20 @@ def _affine(points: Sequence[OptimizerPoint]) -> tuple[float, float]:
 
 
 def _from_operators(
-    work: Compute, component: Component, device: Device, profile: Profile, precision: str, input_gradient: bool
+    work: Compute,
+    component: Component,
+    device: Device,
+    profile: Profile,
+    precision: str,
+    input_gradient: bool,
+    surfaces: Surfaces,
 ) -> Estimate:
+    drift = ("drift", _drift_sigma(profile))
+    known = surfaces.get((device.type.name, precision))
+    if known is not None:
+        parts = component_parts(component, work.phase, work.samples, known, input_gradient=input_gradient)
+        composition = composition_of(profile.compute.compositions, work.phase, device.type.name, precision)
+        return composed_estimate(parts, composition, component.fingerprint, drift, EXTRAPOLATED_SHARE)
     fits = profile.compute.operator_fits
     published = precision in device.type.peak_flop_per_s and _has_published_peaks(device, profile)
     if not published and not any((fit.precision, fit.device_type) == (precision, device.type.name) for fit in fits):
@@ -372,7 +378,6 @@ def _from_operators(
         outside_s += seconds if outside else 0.0
         by_kind[kernel.kind] = by_kind.get(kernel.kind, 0.0) + sigma * seconds
         by_source[source] = by_source.get(source, 0.0) + seconds
-    drift = ("drift", _drift_sigma(profile))
     if not total:
         return Estimate(median_s=0.0, source="fitted", parameters=(drift,), detail="launches no kernel")
     factor, spread = _efficiency(profile, device, precision)
@@ -387,18 +392,35 @@ def _from_operators(
 
 
 def _share(
-    work: Compute, part: Component, base: Component, device: Device, profile: Profile, precision: str, input_gradient: bool
+    work: Compute,
+    part: Component,
+    base: Component,
+    device: Device,
+    profile: Profile,
+    precision: str,
+    input_gradient: bool,
+    surfaces: Surfaces,
 ) -> float:
     """Seconds of `part` over seconds of the larger `base`, by fitted operators; by a roofline where an operator has no fit."""
 
-    whole_s = _operators_s(work, base, device, profile, precision, input_gradient)
-    return _operators_s(work, part, device, profile, precision, input_gradient) / whole_s if whole_s else 1.0
+    whole_s = _operators_s(work, base, device, profile, precision, input_gradient, surfaces)
+    return _operators_s(work, part, device, profile, precision, input_gradient, surfaces) / whole_s if whole_s else 1.0
 
 
 def _operators_s(
-    work: Compute, component: Component, device: Device, profile: Profile, precision: str, input_gradient: bool
+    work: Compute,
+    component: Component,
+    device: Device,
+    profile: Profile,
+    precision: str,
+    input_gradient: bool,
+    surfaces: Surfaces,
 ) -> float:
     """Seconds by fitted operators; by a roofline where an operator has no fit."""
+    known = surfaces.get((device.type.name, precision))
+    if known is not None:
+        parts = component_parts(component, work.phase, work.samples, known, input_gradient=input_gradient)
+        return composed_s(parts, composition_of(profile.compute.compositions, work.phase, device.type.name, precision))
     kernels = component_kernels(
         component, work.phase, work.samples, precision, input_gradient=input_gradient, device_kind=device.type.kind
     )

@@ -11,6 +11,7 @@ from parsim.costs.compute import MeasuredWork, estimate_compute, estimate_optimi
 from parsim.costs.corrected import NO_CORRECTIONS, Corrections, corrected
 from parsim.costs.estimate import Estimate, OverlapFactors
 from parsim.costs.overlap import overlap_of
+from parsim.costs.surfaces import SurfaceModel, surface_models
 from parsim.costs.updates import updates_of
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
@@ -130,7 +131,7 @@ class Costs:
         numbers: dict[object, int] = {}
         return {
             component.name: numbers.setdefault(
-                (component.fingerprint, component.shardings, self._has_input_gradient(component)), len(numbers)
+                (component.fingerprint, component.shardings, self.model.has_input_gradient(component)), len(numbers)
             )
             for component in self.model.components
         }
@@ -143,18 +144,18 @@ class Costs:
             self.cluster.profile,
             self.precision,
             self.ranks_active,
-            input_gradient=self._has_input_gradient(component),
+            input_gradient=self.model.has_input_gradient(component),
             points=self._points,
+            surfaces=self._surfaces,
         )
 
     @cached_property
     def _points(self) -> dict[MeasuredWork, list[ComponentPoint]]:
         return points_by_work(self.cluster.profile)
 
-    def _has_input_gradient(self, component: Component) -> bool:
-        """Whether its backward hands a gradient on: not that of a component which reads the batch alone."""
-        values = (self.model.value[name] for name in component.inputs)
-        return any(value.producer is not None and value.differentiable for value in values)
+    @cached_property
+    def _surfaces(self) -> dict[tuple[str, str], SurfaceModel]:
+        return surface_models(self.cluster.profile)
 
     def _component(self, name: str) -> Component:
         index = self.model.component_index

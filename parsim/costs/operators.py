@@ -105,7 +105,11 @@ def forward_kernels(operator: Operator, samples: int, precision: str) -> tuple[K
     if operator.kind == "attention":
         return _attention(operator, samples, element_bytes(precision))
     if operator.kind == "embedding":
-        return (_moved(operator.count, element_bytes(precision) / 4 * operator.activation_bytes * _times(operator, samples)),)
+        return (
+            _moved(
+                operator.count, element_bytes(precision) / 4 * operator.activation_bytes * operator_times(operator, samples)
+            ),
+        )
     return (_moved(operator.count, (NORMALISATION_FORWARD_BYTES if operator.parameter_bytes else 1) * size_bytes),)
 
 
@@ -156,14 +160,14 @@ def element_bytes(precision: str) -> int:
 
 
 def _matmul(operator: Operator, samples: int, size_bytes: float) -> Kernel:
-    m, n, k = (_size(operator, name) for name in ("m", "n", "k"))
+    m, n, k = (operator_size(operator, name) for name in ("m", "n", "k"))
     problems = dict(operator.shape).get("problems", 1) * (samples if operator.batch == "batch" else 1)
     rows = m * samples if operator.batch == "rows" else m
     return Kernel(
         kind="matmul",
         phase="forward",
         count=operator.count,
-        flop=operator.forward_flop * _times(operator, samples),
+        flop=operator.forward_flop * operator_times(operator, samples),
         size_bytes=size_bytes,
         rows=rows,
         columns=n,
@@ -173,8 +177,10 @@ def _matmul(operator: Operator, samples: int, size_bytes: float) -> Kernel:
 
 
 def _convolution(operator: Operator, samples: int, size_bytes: float) -> Kernel:
-    c, k, r, s, groups, out_h, out_w = (_size(operator, name) for name in ("c", "k", "r", "s", "groups", "out_h", "out_w"))
-    stride = max(_size(operator, "stride_h"), _size(operator, "stride_w"))
+    c, k, r, s, groups, out_h, out_w = (
+        operator_size(operator, name) for name in ("c", "k", "r", "s", "groups", "out_h", "out_w")
+    )
+    stride = max(operator_size(operator, "stride_h"), operator_size(operator, "stride_w"))
     return Kernel(
         kind="convolution",
         phase="forward",
@@ -192,7 +198,7 @@ def _convolution(operator: Operator, samples: int, size_bytes: float) -> Kernel:
 
 
 def _attention(operator: Operator, samples: int, width: int) -> tuple[Kernel, ...]:
-    heads, queries, keys, d = (_size(operator, name) for name in ("heads", "q", "kv", "d"))
+    heads, queries, keys, d = (operator_size(operator, name) for name in ("heads", "q", "kv", "d"))
     problems = heads * samples
     half_flop = 2.0 * problems * queries * keys * d
     elements = problems * (queries * keys + (queries + keys) * d)
@@ -217,15 +223,19 @@ def _moved(count: int, size_bytes: float) -> Kernel:
 
 def _operand_bytes(operator: Operator, samples: int, precision: str) -> float:
     """Every operand and result once; the Model counts four bytes per element."""
-    return element_bytes(precision) / 4 * (operator.activation_bytes * _times(operator, samples) + operator.parameter_bytes)
+    return (
+        element_bytes(precision)
+        / 4
+        * (operator.activation_bytes * operator_times(operator, samples) + operator.parameter_bytes)
+    )
 
 
-def _times(operator: Operator, samples: int) -> int:
+def operator_times(operator: Operator, samples: int) -> int:
     """How often the per-sample work is done: once whatever the samples for work on parameters alone."""
     return 1 if operator.batch == "none" else samples
 
 
-def _size(operator: Operator, name: str) -> int:
+def operator_size(operator: Operator, name: str) -> int:
     for key, size in operator.shape:
         if key == name:
             return size

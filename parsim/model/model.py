@@ -62,6 +62,11 @@ class Model:
             raise ModelError(f"{self.name} has no component {name!r}")
         return self.components[self.component_index[name]]
 
+    def has_input_gradient(self, component: Component) -> bool:
+        """Whether its backward hands a gradient on: not that of a component which reads the batch alone."""
+        values = (self.value[name] for name in component.inputs)
+        return any(value.producer is not None and value.differentiable for value in values)
+
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """Every parameter once, tied or not."""

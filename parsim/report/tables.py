@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from parsim.hardware.profile import Profile
+from parsim.hardware.profile import OperatorFit, OperatorSurface, Profile
 from parsim.units import format_bandwidth, format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTa
         what = f"{names_text}: {_range([point.elements for point in optimizers], format_count)} elements"
         rows.append(("optimizer", str(len(optimizers)), what, _spread([point.spread for point in optimizers])))
     if profile.compute.operator_points or profile.compute.operator_fits:
-        fits = profile.compute.operator_fits
+        fits: list[OperatorFit | OperatorSurface] = [*profile.compute.operator_fits, *profile.compute.operator_surfaces]
         kinds = ", ".join(dict.fromkeys(f"{fit.kind} {fit.phase}" for fit in fits))
         what = f"fitted: {kinds}; the spread is about the fit" if fits else "not fitted"
         spread = _spread([fit.relative_sigma for fit in fits])

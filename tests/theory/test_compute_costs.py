@@ -18,8 +18,8 @@ from parsim.costs.compute import (
     component_kernels,
     estimate_compute,
     estimate_optimizer,
-    interpolate_s,
 )
+from parsim.costs.interpolation import interpolate_s
 from parsim.costs.operators import Kernel, backward_kernels, forward_kernels, kernel_seconds
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile

@@ -1,0 +1,151 @@
+"""Fit the surfaces of `parsim.costs.surfaces` to single operators measured on this machine.
+
+Least squares of the relative error with no negative coefficient (scipy's nnls), made robust by weights that fall with the size
+of a point's own error. A fit depends on the points alone and on nothing random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from calibration.fit_operators import FOLDS, MIN_POINTS, NORMAL_MAD, round_to_six
+from parsim.costs.surfaces import distances, log_sizes, stacked_terms
+from parsim.errors import ProfileError
+from parsim.hardware.profile import OperatorPoint, OperatorSurface
+
+FloatArray = NDArray[np.float64]
+PASSES = 6
+ROBUST_SIGMAS = 1.5
+EDGE_SHARE = 0.25
+MIN_SIGMA_PER_DOUBLING = 0.05
+"""Assumed least growth of sigma per doubling beyond the data."""
+
+LESS_TIME = 0.2
+"""A launch that takes less than this part of the time of another of which no term is larger was not measured well."""
+
+
+def fit_surfaces(points: Sequence[OperatorPoint], source: str) -> list[OperatorSurface]:
+    """One surface per kind, function, phase, device type and precision.
+
+    Raises ProfileError for fewer than 8 points of one, or points that `check_operator_points` refuses.
+    """
+    check_operator_points(points)
+    groups: dict[tuple[str, ...], list[OperatorPoint]] = {}
+    for point in points:
+        key = (point.kind, point.function, point.phase, point.precision, point.device_type)
+        groups.setdefault(key, []).append(point)
+    return [_surface(group, source) for _, group in sorted(groups.items())]
+
+
+def check_operator_points(points: Iterable[OperatorPoint]) -> None:
+    """Raises ProfileError for seconds that are not positive numbers, or that fall to less than a fifth while no term falls."""
+    groups: dict[tuple[str, ...], list[OperatorPoint]] = {}
+    for point in points:
+        if not (np.isfinite(point.seconds) and point.seconds > 0):
+            raise ProfileError(f"{_name(point)} took {point.seconds} s; a time is a positive number: calibrate again")
+        groups.setdefault((point.kind, point.function, point.phase, point.precision, point.device_type), []).append(point)
+    for group in groups.values():
+        _, terms = stacked_terms(group[0].kind, [_sizes(point) for point in group])
+        seconds = np.array([point.seconds for point in group])
+        covered = (terms[:, None, :] >= terms[None, :, :]).all(axis=2) & (seconds[:, None] < LESS_TIME * seconds[None, :])
+        bad = [(int(more), int(less)) for more, less in np.argwhere(covered)]
+        if len(bad) > len(group) // MIN_POINTS:
+            more, less = (group[number] for number in bad[0])
+            raise ProfileError(
+                f"{_name(more)} took {more.seconds:.3g} s, less than a fifth of the {less.seconds:.3g} s of {_name(less)}, "
+                f"which is no larger, and {len(bad) - 1} more pairs like it; something else ran meanwhile: calibrate again"
+            )
+
+
+def cross_validated(terms: FloatArray, seconds: FloatArray) -> FloatArray:
+    """float64 [n]: log of predicted over measured seconds, each point predicted by a fit that had not seen it."""
+    folds = np.arange(len(seconds)) % FOLDS
+    held_out = np.zeros(len(seconds))
+    for fold in range(min(FOLDS, len(seconds))):
+        kept = folds != fold
+        held_out[~kept] = log_errors(terms[~kept], fit_terms(terms[kept], seconds[kept]), seconds[~kept])
+    return held_out
+
+
+def log_errors(terms: FloatArray, coefficients: FloatArray, seconds: FloatArray) -> FloatArray:
+    """log(predicted / measured); a prediction of nothing counts as a thousandth of the measured."""
+    errors: FloatArray = np.log(np.maximum(terms @ coefficients / seconds, 1e-3))
+    return errors
+
+
+def fit_terms(terms: FloatArray, seconds: FloatArray, prior: FloatArray | None = None) -> FloatArray:
+    """Non-negative coefficients: robust least squares of the relative error.
+
+    Args:
+        terms: [points, terms]. prior: rows [k, terms + 1], each saying that terms @ coefficients is its last entry, in
+            units of one point's relative error.
+    """
+    relative = terms / seconds[:, None]
+    scale = np.abs(relative).max(axis=0)
+    scale[scale == 0] = 1.0
+    relative = relative / scale
+    extra = np.zeros((0, terms.shape[1])) if prior is None else prior[:, :-1] / scale
+    wanted = np.zeros(0) if prior is None else prior[:, -1]
+    weights = np.ones(len(seconds))
+    for _ in range(PASSES):
+        coefficients, _ = nnls(np.vstack([relative * weights[:, None], extra]), np.concatenate([weights, wanted]))
+        ratio = np.maximum(relative @ coefficients, 0.05)
+        errors = np.abs(np.log(ratio))
+        usual = NORMAL_MAD * float(np.median(errors)) + 1e-3
+        # dividing by the ratio makes too slow and too fast by the same factor weigh the same
+        weights = 1.0 / np.sqrt(np.maximum(1.0, errors / (ROBUST_SIGMAS * usual)) * ratio)
+    found: FloatArray = coefficients / scale
+    return found
+
+
+def _surface(points: Sequence[OperatorPoint], source: str) -> OperatorSurface:
+    first = points[0]
+    if len(points) < MIN_POINTS:
+        raise ProfileError(f"{len(points)} points for {_name(first)}; a fit needs at least {MIN_POINTS}: calibrate again")
+    names, terms = stacked_terms(first.kind, [_sizes(point) for point in points])
+    seconds = np.array([point.seconds for point in points])
+    held_out = cross_validated(terms, seconds)
+    sigma = NORMAL_MAD * float(np.median(np.abs(held_out)))
+    shapes = np.array([log_sizes(point.shape) for point in points])
+    folds = np.arange(len(points)) % FOLDS
+    gaps = np.concatenate(
+        [distances(shapes[folds == fold], shapes[folds != fold]) for fold in range(FOLDS) if (folds == fold).any()]
+    )
+    reach = float(np.quantile(gaps, 0.9))
+    coefficients = fit_terms(terms, seconds)
+    kept = {name: round_to_six(value) for name, value in zip(names, coefficients.tolist(), strict=True) if value > 0}
+    return OperatorSurface(
+        kind=first.kind,
+        function=first.function,
+        phase=first.phase,
+        precision=first.precision,
+        device_type=first.device_type,
+        seconds_per_term=kept,
+        relative_sigma=round_to_six(sigma),
+        reach_doublings=round_to_six(reach),
+        sigma_per_doubling=round_to_six(_growth(terms, seconds, shapes, sigma)),
+        points=len(points),
+        source=source,
+    )
+
+
+def _growth(terms: FloatArray, seconds: FloatArray, shapes: FloatArray, sigma: float) -> float:
+    """How much more the longest quarter of the points is missed by a fit to the others, per doubling between them."""
+    edge = seconds > np.quantile(seconds, 1 - EDGE_SHARE)
+    errors = log_errors(terms[edge], fit_terms(terms[~edge], seconds[~edge]), seconds[edge])
+    away = float(np.median(distances(shapes[edge], shapes[~edge])))
+    more = NORMAL_MAD * float(np.median(np.abs(errors))) - sigma
+    return max(MIN_SIGMA_PER_DOUBLING, more / max(1.0, away))
+
+
+def _sizes(point: OperatorPoint) -> Mapping[str, float]:
+    return {name: float(size) for name, size in point.shape.items()}
+
+
+def _name(point: OperatorPoint) -> str:
+    sizes = " ".join(f"{name}={size}" for name, size in point.shape.items())
+    return f"{point.kind} {point.function} {point.phase} ({sizes})"

@@ -1,0 +1,281 @@
+"""Surfaces and composition against devices whose times are known: recovered, monotone, honest about what lies outside."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from calibration.fit_composition import MIN_COMPONENTS, Measured, fit_compositions, without_model
+from calibration.fit_surfaces import check_operator_points, fit_surfaces
+from calibration.operator_shapes import MAX_ELEMENTS, MAX_FLOP, operator_launches
+from parsim.costs.composition import KINDS, Parts, component_parts, composed_s
+from parsim.costs.launches import Launch, component_launches
+from parsim.costs.surfaces import TERMS, SurfaceModel, distances, log_sizes, surface_seconds
+from parsim.errors import CostError, ProfileError
+from parsim.hardware.profile import OperatorPoint, OperatorSurface
+from parsim.model.component import Component, Operator, Parameter
+from parsim.work import Phase
+
+LAUNCHES = operator_launches(quick=False)
+Device = Callable[[str, Mapping[str, float]], float]
+
+
+def product_s(kind: str, s: Mapping[str, float]) -> float:
+    """A device of 50 Gflop/s and 10 GB/s that takes 8 us to launch."""
+    p, r, c, d = s["problems"], s["rows"], s["columns"], s["depth"]
+    return 8e-6 + 2 * p * r * c * d / 50e9 + 4 * p * (r * c + r * d + c * d) / 10e9
+
+
+def linear_points(device: Device = product_s, noise: float = 0.0) -> list[OperatorPoint]:
+    rng = np.random.default_rng(0)
+    chosen = [launch for launch in LAUNCHES if (launch.function, launch.phase) == ("linear", "forward")]
+    return [point(launch, device("matmul", dict(launch.sizes)) * float(np.exp(noise * rng.normal()))) for launch in chosen]
+
+
+def point(launch: Launch, seconds: float) -> OperatorPoint:
+    return OperatorPoint(
+        kind=launch.kind,
+        function=launch.function,
+        phase=launch.phase,  # type: ignore[arg-type]
+        shape={name: int(size) for name, size in launch.sizes},
+        samples=1,
+        device_type="toy",
+        precision="fp32",
+        seconds=seconds,
+        source="s",
+    )
+
+
+# --- surfaces ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_is_a_sum_of_terms_is_recovered_far_outside_its_points() -> None:
+    (surface,) = fit_surfaces(linear_points(), "s")
+    for rows, columns, depth in ((1, 8, 8), (128, 512, 512), (20_000, 4096, 4096)):
+        sizes = {"problems": 1.0, "rows": float(rows), "columns": float(columns), "depth": float(depth)}
+        assert surface_seconds(surface, sizes) == pytest.approx(product_s("matmul", sizes), rel=1e-3)
+    assert surface.relative_sigma < 1e-3
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.2])
+def test_the_held_out_sigma_is_the_noise_of_the_points(noise: float) -> None:
+    (surface,) = fit_surfaces(linear_points(noise=noise), "s")
+    assert 0.7 * noise < surface.relative_sigma < 1.6 * noise
+    errors = [np.log(surface_seconds(surface, entry.shape) / entry.seconds) for entry in linear_points(noise=noise)]
+    assert 0.8 < np.mean(np.abs(errors) <= 1.645 * surface.relative_sigma) <= 1.0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(LAUNCHES), st.data())
+def test_no_time_falls_when_a_size_grows(launch: Launch, data: st.DataObject) -> None:
+    """Whatever the coefficients: a normalisation's rows keep their width, so its elements grow by whole rows."""
+    sizes = dict(launch.sizes)
+    names = list(TERMS[launch.kind](sizes))
+    seconds = data.draw(st.lists(st.floats(0, 1), min_size=len(names), max_size=len(names)))
+    surface = OperatorSurface(
+        kind=launch.kind,
+        function=launch.function,
+        phase=launch.phase,
+        precision="fp32",
+        device_type="toy",
+        seconds_per_term=dict(zip(names, seconds, strict=True)),
+        relative_sigma=0.1,
+        reach_doublings=1.0,
+        sigma_per_doubling=0.1,
+        points=9,
+        source="s",
+    )
+    name = data.draw(st.sampled_from([name for name in sizes if name != "width" or launch.kind != "memory_bound"]))
+    larger = sizes | {name: sizes[name] * data.draw(st.integers(1, 1000))}
+    assert surface_seconds(surface, larger) >= surface_seconds(surface, sizes)
+
+
+def test_distance_grows_outside_the_points_and_widens_the_price() -> None:
+    points = linear_points(noise=0.05)
+    model = SurfaceModel(tuple(fit_surfaces(points, "s")), tuple(points))
+    launch = next(launch for launch in LAUNCHES if launch.function == "linear" and launch.phase == "forward")
+    inside = model.price(launch)
+    assert inside is not None
+    assert inside.widening == 0
+    last = 0.0
+    for doublings in (4, 6, 8, 10):
+        sizes = tuple(
+            (name, 4096.0 * (2**doublings if name == "rows" else 1)) for name, _ in launch.sizes if name != "problems"
+        )
+        far = model.price(dataclasses.replace(launch, sizes=(("problems", 1.0), *sizes)))
+        assert far is not None
+        assert far.widening > last
+        last = far.widening
+    assert model.price(dataclasses.replace(launch, function="unheard")) is None
+
+
+def test_distance_is_the_worst_size_to_the_nearest_point() -> None:
+    known = np.array([log_sizes({"a": 8, "b": 8}), log_sizes({"a": 64, "b": 1})])
+    wanted = np.array([log_sizes({"a": 8, "b": 8}), log_sizes({"a": 32, "b": 16}), log_sizes({"a": 64, "b": 2})])
+    assert distances(wanted, known).tolist() == [0.0, 2.0, 1.0]
+
+
+# --- bad points -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), 0.0, float("inf"), -1.0])
+def test_a_time_that_is_none_is_refused(seconds: float) -> None:
+    points = linear_points()
+    points[3] = points[3].model_copy(update={"seconds": seconds})
+    with pytest.raises(ProfileError, match="a time is a positive number: calibrate again"):
+        fit_surfaces(points, "s")
+
+
+def test_times_that_fall_with_the_work_are_refused() -> None:
+    with pytest.raises(ProfileError, match=r"less than a fifth of the .* something else ran meanwhile"):
+        check_operator_points(linear_points(lambda kind, sizes: 1 / product_s(kind, sizes)))
+    check_operator_points(linear_points(noise=0.2))
+
+
+def test_too_few_points_are_refused() -> None:
+    with pytest.raises(ProfileError, match=r"7 points for matmul linear forward .* at least 8"):
+        fit_surfaces(linear_points()[:7], "s")
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+def test_the_shapes_are_the_same_every_time_and_affordable() -> None:
+    assert operator_launches(quick=False) == LAUNCHES
+    assert len(set(LAUNCHES)) == len(LAUNCHES)
+    assert len(operator_launches(quick=True)) < len(LAUNCHES) / 2
+    for launch in LAUNCHES:
+        sizes = dict(launch.sizes)
+        if launch.kind == "matmul":
+            assert 2 * np.prod(list(sizes.values())) <= MAX_FLOP
+        if launch.kind == "memory_bound":
+            assert sizes["elements"] <= MAX_ELEMENTS
+
+
+def test_every_kind_is_measured_in_all_its_phases() -> None:
+    phases = {kind: {launch.phase for launch in LAUNCHES if launch.kind == kind} for kind in TERMS}
+    assert phases["matmul"] == phases["convolution"] == {"forward", "backward_input", "backward_weight"}
+    assert phases["attention"] == phases["embedding"] == phases["memory_bound"] == {"forward", "backward"}
+
+
+# --- launches of a component ------------------------------------------------------------------------------------------
+
+LINEAR = Operator(
+    kind="matmul",
+    shape=(("m", 4), ("n", 16), ("k", 8)),
+    batch="rows",
+    forward_flop=1024.0,
+    activation_bytes=384,
+    parameter_bytes=4 * (16 * 8 + 16),
+)
+RELU = Operator(
+    kind="memory_bound",
+    shape=(("elements", 64),),
+    batch="batch",
+    forward_flop=0.0,
+    activation_bytes=512,
+    parameter_bytes=0,
+    function="relu",
+)
+LAYER = Component(
+    name="layer",
+    inputs=("x",),
+    outputs=("y",),
+    parameters=(Parameter(name="w", elements=128), Parameter(name="b", elements=16)),
+    operators=(LINEAR, RELU),
+)
+
+
+def test_launches_of_a_linear_layer_and_its_halves() -> None:
+    forward = component_launches(LAYER, Phase.FORWARD, 2)
+    assert [(launch.function, dict(launch.sizes)) for launch in forward] == [
+        ("linear", {"problems": 1, "rows": 8, "columns": 16, "depth": 8}),
+        ("relu", {"elements": 128, "width": 1}),
+    ]
+    backward = component_launches(LAYER, Phase.BACKWARD, 2)
+    assert [launch.phase for launch in backward if launch.function == "linear"] == ["backward_input", "backward_weight"]
+    assert [dict(launch.sizes)["elements"] for launch in backward if launch.function == "accumulate"] == [128, 16]
+    assert sum(launch.function == "bias_gradient" for launch in backward) == 1
+    halves = [component_launches(LAYER, phase, 2) for phase in (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)]
+    assert sorted(map(repr, (*halves[0], *halves[1]))) == sorted(map(repr, backward))
+    first = component_launches(LAYER, Phase.BACKWARD, 2, input_gradient=False)
+    assert {launch.phase for launch in backward} - {launch.phase for launch in first} == {"backward_input"}
+
+
+def test_a_launch_without_a_surface_is_named() -> None:
+    points = linear_points()
+    with pytest.raises(CostError, match="no fit for memory_bound relu forward: calibrate again"):
+        component_parts(LAYER, Phase.FORWARD, 2, SurfaceModel(tuple(fit_surfaces(points, "s")), tuple(points)))
+
+
+# --- composition ------------------------------------------------------------------------------------------------------
+
+
+def parts(rng: np.random.Generator) -> Parts:
+    seconds = {kind: float(np.exp(rng.normal(-7, 1.5))) for kind in KINDS if rng.random() < 0.7}
+    return Parts(
+        components=1.0,
+        launches=int(rng.integers(1, 20)),
+        parameter_bytes=float(rng.integers(0, 10**6)),
+        activation_bytes=float(rng.integers(0, 10**7)),
+        seconds=seconds,
+        sigma=dict.fromkeys(seconds, 0.1),
+        widening=dict.fromkeys(seconds, 0.0),
+        outside_s=0.0,
+    )
+
+
+def measured(true: Callable[[Parts], float], models: int = 4, each: int = 15) -> list[Measured]:
+    rng = np.random.default_rng(1)
+    found = []
+    for model in range(models):
+        for number in range(each):
+            for phase in ("forward", "backward"):
+                drawn = parts(rng)
+                name = f"m{model}"
+                found.append(
+                    Measured(
+                        model=name,
+                        fingerprint=f"{name}.{number}",
+                        phase=phase,
+                        samples=1 + number % 2,
+                        seconds=true(drawn),
+                        parts=drawn,
+                    )
+                )
+    return found
+
+
+def test_what_components_add_is_learned_and_models_left_out_say_how_well() -> None:
+    def true(of: Parts) -> float:
+        return 1e-4 + 1e-5 * of.launches + 1.2 * sum(of.seconds.values())
+
+    forward, backward = fit_compositions(measured(true), "toy", "fp32", "s")
+    rng = np.random.default_rng(2)
+    errors = [composed_s(drawn, forward) / true(drawn) - 1 for drawn in (parts(rng) for _ in range(100))]
+    assert np.median(np.abs(errors)) < 0.03
+    assert forward.step_sigma == backward.step_sigma < 0.05
+    assert forward.models == 4
+
+
+def test_models_that_differ_show_in_the_sigma_of_steps() -> None:
+    slow = {"m0": 0.7, "m1": 0.9, "m2": 1.1, "m3": 1.4}
+    entries = [
+        dataclasses.replace(entry, seconds=slow[entry.model] * entry.seconds)
+        for entry in measured(lambda of: of.total_s + 1e-4)
+    ]
+    forward, _ = fit_compositions(entries, "toy", "fp32", "s")
+    assert 0.15 < forward.step_sigma < 0.6
+
+
+def test_a_model_left_out_leaves_nothing_of_its_work() -> None:
+    entries = measured(lambda of: of.total_s + 1e-4, models=2)
+    shared = dataclasses.replace(entries[-1], fingerprint=entries[0].fingerprint)
+    assert {entry.model for entry in without_model([*entries, shared], "m0")} == {"m1"}
+    assert shared not in without_model([*entries, shared], "m0")
+    assert fit_compositions(entries[: MIN_COMPONENTS - 1], "toy", "fp32", "s") == []
