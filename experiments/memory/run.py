@@ -31,6 +31,7 @@ from parsim.model.spec import ModelSpec, load_model
 from parsim.plan.mesh import Mesh
 from parsim.plan.placement import BATCH, REPLICATE, Placement
 from parsim.plan.plan import Plan, Stage
+from parsim.plan.recompute import NONE, Recompute
 from parsim.schedule.problem import Problem
 from parsim.schedule.tensor import uniform_placements
 
@@ -157,6 +158,14 @@ def plans(model: Model) -> Iterator[Case]:
     for order in ("gpipe", "1f1b"):
         yield Case(f"pp {order}", staged(model, Mesh(pp=2), microbatches=4, order=order), "sgd_momentum")
     yield Case("pp 1f1b, 8 microbatches", staged(model, Mesh(pp=2), microbatches=8), "adam")
+    yield Case("single, recomputed", staged(model, Mesh(), recompute="full"), "sgd_momentum")
+    yield Case("dp, 4 microbatches, recomputed", staged(model, Mesh(dp=2), microbatches=4, recompute="full"), "adam")
+    every_other_name = tuple(names_of(model)[::2])
+    yield Case("dp, half recomputed", staged(model, Mesh(dp=2), recompute=every_other_name), "sgd_momentum")
+    yield Case(
+        "pp gpipe, recomputed", staged(model, Mesh(pp=2), microbatches=4, order="gpipe", recompute="full"), "sgd_momentum"
+    )
+    yield Case("pp 1f1b, recomputed", staged(model, Mesh(pp=2), microbatches=8, recompute="full"), "adam")
     yield Case("replicated", staged(model, Mesh(tp=2), placements=dict.fromkeys(names_of(model), REPLICATE)), "sgd")
     if any(component.shardings for component in model.components):
         priced = Problem(
@@ -167,6 +176,9 @@ def plans(model: Model) -> Iterator[Case]:
         yield Case("tp, 2 microbatches", staged(model, Mesh(tp=2), microbatches=2, placements=cut), "adam")
         every_other = {name: placement if number % 2 else BATCH for number, (name, placement) in enumerate(cut.items())}
         yield Case("batch and shards in turn", staged(model, Mesh(tp=2), placements=every_other), "adam")
+        yield Case("tp, recomputed", staged(model, Mesh(tp=2), placements=cut, recompute="full"), "sgd_momentum")
+        mixed = staged(model, Mesh(tp=2), placements=every_other, recompute=every_other_name)
+        yield Case("batch and shards in turn, half recomputed", mixed, "adam")
         yield Case("the same, zero 1", staged(model, Mesh(tp=2), placements=every_other, zero_stage=1), "adam")
 
 
@@ -181,6 +193,7 @@ def staged(
     microbatches: int = 1,
     order: str = "1f1b",
     zero_stage: int = 0,
+    recompute: Recompute = NONE,
     placements: dict[str, Placement] | None = None,
 ) -> Plan:
     """Stages of as equal a number of components as can be."""
@@ -202,6 +215,7 @@ def staged(
         microbatches=microbatches,
         pipeline_order=order,
         zero_stage=zero_stage,
+        recompute=recompute,
     )
 
 

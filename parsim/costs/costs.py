@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parsim.costs.collectives import estimate_collective, estimate_send_recv
@@ -88,7 +88,9 @@ class Costs:
         return OverlapFactors(compute=measured.compute_factor, communication=measured.communication_factor)
 
     def _compute(self, work: Compute, device: Device) -> Estimate:
-        """Components that do the same work share their estimates."""
+        """Components that do the same work share their estimates. Recomputing is priced as the forward that it repeats."""
+        if work.phase is Phase.RECOMPUTE:
+            work = replace(work, phase=Phase.FORWARD)
         component = self._component(work.component)
         key = (self._alike[work.component], work.phase, work.samples, work.rule, work.ways, device.type.name)
         if key not in self._computed:
