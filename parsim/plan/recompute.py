@@ -16,6 +16,8 @@ Recompute = str | tuple[str, ...]
 
 NONE = "none"
 FULL = "full"
+AUTO = "auto"
+"""Of a search, not of a plan: as little as makes a plan fit, and none where it fits without."""
 
 
 def normalised(recompute: Recompute | Sequence[str], components: Sequence[str]) -> Recompute:

@@ -19,6 +19,7 @@ from parsim.plan.concurrent import concurrent_with
 from parsim.plan.mesh import Mesh
 from parsim.plan.placement import Placement
 from parsim.plan.plan import Plan
+from parsim.plan.recompute import NONE, Recompute
 from parsim.schedule.memory import plan_memory
 from parsim.work import Work
 
@@ -27,7 +28,7 @@ from parsim.work import Work
 class Problem:
     """Attributes:
     global_batch: samples per step. precision, optimizer: as in RUN.toml. corrections: learnt from a run.
-    zero_stage: that plans are to have.
+    zero_stage: that plans are to have. recompute: likewise; "auto": where a plan would not fit, as little as makes it fit.
     pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
     """
 
@@ -38,6 +39,7 @@ class Problem:
     optimizer: str = "sgd_momentum"
     corrections: Corrections = NO_CORRECTIONS
     zero_stage: int = 0
+    recompute: Recompute = NONE
     pins: tuple[tuple[str, Placement], ...] = ()
     forbids: tuple[tuple[str, str], ...] = ()
 
