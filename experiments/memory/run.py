@@ -3,9 +3,10 @@
     python experiments/memory/run.py [--quick] [--models A,B] [--out DIR] [--json]
 
 Every model of the zoo small enough for this machine under many plans on two processes: one device, replicas, pipelines of both
-orders, shards, divided optimizer state, components placed by themselves. Predicted from the Model and the Plan alone;
-measured by counting the bytes of every live tensor, operator by operator, during one step of a real run. What no tensor
-accounts for (the process itself, gloo's scratch copies) is on neither side.
+orders, shards, divided optimizer state, components placed by themselves, components recomputed; and one plain step under
+autocast. Predicted from the Model and the Plan alone; measured by counting the bytes of every live tensor, operator by
+operator, during one step of a real run. What no tensor accounts for (the process itself, gloo's scratch copies) is on neither
+side.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from parsim.execute.autocast_step import autocast_peak_bytes
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.launch import launch
 from parsim.execute.measurement import RankRecord
@@ -76,7 +78,8 @@ def main() -> None:
     asked = parser.parse_args()
     names = asked.models.split(",") if asked.models else None
     questions = [question for question in QUESTIONS if names is None or question.spec.name in names]
-    rows = [row for question in questions[: 2 if asked.quick else None] for row in measure(question)]
+    chosen = questions[: 2 if asked.quick else None]
+    rows = [row for question in chosen for row in itertools.chain(measure(question), under_autocast(question))]
     asked.out.mkdir(parents=True, exist_ok=True)
     write_csv(asked.out / "memory.csv", rows)
     if asked.json:
@@ -138,6 +141,29 @@ def measure(question: Question) -> Iterator[dict[str, Any]]:
                 "optimizer": case.optimizer,
                 **worst,
             }
+
+
+def under_autocast(question: Question) -> Iterator[dict[str, Any]]:
+    """One plain step in this process under the CPU's autocast to bfloat16, at two batches: plans are executed in fp32 alone."""
+    model = load_model(question.spec, granularity=question.granularity)
+    for samples in (BATCH_SAMPLES // 4, BATCH_SAMPLES):
+        problem = Problem(model=model, cluster=two_processes(), global_batch=samples, precision="amp_bf16", optimizer="sgd")
+        plan = replace(staged(model, Mesh()), global_batch=samples)
+        (memory,) = problem.memory(plan)
+        lines = [line for line in memory.lines if line[0] not in NOT_TENSORS]
+        predicted, measured = sum(size for _, size in lines), autocast_peak_bytes(question.spec, samples)
+        yield {
+            "model": question.spec.name,
+            "granularity": question.granularity,
+            "tuned": question.tuned,
+            "case": f"autocast, {samples} samples",
+            "optimizer": "none",
+            "rank": 0,
+            "predicted_bytes": predicted,
+            "measured_bytes": measured,
+            "error_percent": round(100 * (predicted - measured) / measured, 2),
+            "largest_line": max(lines, key=lambda line: line[1])[0],
+        }
 
 
 def two_processes() -> Cluster:

@@ -256,6 +256,8 @@ def _uniform_boundary(components: Sequence[Component], values: Mapping[str, Valu
         if value.producer is None:
             loaded += size
             loaded_saved += size if _counted(value, here) else 0
+        elif value.savers == () and value.producer in here and name in read:
+            continue  # let go once it is read here; one that another rank reads waits to be sent
         elif value.savers:
             held += 0 if _counted(value, here) or here.isdisjoint(value.savers) else size
         elif value.producer not in here or name not in read or not value.saved:
@@ -273,7 +275,7 @@ def _uniform_boundary(components: Sequence[Component], values: Mapping[str, Valu
 
 def _counted(value: Value, here: Collection[str]) -> bool:
     """Whether the value is among the saved activations of the components `here`: the first that saves it counts it."""
-    return value.savers[0] in here if value.savers else value.saved
+    return value.saved if value.savers is None else bool(value.savers) and value.savers[0] in here
 
 
 def _backward_transient_bytes(

@@ -133,7 +133,7 @@ class HalfValue:
     bytes_per_sample: int
     fixed_bytes: int
     saved: bool
-    savers: tuple[str, ...]
+    savers: tuple[str, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,8 @@ class Value:
         differentiable: False for token ids, masks, positions.
         batch_first: dim 0 is the samples, so that it can be cut into pieces of the batch and put together again.
         saved: its storage is counted in some component's saved activations.
-        savers: the components whose backward needs it, in the order in which they run; the first counts it. Empty: unknown.
+        savers: the components whose backward needs it, in the order in which they run; the first counts it. Empty: none does,
+            so that it is let go once it is read. None: unknown.
         half: the same under autocast; None: not recorded.
     """
 
@@ -159,7 +160,7 @@ class Value:
     fixed_bytes: int = 0
     differentiable: bool = True
     saved: bool = True
-    savers: tuple[str, ...] = ()
+    savers: tuple[str, ...] | None = None
     batch_first: bool = True
     storage_bytes_per_sample: int = 0
     half: HalfValue | None = None

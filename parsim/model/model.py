@@ -151,13 +151,17 @@ def _peaks(entry: dict[str, Any]) -> dict[str, tuple[tuple[int, int], ...]]:
     return {key: tuple((int(rate), int(fixed)) for rate, fixed in entry[key]) for key in ("forward_peaks", "backward_peaks")}
 
 
+def _names(entry: list[str] | None) -> tuple[str, ...] | None:
+    return None if entry is None else tuple(entry)
+
+
 def _value(entry: dict[str, Any]) -> Value:
     half = entry["half"]
     return Value(
         **{
             **entry,
-            "savers": tuple(entry["savers"]),
-            "half": None if half is None else HalfValue(**{**half, "savers": tuple(half["savers"])}),
+            "savers": _names(entry["savers"]),
+            "half": None if half is None else HalfValue(**{**half, "savers": _names(half["savers"])}),
         }
     )
 

@@ -38,9 +38,10 @@ class Kept:
 
     def _value(self, value: Value) -> Value:
         readers = {name for name in self.layout.consumers[value.name] if self.layout.recomputes(name)}
-        if not readers and not any(self.layout.recomputes(name) for name in value.savers):
+        savers = value.savers or ()
+        if not readers and not any(self.layout.recomputes(name) for name in savers):
             return value
-        keepers = readers | {name for name in value.savers if not self.layout.recomputes(name)}
+        keepers = readers | {name for name in savers if not self.layout.recomputes(name)}
         order = self.layout.model.component_index
         return replace(value, savers=tuple(sorted(keepers, key=lambda name: order[name])), saved=bool(keepers))
 
@@ -62,7 +63,7 @@ class Kept:
         if self.layout.recomputes(name):
             rate, fixed = 0, own.buffer_bytes
         for value in self._values_at(name):
-            before, now = self._before[value].savers[:1] == (name,), self.values[value].savers[:1] == (name,)
+            before, now = (_counts(name, values[value]) for values in (self._before, self.values))
             counted = now - (before and not self.layout.recomputes(name))
             own_rate, own_fixed = self._size_at(name, value)
             rate, fixed = rate + counted * own_rate, fixed + counted * own_fixed
@@ -78,9 +79,9 @@ class Kept:
         for value in dict.fromkeys(own.inputs):
             rate, fixed = self._size_at(name, value)
             before, now = self._before[value], self.values[value]
-            if before.savers[:1] == (name,):
+            if _counts(name, before):
                 saved -= rate * samples + fixed
-            if name not in before.savers and now.savers[:1] == (name,) and now.producer is not None:
+            if name not in (before.savers or ()) and _counts(name, now) and now.producer is not None:
                 released += rate * samples + fixed
         return Again(saved_bytes=max(0, saved), released_bytes=released)
 
@@ -103,3 +104,8 @@ class Kept:
         if entry.producer is not None and self.layout.stage_of[entry.producer] == self.layout.stage_of[name]:
             rate = entry.storage_bytes_per_sample or rate
         return rate // ways, entry.fixed_bytes
+
+
+def _counts(name: str, value: Value) -> bool:
+    """Whether the value is among what this component saves: it is the first that keeps it."""
+    return (value.savers or ())[:1] == (name,)

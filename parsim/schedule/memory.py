@@ -100,7 +100,7 @@ def rank_boundary(layout: Layout, values: Mapping[str, Value], rank: int) -> Bou
     for name, layouts in layout.batch_layouts(rank).items():
         value = values[name]
         loaded += local_bytes(layout, value, batch)
-        counted = layout.runs_on(rank, value.savers[0]) if value.savers else value.saved
+        counted = value.saved if value.savers is None else any(layout.runs_on(rank, first) for first in value.savers[:1])
         if counted and all(entry.form != "shard" for entry in layouts):  # pieces of a dim are copies
             loaded_saved += min(local_bytes(layout, value, entry) for entry in layouts)
     for value in values.values():
@@ -136,7 +136,7 @@ def _held_bytes(layout: Layout, rank: int, value: Value) -> float:
         if here:
             storage = _storage(conversion(made, storage, layout.plan.mesh.tp), made, layout.plan.shard_of_rank(rank))
         kept[storage] = local_bytes(layout, value, storage)
-    counted = local_bytes(layout, value, layouts[keepers[0]]) if keepers and keepers[0] == value.savers[0] else 0.0
+    counted = local_bytes(layout, value, layouts[keepers[0]]) if keepers and keepers[:1] == list(value.savers[:1]) else 0.0
     return sum(kept.values()) - counted
 
 
