@@ -21,7 +21,7 @@ from types import MappingProxyType
 from parsim.errors import CostError, near_matches
 from parsim.hardware.device import DeviceType
 from parsim.model.component import Component, Parameter, Value
-from parsim.model.precision import cast_bytes
+from parsim.model.precision import cast_bytes, is_half
 from parsim.units import MIB, format_bytes
 
 OPTIMIZER_STATE_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum": 4, "adam": 8, "adamw": 8}
@@ -181,7 +181,7 @@ def rank_memory(
     if boundary is None:
         if not isinstance(microbatch_samples, int):
             raise CostError("components that see different samples convert values between them; give their boundary too")
-        boundary = _uniform_boundary(components, values, microbatch_samples)
+        boundary = _uniform_boundary(components, values, microbatch_samples, lets_go=is_half(precision))
     weights = weights or all_weights(components)
     saved = [c.saved_activation_bytes * samples[c.name] + c.saved_fixed_bytes for c in components]
     copies = {c.name: cast_bytes(c, precision) for c in components}
@@ -244,8 +244,12 @@ def held_parameters(components: Sequence[Component]) -> tuple[Parameter, ...]:
     return tuple({p.name: p for component in components for p in component.parameters}.values())
 
 
-def _uniform_boundary(components: Sequence[Component], values: Mapping[str, Value], samples: int) -> Boundary:
-    """Values between components that no saved activation accounts for, inputs of the model, and gradients."""
+def _uniform_boundary(components: Sequence[Component], values: Mapping[str, Value], samples: int, *, lets_go: bool) -> Boundary:
+    """Values between components that no saved activation accounts for, inputs of the model, and gradients.
+
+    `lets_go`: a value that no backward needs is let go once it is read, as in a plain step; the executor, which cuts autograd
+    at every component, holds it (measured), and it runs no half precision.
+    """
     here = {component.name for component in components}
     made = {name for component in components for name in component.outputs}
     read = {name for component in components for name in component.inputs}
@@ -256,7 +260,7 @@ def _uniform_boundary(components: Sequence[Component], values: Mapping[str, Valu
         if value.producer is None:
             loaded += size
             loaded_saved += size if _counted(value, here) else 0
-        elif value.savers == () and value.producer in here and name in read:
+        elif lets_go and value.savers == () and value.producer in here and name in read:
             continue  # let go once it is read here; one that another rank reads waits to be sent
         elif value.savers:
             held += 0 if _counted(value, here) or here.isdisjoint(value.savers) else size
