@@ -26,6 +26,7 @@ from parsim.plan.mesh import Mesh, check_mesh
 from parsim.plan.pipeline import CHUNKED_ORDERS, PIPELINE_ORDERS
 from parsim.plan.placement import KINDS, parse_placement
 from parsim.plan.plan import STRATEGIES
+from parsim.plan.recompute import AUTO, FULL, NONE
 from parsim.toml_text import merge, parse_overrides, parse_value, table_text
 
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -135,7 +136,9 @@ class PlanSection(Section):
     """Placements, or kinds of them (batch, shard, replicate, place), that an adaptive plan must not use, by pattern."""
     zero_stage: Annotated[int, Field(strict=True)] = 0
     """1 divides the optimizer state over the ranks that hold the same parameters."""
-    recompute: Annotated[str, Field(strict=True)] = "none"
+    recompute: Name | tuple[Name, ...] = AUTO
+    """Components whose forward runs again before their backward: "auto" (as few as make a searched plan fit), "none", "full" or
+    a list of their names."""
 
     @property
     def plan_path(self) -> Path | None:
@@ -283,8 +286,11 @@ def _check_plan_section(config: RunConfig) -> None:
         )
     if plan.zero_stage and plan.plan_path is not None:
         raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: the plan is read from {plan.plan_path}; drop zero_stage")
-    if plan.recompute != "none":
-        raise ConfigError(f'plan.recompute = {plan.recompute!r}: activations are always kept yet; set recompute = "none"')
+    if isinstance(plan.recompute, str) and plan.recompute not in (AUTO, NONE, FULL):
+        near = near_matches(plan.recompute, (AUTO, NONE, FULL))
+        raise ConfigError(f"plan.recompute = {plan.recompute!r} is unknown{near} (or a list of component names)")
+    if plan.recompute != AUTO and plan.plan_path is not None:
+        raise ConfigError(f"plan.recompute = {plan.recompute!r}: the plan is read from {plan.plan_path}; drop recompute")
     if cluster.nodes > 1 and cluster.network is None:
         raise ConfigError(
             f"cluster.nodes = {cluster.nodes} needs cluster.network, which joins the nodes; for example "

@@ -16,18 +16,29 @@ class Phase(StrEnum):
     """The part of a training step a computation belongs to; the short form stands in orders and graphs.
 
     BACKWARD is the whole backward; BACKWARD_INPUT and BACKWARD_WEIGHT are its halves: the gradients of a component's inputs,
-    and those of its parameters.
+    and those of its parameters. RECOMPUTE is a forward run again, right before the backward that needs what it saves.
     """
 
     FORWARD = "forward"
     BACKWARD = "backward"
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHT = "backward_weight"
+    RECOMPUTE = "recompute"
     OPTIMIZER = "optimizer"
 
     @property
     def short(self) -> str:
-        return {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W", "optimizer": "O"}[self.value]
+        return _SHORT[self]
+
+
+_SHORT = {
+    Phase.FORWARD: "F",
+    Phase.BACKWARD: "B",
+    Phase.BACKWARD_INPUT: "I",
+    Phase.BACKWARD_WEIGHT: "W",
+    Phase.RECOMPUTE: "R",
+    Phase.OPTIMIZER: "O",
+}
 
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -131,7 +142,7 @@ def ranks_of_work(work: Work) -> tuple[int, ...]:
 
 def kind_of(work: Work) -> str:
     """The task kind used in comparisons and reports: forward, backward (or backward_input and
-    backward_weight), optimizer, all_reduce, send_recv, load, mix."""
+    backward_weight), recompute, optimizer, all_reduce, send_recv, load, mix."""
     match work:
         case Compute():
             return work.phase.value

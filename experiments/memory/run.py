@@ -3,9 +3,10 @@
     python experiments/memory/run.py [--quick] [--models A,B] [--out DIR] [--json]
 
 Every model of the zoo small enough for this machine under many plans on two processes: one device, replicas, pipelines of both
-orders, shards, divided optimizer state, components placed by themselves. Predicted from the Model and the Plan alone;
-measured by counting the bytes of every live tensor, operator by operator, during one step of a real run. What no tensor
-accounts for (the process itself, gloo's scratch copies) is on neither side.
+orders, shards, divided optimizer state, components placed by themselves, components recomputed; and one plain step under
+autocast. Predicted from the Model and the Plan alone; measured by counting the bytes of every live tensor, operator by
+operator, during one step of a real run. What no tensor accounts for (the process itself, gloo's scratch copies) is on neither
+side.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from parsim.execute.autocast_step import autocast_peak_bytes
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.launch import launch
 from parsim.execute.measurement import RankRecord
@@ -31,6 +33,7 @@ from parsim.model.spec import ModelSpec, load_model
 from parsim.plan.mesh import Mesh
 from parsim.plan.placement import BATCH, REPLICATE, Placement
 from parsim.plan.plan import Plan, Stage
+from parsim.plan.recompute import NONE, Recompute
 from parsim.schedule.problem import Problem
 from parsim.schedule.tensor import uniform_placements
 
@@ -75,7 +78,8 @@ def main() -> None:
     asked = parser.parse_args()
     names = asked.models.split(",") if asked.models else None
     questions = [question for question in QUESTIONS if names is None or question.spec.name in names]
-    rows = [row for question in questions[: 2 if asked.quick else None] for row in measure(question)]
+    chosen = questions[: 2 if asked.quick else None]
+    rows = [row for question in chosen for row in itertools.chain(measure(question), under_autocast(question))]
     asked.out.mkdir(parents=True, exist_ok=True)
     write_csv(asked.out / "memory.csv", rows)
     if asked.json:
@@ -139,6 +143,29 @@ def measure(question: Question) -> Iterator[dict[str, Any]]:
             }
 
 
+def under_autocast(question: Question) -> Iterator[dict[str, Any]]:
+    """One plain step in this process under the CPU's autocast to bfloat16, at two batches: plans are executed in fp32 alone."""
+    model = load_model(question.spec, granularity=question.granularity)
+    for samples in (BATCH_SAMPLES // 4, BATCH_SAMPLES):
+        problem = Problem(model=model, cluster=two_processes(), global_batch=samples, precision="amp_bf16", optimizer="sgd")
+        plan = replace(staged(model, Mesh()), global_batch=samples)
+        (memory,) = problem.memory(plan)
+        lines = [line for line in memory.lines if line[0] not in NOT_TENSORS]
+        predicted, measured = sum(size for _, size in lines), autocast_peak_bytes(question.spec, samples)
+        yield {
+            "model": question.spec.name,
+            "granularity": question.granularity,
+            "tuned": question.tuned,
+            "case": f"autocast, {samples} samples",
+            "optimizer": "none",
+            "rank": 0,
+            "predicted_bytes": predicted,
+            "measured_bytes": measured,
+            "error_percent": round(100 * (predicted - measured) / measured, 2),
+            "largest_line": max(lines, key=lambda line: line[1])[0],
+        }
+
+
 def two_processes() -> Cluster:
     """Two CPU devices over gloo: no allocator rounds, and no library keeps a workspace that is a tensor."""
     cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), 2)
@@ -157,6 +184,14 @@ def plans(model: Model) -> Iterator[Case]:
     for order in ("gpipe", "1f1b"):
         yield Case(f"pp {order}", staged(model, Mesh(pp=2), microbatches=4, order=order), "sgd_momentum")
     yield Case("pp 1f1b, 8 microbatches", staged(model, Mesh(pp=2), microbatches=8), "adam")
+    yield Case("single, recomputed", staged(model, Mesh(), recompute="full"), "sgd_momentum")
+    yield Case("dp, 4 microbatches, recomputed", staged(model, Mesh(dp=2), microbatches=4, recompute="full"), "adam")
+    every_other_name = tuple(names_of(model)[::2])
+    yield Case("dp, half recomputed", staged(model, Mesh(dp=2), recompute=every_other_name), "sgd_momentum")
+    yield Case(
+        "pp gpipe, recomputed", staged(model, Mesh(pp=2), microbatches=4, order="gpipe", recompute="full"), "sgd_momentum"
+    )
+    yield Case("pp 1f1b, recomputed", staged(model, Mesh(pp=2), microbatches=8, recompute="full"), "adam")
     yield Case("replicated", staged(model, Mesh(tp=2), placements=dict.fromkeys(names_of(model), REPLICATE)), "sgd")
     if any(component.shardings for component in model.components):
         priced = Problem(
@@ -167,6 +202,9 @@ def plans(model: Model) -> Iterator[Case]:
         yield Case("tp, 2 microbatches", staged(model, Mesh(tp=2), microbatches=2, placements=cut), "adam")
         every_other = {name: placement if number % 2 else BATCH for number, (name, placement) in enumerate(cut.items())}
         yield Case("batch and shards in turn", staged(model, Mesh(tp=2), placements=every_other), "adam")
+        yield Case("tp, recomputed", staged(model, Mesh(tp=2), placements=cut, recompute="full"), "sgd_momentum")
+        mixed = staged(model, Mesh(tp=2), placements=every_other, recompute=every_other_name)
+        yield Case("batch and shards in turn, half recomputed", mixed, "adam")
         yield Case("the same, zero 1", staged(model, Mesh(tp=2), placements=every_other, zero_stage=1), "adam")
 
 
@@ -181,6 +219,7 @@ def staged(
     microbatches: int = 1,
     order: str = "1f1b",
     zero_stage: int = 0,
+    recompute: Recompute = NONE,
     placements: dict[str, Placement] | None = None,
 ) -> Plan:
     """Stages of as equal a number of components as can be."""
@@ -202,6 +241,7 @@ def staged(
         microbatches=microbatches,
         pipeline_order=order,
         zero_stage=zero_stage,
+        recompute=recompute,
     )
 
 

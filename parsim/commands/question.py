@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from parsim.config import RunConfig, mesh_of
 from parsim.errors import ConfigError, PlanError
 from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
+from parsim.plan.recompute import AUTO, NONE
 
 if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
@@ -37,6 +38,7 @@ def problem_of(config: RunConfig) -> Problem:
         optimizer=config.training.optimizer,
         history=read_history(history_path(config.cluster.profile, config.cluster.history), cluster.profile),
         zero_stage=config.plan.zero_stage,
+        recompute=config.plan.recompute,
         pins=pins,
         forbids=forbids_by_pattern(config.plan.forbid, model, pins),
     )
@@ -118,6 +120,7 @@ def fixed_plan(problem: Problem, config: RunConfig) -> Plan | None:
         pipeline_order=table.pipeline_order or "1f1b",
         chunks=table.chunks or 1,
         bucket_bytes=table.bucket_bytes or DEFAULT_BUCKET_BYTES,
+        recompute=NONE if table.recompute == AUTO else table.recompute,
     )
 
 

@@ -114,7 +114,9 @@ class Costs:
         return replace(factors, core_of_rank=self.shared_cores)
 
     def _compute(self, work: Compute, device: Device) -> Estimate:
-        """Components that do the same work share their estimates."""
+        """Components that do the same work share their estimates. Recomputing is priced as the forward that it repeats."""
+        if work.phase is Phase.RECOMPUTE:
+            work = replace(work, phase=Phase.FORWARD)
         component = self._component(work.component)
         key = (self._alike[work.component], work.phase, work.samples, work.rule, work.ways, device.type.name)
         if key not in self._computed:

@@ -5,18 +5,23 @@ worst moment of the backward that follows, or the optimizer step. Gradients are 
 once. A value between components lives as long as autograd keeps it for a backward; where the Model does not say who keeps it,
 one that crosses to another rank, or is among no saved activations, is taken to live as long: an upper bound.
 
-Leaves out: allocator effects beyond the stated fragmentation share, and what autocast keeps in fp32 although the rest of
-the network is in half precision.
+A recomputed component holds its inputs while a microbatch is in flight, and what its second forward saves only from there to
+the end of its backward.
+
+Leaves out: allocator effects beyond the stated fragmentation share, and the moments of a first forward that are fuller than the
+backward of the same component.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from parsim.errors import CostError, near_matches
 from parsim.hardware.device import DeviceType
 from parsim.model.component import Component, Parameter, Value
+from parsim.model.precision import cast_bytes, is_half
 from parsim.units import MIB, format_bytes
 
 OPTIMIZER_STATE_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum": 4, "adam": 8, "adamw": 8}
@@ -24,12 +29,6 @@ OPTIMIZER_STATE_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum"
 
 OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum": 0, "adam": 4, "adamw": 4}
 """Foreach Adam keeps the root of the second moment of all parameters at once; activations are free by then."""
-
-AMP_ACTIVATION_FRACTION = 0.5
-"""Saved activations under autocast against fp32: two bytes instead of four."""
-
-AMP_WEIGHT_BYTES_PER_ELEMENT = 2
-"""Autocast saves a half-precision copy of each weight for the backward."""
 
 CUDA_FRAGMENTATION = 0.02
 """Assumed share of the dynamic memory lost between the caching allocator's blocks."""
@@ -86,11 +85,10 @@ class Weights:
     """What a rank holds of parameters, where that is not simply all of its components'.
 
     Attributes:
-        elements: of the parameters. parameter_bytes, gradient_bytes: as held, padding included.
+        parameter_bytes, gradient_bytes: as held, padding included.
         updated_elements: those whose optimizer state is here and which this rank updates (ZeRO 1: its parts of the buckets).
     """
 
-    elements: int
     parameter_bytes: int
     gradient_bytes: int
     updated_elements: int
@@ -98,7 +96,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """What a rank holds of the values at its components' boundaries, fp32 bytes of one microbatch.
+    """What a rank holds of the values at its components' boundaries, bytes of one microbatch.
 
     Attributes:
         held_bytes: of values in flight, in all layouts, beyond the saved activations.
@@ -111,6 +109,18 @@ class Boundary:
     loaded_bytes: float
     loaded_saved_bytes: float
     gradient_bytes: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """What the second forward of a recomputed component changes, bytes of one microbatch.
+
+    Attributes:
+        saved_bytes: what it saves for the backward. released_bytes: of its inputs, what it lets go of then.
+    """
+
+    saved_bytes: int
+    released_bytes: int = 0
 
 
 def rank_memory(
@@ -130,12 +140,16 @@ def rank_memory(
     boundary: Boundary | None = None,
     weights: Weights | None = None,
     halves_waiting: int = 0,
+    recomputed: Mapping[str, Again] = MappingProxyType({}),
+    arriving_bytes: float = 0.0,
 ) -> RankMemory:
     """Peak memory of the rank that holds `components`.
 
     Args:
-        components: those the rank runs, in execution order; of a tensor-sharded one the shard (`parsim.model.narrow`).
-        values: all Values of the model by name (`Model.value`).
+        components: those the rank runs, in execution order, as they are under the precision (`parsim.model.precision`) and the
+            plan: of a tensor-sharded one the shard (`parsim.model.narrow`), of a recomputed one what it keeps.
+        values: all Values of the model by name (`Model.value`), likewise.
+        precision: decides which copies of the weights are kept.
         microbatch_samples: samples of one microbatch on this rank; by component where they differ.
         in_flight: microbatches whose forward has run and whose backward has not, at the worst moment (gpipe: M; 1f1b:
             min(M, S - s); one stage: 1). By component where they differ (several chunks on one rank).
@@ -145,11 +159,13 @@ def rank_memory(
         boundary: None where every component sees the same samples and values are handed on as they were made.
         halves_waiting: microbatches whose backward has run for inputs and not yet for weights: the gradients of what their
             components put out are still there.
+        recomputed: by component that runs its forward twice, what changes then.
+        arriving_bytes: buffers of transfers that other ranks send, or will send, before they are wanted here.
         weights: None where the rank holds, and updates, all parameters of its components.
 
     Returns:
         Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, optimizer_state, buffers,
-        activations, boundary_values, inputs, communication, context, workspace.
+        activations, boundary_values, receive_buffers, inputs, communication, context, workspace.
         A value is counted with the component that is the first to save it, and under boundary_values on every other rank
         that keeps it.
         Values between components are counted for the component with most microbatches in flight: an upper bound with chunks.
@@ -160,32 +176,34 @@ def rank_memory(
     if optimizer not in OPTIMIZER_STATE_BYTES_PER_ELEMENT:
         raise CostError(f"unknown optimizer {optimizer!r}{near_matches(optimizer, OPTIMIZER_STATE_BYTES_PER_ELEMENT)}")
     samples = _samples_of(components, microbatch_samples)
-    alive = in_flight if isinstance(in_flight, Mapping) else dict.fromkeys(samples, in_flight)
+    alive = _alive_of(samples, in_flight)
     most = max(alive.values(), default=1)
-    if min(samples.values(), default=1) < 1 or most < 1:
-        raise CostError(f"memory needs microbatch_samples >= 1 and in_flight >= 1, got {microbatch_samples} and {in_flight}")
     if boundary is None:
         if not isinstance(microbatch_samples, int):
             raise CostError("components that see different samples convert values between them; give their boundary too")
-        boundary = _uniform_boundary(components, values, microbatch_samples)
+        boundary = _uniform_boundary(components, values, microbatch_samples, lets_go=is_half(precision))
     weights = weights or all_weights(components)
-    amp = precision.startswith("amp")
-    scale = AMP_ACTIVATION_FRACTION if amp else 1.0
-    saved = [scale * (c.saved_activation_bytes * samples[c.name] + c.saved_fixed_bytes) for c in components]
-    activations = sum(alive[c.name] * own for c, own in zip(components, saved, strict=True))
-    held = scale * (most * boundary.held_bytes + halves_waiting * sum(boundary.gradient_bytes.values()))
+    saved = [c.saved_activation_bytes * samples[c.name] + c.saved_fixed_bytes for c in components]
+    copies = {c.name: cast_bytes(c, precision) for c in components}
+    again = {name: replace(entry, saved_bytes=entry.saved_bytes + copies[name]) for name, entry in recomputed.items()}
+    waiting = halves_waiting * sum(entry.saved_bytes for entry in again.values())
+    activations = sum(alive[c.name] * own for c, own in zip(components, saved, strict=True)) + waiting
+    casts = sum(alive[name] * size for name, size in copies.items() if name not in recomputed)
+    held = most * boundary.held_bytes + halves_waiting * sum(boundary.gradient_bytes.values())
     loaded = most if loaded_microbatches is None else loaded_microbatches
     inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
-    backward = _backward_transient_bytes(components, samples, saved, boundary.gradient_bytes, scale)
-    update = OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements - activations - held
+    last = [own + (0 if c.name in recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
+    backward = _backward_transient_bytes(components, samples, last, boundary.gradient_bytes, again)
+    update = OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements - activations - casts - held
     lines = {
         "parameters": weights.parameter_bytes,
-        "casts": AMP_WEIGHT_BYTES_PER_ELEMENT * weights.elements if amp else 0,
+        "casts": casts,
         "gradients": weights.gradient_bytes,
         "optimizer_state": OPTIMIZER_STATE_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements,
         "buffers": sum(component.buffer_bytes for component in components),
         "activations": activations,
         "boundary_values": held,
+        "receive_buffers": arriving_bytes,
         "inputs": inputs,
         "communication": _communication_bytes(backend, communicators, largest_message_bytes),
         "context": device.context_bytes,
@@ -201,7 +219,7 @@ def all_weights(components: Sequence[Component]) -> Weights:
     parameters = held_parameters(components)
     elements = sum(parameter.elements for parameter in parameters)
     size_bytes = sum(parameter.size_bytes for parameter in parameters)
-    return Weights(elements=elements, parameter_bytes=size_bytes, gradient_bytes=size_bytes, updated_elements=elements)
+    return Weights(parameter_bytes=size_bytes, gradient_bytes=size_bytes, updated_elements=elements)
 
 
 def _samples_of(components: Sequence[Component], samples: int | Mapping[str, int]) -> Mapping[str, int]:
@@ -213,13 +231,25 @@ def _samples_of(components: Sequence[Component], samples: int | Mapping[str, int
     return samples
 
 
+def _alive_of(samples: Mapping[str, int], in_flight: int | Mapping[str, int]) -> Mapping[str, int]:
+    """Microbatches in flight by component."""
+    alive = in_flight if isinstance(in_flight, Mapping) else dict.fromkeys(samples, in_flight)
+    if min(samples.values(), default=1) < 1 or max(alive.values(), default=1) < 1:
+        raise CostError(f"memory needs microbatch_samples >= 1 and in_flight >= 1, got {dict(samples)} and {in_flight}")
+    return alive
+
+
 def held_parameters(components: Sequence[Component]) -> tuple[Parameter, ...]:
     """Every parameter of the components once: one tied within the rank has one copy."""
     return tuple({p.name: p for component in components for p in component.parameters}.values())
 
 
-def _uniform_boundary(components: Sequence[Component], values: Mapping[str, Value], samples: int) -> Boundary:
-    """Values between components that no saved activation accounts for, inputs of the model, and gradients."""
+def _uniform_boundary(components: Sequence[Component], values: Mapping[str, Value], samples: int, *, lets_go: bool) -> Boundary:
+    """Values between components that no saved activation accounts for, inputs of the model, and gradients.
+
+    `lets_go`: a value that no backward needs is let go once it is read, as in a plain step; the executor, which cuts autograd
+    at every component, holds it (measured), and it runs no half precision.
+    """
     here = {component.name for component in components}
     made = {name for component in components for name in component.outputs}
     read = {name for component in components for name in component.inputs}
@@ -230,6 +260,8 @@ def _uniform_boundary(components: Sequence[Component], values: Mapping[str, Valu
         if value.producer is None:
             loaded += size
             loaded_saved += size if _counted(value, here) else 0
+        elif lets_go and value.savers == () and value.producer in here and name in read:
+            continue  # let go once it is read here; one that another rank reads waits to be sent
         elif value.savers:
             held += 0 if _counted(value, here) or here.isdisjoint(value.savers) else size
         elif value.producer not in here or name not in read or not value.saved:
@@ -247,7 +279,7 @@ def _uniform_boundary(components: Sequence[Component], values: Mapping[str, Valu
 
 def _counted(value: Value, here: Collection[str]) -> bool:
     """Whether the value is among the saved activations of the components `here`: the first that saves it counts it."""
-    return value.savers[0] in here if value.savers else value.saved
+    return value.saved if value.savers is None else bool(value.savers) and value.savers[0] in here
 
 
 def _backward_transient_bytes(
@@ -255,27 +287,36 @@ def _backward_transient_bytes(
     samples: Mapping[str, int],
     saved: Sequence[float],
     gradients: Mapping[str, float],
-    scale: float,
+    again: Mapping[str, Again],
 ) -> float:
     """By how much the worst moment of the last microbatch's backward exceeds the end of its forward.
 
-    While component i runs backward, what the later ones saved is free.
+    While component i runs backward, what the later ones saved is free. A recomputed one runs forward before that, beside the
+    gradients of what it puts out.
     """
     before = 0.0
     peak = 0.0
     for component, own in zip(components, saved, strict=True):
         before += own
-        alive = _alive_bytes(component, samples[component.name], scale)
-        peak = max(peak, before + max(alive, scale * gradients[component.name]))
+        alive = max(_alive_bytes(component, samples[component.name]), gradients[component.name])
+        if component.name in again:
+            second = again[component.name]
+            forward = _fullest_bytes(component.forward_peaks, samples[component.name])
+            alive = max(second.saved_bytes - second.released_bytes + alive, forward + gradients[component.name])
+        peak = max(peak, before + alive)
     return max(0.0, peak - before)
 
 
-def _alive_bytes(component: Component, samples: int, scale: float) -> float:
+def _fullest_bytes(peaks: Sequence[tuple[int, int]], samples: int) -> int:
+    return max((rate * samples + fixed for rate, fixed in peaks), default=0)
+
+
+def _alive_bytes(component: Component, samples: int) -> float:
     """Beyond what is saved at the fullest moment of the component's backward: as counted when it was traced, else the
     gradients of the input, the output and the parameters (before they are added to their bucket) of its largest operator."""
     if component.backward_peaks:
-        return max(scale * rate * samples + fixed for rate, fixed in component.backward_peaks)
-    return max((scale * op.activation_bytes * samples + op.parameter_bytes for op in component.operators), default=0.0)
+        return _fullest_bytes(component.backward_peaks, samples)
+    return _fullest_bytes([(op.activation_bytes, op.parameter_bytes) for op in component.operators], samples)
 
 
 def _communication_bytes(backend: str, communicators: int, largest_message_bytes: int) -> int:

@@ -111,4 +111,5 @@ def problem_of(spec: AdaptiveSpec, run: RunSpec) -> Problem:
         precision=spec.precision,
         optimizer=run.optimizer,
         zero_stage=run.plan.zero_stage,
+        recompute=run.plan.recompute,
     )

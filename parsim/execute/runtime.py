@@ -22,6 +22,7 @@ from parsim.graph.task import COMPUTE, HOST, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.autograd_cut import Saved, backward_component, forward_component
 from parsim.model.autograd_halves import Half, backward_inputs, backward_weights
+from parsim.model.autograd_recompute import Kept, forward_keeping_inputs, recompute
 from parsim.model.component import LOSS
 from parsim.plan.layout import ValueLayout
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
@@ -69,6 +70,7 @@ class RankProgram:
     def _reset(self) -> None:
         self._store.clear()
         self._records: dict[tuple[str, int], Saved] = {}
+        self._kept: dict[tuple[str, int], Kept] = {}
         self._halves: dict[tuple[str, int], Half] = {}
         self._growing: dict[tuple[Item, int], Tensor] = {}
         self._loss: list[Tensor] = []
@@ -94,6 +96,8 @@ class RankProgram:
         match task.work:
             case Compute(phase=Phase.FORWARD):
                 return lambda: self._forward(task)
+            case Compute(phase=Phase.RECOMPUTE):
+                return lambda: self._recompute(task)
             case Compute(phase=Phase.BACKWARD_WEIGHT):
                 return lambda: backward_weights(self._halves.pop(_component_of(task)))
             case Compute():
@@ -126,13 +130,22 @@ class RankProgram:
         }
         for tensor in inputs.values():
             _used_here(tensor)
-        outputs, record = forward_component(runnable, [inputs[value] for value in runnable.input_names])
-        if name in layout.differentiable:
-            self._records[name, microbatch] = record
+        given = [inputs[value] for value in runnable.input_names]
+        if layout.recomputes(name):
+            outputs, self._kept[name, microbatch] = forward_keeping_inputs(runnable, given, self._stage.device)
+        else:
+            outputs, record = forward_component(runnable, given)
+            if name in layout.differentiable:
+                self._records[name, microbatch] = record
         if name == LOSS and self._stage.loss_counts:
             self._loss.append(outputs[0])
         for value, tensor in zip(runnable.output_names, outputs, strict=True):
             self._store.put(Instance(Item(value), layout.source[value].value), microbatch, tensor)
+
+    def _recompute(self, task: Task) -> None:
+        name, microbatch = _component_of(task)
+        kept = self._kept.pop((name, microbatch))
+        self._records[name, microbatch] = recompute(self._stage.runnables[name], kept, self._stage.device)
 
     def _backward(self, task: Task) -> None:
         """Gradients of a value from readers that make it alike add up inside the backwards, see `backward_component`."""

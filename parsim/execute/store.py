@@ -134,7 +134,7 @@ class Store:
             case Compute(phase=Phase.FORWARD, component=name):
                 inputs = dict.fromkeys(layout.model.component(name).inputs)
                 return [Instance(Item(value), layout.reads_in(name, value).value) for value in inputs]
-            case Compute(component=name):
+            case Compute(phase=Phase.BACKWARD | Phase.BACKWARD_INPUT, component=name):
                 return [instance for value in layout.model.component(name).outputs for instance in self.gradients(value)]
             case SendRecv(source=source) if origin.hop is None:
                 assert origin.value is not None

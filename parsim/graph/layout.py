@@ -143,6 +143,14 @@ class Layout:
             if component.name in self.differentiable and component.parameters and self.wants_input_gradient(component.name)
         )
 
+    def recomputes(self, component: str) -> bool:
+        """Whether its forward runs again before its backward."""
+        return component in self._recomputed
+
+    @cached_property
+    def _recomputed(self) -> frozenset[str]:
+        return self.plan.recomputed & self.differentiable
+
     def wants_input_gradient(self, component: str) -> bool:
         """Whether its backward hands a gradient on."""
         values = (self.model.value[name] for name in self.model.component(component).inputs)

@@ -110,7 +110,7 @@ def parse_work(text: str) -> Work:
     """Inverse of `work_text`."""
     if match := re.fullmatch(r"optimizer (\d+) elements in (\d+)", text):
         return OptimizerStep(elements=int(match[1]), tensors=int(match[2]))
-    if match := re.fullmatch(r"(forward|backward(?:_input|_weight)?) (\S+)(?: (\S+)/(\d+))? x(\d+)", text):
+    if match := re.fullmatch(r"(forward|recompute|backward(?:_input|_weight)?) (\S+)(?: (\S+)/(\d+))? x(\d+)", text):
         phase, component, rule, ways, samples = match.groups()
         return Compute(phase=Phase(phase), component=component, samples=int(samples), rule=rule or "", ways=int(ways or 1))
     if match := re.fullmatch(r"send_recv (\d+) B (\d+)>(\d+)", text):

@@ -115,6 +115,30 @@ class Sharding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HalfComponent:
+    """What a Component keeps under autocast to half precision; the attributes mean what they mean there.
+
+    `cast_bytes`: half-precision copies of its weights that are kept for the backward, which saved_fixed_bytes leaves out.
+    """
+
+    saved_activation_bytes: int
+    saved_fixed_bytes: int
+    cast_bytes: int
+    forward_peaks: tuple[tuple[int, int], ...] = ()
+    backward_peaks: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfValue:
+    """What a Value is under autocast to half precision; the attributes mean what they mean there."""
+
+    bytes_per_sample: int
+    fixed_bytes: int
+    saved: bool
+    savers: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
     """A tensor that crosses a component boundary, or enters or leaves the model.
 
@@ -122,10 +146,14 @@ class Value:
         name: unique in the model, e.g. "input:0", "layer1.0:0".
         producer: the component that makes it; None for an input of the model.
         bytes_per_sample, fixed_bytes: size = samples * bytes_per_sample + fixed_bytes.
+        storage_bytes_per_sample: of the memory it is a view of, which whoever keeps it where it was made keeps too; 0: it is
+            all of that memory.
         differentiable: False for token ids, masks, positions.
         batch_first: dim 0 is the samples, so that it can be cut into pieces of the batch and put together again.
         saved: its storage is counted in some component's saved activations.
-        savers: the components whose backward needs it, in the order in which they run; the first counts it. Empty: unknown.
+        savers: the components whose backward needs it, in the order in which they run; the first counts it. Empty: none does,
+            so that it is let go once it is read. None: unknown.
+        half: the same under autocast; None: not recorded.
     """
 
     name: str
@@ -134,8 +162,10 @@ class Value:
     fixed_bytes: int = 0
     differentiable: bool = True
     saved: bool = True
-    savers: tuple[str, ...] = ()
+    savers: tuple[str, ...] | None = None
     batch_first: bool = True
+    storage_bytes_per_sample: int = 0
+    half: HalfValue | None = None
 
     def size_bytes(self, samples: int) -> int:
         return self.bytes_per_sample * samples + self.fixed_bytes
@@ -150,9 +180,12 @@ class Component:
         buffer_bytes: running statistics and the like.
         saved_activation_bytes, saved_fixed_bytes: what its forward keeps for its backward, per sample and whatever the
             samples; a storage saved by two components belongs to the first.
+        forward_peaks: (bytes per sample, fixed bytes) of the moments of its forward that can be the fullest: what it has made
+            by then and is alive, what it saves included; empty: not counted.
         backward_peaks: (bytes per sample, fixed bytes) of the moments of its backward that can be the fullest: what is alive
             beyond all saved activations, gradients of outputs, inputs and parameters included; empty: not counted.
         shardings: the ways it can be tensor-sharded; none: it cannot.
+        half: what it keeps under autocast; None: not recorded.
     """
 
     name: str
@@ -162,9 +195,11 @@ class Component:
     buffer_bytes: int = 0
     saved_activation_bytes: int = 0
     saved_fixed_bytes: int = 0
+    forward_peaks: tuple[tuple[int, int], ...] = ()
     backward_peaks: tuple[tuple[int, int], ...] = ()
     operators: tuple[Operator, ...] = ()
     shardings: tuple[Sharding, ...] = ()
+    half: HalfComponent | None = None
 
     def sharding(self, rule: str) -> Sharding:
         """Raises ModelError if the component has no such rule."""

@@ -26,17 +26,25 @@ class LiveBytes(TorchDispatchMode):
         self.peak_bytes = 0
         self.moments: list[int] = []
 
+    def ignore(self, tensor: Tensor) -> None:
+        """Never count this tensor's storage, nor views of it."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._live:
+            self._watch(storage, 0)
+
     def track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
             return
-        size = storage.nbytes()
-        self._live[key] = size
-        self.current_bytes += size
+        self._watch(storage, storage.nbytes())
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         self.moments.append(self.current_bytes)
-        weakref.finalize(storage, self._release, key)
+
+    def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
+        self._live[storage._cdata] = size
+        self.current_bytes += size
+        weakref.finalize(storage, self._release, storage._cdata)
 
     def _release(self, key: int) -> None:
         self.current_bytes -= self._live.pop(key, 0)

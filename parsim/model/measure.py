@@ -22,7 +22,7 @@ from parsim.model.cut import cut, final_values, programs, value_names
 from parsim.model.divisions import Whole, divide
 from parsim.model.model import Model
 from parsim.model.operators import OperatorMode, RawOperator
-from parsim.model.peaks import Peaks, backward_peaks
+from parsim.model.peaks import Peaks, Recorded, autocast_as, component_peaks
 from parsim.model.recorder import Recorder, Recording, storage_key
 from parsim.model.recording import run_recorded
 from parsim.model.runnable import Program
@@ -35,7 +35,8 @@ class Measurement:
 
     Attributes:
         programs: per interval. saved: (number of the recorded call it is first saved in, storage, bytes).
-        saves: (number of a recorded call, storage that it saves), all of them.
+        saves: (number of a recorded call, storage that it saves), all of them. casts: storages that hold parameters in
+            another precision. autocast: the half-precision type it ran under, or None.
     """
 
     batch: int
@@ -46,9 +47,16 @@ class Measurement:
     saved: list[tuple[int, int, int]]
     saves: set[tuple[int, int]]
     fakes: FakeTensorMode
+    casts: frozenset[int]
+    autocast: torch.dtype | None
 
-    def saved_bytes(self, interval: Interval) -> int:
-        return sum(size for op, _, size in self.saved if interval.start <= op < interval.end)
+    def saved_bytes(self, interval: Interval, *, casts: bool = False) -> int:
+        """Of activations, or of the casts of parameters."""
+        return sum(size for op, key, size in self.saved if interval.start <= op < interval.end and (key in self.casts) == casts)
+
+    def recorded(self, place: int) -> Recorded:
+        """One component."""
+        return Recorded(self.programs[place], self.fakes, self.batch, self.autocast)
 
     def savers(self, storage: int) -> tuple[str, ...]:
         """The components that save a storage, in the order in which they run."""
@@ -71,16 +79,23 @@ class Measurement:
 
 
 def measure(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, granularity: str, loss: str | None
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    granularity: str,
+    loss: str | None,
+    autocast: torch.dtype | None = None,
 ) -> Measurement:
-    """One fake forward of `module` in the mode it is in."""
+    """One fake forward of `module` in the mode it is in, under the CPU's autocast to a half-precision type if one is given."""
     watchers: list[_Watch] = []
 
     def watch(recorder: Recorder) -> contextlib.AbstractContextManager[None]:
         watchers.append(_Watch(recorder))
         return watchers[0].open()
 
-    recording = run_recorded(module, args, kwargs, loss=loss, watch=watch)
+    with autocast_as(autocast):
+        recording = run_recorded(module, args, kwargs, loss=loss, watch=watch)
     first = recording.tensors[recording.inputs[0][1]]
     intervals = cut(recording, module, granularity)
     return Measurement(
@@ -92,6 +107,8 @@ def measure(
         saved=watchers[0].saved,
         saves=watchers[0].saves,
         fakes=watchers[0].recorder.fakes,
+        casts=frozenset(watchers[0].mode.casts),
+        autocast=autocast,
     )
 
 
@@ -134,7 +151,7 @@ def combine(small: Measurement, large: Measurement, *, name: str, granularity: s
         )
     values = _values(small, large)
     counted_buffers: set[int] = set()
-    peaks: dict[str, Peaks] = {}
+    peaks: dict[str, tuple[Peaks, Peaks]] = {}
     components = tuple(_component(small, large, place, values, counted_buffers, peaks) for place in range(len(small.intervals)))
     names = value_names(small.recording, small.intervals)
     used = {value for component in components for value in component.inputs}
@@ -149,7 +166,7 @@ def combine(small: Measurement, large: Measurement, *, name: str, granularity: s
     )
 
 
-def _split(small: int, large: int, batches: tuple[int, int], what: str) -> tuple[int, int]:
+def split(small: int, large: int, batches: tuple[int, int], what: str) -> tuple[int, int]:
     """(per sample, fixed) of a size at two batches."""
     rate, rest = divmod(large - small, batches[1] - batches[0])
     fixed = small - rate * batches[0]
@@ -169,14 +186,17 @@ def _values(small: Measurement, large: Measurement) -> dict[str, Value]:
     found: dict[str, Value] = {}
     for number, name in names.items():
         one, other = small.recording.tensors[number], large.recording.tensors[others[name]]
-        rate, fixed = _split(_nbytes(one), _nbytes(other), (small.batch, large.batch), f"value {name}")
+        batches = (small.batch, large.batch)
+        rate, fixed = split(nbytes(one), nbytes(other), batches, f"value {name}")
+        storage, _ = split(one.untyped_storage().nbytes(), other.untyped_storage().nbytes(), batches, f"what {name} lies in")
         found[name] = Value(
             name=name,
             producer=producer.get(number),
             bytes_per_sample=rate,
             fixed_bytes=fixed,
             differentiable=small.recording.differentiable.get(number, False),
-            batch_first=_is_batch_first(one, other, (small.batch, large.batch)),
+            batch_first=_is_batch_first(one, other, batches),
+            storage_bytes_per_sample=storage if storage > rate else 0,
             saved=storage_key(one) in saved,
             savers=small.savers(storage_key(one)),
         )
@@ -188,7 +208,7 @@ def _is_batch_first(small: Tensor, large: Tensor, batches: tuple[int, int]) -> b
     return small.dim() > 0 and (small.shape[0], large.shape[0]) == batches and small.shape[1:] == large.shape[1:]
 
 
-def _nbytes(tensor: Tensor) -> int:
+def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
@@ -198,7 +218,7 @@ def _component(
     place: int,
     values: dict[str, Value],
     counted_buffers: set[int],
-    peaks: dict[str, Peaks],
+    peaks: dict[str, tuple[Peaks, Peaks]],
 ) -> Component:
     one, other = small.intervals[place], large.intervals[place]
     batches = (small.batch, large.batch)
@@ -208,12 +228,12 @@ def _component(
     state = [number for number in read if number in recording.state]
     buffers = [number for number in state if recording.state[number].kind == "buffer" and number not in counted_buffers]
     counted_buffers.update(buffers)
-    rate, fixed = _split(small.saved_bytes(one), large.saved_bytes(other), batches, f"what {one.name} saves")
+    rate, fixed = split(small.saved_bytes(one), large.saved_bytes(other), batches, f"what {one.name} saves")
     operators, shardings = divide(
         small.whole(place),
         large.whole(place),
         large.batch - small.batch,
-        lambda less, more, what: _split(less, more, batches, what),
+        lambda less, more, what: split(less, more, batches, what),
         (rate, fixed),
         [values[names[number]].batch_first for number in one.inputs],
     )
@@ -232,13 +252,13 @@ def _component(
             for number in state
             if recording.state[number].kind == "parameter"
         ),
-        buffer_bytes=sum(_nbytes(recording.tensors[number]) for number in buffers),
+        buffer_bytes=sum(nbytes(recording.tensors[number]) for number in buffers),
         saved_activation_bytes=rate,
         saved_fixed_bytes=fixed,
         operators=operators,
         shardings=shardings,
     )
     if component.fingerprint not in peaks:
-        runs = [(run.programs[place], run.fakes, run.batch) for run in (small, large)]
-        peaks[component.fingerprint] = backward_peaks(runs[0], runs[1])
-    return replace(component, backward_peaks=peaks[component.fingerprint])
+        peaks[component.fingerprint] = component_peaks(small.recorded(place), large.recorded(place))
+    forward, backward = peaks[component.fingerprint]
+    return replace(component, forward_peaks=forward, backward_peaks=backward)

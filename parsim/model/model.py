@@ -10,9 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import ModelError
-from parsim.model.component import Component, Operator, OperatorShard, Parameter, ParameterShard, Sharding, Value
+from parsim.model.component import (
+    Component,
+    HalfComponent,
+    HalfValue,
+    Operator,
+    OperatorShard,
+    Parameter,
+    ParameterShard,
+    Sharding,
+    Value,
+)
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 GRANULARITIES = ("block", "sublayer", "layer")
 
 
@@ -109,7 +119,7 @@ class Model:
             if version != SCHEMA_VERSION:
                 raise ModelError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}; trace the model again")
             document["components"] = tuple(_component(entry) for entry in document["components"])
-            document["values"] = tuple(Value(**{**entry, "savers": tuple(entry["savers"])}) for entry in document["values"])
+            document["values"] = tuple(_value(entry) for entry in document["values"])
             document["inputs"] = tuple(document["inputs"])
             document["outputs"] = tuple(document["outputs"])
             return cls(**document)
@@ -134,9 +144,29 @@ def _component(entry: dict[str, Any]) -> Component:
             "inputs": tuple(entry["inputs"]),
             "outputs": tuple(entry["outputs"]),
             "parameters": tuple(Parameter(**parameter) for parameter in entry["parameters"]),
-            "backward_peaks": tuple((int(rate), int(fixed)) for rate, fixed in entry["backward_peaks"]),
+            **_peaks(entry),
             "operators": operators,
             "shardings": tuple(_sharding(sharding) for sharding in entry["shardings"]),
+            "half": None if entry["half"] is None else HalfComponent(**{**entry["half"], **_peaks(entry["half"])}),
+        }
+    )
+
+
+def _peaks(entry: dict[str, Any]) -> dict[str, tuple[tuple[int, int], ...]]:
+    return {key: tuple((int(rate), int(fixed)) for rate, fixed in entry[key]) for key in ("forward_peaks", "backward_peaks")}
+
+
+def _names(entry: list[str] | None) -> tuple[str, ...] | None:
+    return None if entry is None else tuple(entry)
+
+
+def _value(entry: dict[str, Any]) -> Value:
+    half = entry["half"]
+    return Value(
+        **{
+            **entry,
+            "savers": _names(entry["savers"]),
+            "half": None if half is None else HalfValue(**{**half, "savers": _names(half["savers"])}),
         }
     )
 

@@ -38,11 +38,21 @@ def narrow(component: Component, rule: str, ways: int) -> Component:
         saved_fixed_bytes=fixed + sharding.saved_fixed_bytes // ways,
         shardings=(),
     )
-    return replace(shard, backward_peaks=_peaks(component, shard))
+    half = component.half
+    if half is not None:
+        elements = sum(parameter.elements for parameter in component.parameters)
+        own = sum(parameter.elements for parameter in shard.parameters)
+        half = replace(half, cast_bytes=half.cast_bytes * own // elements if elements else 0)
+    return replace(
+        shard,
+        forward_peaks=_peaks(component.forward_peaks, component, shard),
+        backward_peaks=_peaks(component.backward_peaks, component, shard),
+        half=half,
+    )
 
 
-def _peaks(whole: Component, shard: Component) -> tuple[tuple[int, int], ...]:
-    """The fullest moments of a shard's backward: those of the whole, less by as much as its largest operator is smaller."""
+def _peaks(peaks: tuple[tuple[int, int], ...], whole: Component, shard: Component) -> tuple[tuple[int, int], ...]:
+    """The fullest moments of a shard: those of the whole, less by as much as its largest operator is smaller."""
 
     def largest(component: Component) -> tuple[int, int]:
         sizes = [(operator.activation_bytes, operator.parameter_bytes) for operator in component.operators]
@@ -54,7 +64,7 @@ def _peaks(whole: Component, shard: Component) -> tuple[tuple[int, int], ...]:
             rate * own_activations // activations if activations else rate,
             fixed * own_weights // weights if weights else fixed,
         )
-        for rate, fixed in whole.backward_peaks
+        for rate, fixed in peaks
     )
 
 

@@ -117,11 +117,12 @@ _NO_KERNEL = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, a
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects RawOperators while calls run on fake tensors."""
+    """Collects RawOperators while calls run on fake tensors. `casts`: parameters in another precision, by storage."""
 
     def __init__(self, current: Callable[[], int], state: set[int]) -> None:
         """`current` tells the number of the torch-level call that is running, `state` holds the storages of parameters."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self.casts: dict[int, Tensor] = {}
         self.current = current
         self.operators: list[RawOperator] = []
         self._state = state
@@ -140,6 +141,8 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind, shape_of = _RULES.get(packet, ("memory_bound", None))
         parameters = [tensor for tensor in given if storage_key(tensor) in self._state]
         activations = [tensor for tensor in given if storage_key(tensor) not in self._state]
+        if packet is aten._to_copy and parameters:
+            self.casts.update((storage_key(tensor), tensor) for tensor in made)
         moved = sum(map(_size_bytes, activations)) + sum(map(_size_bytes, made))
         if kind == "embedding":  # reads the rows it gathers, not the table
             moved += _size_bytes(made[0])

@@ -1,14 +1,15 @@
-"""What is alive while a component runs backward, beyond what it had saved: counted on fake tensors, operator by operator.
+"""What is alive while a component runs: counted on fake tensors, operator by operator.
 
-The backward runs as in the executor: the outputs' gradients are held until it ends, the inputs' are handed over, those of
-parameters are added to what is there. Every moment's bytes are linear in the batch; kept are the moments that can be the
-largest for some batch.
+Forward: what it has made by then. Backward: what is alive beyond what the forward had saved. The backward runs as in the
+executor: the outputs' gradients are held until it ends, the inputs' are handed over, those of parameters are added to what is
+there. Every moment's bytes are linear in the batch; kept are the moments that can be the largest for some batch.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,17 +23,38 @@ Peaks = tuple[tuple[int, int], ...]
 """(bytes per sample, fixed bytes) of moments."""
 
 
-def backward_peaks(small: tuple[Program, FakeTensorMode, int], large: tuple[Program, FakeTensorMode, int]) -> Peaks:
-    """Of one component as recorded at two batches: (program, its fake mode, samples) each.
+class Recorded(NamedTuple):
+    """One component as recorded at so many samples. `autocast`: the half-precision type it ran under, or None."""
 
-    Empty where it has no backward, or where the two backwards differ in more than the batch.
+    program: Program
+    fakes: FakeTensorMode
+    samples: int
+    autocast: torch.dtype | None = None
+
+
+def component_peaks(small: Recorded, large: Recorded) -> tuple[Peaks, Peaks]:
+    """Forward and backward of one component as recorded at two batches.
+
+    Empty where the two recordings differ in more than the batch; of the backward, too, where there is none.
     """
-    one, other = (_alive_bytes(program, fakes) for program, fakes, _ in (small, large))
-    if len(one) != len(other):
+    one, other = _alive_bytes(small), _alive_bytes(large)
+    forward, backward = (_lines(*moments, small.samples, large.samples) for moments in zip(one, other, strict=True))
+    return forward, backward
+
+
+def _lines(less: Sequence[int], more: Sequence[int], small: int, large: int) -> Peaks:
+    """The envelope of moments' bytes at two batches."""
+    if len(less) != len(more):
         return ()
-    step = large[2] - small[2]
-    moments = {((more - less) // step, less - (more - less) // step * small[2]) for less, more in zip(one, other, strict=True)}
-    return upper_envelope(moments)
+    rates = [(top - low) // (large - small) for low, top in zip(less, more, strict=True)]
+    return upper_envelope({(rate, low - rate * small) for rate, low in zip(rates, less, strict=True)})
+
+
+@contextlib.contextmanager
+def autocast_as(half: torch.dtype | None) -> Any:
+    """The CPU's autocast to `half`; nothing for None."""
+    with torch.autocast("cpu", dtype=half) if half is not None else contextlib.nullcontext():
+        yield
 
 
 def upper_envelope(moments: set[tuple[int, int]]) -> Peaks:
@@ -59,10 +81,11 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _alive_bytes(program: Program, fakes: FakeTensorMode) -> list[int]:
-    """Bytes alive beyond the saved ones after every storage that the backward makes."""
+def _alive_bytes(recorded: Recorded) -> tuple[list[int], list[int]]:
+    """After every storage that is made: bytes that the forward has made, and bytes beyond the saved ones in the backward."""
+    program = recorded.program
     environment: list[Any] = [None] * program.slots
-    with fakes, torch.enable_grad():
+    with recorded.fakes, torch.enable_grad():
         entries = []
         for _, slot, differentiable in program.inputs:
             value = _like(program.tensors[slot])
@@ -77,8 +100,12 @@ def _alive_bytes(program: Program, fakes: FakeTensorMode) -> list[int]:
         for constant, slot in program.constants:
             environment[slot] = constant
         with LiveBytes() as live:
-            for op in program.ops:
-                run_op(op, environment)
+            for tensor in environment:
+                if tensor is not None:
+                    live.ignore(tensor)
+            with autocast_as(recorded.autocast):
+                for op in program.ops:
+                    run_op(op, environment)
             outputs = [environment[slot] for _, slot, _ in program.outputs]
             edges = tuple(
                 torch.autograd.graph.get_gradient_edge(value) if isinstance(value, Tensor) and value.requires_grad else None
@@ -86,8 +113,9 @@ def _alive_bytes(program: Program, fakes: FakeTensorMode) -> list[int]:
             )
             shapes = [(value.shape, value.dtype) for value in outputs]
             del outputs, environment
+            forward = live.moments
             if not any(edges):
-                return []
+                return forward, []
             saved = live.current_bytes
             live.moments = []
             gradients = [
@@ -95,7 +123,7 @@ def _alive_bytes(program: Program, fakes: FakeTensorMode) -> list[int]:
                 for edge, (shape, dtype) in zip(edges, shapes, strict=True)
             ]
             backward_component(Saved(tuple(entries), edges), gradients)
-            return [moment - saved for moment in live.moments]
+            return forward, [moment - saved for moment in live.moments]
 
 
 def _like(kind: TensorKind) -> Tensor:

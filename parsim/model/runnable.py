@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -169,6 +169,31 @@ class Runnable:
             for (holder, key, _), (state_key, _) in zip(self._state, self.program.state, strict=True)
             if state_key.kind == "parameter"
         )
+
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The live buffers, in the order of `buffer_names`."""
+        return tuple(holder[key] for holder, key in self._buffer_places())
+
+    @contextlib.contextmanager
+    def reading_buffers(self, buffers: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, calls read and write `buffers` (in the order of `buffer_names`); the live ones stay as they are."""
+        places = [*self._buffer_places(), *((holder, key) for holder, key, _ in self._buffer_writes)]
+        live = [holder[key] for holder, key in places]
+        try:
+            for (holder, key), buffer in zip(places, buffers, strict=False):  # those written only have no copy
+                holder[key] = buffer
+            yield
+        finally:
+            for (holder, key), buffer in zip(places, live, strict=True):
+                holder[key] = buffer
+
+    def _buffer_places(self) -> list[tuple[dict[str, Any], str]]:
+        """Where each buffer of `buffer_names` lies."""
+        return [
+            (holder, key)
+            for (holder, key, _), (state_key, _) in zip(self._state, self.program.state, strict=True)
+            if state_key.kind == "buffer"
+        ]
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the component on tensors in the order of `input_names`; returns them in the order of `output_names`.

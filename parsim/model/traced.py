@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_unflatten
 
 from parsim.errors import TraceError
 from parsim.model.cut import cut, runnables, value_names
+from parsim.model.half_precision import HALF, with_half_precision
 from parsim.model.measure import combine, measure
 from parsim.model.model import Model
 from parsim.model.recorder import Recording
@@ -111,13 +112,18 @@ def model_of(
     if not module.training:
         module.train()
     try:
-        small, large = (
-            measure(module, *with_batch(args, kwargs, batch), granularity=granularity, loss=loss) for batch in BATCHES
+        (small, large), (small_half, large_half) = (
+            [
+                measure(module, *with_batch(args, kwargs, batch), granularity=granularity, loss=loss, autocast=autocast)
+                for batch in BATCHES
+            ]
+            for autocast in (None, HALF)
         )
     finally:
         for part, mode in modes:
             part.training = mode
-    return combine(small, large, name=name or kind, granularity=granularity, source=source or f"trace of {kind}")
+    model = combine(small, large, name=name or kind, granularity=granularity, source=source or f"trace of {kind}")
+    return with_half_precision(model, small_half, large_half)
 
 
 def with_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

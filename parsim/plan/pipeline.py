@@ -15,7 +15,7 @@ from typing import NamedTuple
 from parsim.errors import DeadlockError, PlanError, near_matches
 from parsim.work import Phase
 
-_PHASES = {phase.short: phase for phase in Phase if phase is not Phase.OPTIMIZER}
+_PHASES = {phase.short: phase for phase in Phase if phase not in (Phase.OPTIMIZER, Phase.RECOMPUTE)}
 _CELLS_SHOWN = 4
 """Actions shown on either side of the blocked one in the grid of a deadlock."""
 

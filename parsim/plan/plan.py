@@ -17,6 +17,7 @@ from parsim.model.narrow import check_ways
 from parsim.plan.mesh import Mesh
 from parsim.plan.pipeline import CHUNKED_ORDERS, check_chunks
 from parsim.plan.placement import BATCH, Placement, parse_placement
+from parsim.plan.recompute import NONE, Recompute, normalised, recomputed_names
 
 SCHEMA_VERSION = 2
 STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
@@ -58,6 +59,8 @@ class Plan:
         pipeline_order: a key of `parsim.plan.pipeline.PIPELINE_ORDERS`.
         bucket_bytes: a gradient bucket is closed once it holds this much.
         zero_stage: 1 divides the optimizer state (and its step) over the ranks that hold the same parameters.
+        recompute: the components that keep nothing but their inputs and run their forward again before their backward: "none",
+            "full" (all of them) or their names.
     """
 
     strategy: str
@@ -68,6 +71,7 @@ class Plan:
     pipeline_order: str = "1f1b"
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     zero_stage: int = 0
+    recompute: Recompute = NONE
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -93,12 +97,23 @@ class Plan:
             raise PlanError(f"zero_stage = {self.zero_stage}: 0 and 1 are built; stages 2 and 3 shard gradients and weights")
         if self.microbatches < 1 or self.bucket_bytes < 1:
             raise PlanError(f"microbatches ({self.microbatches}) and bucket_bytes ({self.bucket_bytes}) must be >= 1")
+        object.__setattr__(self, "recompute", normalised(self.recompute, self.components))
         parts = self.mesh.dp * self.microbatches
         if self.global_batch < 1 or self.global_batch % parts:
             raise PlanError(
                 f"global_batch ({self.global_batch}) must be divisible by dp ({self.mesh.dp}) * microbatches "
                 f"({self.microbatches}) = {parts}; the nearest that is: {max(1, round(self.global_batch / parts)) * parts}"
             )
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """All of them, in execution order."""
+        return tuple(name for stage in self.stages for name in stage.components)
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """The components whose forward runs again before their backward, if they have one."""
+        return recomputed_names(self.recompute, self.components)
 
     @property
     def world_size(self) -> int:
@@ -139,7 +154,14 @@ class Plan:
         chunks = f"x{self.chunks}" if self.chunks > 1 else ""
         order = f" {self.pipeline_order}{chunks}" if self.mesh.pp > 1 else ""
         zero = f" zero{self.zero_stage}" if self.zero_stage else ""
-        return f"{self.strategy} {self.mesh} mb={self.microbatches}x{self.microbatch_samples}{order}{zero}{self._placed()}"
+        again = f" recompute={self._recomputes()}" if self.recompute != NONE else ""
+        return (
+            f"{self.strategy} {self.mesh} mb={self.microbatches}x{self.microbatch_samples}{order}{zero}{again}{self._placed()}"
+        )
+
+    def _recomputes(self) -> str:
+        """`full`, or `3 of 12`."""
+        return self.recompute if isinstance(self.recompute, str) else f"{len(self.recompute)} of {len(self.components)}"
 
     def _placed(self) -> str:
         """` [embed shard:vocabulary/4 | layer0..layer3 batch]`, or nothing where all are batch-sharded."""
@@ -158,6 +180,8 @@ class Plan:
         document = asdict(self)
         for entry, stage in zip(document["stages"], self.stages, strict=True):
             entry["placements"] = [str(placement) for placement in stage.placements]
+        if self.recompute == NONE:
+            del document["recompute"]
         return {"schema_version": SCHEMA_VERSION, **document}
 
     def to_json(self) -> str:
@@ -206,7 +230,7 @@ def _check_axis(name: str, placement: Placement, tp: int) -> None:
 
 def check_plan(plan: Plan, model: Model) -> None:
     """Raise PlanError unless the stages hold exactly the model's components, in its order, placed as they can be."""
-    planned = [name for stage in plan.stages for name in stage.components]
+    planned = list(plan.components)
     expected = [component.name for component in model.components]
     if planned == expected:
         for stage in plan.stages:

@@ -30,6 +30,7 @@ KIND_COLOURS = {
     "load": GREEN,
     "forward": SKY,
     "backward": BLUE,
+    "recompute": "#332288",
     "optimizer": PURPLE,
     "all_reduce": VERMILION,
     "send_recv": ORANGE,

@@ -6,6 +6,7 @@ A pattern is a shell pattern over component names: "layers.*.attention" means th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from parsim.errors import ConfigError, ModelError, PlanError, near_matches
@@ -14,6 +15,7 @@ from parsim.model.narrow import check_ways
 from parsim.plan.mesh import Mesh
 from parsim.plan.placement import BATCH, KINDS, Placement, parse_placement
 from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan, holding
+from parsim.plan.recompute import NONE, Recompute
 from parsim.schedule.problem import Problem
 from parsim.schedule.stages import balanced_plan
 
@@ -164,6 +166,7 @@ def custom_plan(
     pipeline_order: str = "1f1b",
     chunks: int = 1,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    recompute: Recompute = NONE,
 ) -> Plan:
     """The plan on `mesh` with these placements; its stages are cut so that the slowest is as fast as can be.
 
@@ -190,5 +193,6 @@ def custom_plan(
         bucket_bytes=bucket_bytes,
         placements=placements,
     )
+    plan = replace(plan, recompute=recompute)
     check_plan(plan, problem.model)
     return plan

@@ -9,7 +9,7 @@ Leaves out: conversions of earlier values that are under way while a later compo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,16 +18,16 @@ from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.layout import Layout, Reading
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS
 from parsim.hardware.cluster import Cluster
-from parsim.model.component import Component, Value
-from parsim.model.narrow import narrow
+from parsim.model.component import Value
 from parsim.plan.layout import LOCAL_HOPS, Hop, ValueLayout, conversion
-from parsim.plan.pipeline import halves_waiting, moments
+from parsim.plan.pipeline import halves_waiting, in_flight, moments
+from parsim.schedule.kept import Kept
 
 
 def plan_memory(layout: Layout, cluster: Cluster, *, precision: str, optimizer: str) -> tuple[RankMemory, ...]:
     """One RankMemory per rank, in rank order. Ranks at one place of different replicas differ only by their device; so do tp
     ranks of a stage where no component is placed on one of them."""
-    plan, model = layout.plan, layout.model
+    plan, kept = layout.plan, Kept(layout, precision)
     alike = all(placement.kind != "place" for stage in plan.stages for placement in stage.placements)
     known: dict[tuple[int, int, str], RankMemory] = {}
     memories = []
@@ -36,16 +36,16 @@ def plan_memory(layout: Layout, cluster: Cluster, *, precision: str, optimizer: 
         stage = plan.stage_of_rank(rank)
         place = (stage, 0 if alike else plan.shard_of_rank(rank), device.name)
         if place not in known:
-            messages = _messages(layout, rank)
+            messages = _messages(layout, kept.values, rank)
             names = layout.rank_components(rank)
             known[place] = rank_memory(
                 rank=rank,
-                components=[_local(layout, name) for name in names],
-                values=model.value,
+                components=[kept.component(name) for name in names],
+                values=kept.values,
                 microbatch_samples={name: layout.local_samples(name) for name in names}
                 if plan.is_mixed
                 else plan.microbatch_samples // plan.mesh.tp,
-                in_flight=_in_flight(layout, rank),
+                in_flight=_in_flight(kept, rank),
                 halves_waiting=halves_waiting(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks),
                 optimizer=optimizer,
                 precision=precision,
@@ -54,20 +54,22 @@ def plan_memory(layout: Layout, cluster: Cluster, *, precision: str, optimizer: 
                 communicators=len({message.group for message in messages}),
                 largest_message_bytes=round(max((message.size_bytes for message in messages), default=0.0)),
                 loaded_microbatches=plan.microbatches,
-                boundary=rank_boundary(layout, rank) if plan.is_mixed else None,
+                boundary=rank_boundary(layout, kept.values, rank) if plan.is_mixed else None,
                 weights=rank_weights(layout, rank),
+                recomputed={name: kept.again(name) for name in names if layout.recomputes(name)},
+                arriving_bytes=_arriving_bytes(kept, rank),
             )
         memories.append(replace(known[place], rank=rank))
     return tuple(memories)
 
 
-def _in_flight(layout: Layout, rank: int) -> dict[str, int]:
+def _in_flight(kept: Kept, rank: int) -> dict[str, int]:
     """By component of the rank the microbatches in flight, at the moment at which they save most."""
-    plan = layout.plan
+    layout, plan = kept.layout, kept.layout.plan
     place, names = plan.stage_of_rank(rank), layout.rank_components(rank)
     saved = [0.0] * plan.chunks
     for name in names if plan.chunks > 1 else ():
-        component = _local(layout, name)
+        component = kept.component(name)
         size = component.saved_activation_bytes * layout.local_samples(name) + component.saved_fixed_bytes
         saved[layout.chunk_of[name] // plan.mesh.pp] += size
     alive = max(
@@ -82,39 +84,33 @@ def rank_weights(layout: Layout, rank: int) -> Weights:
     buckets = layout.rank_buckets(rank)
     size_bytes = sum(bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes for bucket in buckets)
     return Weights(
-        elements=sum(parameter.elements for parameter in layout.rank_parameters(rank)),
         parameter_bytes=size_bytes,
         gradient_bytes=size_bytes,
         updated_elements=sum(bucket.chunk_elements if layout.is_divided(bucket) else bucket.elements for bucket in buckets),
     )
 
 
-def _local(layout: Layout, name: str) -> Component:
-    placement = layout.placement[name]
-    return narrow(layout.model.component(name), placement.rule, placement.ways)
-
-
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def rank_boundary(layout: Layout, rank: int) -> Boundary:
-    """What the rank holds of values in all layouts in which it makes or reads them."""
+def rank_boundary(layout: Layout, values: Mapping[str, Value], rank: int) -> Boundary:
+    """What the rank holds of values (as they are kept under the plan) in all layouts in which it makes or reads them."""
     held = loaded = loaded_saved = 0.0
     batch = ValueLayout("full", layout.batch_ways(rank))
     for name, layouts in layout.batch_layouts(rank).items():
-        value = layout.model.value[name]
+        value = values[name]
         loaded += local_bytes(layout, value, batch)
-        counted = layout.runs_on(rank, value.savers[0]) if value.savers else value.saved
+        counted = value.saved if value.savers is None else any(layout.runs_on(rank, first) for first in value.savers[:1])
         if counted and all(entry.form != "shard" for entry in layouts):  # pieces of a dim are copies
             loaded_saved += min(local_bytes(layout, value, entry) for entry in layouts)
-    for value in layout.model.values:
+    for value in values.values():
         if value.producer is not None:
             held += _held_bytes(layout, rank, value)
     return Boundary(
         held_bytes=held,
         loaded_bytes=loaded,
         loaded_saved_bytes=loaded_saved,
-        gradient_bytes={name: _gradient_bytes(layout, name) for name in layout.rank_components(rank)},
+        gradient_bytes={name: _gradient_bytes(layout, values, name) for name in layout.rank_components(rank)},
     )
 
 
@@ -140,7 +136,7 @@ def _held_bytes(layout: Layout, rank: int, value: Value) -> float:
         if here:
             storage = _storage(conversion(made, storage, layout.plan.mesh.tp), made, layout.plan.shard_of_rank(rank))
         kept[storage] = local_bytes(layout, value, storage)
-    counted = local_bytes(layout, value, layouts[keepers[0]]) if keepers and keepers[0] == value.savers[0] else 0.0
+    counted = local_bytes(layout, value, layouts[keepers[0]]) if keepers and keepers[:1] == list(value.savers[:1]) else 0.0
     return sum(kept.values()) - counted
 
 
@@ -181,11 +177,11 @@ def _storage(hops: Sequence[Hop], made: ValueLayout, shard: int) -> ValueLayout:
     return made
 
 
-def _gradient_bytes(layout: Layout, name: str) -> float:
+def _gradient_bytes(layout: Layout, values: Mapping[str, Value], name: str) -> float:
     """Gradients of the component's outputs as it wants them, or in the costliest step of a conversion to that."""
     total = 0.0
     for output in layout.model.component(name).outputs:
-        value, wanted = layout.model.value[output], layout.source[output].gradient
+        value, wanted = values[output], layout.source[output].gradient
         if value.differentiable:
             hops = [
                 hop
@@ -194,6 +190,30 @@ def _gradient_bytes(layout: Layout, name: str) -> float:
             ]
             steps = [local_bytes(layout, value, hop.source) + local_bytes(layout, value, hop.target) for hop in hops]
             total += max(local_bytes(layout, value, wanted), *steps, 0.0)
+    return total
+
+
+def _arriving_bytes(kept: Kept, rank: int) -> float:
+    """Buffers of transfers to this rank that are not wanted yet.
+
+    A receive is posted as soon as the one before it on its stream has ended. Of values one more microbatch than those in flight
+    can have arrived, and the next be posted, where there are so many; of gradients the next is posted.
+    """
+    layout, plan = kept.layout, kept.layout.plan
+    stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
+    alive = in_flight(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks)
+    values_ahead = max(0, min(2, plan.microbatches * plan.chunks - alive))
+    gradients_ahead = min(1, plan.microbatches - 1)
+    total = 0.0
+    for value in kept.values.values():
+        home = layout.stage_of_value[value.name]
+        for reading in layout.readings[value.name]:
+            if home is None or home == reading.stage:
+                continue
+            if reading.stage == stage and shard in reading.ends.value.holders(plan.mesh.tp):
+                total += values_ahead * local_bytes(layout, value, reading.ends.value)
+            if home == stage and value.differentiable and shard in reading.ends.gradient.holders(plan.mesh.tp):
+                total += gradients_ahead * local_bytes(layout, value, reading.ends.gradient)
     return total
 
 
@@ -207,16 +227,16 @@ class _Message(NamedTuple):
     size_bytes: float
 
 
-def _messages(layout: Layout, rank: int) -> list[_Message]:
+def _messages(layout: Layout, values: Mapping[str, Value], rank: int) -> list[_Message]:
     """Every kind of message of one step: gradient buckets, conversions, transfers between stages."""
-    plan, model = layout.plan, layout.model
+    plan = layout.plan
     stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
     found = [
         _Message(("dp", bucket.group), bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes)
         for bucket in layout.rank_buckets(rank)
         if len(bucket.group) > 1
     ]
-    for value in model.values:
+    for value in values.values():
         home = layout.stage_of_value[value.name]
         if home is None:
             continue

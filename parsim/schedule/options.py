@@ -14,17 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parsim.costs.costs import Costs
-from parsim.costs.memory import (
-    AMP_ACTIVATION_FRACTION,
-    AMP_WEIGHT_BYTES_PER_ELEMENT,
-    OPTIMIZER_STATE_BYTES_PER_ELEMENT,
-)
+from parsim.costs.memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
 from parsim.graph.holding import alike, hold
 from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.layout import differentiable_components
 from parsim.graph.passes.convert import COLLECTIVE_OF_HOP, POINT_TO_POINT_HOPS
 from parsim.model.component import Component, Value
 from parsim.model.narrow import narrow
+from parsim.model.precision import cast_bytes, component_in
 from parsim.plan.concurrent import Groups, concurrent_with
 from parsim.plan.layout import LOCAL_HOPS, Hop, ValueLayout, conversion
 from parsim.plan.mesh import Mesh
@@ -209,16 +206,15 @@ class Prices:
         if not placement.runs_on(shard):
             return 0.0
         tp = self.mesh.tp
-        own = narrow(component, placement.rule, placement.ways)
+        precision = self.problem.precision
+        own = narrow(component_in(component, precision), placement.rule, placement.ways)
         elements = sum(parameter.elements for parameter in own.parameters)
         weights = sum(parameter.size_bytes for parameter in own.parameters)
         state = float(OPTIMIZER_STATE_BYTES_PER_ELEMENT[self.problem.optimizer] * elements)
         if self.zero_stage:
             alike_ranks = self.mesh.dp * (tp if placement.kind == "batch" else max(1, tp // placement.ways))
             state /= 1 if placement.kind in ("replicate", "place") else alike_ranks
-        amp = self.problem.precision.startswith("amp")
-        scale = AMP_ACTIVATION_FRACTION if amp else 1.0
         samples = self.samples * placement.batch_ways(tp) // tp
         saved = own.saved_activation_bytes * samples + own.saved_fixed_bytes
-        casts = AMP_WEIGHT_BYTES_PER_ELEMENT * elements if amp else 0
-        return 2 * weights + state + casts + component.buffer_bytes + self.in_flight * scale * saved
+        kept = saved + cast_bytes(own, precision)
+        return 2 * weights + state + component.buffer_bytes + self.in_flight * kept

@@ -20,6 +20,7 @@ from parsim.plan.concurrent import concurrent_with
 from parsim.plan.mesh import Mesh
 from parsim.plan.placement import Placement
 from parsim.plan.plan import Plan
+from parsim.plan.recompute import NONE, Recompute
 from parsim.schedule.memory import plan_memory
 from parsim.work import Work
 
@@ -28,7 +29,7 @@ from parsim.work import Work
 class Problem:
     """Attributes:
     global_batch: samples per step. precision, optimizer: as in RUN.toml. corrections: learnt from a run.
-    zero_stage: that plans are to have.
+    zero_stage: that plans are to have. recompute: likewise; "auto": where a plan would not fit, as little as makes it fit.
     history: of the profile's validations, by which intervals are corrected.
     pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
     """
@@ -41,6 +42,7 @@ class Problem:
     corrections: Corrections = NO_CORRECTIONS
     history: History = NO_HISTORY
     zero_stage: int = 0
+    recompute: Recompute = NONE
     pins: tuple[tuple[str, Placement], ...] = ()
     forbids: tuple[tuple[str, str], ...] = ()
 

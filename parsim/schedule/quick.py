@@ -1,6 +1,6 @@
 """A plan's step in closed form: good enough to say which plans are worth simulating, in well under a millisecond each.
 
-    stages     t_s = forward + backward of one microbatch with its conversions and half of its transfers
+    stages     t_s = forward (twice where recomputed) + backward of one microbatch, its conversions and half of its transfers
     step       M * max t_s + fill + exposed gradient synchronisation + optimizer step
     fill       sum of t_s - max t_s; over V chunks per rank (which t_s takes together) a V-th of it; with backwards in halves
                that part of it which the forwards have in t_s, as if both halves took equally long
@@ -52,15 +52,18 @@ class QuickEstimates:
     def _step_s(self, plan: Plan) -> float:
         model, prices = self._problem.model, self.prices(plan)
         placements = {name: placement for stage in plan.stages for name, placement in stage.placed()}
-        moving = self._moves_s(plan)
+        moving, again = self._moves_s(plan), plan.recomputed
         stages, exposed, forwards = [], 0.0, 0.0
         for number in range(plan.mesh.pp):
             names = [name for chunk in plan.place_stages(number) for name in plan.stages[chunk].components]
             components = [model.component(name) for name in names]
-            ahead = sum(prices.compute_s(c, placements[c.name], Phase.FORWARD) for c in components)
+            forward = [prices.compute_s(c, placements[c.name], Phase.FORWARD) for c in components]
+            ahead = sum(forward)
             backs = [
-                prices.compute_s(c, placements[c.name], Phase.BACKWARD) if c.name in prices.differentiable else 0.0
-                for c in components
+                prices.compute_s(c, placements[c.name], Phase.BACKWARD) + (own if c.name in again else 0.0)
+                if c.name in prices.differentiable
+                else 0.0
+                for c, own in zip(components, forward, strict=True)
             ]
             stages.append(ahead + sum(backs) + moving[number])
             forwards += ahead

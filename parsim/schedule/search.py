@@ -8,11 +8,13 @@ from typing import Any
 
 from parsim.errors import CostError, ScheduleError, near_matches
 from parsim.plan.plan import Plan
+from parsim.plan.recompute import AUTO, NONE, Recompute
 from parsim.schedule.evaluate import SAMPLES, Evaluation, evaluate, with_interval
 from parsim.schedule.families import FAMILIES, mixed_plans
 from parsim.schedule.objective import Solution
 from parsim.schedule.problem import Problem
 from parsim.schedule.quick import QuickEstimates
+from parsim.schedule.relief import relieved
 from parsim.units import format_bytes, format_seconds
 
 REACH = 1.25
@@ -155,9 +157,10 @@ def _respecting(problem: Problem, found: list[Plan]) -> list[Plan]:
 def _judge_family(problem: Problem, plans: Iterable[Plan], quick: QuickEstimates) -> list[Evaluation]:
     """Simulate the members that a closed form puts first, until the rest are out of reach.
 
-    Of members that do not fit one is simulated, the one closest to fitting, and only if none fits.
+    Where the problem leaves recomputation open, a member that does not fit makes room for one that does by recomputing. Of
+    members that do not fit one is simulated, the one closest to fitting, and only if none fits.
     """
-    ordered = sorted(plans, key=quick.step_s)
+    ordered = sorted(_recomputing(problem, plans), key=quick.step_s)
     judged: list[Evaluation] = []
     too_large: list[tuple[int, Plan]] = []
     best: float | None = None
@@ -177,6 +180,17 @@ def _judge_family(problem: Problem, plans: Iterable[Plan], quick: QuickEstimates
     return judged
 
 
+def _recomputing(problem: Problem, plans: Iterable[Plan]) -> list[Plan]:
+    """The plans with what the problem says of recomputation."""
+    if problem.recompute != AUTO:
+        return [replace(plan, recompute=problem.recompute) for plan in plans]
+    found = []
+    for plan in plans:
+        fits = all(entry.fits for entry in problem.memory(plan))
+        found.append(plan if fits else relieved(problem, plan) or plan)
+    return found
+
+
 def _best_of_each(ranked: Sequence[Evaluation]) -> list[Evaluation]:
     best: dict[str, Evaluation] = {}
     for entry in ranked:
@@ -186,20 +200,24 @@ def _best_of_each(ranked: Sequence[Evaluation]) -> list[Evaluation]:
 
 def _with_interval(problem: Problem, entry: Evaluation, first: Evaluation, samples: int) -> Evaluation:
     """With draws, and why the plan won or lost against the first of the ranking."""
-    return with_interval(problem, entry, samples=samples, reason=_reason(entry, first))
+    return with_interval(problem, entry, samples=samples, reason=_reason(entry, first, problem.recompute))
 
 
-def _reason(entry: Evaluation, first: Evaluation) -> str:
+def _reason(entry: Evaluation, first: Evaluation, recompute: Recompute) -> str:
     if not entry.result.fits:
         worst = max(entry.memory, key=lambda memory: memory.excess_bytes)
         line, size = worst.worst
-        return f"does not fit: rank {worst.rank} by {format_bytes(worst.excess_bytes)}, mostly {line} ({format_bytes(size)})"
+        tried = ", even with all recomputed" if recompute == AUTO else ""
+        over = format_bytes(worst.excess_bytes)
+        return f"does not fit{tried}: rank {worst.rank} by {over}, mostly {line} ({format_bytes(size)})"
+    plan = entry.result.plan
+    again = f"; recomputes {len(plan.recomputed)} of {len(plan.components)} components" if plan.recompute != NONE else ""
     if entry is first:
-        return "fastest plan that fits"
+        return f"fastest plan that fits{again}"
     if _same_program(entry.result.plan, first.result.plan):
         return f"the same plan as {first.result.strategy}"
     slower = entry.result.step_s.median - first.result.step_s.median
-    return f"slower by {format_seconds(slower)} ({100 * slower / first.result.step_s.median:.0f}%){_where(entry, first)}"
+    return f"slower by {format_seconds(slower)} ({100 * slower / first.result.step_s.median:.0f}%){_where(entry, first)}{again}"
 
 
 def _same_program(one: Plan, other: Plan) -> bool:

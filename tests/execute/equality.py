@@ -23,6 +23,7 @@ from parsim.model.pieces import piece
 from parsim.model.spec import ModelSpec, load_model
 from parsim.plan.mesh import Mesh
 from parsim.plan.plan import Plan, Stage
+from parsim.plan.recompute import NONE, Recompute
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -57,6 +58,8 @@ def even_plan(
     order: str = "1f1b",
     chunks: int = 1,
     bucket_bytes: int = 2**14,
+    zero_stage: int = 0,
+    recompute: Recompute = NONE,
 ) -> Plan:
     """Stages of as equal a number of components as can be."""
     names = [component.name for component in load_model(spec).components]
@@ -74,6 +77,8 @@ def even_plan(
         microbatches=microbatches,
         pipeline_order=order,
         bucket_bytes=bucket_bytes,
+        zero_stage=zero_stage,
+        recompute=recompute,
     )
 
 

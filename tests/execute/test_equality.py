@@ -26,7 +26,8 @@ TOKENS = {"gpt_small", "bert_small"}
 
 def case(spec: ModelSpec, mesh: Mesh, *, batch: int = 8, **options: object) -> Case:
     strategy = "single" if mesh.size == 1 else "dp" if mesh.pp == 1 else "mp" if mesh.dp == 1 else "hp"
-    plan_options = {key: options.pop(key) for key in ("microbatches", "order", "chunks", "bucket_bytes") if key in options}
+    of_plan = ("microbatches", "order", "chunks", "bucket_bytes", "zero_stage", "recompute")
+    plan_options = {key: options.pop(key) for key in of_plan if key in options}
     if spec == RESNET:
         # Normalising over two samples amplifies rounding a million times in 100 steps at 0.02: the case would test that.
         batch, options = 4 * batch, {"learning_rate": 2e-3, **options}

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.costs.memory import (
-    AMP_ACTIVATION_FRACTION,
     CUDA_FRAGMENTATION,
     CUDA_LIBRARY_WORKSPACE_BYTES,
     NCCL_COMMUNICATOR_BYTES,
@@ -18,8 +17,9 @@ from parsim.costs.memory import (
 )
 from parsim.errors import CostError
 from parsim.hardware.device import DeviceType
-from parsim.model.component import Component, Operator, Parameter, Value
+from parsim.model.component import Component, HalfComponent, Operator, Parameter, Value
 from parsim.model.model import Model
+from parsim.model.precision import component_in
 from parsim.model.spec import ModelSpec, load_model
 
 CPU = DeviceType(
@@ -121,6 +121,7 @@ def test_every_line_by_hand() -> None:
         "buffers": 16,
         "activations": 10 * (8 + 200 + 40 + 60) + 16,
         "boundary_values": 10 * 32 + 4,
+        "receive_buffers": 0,
         "inputs": 10 * 8,
         "communication": 0,
         "context": 5_000,
@@ -182,11 +183,22 @@ def test_adams_temporaries_are_the_peak_where_activations_are_small() -> None:
     assert memory((wide,), samples=1, optimizer="sgd_momentum").line("workspace") < 1_000
 
 
-def test_half_precision_halves_activations_and_adds_copies_of_the_weights() -> None:
-    full, half = memory(precision="fp32"), memory(precision="amp_fp16")
-    assert half.line("activations") == pytest.approx(AMP_ACTIVATION_FRACTION * full.line("activations"), abs=1)
-    assert half.line("casts") == 2 * 155
-    assert half.line("parameters") == full.line("parameters")
+def test_half_precision_keeps_what_autocast_was_seen_to_keep() -> None:
+    """Per component as recorded: some saved bytes stay as they are, some halve; copies of weights only where they were cast."""
+    seen = HalfComponent(saved_activation_bytes=120, saved_fixed_bytes=4, cast_bytes=110, backward_peaks=((3, 5),))
+    block = component_in(replace(BLOCK, half=seen), "amp_bf16")
+    half, full = memory((block,), precision="amp_bf16"), memory((BLOCK,))
+    assert half.line("activations") == 10 * 120 + 4
+    assert half.line("casts") == 110
+    assert memory((block,), precision="amp_bf16", in_flight=3).line("casts") == 3 * 110
+    assert (half.line("parameters"), full.line("casts")) == (full.line("parameters"), 0)
+    assert component_in(replace(BLOCK, half=seen), "fp32").saved_activation_bytes == 200
+
+
+def test_a_model_that_was_not_recorded_under_autocast_is_taken_to_halve() -> None:
+    full, half = memory(), memory(tuple(component_in(each, "amp_fp16") for each in ALL), precision="amp_fp16")
+    assert half.line("activations") == full.line("activations") // 2
+    assert half.line("casts") == 2 * (100 + 55 + 100)
 
 
 def test_communication_takes_buffers_per_communicator_or_a_copy_of_the_message() -> None:

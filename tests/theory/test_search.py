@@ -16,7 +16,9 @@ from parsim.plan.plan import Plan, check_plan
 from parsim.schedule.evaluate import evaluate
 from parsim.schedule.families import FAMILIES
 from parsim.schedule.problem import Problem
+from parsim.schedule.relief import relieved
 from parsim.schedule.search import search
+from parsim.work import Compute, Phase
 from tests.models import chain_model
 
 
@@ -153,3 +155,74 @@ def test_resnet50_on_eight_v100s_scales_as_published() -> None:
     found = search(question, ("dp",), samples=0)
     assert found.chosen is not None
     assert found.chosen.result.throughput_samples_per_s.median == pytest.approx(2766, rel=0.10)
+
+
+# --- recomputation ----------------------------------------------------------------------------------------------------
+
+
+def hungry() -> Problem:
+    """One device; what its components save is most of the memory."""
+    model = replace(
+        CHAIN,
+        components=tuple(replace(each, saved_activation_bytes=2**20 * (each.name != "loss")) for each in CHAIN.components),
+    )
+    return Problem(model=model, cluster=cluster(1), global_batch=64, recompute="auto")
+
+
+def with_memory(asked: Problem, memory_bytes: int) -> Problem:
+    return replace(asked, cluster=cluster(1, memory_bytes=memory_bytes))
+
+
+def one_microbatch(asked: Problem) -> Plan:
+    return next(iter(FAMILIES["single"](asked)))
+
+
+def test_recomputing_buys_memory_with_forwards() -> None:
+    """A full recomputation adds every forward with a backward to the step, no more, and keeps the inputs alone."""
+    asked = hungry()
+    plain = one_microbatch(asked)
+    full = replace(plain, recompute="full")
+    one, other = (evaluate(asked, plan, samples=0) for plan in (plain, full))
+    forwards = [task.index for task in one.graph.tasks if isinstance(task.work, Compute) and task.work.phase is Phase.FORWARD]
+    chosen = np.isin(one.timeline.task, forwards)
+    again = float((one.timeline.end_s - one.timeline.start_s)[chosen].sum())
+    assert again > 0
+    assert other.result.step_s.median == pytest.approx(one.result.step_s.median + again, rel=1e-9)
+    assert other.breakdown[0].compute_s == pytest.approx(one.breakdown[0].compute_s + again, rel=1e-9)
+    assert other.memory[0].line("activations") < 0.1 * one.memory[0].line("activations")
+    assert other.memory[0].total_bytes < one.memory[0].total_bytes
+
+
+def test_where_memory_is_short_as_little_as_possible_is_recomputed() -> None:
+    asked = hungry()
+    plain = one_microbatch(asked)
+    full = replace(plain, recompute="full")
+    most, least = (asked.memory(plan)[0].total_bytes for plan in (plain, full))
+    assert relieved(with_memory(asked, least - 1), plain) is None
+    before = len(plain.components) + 1
+    for limit in np.linspace(least, most - 1, 6).astype(int).tolist():
+        tight = with_memory(asked, limit)
+        found = relieved(tight, plain)
+        assert found is not None
+        assert all(entry.fits for entry in tight.memory(found))
+        assert 0 < len(found.recomputed) <= before, "more room, no more recomputation"
+        before = len(found.recomputed)
+
+
+def test_a_search_recomputes_only_where_nothing_else_fits_and_says_so() -> None:
+    asked = hungry()
+    plain = one_microbatch(asked)
+    roomy = search(asked, ("single",), samples=0).chosen
+    assert roomy is not None
+    assert roomy.result.plan.recompute == "none"
+    most_split = replace(plain, microbatches=64)
+    limit = asked.memory(most_split)[0].total_bytes - 1
+    tight = with_memory(asked, limit)
+    chosen = search(tight, ("single",), samples=0).chosen
+    assert chosen is not None
+    assert chosen.result.plan.recomputed
+    assert "recomputes" in chosen.result.reason
+    assert search(replace(tight, recompute="none"), ("single",), samples=0).chosen is None
+    hopeless = search(with_memory(asked, 2**20), ("single",), samples=0)
+    assert hopeless.chosen is None
+    assert "even with all recomputed" in hopeless.candidates[0].result.reason

@@ -32,7 +32,7 @@ def test_defaults_fill_what_the_file_leaves_out() -> None:
     assert config.model_spec == ModelSpec(name="resnet50", args=(("num_classes", 100),), input_shape=(3, 224, 224))
     assert (config.devices, config.cluster.nodes) == (8, 1)
     assert (config.training.precision, config.training.optimizer, config.training.seed) == ("fp32", "sgd_momentum", 0)
-    assert (config.plan.strategy, config.plan.zero_stage, config.plan.recompute) == ("adaptive", 0, "none")
+    assert (config.plan.strategy, config.plan.zero_stage, config.plan.recompute) == ("adaptive", 0, "auto")
     assert config.training.resolved_learning_rate == 0.05
 
 
@@ -153,7 +153,8 @@ MISTAKES = [
         ["plan.pin={ head = 'place:0' }", "plan.strategy=custom", "plan.mesh.tp=8"],
         r"plan.pin steers the search for an adaptive plan, but plan.strategy = 'custom'; set strategy = \"adaptive\" or",
     ),
-    (["plan.recompute=full"], r"plan.recompute = 'full': .*set recompute = \"none\""),
+    (["plan.recompute=ful"], r"plan.recompute = 'ful' is unknown; did you mean full.*list of component names"),
+    (["plan.recompute=full", "plan.strategy=x/plan.json"], r"plan.recompute = 'full': the plan is read from .*drop recompute"),
     (["plan.pipeline_order=1f1c", "plan.strategy=custom", "plan.mesh.dp=8"], r"plan.pipeline_order = '1f1c' is unknown.*1f1b"),
     (["plan.strategy=custom"], r'plan.strategy = "custom" needs plan.mesh'),
     (["plan.mesh.dp=8"], r"plan.mesh fixes the plan by hand.*set strategy = \"custom\" or drop mesh"),

@@ -1,5 +1,8 @@
 """Loading, forward and backward of every component and microbatch, in the stage's pipeline order, and the communication of
-values and gradients right behind the task that makes them."""
+values and gradients right behind the task that makes them.
+
+A recomputed component runs its forward again right before its backward (before the first half of one in halves), on the inputs
+it kept as it had read them: it waits for no gradient, so it may run while that is on its way, and nothing is sent again."""
 
 from __future__ import annotations
 
@@ -104,11 +107,15 @@ def _add_backward(draft: Draft, layout: Layout, replica: int, name: str, microba
         for reading in layout.readings[value]
         if any(reader in layout.differentiable for reader in reading.components)
     ]
+    before = Phase.FORWARD
+    if layout.recomputes(name):
+        before = Phase.RECOMPUTE
+        _add_recomputation(draft, layout, replica, name, microbatch)
     for moving in gradients:
         add_arriving_gradient(draft, layout, moving)
     for rank in layout.runners(name, replica):
         shard = layout.plan.shard_of_rank(rank)
-        after: list[Key] = [(Phase.FORWARD, rank, name, microbatch)]
+        after: list[Key] = [(before, rank, name, microbatch)]
         for moving in gradients:
             after.extend(gradient_keys(layout, moving, shard))
         draft.add((phase, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
@@ -116,9 +123,18 @@ def _add_backward(draft: Draft, layout: Layout, replica: int, name: str, microba
         add_gradient_moves(draft, layout, Moving(value, microbatch, replica, reading))
 
 
+def _add_recomputation(draft: Draft, layout: Layout, replica: int, name: str, microbatch: int) -> None:
+    _add_following(draft, layout, replica, name, microbatch, Phase.FORWARD, Phase.RECOMPUTE)
+
+
 def _add_weight_gradients(draft: Draft, layout: Layout, replica: int, name: str, microbatch: int) -> None:
-    work = _compute(layout, name, Phase.BACKWARD_WEIGHT)
+    _add_following(draft, layout, replica, name, microbatch, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+
+
+def _add_following(draft: Draft, layout: Layout, replica: int, name: str, microbatch: int, before: Phase, phase: Phase) -> None:
+    """A phase of a component that needs nothing but an earlier one on the same rank."""
+    work = _compute(layout, name, phase)
     origin = Origin(stage=layout.stage_of[name], replica=replica, component=name, microbatch=microbatch)
     for rank in layout.runners(name, replica):
-        after: list[Key] = [(Phase.BACKWARD_INPUT, rank, name, microbatch)]
-        draft.add((Phase.BACKWARD_WEIGHT, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
+        after: list[Key] = [(before, rank, name, microbatch)]
+        draft.add((phase, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)

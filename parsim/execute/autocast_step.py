@@ -1,0 +1,35 @@
+"""One plain step under the CPU's autocast, outside any plan, under the eyes of the live-bytes counter.
+
+Plans are executed in fp32 and float64; what half precision saves is checked on this step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from parsim.execute.optimizer import distinct, flat_gradients
+from parsim.execute.stage import seeded_module
+from parsim.model.half_precision import HALF
+from parsim.model.live_memory import LiveBytes
+from parsim.model.losses import loss_sum
+from parsim.model.spec import ModelSpec, example_batch, loss_of
+
+
+def autocast_peak_bytes(spec: ModelSpec, samples: int, *, autocast: bool = True) -> int:
+    """Most bytes of live tensors in a forward, loss and backward over `samples` samples; weights, gradients (one flat array)
+    and the batch included, no optimizer.
+
+    Args:
+        autocast: False for the same step in fp32.
+    """
+    module = seeded_module(spec, 0, torch.float32, torch.device("cpu"))
+    inputs, target = example_batch(spec, samples)
+    parameters = distinct(module.parameters())
+    gradients = flat_gradients(parameters)
+    with LiveBytes() as live:
+        for tensor in (*parameters, gradients, *module.buffers(), *inputs, target):
+            live.track(tensor)
+        with torch.autocast("cpu", dtype=HALF, enabled=autocast):
+            loss = loss_sum(loss_of(spec), module(*inputs), target)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return int(live.peak_bytes)

@@ -1,0 +1,39 @@
+"""What a real step under autocast keeps, byte by byte, against what the Model alone predicts for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parsim.execute.autocast_step import autocast_peak_bytes
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.profile import load_profile
+from parsim.model.spec import ModelSpec, load_model
+from parsim.schedule.families import FAMILIES
+from parsim.schedule.problem import Problem
+from tests.execute.test_equality import BERT, GPT, VGG, VIT
+
+WIDE = ModelSpec(name="mlp", args=(("width", 256),))
+
+
+def one_cpu() -> Cluster:
+    """One device without context or library workspace: what it holds is tensors."""
+    cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), 1)
+    device = cluster.devices[0]
+    return replace(cluster, devices=(replace(device, type=replace(device.type, kind="cpu", context_bytes=0)),))
+
+
+def predicted_bytes(spec: ModelSpec, samples: int, precision: str) -> int:
+    model = load_model(spec, granularity="layer")
+    asked = Problem(model=model, cluster=one_cpu(), global_batch=samples, precision=precision, optimizer="sgd")
+    return asked.memory(next(iter(FAMILIES["single"](asked))))[0].total_bytes
+
+
+@pytest.mark.parametrize("spec", [WIDE, VIT, GPT, BERT, VGG], ids=lambda spec: spec.name)
+def test_the_peak_of_a_step_under_autocast_is_predicted(spec: ModelSpec) -> None:
+    for samples in (8, 32):
+        half, full = autocast_peak_bytes(spec, samples), autocast_peak_bytes(spec, samples, autocast=False)
+        assert half != full, "autocast was on"
+        assert predicted_bytes(spec, samples, "amp_bf16") == pytest.approx(half, rel=0.01)
+        assert predicted_bytes(spec, samples, "fp32") == pytest.approx(full, rel=0.05), "the executor holds a little more"
