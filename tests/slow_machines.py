@@ -38,7 +38,7 @@ class Machine:
             corrections=self.factors,
         )
         seen = evaluate(base, self.plan, samples=0, fold=False)
-        columns, overlap = seen.compiled.columns, base.costs(self.plan.world_size).overlap
+        columns, overlap = seen.compiled.columns, seen.overlap
         rng = np.random.default_rng(seed)
         medians = medians_s(seen.estimates)[columns.unit]
         ranks = np.where(columns.communicates, -1, columns.first_rank)

@@ -110,11 +110,9 @@ def _plans(problem: Problem) -> Iterator[tuple[str, Plan]]:
         yield "single", plan(Mesh())
         yield "single 4 microbatches", plan(Mesh(), microbatches=4)
         yield "dp 2", plan(Mesh(dp=2))
-        yield "dp 2, 2 microbatches", plan(Mesh(dp=2), microbatches=2)
         yield "dp 2, zero 1", plan(Mesh(dp=2), zero_stage=1)
         yield "pp 2, gpipe, 4 microbatches", plan(Mesh(pp=2), microbatches=4, order="gpipe")
         yield "pp 2, 1f1b, 4 microbatches", plan(Mesh(pp=2), microbatches=4)
-        yield "pp 2, 1f1b, 8 microbatches", plan(Mesh(pp=2), microbatches=8)
         if ways:
             yield "tp 2", plan(Mesh(tp=2), cut=True)
             yield "tp 2 and batch in turn", plan(Mesh(tp=2), in_turn=True)
@@ -122,6 +120,5 @@ def _plans(problem: Problem) -> Iterator[tuple[str, Plan]]:
     yield "pp 3, 1f1b, 4 microbatches", plan(Mesh(pp=3), microbatches=4)
     yield "dp 4", plan(Mesh(dp=4))
     yield "dp 2 pp 2, 1f1b, 2 microbatches", plan(Mesh(dp=2, pp=2), microbatches=2)
-    yield "pp 4, 1f1b, 4 microbatches", plan(Mesh(pp=4), microbatches=4)
     if ways:
         yield "dp 2 tp 2", plan(Mesh(dp=2, tp=2), cut=True)
