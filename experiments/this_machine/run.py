@@ -22,7 +22,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +50,20 @@ from parsim.schedule.problem import Problem
 from parsim.work import kind_of
 
 TIMEOUT_S = 3600.0
-STEPS, SETTLE_STEPS = 2, 1
+BUDGETS = ("compute", "shard", "operator", "collective", "overlap")
+STEPS, SETTLE_STEPS = 1, 1
+"""Of every case in every round: one step that counts, after one in which the caches settle."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A launch of a record: how many ranks, over which link (None: the loopback interface), which plans (none named: all)."""
+    """A launch of a record: how many ranks, over which link (None: the loopback interface), which plans (none named: all), and
+    the share of the usual time that its calibration takes."""
 
     ranks: int
     link_bytes_per_s: float | None = None
     labels: tuple[str, ...] = ()
+    calibration_share: float = 1.0
 
     @contextlib.contextmanager
     def launcher(self) -> Iterator[Launcher]:
@@ -72,9 +76,9 @@ class Setting:
 
 SETTINGS = {
     "two": Setting(ranks=SMALL),
-    "four": Setting(ranks=2 * SMALL),
+    "four": Setting(ranks=2 * SMALL, calibration_share=0.6),
     "shaped": Setting(
-        ranks=SMALL, link_bytes_per_s=125e6, labels=("dp 2", "dp 2, zero 1", "pp 2, 1f1b, 4 microbatches", "tp 2")
+        ranks=SMALL, link_bytes_per_s=125e6, labels=("dp 2", "pp 2, 1f1b, 4 microbatches", "tp 2"), calibration_share=0.6
     ),
 }
 
@@ -154,6 +158,8 @@ def calibrated(path: Path, setting: Setting, subjects: Sequence[Subject], asked:
             quick=asked.quick,
             seed=asked.seed,
         )
+        budgets = {f"{name}_budget_s": getattr(request, f"{name}_budget_s") for name in BUDGETS}
+        request = replace(request, **{name: setting.calibration_share * seconds for name, seconds in budgets.items()})
         with setting.launcher() as launcher:
             calibrate(request, path, on_line=progress, launcher=launcher)
     return path
