@@ -51,8 +51,8 @@ from parsim.work import kind_of
 
 TIMEOUT_S = 3600.0
 BUDGETS = ("compute", "shard", "operator", "collective", "overlap")
-STEPS, SETTLE_STEPS = 1, 1
-"""Of every case in every round: one step that counts, after one in which the caches settle."""
+STEPS, SETTLE_STEPS = 2, 1
+"""Of every case in every round: two steps that count, after one in which the caches settle."""
 
 
 @dataclass(frozen=True, kw_only=True)

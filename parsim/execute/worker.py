@@ -241,6 +241,8 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: Place) -> None:
             if entry is not None:
                 for _ in range(job.settle_steps):
                     entry.step(keep=False)
+            dist.barrier()  # what one rank is ahead after settling belongs to no time
+            if entry is not None:
                 entry.timed(job.steps)
         if place.rank == 0:
             _say({"round": f"{number + 1}/{job.rounds}"})
