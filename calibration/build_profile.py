@@ -19,15 +19,12 @@ from calibration.surroundings import doubts, provenance_environment
 from parsim.costs.surfaces import SurfaceModel
 from parsim.execute.pinning import core_of_rank
 from parsim.graph.taskgraph import parse_work
+from parsim.hardware.compute_records import ComponentPoint, Compute, OperatorPoint, OptimizerPoint
 from parsim.hardware.profile import (
     Communication,
-    ComponentPoint,
-    Compute,
     DeviceEntry,
     DeviceTypeEntry,
     HostOverhead,
-    OperatorPoint,
-    OptimizerPoint,
     Profile,
     Provenance,
     Sourced,

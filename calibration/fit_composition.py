@@ -13,7 +13,7 @@ from calibration.fit_operators import NORMAL_MAD, round_to_six
 from calibration.fit_surfaces import FloatArray, fit_terms
 from parsim.costs.composition import KINDS, Parts, component_parts
 from parsim.costs.surfaces import SurfaceModel
-from parsim.hardware.profile import ComponentPoint, Composition
+from parsim.hardware.compute_records import ComponentPoint, Composition
 from parsim.model.model import Model
 from parsim.work import Phase
 

@@ -20,7 +20,8 @@ from scipy.optimize import least_squares
 
 from parsim.costs.operators import FAMILIES, Kernel, backward_kernels, forward_kernels, kernel_seconds
 from parsim.errors import DataError, ProfileError
-from parsim.hardware.profile import OperatorFit, OperatorPoint, SourceEntry
+from parsim.hardware.compute_records import OperatorFit, OperatorPoint
+from parsim.hardware.profile import SourceEntry
 from parsim.model.component import Operator
 
 DEEPBENCH = "deepbench-v100-sxm2"

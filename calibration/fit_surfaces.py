@@ -15,7 +15,7 @@ from scipy.optimize import nnls
 from calibration.fit_operators import FOLDS, MIN_POINTS, NORMAL_MAD, round_to_six
 from parsim.costs.surfaces import distances, log_sizes, stacked_terms
 from parsim.errors import ProfileError
-from parsim.hardware.profile import OperatorPoint, OperatorSurface
+from parsim.hardware.compute_records import OperatorPoint, OperatorSurface
 
 FloatArray = NDArray[np.float64]
 PASSES = 6

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from scipy.stats.qmc import Halton
@@ -56,13 +57,36 @@ WIDE = ("layer_norm", "batch_norm", "softmax", "pick", "bias_gradient")
 COUNTS = {"linear": 110, "batched": 30, "convolution": 150, "attention": 36, "embedding": 14, "memory_bound": 16, "wide": 28}
 """Shapes per function (of memory-bound ones per function and phase)."""
 
+QUICK_LEAST = 10
+"""Shapes of a surface in a quick calibration, where there are so many."""
+
 Sizes = dict[str, int]
 
 
 def operator_launches(*, quick: bool) -> tuple[Launch, ...]:
-    """Every launch to measure, the same for every run."""
-    found = [*_products(quick), *_convolutions(quick), *_attentions(quick), *_embeddings(quick), *_memory_bound(quick)]
-    return tuple(dict.fromkeys(found))
+    """Every launch to measure, the same for every run; quick: fewer, but enough to fit every surface."""
+    everything = tuple(dict.fromkeys(_all(quick=False)))
+    if not quick:
+        return everything
+    found = dict.fromkeys(_all(quick=True))
+    count = Counter(_surface_of(launch) for launch in found)
+    for launch in everything:
+        if launch not in found and count[_surface_of(launch)] < QUICK_LEAST:
+            found[launch] = None
+            count[_surface_of(launch)] += 1
+    return tuple(found)
+
+
+def _all(*, quick: bool) -> Iterator[Launch]:
+    yield from _products(quick)
+    yield from _convolutions(quick)
+    yield from _attentions(quick)
+    yield from _embeddings(quick)
+    yield from _memory_bound(quick)
+
+
+def _surface_of(launch: Launch) -> tuple[str, str, str]:
+    return launch.kind, launch.function, launch.phase
 
 
 def _products(quick: bool) -> Iterator[Launch]:

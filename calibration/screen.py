@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 from calibration.drift import MEDIAN_ERROR
 from calibration.raw_points import entries_of
 from parsim.errors import ProfileError
-from parsim.hardware.profile import CollectivePoint, ComponentPoint
+from parsim.hardware.compute_records import ComponentPoint
+from parsim.hardware.profile import CollectivePoint
 from parsim.model.model import Model
 from parsim.units import format_bytes, format_seconds
 

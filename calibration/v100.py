@@ -23,17 +23,16 @@ from calibration.v100_links import SOURCES as LINK_SOURCES
 from calibration.v100_links import fit_link_model
 from calibration.v100_throughput import with_efficiencies
 from parsim.errors import DataError, ParsimError, ProfileError
+from parsim.hardware.compute_records import Compute, OperatorPoint
 from parsim.hardware.profile import (
     CollectivePoint,
     Communication,
-    Compute,
     DeviceEntry,
     DeviceTypeEntry,
     LinkEntry,
     LinkKindEntry,
     NicSlot,
     Noise,
-    OperatorPoint,
     Profile,
     Provenance,
     Sourced,

@@ -20,18 +20,16 @@ import numpy as np
 
 from calibration.fit_collectives import rounded
 from parsim.errors import DataError, ParsimError
+from parsim.hardware.compute_records import Compute, Efficiency, OperatorFit
 from parsim.hardware.profile import (
     CollectivePoint,
     Communication,
-    Compute,
     DeviceEntry,
     DeviceTypeEntry,
-    Efficiency,
     LinkEntry,
     LinkKindEntry,
     LinkModel,
     NicSlot,
-    OperatorFit,
     Profile,
     Provenance,
     Sourced,

@@ -26,7 +26,8 @@ import numpy as np
 from calibration.fit_collectives import rounded
 from parsim.errors import DataError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import Efficiency, Profile, SourceEntry
+from parsim.hardware.compute_records import Efficiency
+from parsim.hardware.profile import Profile, SourceEntry
 from parsim.model.component import LOSS
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec, load_model

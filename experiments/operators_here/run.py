@@ -29,7 +29,8 @@ from parsim.costs.surfaces import surface_models
 from parsim.costs.uncertainty import sample_durations_s
 from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import ComponentPoint, Profile, load_profile
+from parsim.hardware.compute_records import ComponentPoint
+from parsim.hardware.profile import Profile, load_profile
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec, load_model
 from parsim.work import Compute, Phase

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from parsim.analyze.accuracy import accuracy, rank_correlation, regret
@@ -20,7 +20,8 @@ class CaseRow:
 
     Attributes:
         calibrated: the model's components were measured. launch: by the ranks it had; "four" shares cores.
-        low_s, high_s: the predicted 90% interval of the mean step, as drawn. aa_median, aa_p95: the case against itself.
+        low_s, high_s: the predicted 90% interval of the mean step, as drawn. untaught_s: the profile's word before its lessons.
+        aa_median, aa_p95: the case against itself.
         compute_s, cpu_s: predicted computation, measured processor time of all ranks, per step.
         kinds: by kind of task, predicted and measured seconds per step summed over its tasks.
     """
@@ -34,6 +35,7 @@ class CaseRow:
     predicted_s: float
     low_s: float
     high_s: float
+    untaught_s: float
     measured_s: float
     aa_median: float
     aa_p95: float
@@ -77,6 +79,10 @@ def judged(rows: Sequence[CaseRow]) -> dict[str, Any]:
         "errors": {name: errors_of([row for row in rows if chosen(row)]) for name, chosen in groups.items()},
         "by plan": {label: errors_of([row for row in rows if row.label == label]) for label in labels},
         "by record": {name: errors_of([row for row in rows if row.record == name]) for name in records},
+        "before the lessons": {
+            name: errors_of([replace(row, predicted_s=row.untaught_s) for row in rows if chosen(row)])
+            for name, chosen in groups.items()
+        },
         "by kind": kinds_of(rows),
         "coverage": asdict(coverage_split([record_of(row) for row in rows])),
         "choice": choice_of(rows),
@@ -172,7 +178,8 @@ def printed(document: dict[str, Any]) -> str:
     lines = [f"{document['machine']}, {document['date']}: {document['cases']} cases, {document['records']} records", ""]
     lines.append("| steps of | n | median | p95 | worst | bias | A/A median | A/A p95 | covered as drawn |")
     lines.append("|---|---|---|---|---|---|---|---|---|")
-    for part in ("errors", "by plan", "by record"):
+    for part in ("errors", "by plan", "by record", "before the lessons"):
+        lines.append(f"| *{part}* |")
         for name, row in document[part].items():
             if row is not None:
                 cells = [row[key] for key in ("median", "p95", "worst", "bias", "aa_median", "aa_p95", "covered_as_drawn")]

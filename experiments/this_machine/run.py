@@ -4,6 +4,7 @@
 
 1. Calibrates the machine on half of the models: with a rank per core, with twice as many, and with two ranks in network
    namespaces of their own, joined by a link of 1 Gbit/s (where root can make such).
+   A few real runs of these models at another batch then teach each profile what calibration cannot see (`lessons`).
 2. Predicts every case (six models, plans on one to four processes) and writes the predictions down.
 3. Measures all cases in interleaved rounds, N records one after the other, each with launches of its own.
 4. Judges: errors beside the A/A floor, coverage of the intervals, order of the plans, what the predicted choice costs.
@@ -17,53 +18,45 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import random
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from cases import CALIBRATED_BATCHES, GRANULARITY, SMALL, SUBJECTS, Case, Subject, cases_of, problem_of
 from judging import CaseRow, judged, printed
+from lessons import taught
+from measuring import STEPS, Seen, measure, progress
 from namespaces import possible, shaped_pair
 
 from calibration.calibrate import Launcher, calibrate
 from calibration.request import CalibrationRequest
 from parsim.execute.environment import describe_environment, machine_line
-from parsim.execute.job import Job, RunSpec
 from parsim.execute.launch import launch
-from parsim.execute.measurement import load_measurement
 from parsim.files import write_csv, write_text_atomically
-from parsim.graph.lower import lower
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
-from parsim.model.model import Model
-from parsim.model.spec import load_model
+from parsim.hardware.profile import Profile, load_profile, save_profile
 from parsim.plan.plan import Plan
 from parsim.report.compare import aa_floor, task_durations_s
 from parsim.schedule.evaluate import evaluate
-from parsim.schedule.problem import Problem
 from parsim.work import kind_of
 
-TIMEOUT_S = 3600.0
 BUDGETS = ("compute", "shard", "operator", "collective", "overlap")
-STEPS, SETTLE_STEPS = 2, 1
-"""Of every case in every round: two steps that count, after one in which the caches settle."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """A launch of a record: how many ranks, over which link (None: the loopback interface), which plans (none named: all), and
-    the share of the usual time that its calibration takes."""
+    the share of the usual time that its calibration takes, and the plans that teach it."""
 
     ranks: int
     link_bytes_per_s: float | None = None
     labels: tuple[str, ...] = ()
     calibration_share: float = 1.0
+    lessons: tuple[str, ...] = ()
 
     @contextlib.contextmanager
     def launcher(self) -> Iterator[Launcher]:
@@ -74,33 +67,41 @@ class Setting:
             yield shaped
 
 
+PIPELINE = "pp 2, 1f1b, 4 microbatches"
 SETTINGS = {
-    "two": Setting(ranks=SMALL),
-    "four": Setting(ranks=2 * SMALL, calibration_share=0.6),
+    "two": Setting(ranks=SMALL, lessons=("tp 2 and batch in turn", "dp 2, zero 1", PIPELINE, "dp 2")),
+    "four": Setting(
+        ranks=2 * SMALL,
+        labels=("dp 4", "dp 2 pp 2, 1f1b, 2 microbatches"),
+        calibration_share=0.6,
+        lessons=("pp 3, 1f1b, 4 microbatches", "dp 2 pp 2, 1f1b, 2 microbatches", "dp 4"),
+    ),
     "shaped": Setting(
-        ranks=SMALL, link_bytes_per_s=125e6, labels=("dp 2", "pp 2, 1f1b, 4 microbatches", "tp 2"), calibration_share=0.6
+        ranks=SMALL, link_bytes_per_s=125e6, labels=("dp 2", PIPELINE), calibration_share=0.6, lessons=(PIPELINE, "dp 2")
     ),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A case with what was said of it: median, p05 and p95 of the mean step, computation of all ranks, seconds by kind of task,
-    shares of the sources of its prices. `launch`: that it belongs to."""
+    """A case with what the profile said of it after its lessons: median, p05 and p95 of the mean step, computation of all
+    ranks, seconds by kind of task, shares of the sources of its prices.
+
+    Attributes: launch: that it belongs to. untaught_s: the median by the profile as it was calibrated.
+    """
 
     launch: str
     case: Case
     step_s: tuple[float, float, float]
+    untaught_s: float
     compute_s: float
     kinds: dict[str, float]
     sources: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
         case = {"model": self.case.subject.name, "label": self.case.label, "plan": self.case.plan.to_json()}
-        return {**case, "launch": self.launch, "step_s": self.step_s, "compute_s": self.compute_s} | {
-            "kinds": self.kinds,
-            "sources": self.sources,
-        }
+        said = {"step_s": self.step_s, "untaught_s": self.untaught_s, "compute_s": self.compute_s}
+        return {**case, "launch": self.launch, **said, "kinds": self.kinds, "sources": self.sources}
 
     @classmethod
     def from_dict(cls, entry: dict[str, Any]) -> Prediction:
@@ -109,6 +110,7 @@ class Prediction:
             launch=entry["launch"],
             case=Case(subject=subject, label=entry["label"], plan=Plan.from_json(entry["plan"])),
             step_s=tuple(entry["step_s"]),
+            untaught_s=entry["untaught_s"],
             compute_s=entry["compute_s"],
             kinds=entry["kinds"],
             sources=entry["sources"],
@@ -134,7 +136,7 @@ def main() -> None:
         wanted.remove("shaped")
     records, rounds = (1, 4) if asked.quick else (asked.records, asked.rounds)
     asked.out.mkdir(parents=True, exist_ok=True)
-    profiles = {name: calibrated(asked.out / f"{name}.json", SETTINGS[name], subjects, asked) for name in wanted}
+    profiles = {name: profiles_of(name, subjects, asked) for name in wanted}
     said = predictions(asked.out / "predictions.json", profiles, subjects)
     rows: list[CaseRow] = []
     for number in range(1, records + 1):
@@ -146,7 +148,26 @@ def main() -> None:
     print(json.dumps(document) if asked.json else printed(document))
 
 
-def calibrated(path: Path, setting: Setting, subjects: Sequence[Subject], asked: argparse.Namespace) -> Path:
+class Profiles(NamedTuple):
+    """Of a setting: as calibrated, and after the lessons."""
+
+    calibrated: Profile
+    taught: Profile
+
+
+def profiles_of(name: str, subjects: Sequence[Subject], asked: argparse.Namespace) -> Profiles:
+    """Measured on the calibrated models alone, once for all records."""
+    setting, path = SETTINGS[name], asked.out / f"{name}-taught.json"
+    profile = calibrated(asked.out / f"{name}.json", setting, subjects, asked)
+    if not path.is_file():
+        with setting.launcher() as launcher:
+            after = taught(profile, subjects, setting.lessons, setting.ranks, asked.out / f"{name}-lessons", launcher)
+        save_profile(after, path)
+        shutil.rmtree(asked.out / f"{name}-lessons")
+    return Profiles(profile, load_profile(str(path)))
+
+
+def calibrated(path: Path, setting: Setting, subjects: Sequence[Subject], asked: argparse.Namespace) -> Profile:
     """The profile of this machine in this setting, measured on the calibrated models alone."""
     if not path.is_file():
         models = [subject for subject in subjects if subject.calibrated]
@@ -162,30 +183,28 @@ def calibrated(path: Path, setting: Setting, subjects: Sequence[Subject], asked:
         request = replace(request, **{name: setting.calibration_share * seconds for name, seconds in budgets.items()})
         with setting.launcher() as launcher:
             calibrate(request, path, on_line=progress, launcher=launcher)
-    return path
+    return load_profile(str(path))
 
 
-def progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def predictions(path: Path, profiles: Mapping[str, Path], subjects: Sequence[Subject]) -> list[Prediction]:
+def predictions(path: Path, profiles: Mapping[str, Profiles], subjects: Sequence[Subject]) -> list[Prediction]:
     """Every case with what is said of it before anything is measured; as it was first said, if `path` is there."""
     if not path.is_file():
         said = [
-            predicted(name, case, problem)
-            for name, profile in profiles.items()
+            predicted(name, case, both)
+            for name, both in profiles.items()
             for subject in subjects
-            for problem in (problem_of(subject, cluster_from_profile(load_profile(str(profile)), SETTINGS[name].ranks)),)
-            for case in cases_of(subject, problem)
+            for case in cases_of(subject, problem_of(subject, cluster_from_profile(both.calibrated, SETTINGS[name].ranks)))
             if case.label in (SETTINGS[name].labels or (case.label,))
         ]
         write_text_atomically(path, json.dumps([entry.to_dict() for entry in said], indent=1))
     return [Prediction.from_dict(entry) for entry in json.loads(path.read_text())]
 
 
-def predicted(launch_name: str, case: Case, problem: Problem) -> Prediction:
-    evaluation = evaluate(problem, case.plan, fold=False)
+def predicted(launch_name: str, case: Case, profiles: Profiles) -> Prediction:
+    untaught, evaluation = (
+        evaluate(problem_of(case.subject, cluster_from_profile(profile, SETTINGS[launch_name].ranks)), case.plan, fold=False)
+        for profile in profiles
+    )
     kinds: dict[str, float] = {}
     for task, seconds in zip(evaluation.graph.tasks, task_durations_s(evaluation.graph, evaluation.timeline), strict=True):
         kinds[kind_of(task.work)] = kinds.get(kind_of(task.work), 0.0) + float(seconds)
@@ -194,6 +213,7 @@ def predicted(launch_name: str, case: Case, problem: Problem) -> Prediction:
         launch=launch_name,
         case=case,
         step_s=(interval.median, interval.p05, interval.p95),
+        untaught_s=untaught.result.step_s.median,
         compute_s=sum(part.compute_s for part in evaluation.breakdown),
         kinds=kinds,
         sources=dict(evaluation.result.cost_sources),
@@ -208,7 +228,9 @@ def record(folder: Path, cases: Sequence[Prediction], rounds: int, number: int) 
         chosen = [case for case in cases if case.launch == name]
         if chosen and not path.is_file():
             with setting.launcher() as launcher:
-                measured = measure(folder / name, chosen, rounds, launcher, seed=number)
+                seen = measure(folder / name, [entry.case for entry in chosen], setting.ranks, rounds, launcher, seed=number)
+            said = {entry.case.name: entry for entry in chosen}
+            measured = [row_of(folder.name, said[entry.case.name], entry) for entry in seen]
             write_text_atomically(path, json.dumps([asdict(row) for row in measured]))
             shutil.rmtree(folder / name)
         if path.is_file():
@@ -219,63 +241,30 @@ def record(folder: Path, cases: Sequence[Prediction], rounds: int, number: int) 
     return rows
 
 
-def measure(folder: Path, cases: Sequence[Prediction], rounds: int, launcher: Launcher, *, seed: int) -> list[CaseRow]:
-    """One launch: every case in turn, round after round. The order of the cases is drawn anew for every record."""
-    folder.mkdir(parents=True, exist_ok=True)
-    order = sorted(cases, key=lambda entry: entry.case.name)
-    random.Random(seed).shuffle(order)
-    models = {entry.case.subject.name: load_model(entry.case.subject.spec, granularity=GRANULARITY) for entry in order}
-    for name, model in models.items():
-        model.save(folder / f"{name}.json")
-    job = Job(
-        output=str(folder.resolve()),
-        mode="measure",
-        runs=tuple(run_of(entry.case, folder) for entry in order),
-        steps=STEPS,
-        rounds=rounds,
-        settle_steps=SETTLE_STEPS,
-    )
-    job.save(folder / "job.json")
-    launcher(folder / "job.json", SETTINGS[order[0].launch].ranks, timeout_s=TIMEOUT_S, on_line=progress)
-    return [row_of(folder, entry, models[entry.case.subject.name]) for entry in order]
-
-
-def run_of(case: Case, folder: Path) -> RunSpec:
-    return RunSpec(
-        name=case.name,
-        model=case.subject.spec,
-        model_path=str(folder / f"{case.subject.name}.json"),
-        plan=case.plan,
-        optimizer=case.subject.optimizer,
-        learning_rate=1e-4,
-        dataset=case.subject.dataset,
-    )
-
-
-def row_of(folder: Path, entry: Prediction, model: Model) -> CaseRow:
+def row_of(record_name: str, said: Prediction, seen: Seen) -> CaseRow:
     """What one case took, beside what was said of it."""
-    case, graph = entry.case, lower(entry.case.plan, model)
-    seen = load_measurement(folder / case.name, graph)
-    floor = aa_floor([[float(value)] for value in seen.step_s])
-    taken = np.median(np.stack([task_durations_s(graph, timeline) for timeline in seen.timelines]), axis=0)
-    kinds = {kind: [seconds, 0.0] for kind, seconds in entry.kinds.items()}
-    for task, seconds in zip(graph.tasks, taken, strict=True):
+    case, measurement = said.case, seen.measurement
+    floor = aa_floor([[float(value)] for value in measurement.step_s])
+    taken = np.mean(np.stack([task_durations_s(seen.graph, timeline) for timeline in measurement.timelines]), axis=0)
+    kinds = {kind: [seconds, 0.0] for kind, seconds in said.kinds.items()}
+    for task, seconds in zip(seen.graph.tasks, taken, strict=True):
         kinds[kind_of(task.work)][1] += float(seconds)
     return CaseRow(
-        record=folder.parent.name,
-        launch=entry.launch,
+        record=record_name,
+        launch=said.launch,
         model=case.subject.name,
         label=case.label,
         ranks=case.plan.world_size,
         calibrated=case.subject.calibrated,
-        predicted_s=entry.step_s[0],
-        low_s=entry.step_s[1],
-        high_s=entry.step_s[2],
-        measured_s=seen.mean_step_s,
+        predicted_s=said.step_s[0],
+        low_s=said.step_s[1],
+        high_s=said.step_s[2],
+        untaught_s=said.untaught_s,
+        measured_s=measurement.mean_step_s,
         aa_median=floor.median,
         aa_p95=floor.p95,
-        compute_s=entry.compute_s,
-        cpu_s=sum(seen.cpu_s) / (len(seen.step_s) * STEPS),
+        compute_s=said.compute_s,
+        cpu_s=sum(measurement.cpu_s) / (len(measurement.step_s) * STEPS),
         kinds={kind: (pair[0], pair[1]) for kind, pair in kinds.items()},
     )
 

@@ -82,7 +82,7 @@ def _show(profile: Profile, out: Path, as_json: bool) -> None:
     if as_json:
         print_json({"profile": str(out), "name": profile.name, "points": _points(profile), "warnings": warnings})
         return
-    from parsim.report.tables import calibration_table
+    from parsim.report.profile_table import calibration_table
 
     print_tables([calibration_table(profile)])
     print(f'Profile: {out}; use it with cluster.profile = "{out}"')

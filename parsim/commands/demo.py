@@ -236,7 +236,7 @@ def _write_report(
 ) -> None:
     from parsim.commands.write_report import report_facts
     from parsim.report.html import ReportData, write_report
-    from parsim.report.tables import calibration_table
+    from parsim.report.profile_table import calibration_table
 
     with progress("Writing the report"):
         sections = [_what_if_section(config, found) for config, found in what_if]

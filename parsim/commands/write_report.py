@@ -15,7 +15,7 @@ from parsim.report.chrome_trace import save_chrome_trace
 from parsim.report.compare import Comparison
 from parsim.report.coverage import coverage_figures, coverage_tables
 from parsim.report.html import ReportData, ReportRun, ReportSection, write_report
-from parsim.report.tables import calibration_table
+from parsim.report.profile_table import calibration_table
 
 if TYPE_CHECKING:
     from parsim.execute.measurement import Measurement

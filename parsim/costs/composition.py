@@ -21,7 +21,7 @@ from parsim.costs.launches import Launch, component_launches
 from parsim.costs.operators import operator_times
 from parsim.costs.surfaces import Price, SurfaceModel
 from parsim.errors import CostError
-from parsim.hardware.profile import Composition
+from parsim.hardware.compute_records import Composition
 from parsim.model.component import Component
 from parsim.work import Phase
 

@@ -32,11 +32,13 @@ from parsim.costs.composition import component_parts, composed_estimate, compose
 from parsim.costs.cuda_launches import cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
 from parsim.costs.estimate import Estimate, Source
 from parsim.costs.interpolation import interpolate_s
-from parsim.costs.operators import Kernel, forward_kernels, halved_backward_kernels, kernel_seconds
+from parsim.costs.kernel_price import efficiency_of, fit_for, has_published_peaks, price_kernel
+from parsim.costs.operators import Kernel, forward_kernels, halved_backward_kernels
 from parsim.costs.surfaces import SurfaceModel, surface_models
 from parsim.errors import CostError, near_matches
+from parsim.hardware.compute_records import ComponentPoint, OptimizerPoint
 from parsim.hardware.device import Device
-from parsim.hardware.profile import ComponentPoint, OperatorFit, OptimizerPoint, Profile
+from parsim.hardware.profile import Profile
 from parsim.model.component import Component
 from parsim.model.narrow import narrow
 from parsim.work import Compute, OptimizerStep, Phase
@@ -57,14 +59,9 @@ HALVES = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 HALF_SIGMA = 0.2
 """Assumed relative spread of half a backward taken from the whole one by operators: halves have not been measured alone."""
 
-FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.02
 EXTRAPOLATED_SHARE = 0.1
 """An estimate from operators counts as extrapolated when more than this share of it lies outside the fitted sizes."""
 
-ROOFLINE_COMPUTE_EFFICIENCY = 0.5
-ROOFLINE_BANDWIDTH_EFFICIENCY = 0.75
-ROOFLINE_SIGMA = 0.4
-"""Assumed for operator kinds without a fit."""
 
 FOREACH_ACCESSES_PER_ELEMENT: Mapping[str, int] = {"sgd": 4, "sgd_momentum": 9, "adam": 19, "adamw": 21}
 """4-byte reads and writes of torch's foreach optimizers, operation by operation, the zeroing of the gradient (1) included.
@@ -184,17 +181,17 @@ def estimate_optimizer(
     ]
     if points:
         return _measured_optimizer(work, optimizer, _under_load(points, ranks_active), drift)
-    if not _has_published_peaks(device, profile):
+    if not has_published_peaks(device, profile):
         raise CostError(
             f"no cost is known for a step of {optimizer} over {work.elements} elements on {device.type.name}: "
             f"calibrate with that optimizer (`parsim calibrate`)"
         )
     accesses = FOREACH_ACCESSES_PER_ELEMENT[optimizer] + (2 if precision.startswith("amp") else 0)
-    fit = _fit(profile.compute.operator_fits, "memory_bound", "forward", "fp32", device.type.name)
+    fit = fit_for(profile.compute.operator_fits, "memory_bound", "forward", "fp32", device.type.name)
     size_bytes = 4 * accesses * work.elements
     kernel = Kernel(kind="memory_bound", phase="forward", count=1, flop=0.0, size_bytes=size_bytes)
-    seconds, sigma, source, outside = _price(kernel, fit, device, "fp32")
-    factor, spread = _efficiency(profile, device, precision)
+    seconds, sigma, source, outside = price_kernel(kernel, fit, device, "fp32")
+    factor, spread = efficiency_of(profile, device, precision)
     return Estimate(
         median_s=seconds / factor,
         source=source,
@@ -356,7 +353,7 @@ def _from_operators(
         composition = composition_of(profile.compute.compositions, work.phase, device.type.name, precision)
         return composed_estimate(parts, composition, component.fingerprint, drift, EXTRAPOLATED_SHARE)
     fits = profile.compute.operator_fits
-    published = precision in device.type.peak_flop_per_s and _has_published_peaks(device, profile)
+    published = precision in device.type.peak_flop_per_s and has_published_peaks(device, profile)
     if not published and not any((fit.precision, fit.device_type) == (precision, device.type.name) for fit in fits):
         raise CostError(_unknown(work, device, precision, "any kind of operator"))
     total = outside_s = 0.0
@@ -370,17 +367,17 @@ def _from_operators(
         input_gradient=input_gradient,
         device_kind=device.type.kind,
     ):
-        fit = _fit(fits, kernel.kind, kernel.phase, precision, device.type.name)
+        fit = fit_for(fits, kernel.kind, kernel.phase, precision, device.type.name)
         if fit is None and not published:
             raise CostError(_unknown(work, device, precision, f"{kernel.kind} {kernel.phase}"))
-        seconds, sigma, source, outside = _price(kernel, fit, device, precision)
+        seconds, sigma, source, outside = price_kernel(kernel, fit, device, precision)
         total += seconds
         outside_s += seconds if outside else 0.0
         by_kind[kernel.kind] = by_kind.get(kernel.kind, 0.0) + sigma * seconds
         by_source[source] = by_source.get(source, 0.0) + seconds
     if not total:
         return Estimate(median_s=0.0, source="fitted", parameters=(drift,), detail="launches no kernel")
-    factor, spread = _efficiency(profile, device, precision)
+    factor, spread = efficiency_of(profile, device, precision)
     shares = ", ".join(f"{by_source[name] / total:.0%} {name}" for name in sorted(by_source))
     return Estimate(
         median_s=total / factor,
@@ -426,7 +423,7 @@ def _operators_s(
     )
     fits = profile.compute.operator_fits
     return sum(
-        _price(kernel, _fit(fits, kernel.kind, kernel.phase, precision, device.type.name), device, precision)[0]
+        price_kernel(kernel, fit_for(fits, kernel.kind, kernel.phase, precision, device.type.name), device, precision)[0]
         for kernel in kernels
     )
 
@@ -458,46 +455,6 @@ def component_kernels(
         for half in wanted
         for kernel in halves[half]
     )
-
-
-def _price(kernel: Kernel, fit: OperatorFit | None, device: Device, precision: str) -> tuple[float, float, Source, bool]:
-    """Seconds of all occurrences of the kernel, relative sigma, source, outside the fitted range."""
-    if fit is not None:
-        seconds = kernel_seconds(kernel, fit.coefficients)
-        doublings = 0.0
-        if kernel.flop > 0 and fit.max_flop > 0:
-            doublings = max(0.0, math.log2(kernel.flop / fit.max_flop), math.log2(max(fit.min_flop, 1.0) / kernel.flop))
-        sigma = fit.relative_sigma + FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings
-        return kernel.count * seconds, sigma, "fitted", doublings > 0
-    compute = 0.0
-    peak = device.type.peak_flop_per_s.get(precision)
-    if kernel.flop > 0 and peak is not None:
-        compute = kernel.flop / (peak * ROOFLINE_COMPUTE_EFFICIENCY)
-    memory = kernel.size_bytes / (device.type.memory_bandwidth_bytes_per_s * ROOFLINE_BANDWIDTH_EFFICIENCY)
-    return kernel.count * max(compute, memory), ROOFLINE_SIGMA, "published", False
-
-
-def _efficiency(profile: Profile, device: Device, precision: str) -> tuple[float, tuple[tuple[str, float], ...]]:
-    """Share of the operators' throughput that whole models reach, and its spread as a cost parameter; 1 where unknown."""
-    for entry in profile.compute.efficiencies:
-        if (entry.precision, entry.device_type) == (precision, device.type.name):
-            return entry.factor, ((f"efficiency:{precision}", entry.spread),)
-    return 1.0, ()
-
-
-def _fit(fits: Sequence[OperatorFit], kind: str, phase: str, precision: str, device_type: str) -> OperatorFit | None:
-    for fit in fits:
-        if (fit.kind, fit.phase, fit.precision, fit.device_type) == (kind, phase, precision, device_type):
-            return fit
-    return None
-
-
-def _has_published_peaks(device: Device, profile: Profile) -> bool:
-    """Whether the peaks come from a datasheet or paper: a machine that was calibrated answers with its measurements only."""
-    entry = profile.device_types.get(device.type.name)
-    if entry is None:
-        return False
-    return any(profile.sources[peak.source].kind in ("datasheet", "paper") for peak in entry.peak_flop_per_s.values())
 
 
 def _unknown(work: Compute, device: Device, precision: str, kind: str) -> str:

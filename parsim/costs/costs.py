@@ -15,8 +15,8 @@ from parsim.costs.surfaces import SurfaceModel, surface_models
 from parsim.costs.updates import updates_of
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
+from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.device import Device
-from parsim.hardware.profile import ComponentPoint
 from parsim.hardware.topology import device_name
 from parsim.model.component import Component
 from parsim.model.model import Model

@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.costs.launches import Launch
-from parsim.hardware.profile import OperatorPoint, OperatorSurface, Profile
+from parsim.hardware.compute_records import OperatorPoint, OperatorSurface
+from parsim.hardware.profile import Profile
 
 LAUNCH = "launch"
 SMALL_CACHE, LARGE_CACHE = 1e5, 1e6

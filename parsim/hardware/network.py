@@ -15,7 +15,8 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from parsim.errors import ProfileError, near_matches
-from parsim.hardware.profile import NonNegative, Positive, Record, Sourced, SourceEntry, problems_text, source_keys
+from parsim.hardware.profile import Sourced, SourceEntry, problems_text, source_keys
+from parsim.hardware.record import NonNegative, Positive, Record
 from parsim.hardware.tables import from_text
 
 Algorithm = Literal["ring", "tree", "hierarchical"]

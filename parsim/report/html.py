@@ -73,7 +73,7 @@ class ReportData:
 
     Attributes:
         facts: (name, value) of what, machine, date, versions. summary: the answer in a sentence or a few.
-        extra_tables: shown after the sections, e.g. `tables.calibration_table(profile)`; extra_figures likewise: title, figure,
+        extra_tables: shown after the sections, e.g. `calibration_table(profile)`; extra_figures likewise: title, figure,
             caption.
     """
 

@@ -11,10 +11,8 @@ import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from parsim.hardware.profile import OperatorFit, OperatorSurface, Profile
 from parsim.units import format_bandwidth, format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -317,58 +315,6 @@ def cost_table(rows: Sequence[Mapping[str, Any]], *, title: str = "Costs") -> Re
     return ReportTable(title=title, columns=columns, rows=tuple(body))
 
 
-def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTable:
-    """What a profile holds: measured points with their range and spread, and the fits made of them."""
-    rows: list[tuple[str, str, str, str]] = []
-    for phase in ("forward", "backward"):
-        points = [point for point in profile.compute.components if point.phase == phase]
-        if points:
-            names = len({(point.model, point.component) for point in points})
-            samples = sorted({point.samples for point in points})
-            what = f"{names} components at {', '.join(map(str, samples))} samples"
-            rows.append((phase, str(len(points)), what, _spread([point.spread for point in points])))
-    if profile.compute.optimizers:
-        optimizers = profile.compute.optimizers
-        names_text = ", ".join(sorted({point.optimizer for point in optimizers}))
-        what = f"{names_text}: {_range([point.elements for point in optimizers], format_count)} elements"
-        rows.append(("optimizer", str(len(optimizers)), what, _spread([point.spread for point in optimizers])))
-    if profile.compute.operator_points or profile.compute.operator_fits:
-        fits: list[OperatorFit | OperatorSurface] = [*profile.compute.operator_fits, *profile.compute.operator_surfaces]
-        kinds = ", ".join(dict.fromkeys(f"{fit.kind} {fit.phase}" for fit in fits))
-        what = f"fitted: {kinds}; the spread is about the fit" if fits else "not fitted"
-        spread = _spread([fit.relative_sigma for fit in fits])
-        rows.append(("operators", str(len(profile.compute.operator_points)), what, spread))
-    collectives = profile.communication.points
-    for operation, group_size in dict.fromkeys((point.operation, len(point.group)) for point in collectives):
-        points_of = [p for p in collectives if p.operation == operation and len(p.group) == group_size]
-        what = f"{_range([point.size_bytes for point in points_of], format_bytes)} over {group_size} ranks"
-        spreads = [point.spread for point in points_of if point.spread is not None]
-        rows.append((operation, str(len(points_of)), what, _spread(spreads)))
-    if profile.noise is not None:
-        rows.append(("drift", NOTHING, "of the whole machine from run to run", f"±{format_percent(profile.noise.drift_sigma)}"))
-        if profile.noise.rank_sigma:
-            rows.append(
-                ("ranks", NOTHING, "of one rank's step against the others'", f"±{format_percent(profile.noise.rank_sigma)}")
-            )
-    if profile.overlap is not None:
-        factors = (
-            f"compute x{profile.overlap.compute_factor:.3g}, communication x{profile.overlap.communication_factor:.3g} "
-            "while both run"
-        )
-        rows.append(("overlap", NOTHING, factors, NOTHING))
-    if profile.host is not None:
-        host = f"{format_seconds(profile.host.task_s)} per task, {format_seconds(profile.host.step_s)} per step"
-        rows.append(("host", NOTHING, host, NOTHING))
-    columns = (
-        Column(name="kind"),
-        Column(name="points", numeric=True),
-        Column(name="what", wraps=True),
-        Column(name="spread", numeric=True),
-    )
-    notes = (f"{profile.provenance.machine}; {profile.provenance.created}; {profile.provenance.command}",)
-    return ReportTable(title=title or f"Calibration {profile.name}", columns=columns, rows=tuple(rows), notes=notes)
-
-
 def plan_text(plan: object) -> str:
     """A plan's dictionary in one line, as `Plan.summary` without the strategy; a text stays as it is."""
     if not isinstance(plan, Mapping):
@@ -426,15 +372,6 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 def _percent_or_nothing(fraction: float | None) -> str:
     return NOTHING if fraction is None else format_percent(fraction)
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"±{format_percent(median(values))}" if values else NOTHING
-
-
-def _range(values: Sequence[float], text: Any) -> str:
-    low, high = min(values), max(values)
-    return str(text(low)) if low == high else f"{text(low)} to {text(high)}"
 
 
 def _is_chosen(result: Mapping[str, Any], chosen: Mapping[str, Any] | str | None) -> bool:

@@ -39,7 +39,8 @@ from calibration.request import SIZES_BYTES, active_levels
 from calibration.turns import Progress, Section, next_section
 from parsim.errors import ConfigError, ExecutionError, ProfileError
 from parsim.graph.taskgraph import work_text
-from parsim.hardware.profile import ComponentPoint, load_profile, save_profile
+from parsim.hardware.compute_records import ComponentPoint
+from parsim.hardware.profile import load_profile, save_profile
 from parsim.model.narrow import narrow
 from parsim.model.spec import ModelSpec, build_module, load_model
 

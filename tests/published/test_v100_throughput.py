@@ -22,7 +22,8 @@ from parsim.costs.compute import estimate_compute, estimate_optimizer
 from parsim.costs.operators import kernel_seconds
 from parsim.errors import DataError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import OperatorFit, OperatorPoint, Profile, load_profile
+from parsim.hardware.compute_records import OperatorFit, OperatorPoint
+from parsim.hardware.profile import Profile, load_profile
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec, load_model
 from parsim.work import Compute, OptimizerStep, Phase

@@ -25,7 +25,8 @@ from calibration.screen import Timed, consistent_collectives, consistent_compone
 from parsim.costs.collectives import regimes_s
 from parsim.errors import ProfileError
 from parsim.execute.streams import TaskTime
-from parsim.hardware.profile import CollectiveFit, CollectivePoint, ComponentPoint, Regime
+from parsim.hardware.compute_records import ComponentPoint
+from parsim.hardware.profile import CollectiveFit, CollectivePoint, Regime
 from parsim.model.spec import ModelSpec, load_model
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))

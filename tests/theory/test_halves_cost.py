@@ -9,7 +9,8 @@ import pytest
 from parsim.costs.compute import component_kernels
 from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import ComponentPoint, load_profile
+from parsim.hardware.compute_records import ComponentPoint
+from parsim.hardware.profile import load_profile
 from parsim.model.presets import load_preset
 from parsim.plan.mesh import Mesh
 from parsim.schedule.evaluate import evaluate

@@ -17,7 +17,7 @@ from parsim.costs.composition import KINDS, Parts, component_parts, composed_s
 from parsim.costs.launches import Launch, component_launches
 from parsim.costs.surfaces import TERMS, SurfaceModel, distances, log_sizes, surface_seconds
 from parsim.errors import CostError, ProfileError
-from parsim.hardware.profile import OperatorPoint, OperatorSurface
+from parsim.hardware.compute_records import OperatorPoint, OperatorSurface
 from parsim.model.component import Component, Operator, Parameter
 from parsim.work import Phase
 

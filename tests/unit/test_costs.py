@@ -12,13 +12,11 @@ from parsim.costs.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.compute import estimate_compute, estimate_optimizer
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compute_records import ComponentPoint, Compute, OptimizerPoint
 from parsim.hardware.profile import (
     CollectiveFit,
     Communication,
-    ComponentPoint,
-    Compute,
     HostOverhead,
-    OptimizerPoint,
     Overlap,
     OverlapPoint,
     Profile,

@@ -13,6 +13,7 @@ from report_samples import RESNET, breakdown_of, durations_s, memory_of, results
 from parsim.hardware.profile import Profile, load_profile, shipped_profiles
 from parsim.report import tables
 from parsim.report.compare import compare
+from parsim.report.profile_table import calibration_table
 from parsim.report.tables import Column, ReportTable, to_rich, to_text
 from parsim.schedule.result import Interval
 
@@ -107,7 +108,7 @@ def golden_tables() -> dict[str, list[ReportTable]]:
             tables.kind_table(comparison()),
             tables.largest_errors_table(comparison()),
         ],
-        "report_calibration": [tables.calibration_table(profile())],
+        "report_calibration": [calibration_table(profile())],
         "report_costs": [tables.cost_table(costs(), title="Costs on here"), tables.cost_table([collective_cost()])],
         "report_ranks": [
             tables.memory_table(memory_of(2, 32 * 2**30), measured_bytes=[3_000_000_000, 3_100_000_000]),
@@ -206,6 +207,6 @@ def test_markup_in_names_is_text() -> None:
 
 @pytest.mark.parametrize("name", shipped_profiles())
 def test_every_shipped_profile_has_a_summary(name: str) -> None:
-    table = tables.calibration_table(load_profile(name))
+    table = calibration_table(load_profile(name))
     assert table.rows
     assert to_text(table)

@@ -15,7 +15,8 @@ from parsim.execute import machine_state as states
 from parsim.execute.environment import describe_environment
 from parsim.execute.machine_state import clocks_text, core_clocks_hz, machine_state, parse_ticks, stolen_share
 from parsim.execute.same_machine import is_measured, profile_differences
-from parsim.hardware.profile import ComponentPoint, DeviceTypeEntry, Profile, load_profile
+from parsim.hardware.compute_records import ComponentPoint
+from parsim.hardware.profile import DeviceTypeEntry, Profile, load_profile
 from tests.unit.test_profile import minimal
 
 HERE: dict[str, Any] = {"processor": "AMD EPYC, 3rd", "cores": 2, "versions": {"torch": "2.13.0"}}

@@ -1,0 +1,66 @@
+"""Real runs of cases, in interleaved rounds of one launch."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cases import GRANULARITY, Case
+
+from calibration.calibrate import Launcher
+from parsim.execute.job import Job, RunSpec
+from parsim.execute.measurement import Measurement, load_measurement
+from parsim.graph.lower import lower
+from parsim.graph.taskgraph import TaskGraph
+from parsim.model.spec import load_model
+
+TIMEOUT_S = 3600.0
+STEPS, SETTLE_STEPS = 2, 1
+"""Of every case in every round: two steps that count, after one in which the caches settle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A case with its program and what was measured of it."""
+
+    case: Case
+    graph: TaskGraph
+    measurement: Measurement
+
+
+def measure(folder: Path, cases: Sequence[Case], ranks: int, rounds: int, launcher: Launcher, *, seed: int) -> list[Seen]:
+    """Every case in turn, round after round. The order of the cases is drawn anew for every seed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    order = sorted(cases, key=lambda case: case.name)
+    random.Random(seed).shuffle(order)
+    models = {case.subject.name: load_model(case.subject.spec, granularity=GRANULARITY) for case in order}
+    for name, model in models.items():
+        model.save(folder / f"{name}.json")
+    runs = tuple(run_of(case, folder) for case in order)
+    job = Job(output=str(folder.resolve()), mode="measure", runs=runs, steps=STEPS, rounds=rounds, settle_steps=SETTLE_STEPS)
+    job.save(folder / "job.json")
+    launcher(folder / "job.json", ranks, timeout_s=TIMEOUT_S, on_line=progress)
+    seen = []
+    for case in order:
+        graph = lower(case.plan, models[case.subject.name])
+        seen.append(Seen(case=case, graph=graph, measurement=load_measurement(folder / case.name, graph)))
+    return seen
+
+
+def run_of(case: Case, folder: Path) -> RunSpec:
+    return RunSpec(
+        name=case.name,
+        model=case.subject.spec,
+        model_path=str(folder / f"{case.subject.name}.json"),
+        plan=case.plan,
+        optimizer=case.subject.optimizer,
+        learning_rate=1e-4,
+        dataset=case.subject.dataset,
+    )
+
+
+def progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

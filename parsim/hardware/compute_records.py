@@ -1,0 +1,146 @@
+"""The part of a hardware profile about computation: what was measured or published of it, and what was fitted to that."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from parsim.hardware.record import NonNegative, Positive, Record
+
+
+class ComponentPoint(Record):
+    """One measured component: `seconds` is the median over repeats with `ranks_active` ranks computing at once."""
+
+    fingerprint: str
+    model: str
+    component: str
+    phase: Literal["forward", "backward"]
+    samples: Annotated[int, Field(ge=1)]
+    device_type: str
+    precision: str
+    ranks_active: int = 1
+    seconds: Positive
+    spread: NonNegative
+    repeats: int
+    source: str
+
+
+class OptimizerPoint(Record):
+    """One measured optimizer step (zeroing included) over `elements` scalars in `tensors` arrays."""
+
+    optimizer: str
+    elements: int
+    tensors: int
+    device_type: str
+    ranks_active: int = 1
+    seconds: Positive
+    spread: NonNegative
+    repeats: int
+    source: str
+
+
+class OperatorPoint(Record):
+    """One published or measured kernel.
+
+    Published: kind and shape as in `parsim.model.component.Operator`, with the batch in `samples`. Measured on this machine:
+    kind, function and sizes as in `parsim.costs.launches` (samples 1), the median over repeats with `ranks_active` ranks
+    computing at once.
+    """
+
+    kind: str
+    function: str = ""
+    phase: Literal["forward", "backward", "backward_input", "backward_weight"]
+    shape: dict[str, int]
+    samples: int
+    device_type: str
+    precision: str
+    ranks_active: int = 1
+    seconds: Positive
+    spread: NonNegative | None = None
+    repeats: int = 1
+    source: str
+
+
+class OperatorFit(Record):
+    """Fitted time of one kernel of `kind` in `phase`: see `parsim.costs.operators` for the formula its coefficients enter."""
+
+    kind: str
+    phase: Literal["forward", "backward_input", "backward_weight"]
+    precision: str
+    device_type: str
+    coefficients: dict[str, float]
+    relative_sigma: NonNegative
+    min_flop: NonNegative
+    max_flop: NonNegative
+    points: int
+    source: str
+
+
+class Efficiency(Record):
+    """What whole models reach of the throughput that their operators alone would have, on one device type in one precision.
+
+    Seconds from operators are divided by `factor`; `spread` is the relative spread of the rows it was fitted to around it.
+    """
+
+    precision: str
+    device_type: str
+    factor: Positive
+    spread: NonNegative
+    points: int
+    source: str
+
+
+class OperatorSurface(Record):
+    """Fitted time of one launch by its sizes: see `parsim.costs.surfaces` for the terms.
+
+    Attributes:
+        relative_sigma: spread of held-out points. reach_doublings: how far they lay from the points that were kept.
+        sigma_per_doubling: what a question further away adds.
+    """
+
+    kind: str
+    function: str
+    phase: str
+    precision: str
+    device_type: str
+    seconds_per_term: dict[str, NonNegative]
+    relative_sigma: NonNegative
+    reach_doublings: NonNegative
+    sigma_per_doubling: NonNegative
+    points: int
+    source: str
+
+
+class Composition(Record):
+    """What a component takes beside the sum of its launches: see `parsim.costs.composition`.
+
+    Attributes:
+        factors: by kind of operator, on its launches' seconds.
+        component_sigma: spread of single components, step_sigma of the computation of whole steps, both of models whose
+            components the fit had not seen. models, points: how much it was fitted to.
+    """
+
+    phase: Literal["forward", "backward"]
+    precision: str
+    device_type: str
+    component_s: NonNegative
+    launch_s: NonNegative
+    seconds_per_parameter_byte: NonNegative
+    seconds_per_activation_byte: NonNegative
+    factors: dict[str, NonNegative]
+    component_sigma: NonNegative
+    step_sigma: NonNegative
+    models: int
+    points: int
+    source: str
+
+
+class Compute(Record):
+    components: list[ComponentPoint] = []
+    optimizers: list[OptimizerPoint] = []
+    operator_points: list[OperatorPoint] = []
+    operator_fits: list[OperatorFit] = []
+    operator_surfaces: list[OperatorSurface] = []
+    compositions: list[Composition] = []
+    efficiencies: list[Efficiency] = []
