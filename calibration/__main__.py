@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from calibration.measure_operators import operator_section
 from calibration.measure_overlap import overlap_section
 from calibration.measure_shards import shard_section
 from calibration.request import CalibrationRequest, active_levels
+from calibration.surroundings import core_count
 from calibration.turns import START, take_turns
 from parsim.execute.environment import describe_environment
 from parsim.execute.group import Place, close_group, init_group, make_groups, read_place, worker_main
-from parsim.execute.pinning import available_cores, prepare_rank
+from parsim.execute.pinning import prepare_rank
 from parsim.files import write_text_atomically
 from parsim.graph.taskgraph import work_text
 from parsim.model.model import Model
@@ -33,11 +35,13 @@ def main(job_path: Path) -> None:
     """Measure everything the request asks for."""
     request = CalibrationRequest.from_json(job_path.read_text())
     environment = describe_environment()  # before pinning: with all cores this process may use
-    cores = len(available_cores())
     place = read_place()
-    pinning = prepare_rank(place.local_rank, place.world_size, device=request.device)
+    pinning = prepare_rank(place.local_rank, place.local_world_size, device=request.device)
     place = init_group(request.device)
     device, dtype = torch.device(place.device), DTYPES[request.precision]
+    pinnings: list[Any] = [None] * place.world_size
+    dist.all_gather_object(pinnings, {**asdict(pinning), "host": socket.gethostname()})
+    cores = core_count(pinnings)
     facts = measure_device(device, dtype, name=environment["processor"])
     asked = request.measured_models
     models = [Model.load(job_path.parent / f"model-{number}.json") for number in range(len(asked))]
@@ -47,7 +51,7 @@ def main(job_path: Path) -> None:
         for samples in batches
     ]
     _say(place, f"{len(cases)} cases of {len(models)} models ready on {place.world_size} ranks")
-    levels = active_levels(place.world_size, cores if request.device == "cpu" else place.world_size)
+    levels = active_levels(place.world_size, cores)
     groups = make_groups([(f"level {active}", tuple(range(active))) for active in levels])
     own = {active: groups.get((f"level {active}", tuple(range(active)))) for active in levels}
     wanted = all_reduce_sizes(models, request.collective_sizes_bytes, dtype.itemsize)
@@ -57,13 +61,14 @@ def main(job_path: Path) -> None:
     bench = make_bench(device, dtype, cores, max(sizes))
     sections = (
         component_section(cases, own, request, device),
-        shard_section(cases, own[place.world_size], request, device),
-        operator_section(own[place.world_size], request, dtype, device),
+        shard_section(cases, max(levels), own[max(levels)], request, device),
+        operator_section(own[max(levels)], request, dtype, device),
         collective_section(bench, sizes, request),
         overlap_section(cases, bench, request),
     )
     gathered: list[Any] = [None] * place.world_size
-    dist.gather_object({"device": facts.to_dict(), "pinning": asdict(pinning)}, gathered if place.rank == 0 else None)
+    mine = {"device": facts.to_dict(), "pinning": pinnings[place.rank]}
+    dist.gather_object(mine, gathered if place.rank == 0 else None)
     if place.rank == 0:
         start = {"ranks": gathered, "cases": [_case_entry(case) for case in cases], "environment": environment}
         write_text_atomically(job_path.parent / START, json.dumps(start))

@@ -15,9 +15,8 @@ from calibration.fit_surfaces import fit_surfaces
 from calibration.raw_points import RawPoints, entries_of
 from calibration.request import CalibrationRequest
 from calibration.screen import consistent_collectives, consistent_components, screened
-from calibration.surroundings import doubts, provenance_environment
+from calibration.surroundings import core_count, doubts, provenance_environment
 from parsim.costs.surfaces import SurfaceModel
-from parsim.execute.pinning import core_of_rank
 from parsim.graph.taskgraph import parse_work
 from parsim.hardware.compute_records import ComponentPoint, Compute, OperatorPoint, OptimizerPoint
 from parsim.hardware.profile import (
@@ -135,7 +134,7 @@ def build_profile(given: RawPoints) -> Profile:
         ),
         sources={key: SourceEntry(kind=kind, text=text) for key, (kind, text) in SOURCES.items()},  # type: ignore[arg-type]
         device_types={device_type: entry},
-        devices=device_entries(request, environment["affinity"], device_type),
+        devices=device_entries([rank.get("pinning", {}) for rank in raw["ranks"]], device_type),
         communication=Communication(
             backend="gloo" if kind == "cpu" else "nccl",
             uses_cores=kind == "cpu",
@@ -155,12 +154,12 @@ def build_profile(given: RawPoints) -> Profile:
     )
 
 
-def device_entries(request: CalibrationRequest, cores: Sequence[int], device_type: str) -> list[DeviceEntry]:
-    """One device per rank; where ranks outnumber the cores of a CPU, each names the core it is pinned to."""
-    shared = request.device == "cpu" and request.nproc > len(cores)
+def device_entries(pinnings: Sequence[Mapping[str, Any]], device_type: str) -> list[DeviceEntry]:
+    """One device per rank; where ranks share the cores they are pinned to, each names its own."""
+    shared = core_count(pinnings) < len(pinnings)
     return [
-        DeviceEntry(index=rank, type=device_type, core=core_of_rank(rank, tuple(cores)) if shared else None)
-        for rank in range(request.nproc)
+        DeviceEntry(index=rank, type=device_type, core=pinning.get("core") if shared else None)
+        for rank, pinning in enumerate(pinnings)
     ]
 
 
@@ -172,10 +171,15 @@ def _over_ranks(raw: Mapping[str, Any], key: str) -> float:
 
 
 def _tables(raw: Mapping[str, Any], drift: Drift) -> dict[tuple[int, int, int], FloatArray]:
-    """Seconds [repeat, task] of every (model, samples, ranks active), over all rounds and ranks, less the drift."""
+    """Seconds [repeat, task] of every (model, samples, ranks active), over all rounds and ranks, less the drift. Optimizers
+    took turns, and their task is left out (0): `optimizer_points` tells them apart."""
     rows: dict[tuple[int, int, int], list[list[float]]] = {}
+    updates = _optimizer_tasks(raw)
     for _, sweep in entries_of(raw, "sweeps"):
-        seconds = [drift.steady(value, sweep["round"]) for value in sweep["seconds"]]
+        left_out = updates[sweep["model"], sweep["samples"]]
+        seconds = [
+            0.0 if place in left_out else drift.steady(value, sweep["round"]) for place, value in enumerate(sweep["seconds"])
+        ]
         rows.setdefault((sweep["model"], sweep["samples"], sweep["ranks_active"]), []).append(seconds)
     return {key: np.array(table, dtype=np.float64) for key, table in rows.items()}
 
@@ -291,8 +295,9 @@ def optimizer_points(
 ) -> list[OptimizerPoint]:
     """Every optimizer over the whole and over parts of each model, as long as it takes inside a training step.
 
-    The request's first optimizer ran inside the measured steps, over whole models. All else was timed apart, with other
-    arrays in the caches: what the whole took longer inside than apart is added, to parts in proportion to their elements.
+    The optimizers took turns inside the measured steps, over whole models. Parts were timed apart, with other arrays in the
+    caches: what the whole took longer inside than apart is added, in proportion to the elements; where it took less, parts
+    take as much less. An optimizer that had no turn is treated as the first that had.
     """
     inside = _optimizer_inside(raw, drift)
     apart: dict[tuple[int, int], dict[tuple[str, int, int], list[float]]] = {}
@@ -300,14 +305,19 @@ def optimizer_points(
         place, what = (step["model"], step["ranks_active"]), (step["optimizer"], step["elements"], step["tensors"])
         apart.setdefault(place, {}).setdefault(what, []).append(drift.steady(step["seconds"], step["round"]))
     found: dict[tuple[str, int, int, int], tuple[list[float], str]] = {}
-    for (number, active), (elements, tensors, seconds) in inside.items():
-        whole = (request.optimizers[0], elements, tensors)
-        separate = apart.get((number, active), {})
-        longer_s = float(np.median(seconds) - np.median(separate[whole])) if whole in separate else 0.0
+    for place in dict.fromkeys((number, active) for number, active, _ in inside):
+        separate = apart.get(place, {})
+        turns = {name: inside[*place, name] for name in request.optimizers if (*place, name) in inside}
         for what, values in separate.items():
+            name = what[0] if what[0] in turns else next(iter(turns))
+            elements, tensors, seconds = turns[name]
+            alone_s = float(np.median(separate.get((name, elements, tensors), seconds)))
+            longer_s, ratio = float(np.median(seconds)) - alone_s, min(1.0, float(np.median(seconds)) / alone_s)
             more_s = max(0.0, longer_s) * what[1] / elements
-            found.setdefault((*what, active), ([], "optimizer_steps"))[0].extend(value + more_s for value in values)
-        found[(*whole, active)] = (seconds, "steps")
+            own = found.setdefault((*what, place[1]), ([], "optimizer_steps"))[0]
+            own.extend(ratio * value + more_s for value in values)
+        for name, (elements, tensors, seconds) in turns.items():
+            found[name, elements, tensors, place[1]] = (seconds, "steps")
     return [
         OptimizerPoint(
             optimizer=optimizer,
@@ -324,15 +334,26 @@ def optimizer_points(
     ]
 
 
-def _optimizer_inside(raw: Mapping[str, Any], drift: Drift) -> dict[tuple[int, int], tuple[int, int, list[float]]]:
-    """By (model, ranks active): elements, tensors, and the seconds of the optimizer's task in all measured steps."""
-    works = {(case["model"], case["samples"]): [parse_work(text) for text in case["tasks"]] for case in raw["cases"]}
-    found: dict[tuple[int, int], tuple[int, int, list[float]]] = {}
-    for (number, samples, active), table in _tables(raw, drift).items():
-        for place, work in enumerate(works[number, samples]):
-            if isinstance(work, OptimizerStep):
-                entry = found.setdefault((number, active), (work.elements, work.tensors, []))
-                entry[2].extend(table[:, place].tolist())
+def _optimizer_tasks(raw: Mapping[str, Any]) -> dict[tuple[int, int], dict[int, OptimizerStep]]:
+    """By (model, samples): the places of the optimizer's task."""
+    return {
+        (case["model"], case["samples"]): {
+            place: work for place, text in enumerate(case["tasks"]) if isinstance(work := parse_work(text), OptimizerStep)
+        }
+        for case in raw["cases"]
+    }
+
+
+def _optimizer_inside(raw: Mapping[str, Any], drift: Drift) -> dict[tuple[int, int, str], tuple[int, int, list[float]]]:
+    """By (model, ranks active, optimizer): elements, tensors, and the seconds of the optimizer's task in measured steps."""
+    tasks = _optimizer_tasks(raw)
+    found: dict[tuple[int, int, str], tuple[int, int, list[float]]] = {}
+    for _, sweep in entries_of(raw, "sweeps"):
+        for place, work in tasks[sweep["model"], sweep["samples"]].items():
+            key = (sweep["model"], sweep["ranks_active"], sweep["optimizer"])
+            found.setdefault(key, (work.elements, work.tensors, []))[2].append(
+                drift.steady(sweep["seconds"][place], sweep["round"])
+            )
     return found
 
 

@@ -18,6 +18,7 @@ MIN_DRIFT_SIGMA = 0.08
 validations says better: on a 2-core virtual machine, means of 60 steps of one and the same program, launched again some ten
 seconds later, lay between 34.5 and 42.5 ms and between 47.8 and 53.7 ms (2026-11-21), relative deviations of about 8%."""
 
+CASE_KEYS = ("model", "samples", "ranks_active", "optimizer")
 PASSES = 20
 MAD_TO_SIGMA = 1.4826
 MEDIAN_ERROR = 1.2533
@@ -97,9 +98,9 @@ def _medians(values: FloatArray, group: NDArray[np.int64], groups: int) -> Float
 
 
 def computation_drift(raw: Mapping[str, Any]) -> Drift:
-    """Of the measured steps: an item is a case (model, samples, active ranks) on one rank."""
+    """Of the measured steps: an item is a case (model, samples, active ranks, optimizer) on one rank."""
     return estimate_drift(
-        Observation((rank, sweep["model"], sweep["samples"], sweep["ranks_active"]), sweep["round"], sum(sweep["seconds"]))
+        Observation((rank, *(sweep[key] for key in CASE_KEYS)), sweep["round"], sum(sweep["seconds"]))
         for rank, sweep in entries_of(raw, "sweeps")
     )
 

@@ -57,6 +57,7 @@ class Case:
 
     Attributes:
         number: of the model in the request. graph: of the one-rank plan. data, order: of the samples, read as in training.
+        optimizers: by name, each with a state of its own over the same parameters; the stage steps with one at a time.
     """
 
     number: int
@@ -68,6 +69,7 @@ class Case:
     data: Dataset
     order: BatchOrder
     dtype: torch.dtype
+    optimizers: dict[str, torch.optim.Optimizer | None]
     steps: int = 0
 
     def batch(self) -> dict[str, Tensor]:
@@ -113,6 +115,7 @@ def make_case(
         streams=streams,
         data=data,
         dtype=dtype,
+        optimizers={name: stage.another_optimizer(name, LEARNING_RATE) for name in request.optimizers},
         order=BatchOrder(n=len(data), global_batch=samples, seed=request.seed),
     )
 
@@ -188,16 +191,19 @@ def component_section(
     Args:
         levels: group by the number of ranks that compute at once (ranks 0..k-1), None on the others, which wait in a barrier.
     """
-    optimizers = {number: optimizer_cases(stage, request.optimizers) for number, stage in _stages(cases).items()}
+    parts = {number: optimizer_cases(stage, request.optimizers) for number, stage in _stages(cases).items()}
 
     def measure(number: int) -> Entries:
         found: Entries = {"sweeps": [], "optimizers": []}
         with contextlib.closing(make_streams(device)) as streams:
             for turn, case in enumerate(cases, start=number + 1):
-                choices = optimizers[case.number]
+                choices = parts[case.number]
                 chosen = choices[turn % len(choices)] if choices else None
+                inside = request.optimizers[turn % len(request.optimizers)]
+                case.stage.optimizer = case.optimizers[inside]
                 for entry, kind in _visit(case, levels, chosen, streams):
-                    found[kind].append({"model": case.number, "samples": case.samples, **entry})
+                    what = {"model": case.number, "samples": case.samples}
+                    found[kind].append({**what, "optimizer": inside, **entry})
         return found
 
     return Section(

@@ -1,4 +1,4 @@
-"""Seconds of single calls of operators, forward and backward, with every rank busy.
+"""Seconds of single calls of operators, forward and backward, with a rank busy on every core.
 
 Operands are not hot as in a tight loop: weights and saved arrays come from a pool that the calls take in turns, so that each
 finds them where a training step would have left them (in the last cache, or beyond it), and what the operator before would
@@ -286,7 +286,7 @@ def operator_section(
     Entries of `operators`: kind, function, phase, sizes, and seconds of the calls that were kept.
 
     Args:
-        group: of all ranks, which compute at once.
+        group: of the ranks that compute at once; None on the others, which wait.
     """
     if request.operator_budget_s <= 0:
         return None
@@ -294,6 +294,9 @@ def operator_section(
     pool = Pool(dtype, device, request.seed + (0 if group is None else dist.get_rank()))
 
     def measure(number: int) -> Entries:
+        dist.barrier()
+        if group is None:
+            return {}
         dist.barrier(group=group)
         with torch.no_grad():
             return {"operators": [_visit(launch, pool, device) for launch in launches]}

@@ -104,14 +104,14 @@ def useful_batches(samples: Sequence[int], quick: bool) -> tuple[int, ...]:
 
 
 def shard_section(
-    cases: Sequence[Case], group: dist.ProcessGroup | None, request: CalibrationRequest, device: torch.device
+    cases: Sequence[Case], active: int, group: dist.ProcessGroup | None, request: CalibrationRequest, device: torch.device
 ) -> Section | None:
     """Every shard beside its whole; None where nothing can be cut.
 
     Entries of `shards`, per model and samples: `parts`, lists of component, rule, ways, phase, seconds, seconds of the whole.
 
     Args:
-        group: of all ranks, which compute at once.
+        group: of the `active` ranks that compute at once; None on the others, which wait.
     """
     models = {case.number: case.stage.layout.model for case in cases}
     cuts = useful_cuts([models[number] for number in sorted(models)], request)
@@ -126,6 +126,9 @@ def shard_section(
     prepared = [(case, sweeps_of(case, cuts[case.number])) for case in chosen]
 
     def measure(number: int) -> Entries:
+        dist.barrier()
+        if group is None:
+            return {}
         found = []
         with contextlib.closing(make_streams(device)) as streams:
             for case, sweeps in prepared:
@@ -134,7 +137,7 @@ def shard_section(
                     for parts in sweeps:
                         run_parts(parts, streams)
                     _restore(case, sweeps[0])
-                    place = {"model": case.number, "samples": case.samples, "ranks_active": request.nproc}
+                    place = {"model": case.number, "samples": case.samples, "ranks_active": active}
                     found.append({**place, "parts": _compared(sweeps)})
         return {"shards": found}
 

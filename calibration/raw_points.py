@@ -13,7 +13,7 @@ from calibration.request import CalibrationRequest
 from parsim.errors import ProfileError
 from parsim.model.model import Model
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,5 +116,6 @@ class CalibrationRequest:
 
 
 def active_levels(nproc: int, cores: int) -> tuple[int, ...]:
-    """How many ranks compute at once in a measurement: one, one per core, all; ascending, each once."""
-    return tuple(sorted({1, min(cores, nproc), nproc}))
+    """How many ranks compute at once in a measurement: one, and one per core; ascending, each once. How ranks on one core slow
+    one another is not measured: they share it (`parsim.simulate`)."""
+    return tuple(sorted({1, min(cores, nproc)}))

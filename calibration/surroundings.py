@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from calibration.drift import other_share
@@ -12,6 +12,13 @@ from parsim.units import format_percent
 
 BUSY_SHARE, STOLEN_SHARE, CLOCK_CHANGE = 0.05, 0.02, 0.1
 """Said from here on: what others took of the cores, what the host of a virtual machine took, how much a clock changed."""
+
+
+def core_count(pinnings: Sequence[Mapping[str, Any]]) -> int:
+    """How many cores the ranks have between them: of those that are not pinned (on a GPU, or where the system cannot), one
+    each. `host` tells the cores of two hosts apart."""
+    pinned = {(entry.get("host"), entry["core"]) for entry in pinnings if entry.get("core") is not None}
+    return len(pinned) + sum(entry.get("core") is None for entry in pinnings)
 
 
 def opening_line(environment: Mapping[str, Any], state: Mapping[str, Any], request: CalibrationRequest) -> str:
@@ -52,9 +59,10 @@ def provenance_environment(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def doubts(raw: Mapping[str, Any], request: CalibrationRequest) -> list[str]:
     """Warnings about the machine rather than about single points."""
-    environment, found = raw["environment"], []
+    found = []
     share = other_share(raw)
-    if request.device == "cpu" and request.nproc <= len(environment["affinity"]) and share > BUSY_SHARE:
+    own_cores = core_count([rank.get("pinning", {}) for rank in raw["ranks"]]) == request.nproc
+    if request.device == "cpu" and own_cores and share > BUSY_SHARE:
         found.append(f"other programs had {format_percent(share)} of the cores meanwhile; for a quiet machine, calibrate again")
     for before, after in raw.get("states", []):
         stolen = stolen_share(before, after)

@@ -59,6 +59,7 @@ class Place:
     rank: int
     world_size: int
     local_rank: int
+    local_world_size: int
     attempt: int
     device: str = "cpu"
     store: Store | None = field(default=None, repr=False, compare=False)
@@ -103,6 +104,7 @@ def read_place(environment: Mapping[str, str] = os.environ) -> Place:
         rank=rank,
         world_size=world_size,
         local_rank=int(environment.get("LOCAL_RANK", rank)),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world_size)),
         attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
     )
 

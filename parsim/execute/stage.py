@@ -89,14 +89,22 @@ class StageReplica:
             else flat_gradients([self.parameters[p.name] for p in bucket.parameters])
             for bucket in layout.rank_buckets(rank)
         }
-        updated = self._updated()
-        self._optimizer = make_optimizer(optimizer, updated, learning_rate) if updated else None
+        self._optimizer = self.another_optimizer(optimizer, learning_rate)
         self.loss_counts = LOSS in own and (layout.placement[LOSS].kind != "replicate" or shard == 0)
         self.loss_gradient = torch.tensor(1.0 / layout.plan.global_batch, dtype=dtype, device=device)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer = optimizer
+
+    def another_optimizer(self, name: str, learning_rate: float) -> torch.optim.Optimizer | None:
+        """Of this stage's parameters, with a state of its own; None for a stage without any."""
+        updated = self._updated()
+        return make_optimizer(name, updated, learning_rate) if updated else None
 
     def local_shape(self, value: str, layout: ValueLayout) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what a rank that holds any has of one microbatch of a value in that layout."""

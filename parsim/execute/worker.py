@@ -202,7 +202,7 @@ def main(job_path: Path) -> None:
     """The whole life of a rank."""
     job = Job.load(job_path)
     started = read_place()
-    prepare_rank(started.local_rank, started.world_size, device=job.device)
+    prepare_rank(started.local_rank, started.local_world_size, device=job.device)
     place = init_group(job.device, timeout_s=job.timeout_s)
     plans = []
     for run in job.runs:

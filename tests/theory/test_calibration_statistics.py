@@ -78,7 +78,14 @@ def test_drift_is_the_spread_of_rounds_not_of_repeats() -> None:
     rng = np.random.default_rng(2)
     factors = np.exp(0.15 * rng.standard_normal(300))
     sweeps = [
-        {"model": 0, "samples": samples, "ranks_active": 2, "round": number, "seconds": [samples * factor * noise]}
+        {
+            "model": 0,
+            "samples": samples,
+            "ranks_active": 2,
+            "optimizer": "sgd",
+            "round": number,
+            "seconds": [samples * factor * noise],
+        }
         for number, factor in enumerate(factors)
         for samples in (4, 8, 16)
         for noise in np.exp(0.02 * rng.standard_normal(4))
@@ -241,7 +248,7 @@ def test_gradient_totals_join_the_sizes() -> None:
 def raw_of_steps(rounds: int = 4) -> dict[str, Any]:
     """Two ranks, two batches of one model with three tasks (the last does not run), and one all_reduce."""
     sweeps = [
-        {"model": 0, "samples": samples, "ranks_active": 2, "round": number, "seconds": [1e-3, 2e-3, 0.0]}
+        {"model": 0, "samples": samples, "ranks_active": 2, "optimizer": "sgd", "round": number, "seconds": [1e-3, 2e-3, 0.0]}
         | {"gap_s": 1e-5, "rest_s": 0.0, "wall_s": 4e-3, "cpu_s": 4e-3}
         for samples in (4, 16)
         for number in range(rounds)
