@@ -25,6 +25,7 @@ from calibration.turns import START, take_turns
 from parsim.execute.environment import describe_environment
 from parsim.execute.group import Place, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.pinning import prepare_rank
+from parsim.execute.probe import SpeedProbe
 from parsim.files import write_text_atomically
 from parsim.graph.taskgraph import work_text
 from parsim.model.model import Model
@@ -72,7 +73,9 @@ def main(job_path: Path) -> None:
     if place.rank == 0:
         start = {"ranks": gathered, "cases": [_case_entry(case) for case in cases], "environment": environment}
         write_text_atomically(job_path.parent / START, json.dumps(start))
-    take_turns([section for section in sections if section is not None], job_path.parent, place, lambda line: _say(place, line))
+    probe = SpeedProbe(device) if pinning.first else None
+    there = [section for section in sections if section is not None]
+    take_turns(there, job_path.parent, place, probe, lambda line: _say(place, line))
     close_group(place)
 
 

@@ -111,8 +111,16 @@ def noise_of(raw: Mapping[str, Any], drift: Drift) -> Noise:
         drift_sigma=max(MIN_DRIFT_SIGMA, drift.sigma),
         measured_drift_sigma=drift.sigma,
         rank_sigma=rank_sigma(raw),
+        probe_s=probe_s(raw),
         source="drift",
     )
+
+
+def probe_s(raw: Mapping[str, Any]) -> float | None:
+    """What the probe took, in the median over turns of its mean over ranks; None if it did not run."""
+    turns = [[seconds for seconds in turn["speed_s"] if seconds is not None] for turn in raw.get("turns", [])]
+    found = [float(np.mean(seconds)) for seconds in turns if seconds]
+    return float(np.median(found)) if found else None
 
 
 def rank_sigma(raw: Mapping[str, Any]) -> float:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from parsim.errors import ExecutionError
 from parsim.execute.group import Place
+from parsim.execute.probe import SpeedProbe
 from parsim.files import write_text_atomically
 
 WARM_UP = -1
@@ -26,6 +27,7 @@ WARM_UP = -1
 
 START = "start.json"
 TURNS = "turn-*.json"
+TOLD = ("section", "round", "time_s", "seconds", "speed_s")
 
 Entries = dict[str, list[Any]]
 
@@ -65,11 +67,13 @@ def next_section(sections: Sequence[Section], progress: Mapping[str, Progress]) 
     return min(open_sections)[1] if open_sections else None
 
 
-def take_turns(sections: Sequence[Section], folder: Path, place: Place, say: Callable[[str], None]) -> None:
+def take_turns(
+    sections: Sequence[Section], folder: Path, place: Place, probe: SpeedProbe | None, say: Callable[[str], None]
+) -> None:
     """Warm up, then turn after turn until every section is done, going on after the turns that lie in `folder`.
 
     Called by every rank; rank 0 decides and writes. Each turn is one file: section, round, time_s (since 1970), seconds, and
-    per rank what it measured.
+    per rank what it measured, and what the probe took before (None on ranks without one).
     """
     progress = read_progress(folder) if place.rank == 0 else {}
     if place.rank == 0 and progress:
@@ -83,13 +87,17 @@ def take_turns(sections: Sequence[Section], folder: Path, place: Place, say: Cal
             section.measure(WARM_UP)
             warm.add(section.name)
         dist.barrier()
+        speed_s = None if probe is None else probe.seconds()
+        dist.barrier()
         time_s, begin_s = time.time(), time.perf_counter()
         own = section.measure(number)
         gathered: list[Any] = [None] * place.world_size
-        dist.gather_object(own, gathered if place.rank == 0 else None)
+        dist.gather_object((own, speed_s), gathered if place.rank == 0 else None)
         if place.rank == 0:
             seconds = time.perf_counter() - begin_s
-            document = {"section": section.name, "round": number, "time_s": time_s, "seconds": seconds, "ranks": gathered}
+            told = {"section": section.name, "round": number, "time_s": time_s, "seconds": seconds}
+            ranks, speeds_s = zip(*gathered, strict=True)
+            document = {**told, "speed_s": speeds_s, "ranks": ranks}
             count = sum(done.rounds for done in progress.values())
             write_text_atomically(folder / f"turn-{count:05d}.json", json.dumps(document))
             done = progress.get(section.name, Progress())
@@ -133,7 +141,7 @@ def read_progress(folder: Path) -> dict[str, Progress]:
 
 def gather_raw(folder: Path) -> dict[str, Any]:
     """All turns as one document: what START holds, `turns` without their entries, and `ranks`: per rank the entries of all
-    turns by key, each with its round.
+    turns by key, each with its round. Of a turn stay its section, round, time_s, seconds, speed_s.
 
     Raises: ExecutionError if the ranks ended before they began to measure.
     """
@@ -145,5 +153,5 @@ def gather_raw(folder: Path) -> dict[str, Any]:
         for rank, entries in zip(raw["ranks"], turn["ranks"], strict=True):
             for key, records in entries.items():
                 rank.setdefault(key, []).extend({**record, "round": turn["round"]} for record in records)
-    raw["turns"] = [{key: turn[key] for key in ("section", "round", "time_s", "seconds")} for turn in turns]
+    raw["turns"] = [{key: turn[key] for key in TOLD} for turn in turns]
     return raw

@@ -26,12 +26,12 @@ def alike(cluster: Cluster, group: tuple[int, ...], concurrent: Sequence[tuple[i
     leaf the loads of its uplinks. Raises ProfileError for a device that no link joins.
     """
     spread, nodes = cluster.spread(group), cluster.nodes
-    there = _by_node(cluster, concurrent)
+    there, is_listed = _by_node(cluster, concurrent), group in _distinct(concurrent)
     places: dict[tuple[NodeShape, tuple[int, ...], tuple[NodePart, ...], float], int] = {}
     for node, members in spread:
         others = list(there.get(node, ()))
         own = (members, len(spread) > 1, len(group))
-        if own in others:
+        if is_listed:  # else the like of it there is another group's
             others.remove(own)
         leaf = nodes.leaves.get(nodes.leaf[node])
         place = (nodes.shapes[node], members, tuple(others), 0.0 if leaf is None else leaf.uplink_latency_s)
@@ -46,11 +46,17 @@ def alike(cluster: Cluster, group: tuple[int, ...], concurrent: Sequence[tuple[i
 @lru_cache(maxsize=256)
 def _by_node(cluster: Cluster, groups: Sequence[tuple[int, ...]]) -> dict[int, tuple[NodePart, ...]]:
     found: dict[int, list[NodePart]] = {}
-    for group in dict.fromkeys(tuple(sorted(group)) for group in groups):
+    for group in _distinct(groups):
         spread = cluster.spread(group)
         for node, members in spread:
             found.setdefault(node, []).append((members, len(spread) > 1, len(group)))
     return {node: tuple(sorted(parts)) for node, parts in found.items()}
+
+
+@lru_cache(maxsize=256)
+def _distinct(groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], None]:
+    """Every group once, its ranks ascending, in first-seen order."""
+    return dict.fromkeys(tuple(sorted(group)) for group in groups)
 
 
 @lru_cache(maxsize=64)

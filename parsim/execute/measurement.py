@@ -97,6 +97,18 @@ class Measurement:
         return float(self.step_s.mean())
 
 
+def save_speed(output: Path, rank: int, seconds: Sequence[float]) -> None:
+    """What the probe (`parsim.execute.probe`) took on this rank in each round of a job."""
+    (output / f"speed-rank{rank}.json").write_text(json.dumps(list(seconds)))
+
+
+def load_speed(output: Path) -> tuple[tuple[float, ...], ...]:
+    """The probe's seconds per round, of every rank that has a core to itself or is the first on its core; none of a job that
+    was not measured in rounds."""
+    found = sorted(output.glob("speed-rank*.json"), key=lambda path: int(path.stem.removeprefix("speed-rank")))
+    return tuple(tuple(seconds) for path in found if (seconds := json.loads(path.read_text())))
+
+
 def load_measurement(folder: Path, graph: TaskGraph) -> Measurement:
     """Merge the records of all ranks of a run. Raises ExecutionError if one is missing."""
     records = [RankRecord.load(folder, rank) for rank in range(graph.world_size)]

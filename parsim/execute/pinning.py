@@ -16,11 +16,13 @@ M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinning:
-    """Attributes: core (None: this system cannot pin), threads, shared_by (ranks on that core; >1 share its time)."""
+    """Attributes: core (None: this system cannot pin), threads, shared_by (ranks on that core; >1 share its time), first (no
+    rank before this one is on that core)."""
 
     core: int | None
     threads: int
     shared_by: int
+    first: bool = True
 
 
 def available_cores() -> tuple[int, ...]:
@@ -50,10 +52,10 @@ def prepare_rank(local_rank: int, local_world_size: int, *, device: str = "cpu")
     cores = available_cores()
     shared_by = -(-local_world_size // len(cores))
     if not hasattr(os, "sched_setaffinity"):
-        return Pinning(core=None, threads=1, shared_by=shared_by)
+        return Pinning(core=None, threads=1, shared_by=shared_by, first=local_rank < len(cores))
     core = core_of_rank(local_rank, cores)
     os.sched_setaffinity(0, {core})
-    return Pinning(core=core, threads=1, shared_by=shared_by)
+    return Pinning(core=core, threads=1, shared_by=shared_by, first=local_rank < len(cores))
 
 
 def keep_freed_memory() -> bool:

@@ -25,8 +25,9 @@ from parsim.execute import checkpoint
 from parsim.execute.adaptive_run import Steering
 from parsim.execute.group import Place, Stream, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.job import Job, RunSpec
-from parsim.execute.measurement import RankRecord
+from parsim.execute.measurement import RankRecord, save_speed
 from parsim.execute.pinning import prepare_rank
+from parsim.execute.probe import SpeedProbe
 from parsim.execute.reshard import reshard
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.score import score
@@ -202,7 +203,7 @@ def main(job_path: Path) -> None:
     """The whole life of a rank."""
     job = Job.load(job_path)
     started = read_place()
-    prepare_rank(started.local_rank, started.local_world_size, device=job.device)
+    pinning = prepare_rank(started.local_rank, started.local_world_size, device=job.device)
     place = init_group(job.device, timeout_s=job.timeout_s)
     plans = []
     for run in job.runs:
@@ -220,7 +221,8 @@ def main(job_path: Path) -> None:
         assert only is not None, "a training job has as many ranks as its plan"
         runs = [_train(job, only, place, groups)]
     else:
-        _measure(job, runs, place)
+        speed_s = _measure(job, runs, place, SpeedProbe(torch.device(place.device)) if pinning.first else None)
+        save_speed(Path(job.output), place.rank, speed_s)
     for entry in runs:
         if entry is not None:
             entry.record().save(Path(job.output) / entry.run.name)
@@ -228,14 +230,20 @@ def main(job_path: Path) -> None:
     close_group(place)
 
 
-def _measure(job: Job, runs: Sequence[RankRun | None], place: Place) -> None:
-    """Warm every run up, then rounds in which every run in turn does its steps, so that drift meets all alike."""
+def _measure(job: Job, runs: Sequence[RankRun | None], place: Place, probe: SpeedProbe | None) -> list[float]:
+    """Warm every run up, then rounds in which every run in turn does its steps, so that drift meets all alike.
+
+    Returns what the probe took at the beginning of each round, on the ranks that have one.
+    """
+    speed_s: list[float] = []
     for entry in runs:
         if entry is not None:
             for _ in range(job.warmup_steps):
                 entry.step(keep=False)
             entry.measure_memory()
     for number in range(job.rounds):
+        dist.barrier()
+        speed_s += [probe.seconds()] if probe is not None else []
         for entry in runs:
             dist.barrier()
             if entry is not None:
@@ -250,6 +258,7 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: Place) -> None:
     for entry in runs:
         if entry is not None and job.keep_state:
             _save(Path(job.output) / entry.run.name / "checkpoints", entry)
+    return speed_s
 
 
 def _train(job: Job, entry: RankRun, place: Place, groups: ProcessGroups) -> RankRun:
