@@ -24,7 +24,7 @@ from calibration.surroundings import core_count
 from calibration.turns import START, take_turns
 from parsim.execute.environment import describe_environment
 from parsim.execute.group import Place, close_group, init_group, make_groups, read_place, worker_main
-from parsim.execute.pinning import prepare_rank
+from parsim.execute.pinning import Pinning, prepare_rank
 from parsim.execute.probe import SpeedProbe
 from parsim.files import write_text_atomically
 from parsim.graph.taskgraph import work_text
@@ -40,8 +40,7 @@ def main(job_path: Path) -> None:
     pinning = prepare_rank(place.local_rank, place.local_world_size, device=request.device)
     place = init_group(request.device)
     device, dtype = torch.device(place.device), DTYPES[request.precision]
-    pinnings: list[Any] = [None] * place.world_size
-    dist.all_gather_object(pinnings, {**asdict(pinning), "host": socket.gethostname()})
+    pinnings = _pinnings(pinning, place)
     cores = core_count(pinnings)
     facts = measure_device(device, dtype, name=environment["processor"])
     asked = request.measured_models
@@ -77,6 +76,14 @@ def main(job_path: Path) -> None:
     there = [section for section in sections if section is not None]
     take_turns(there, job_path.parent, place, probe, lambda line: _say(place, line))
     close_group(place)
+
+
+def _pinnings(own: Pinning, place: Place) -> list[dict[str, Any]]:
+    """How every rank is pinned, and on which host: hosts are numbered, their names are nobody's business."""
+    found: list[Any] = [None] * place.world_size
+    dist.all_gather_object(found, (socket.gethostname(), asdict(own)))
+    hosts = list(dict.fromkeys(host for host, _ in found))
+    return [{**pinning, "host": hosts.index(host)} for host, pinning in found]
 
 
 def _case_entry(case: Case) -> dict[str, Any]:

@@ -45,11 +45,13 @@ def validate(
         measured,
         reopen,
         run_spec,
+        speed_of,
         warn_of_profile,
         with_every_rank,
     )
     from parsim.commands.write_report import write_run_files
     from parsim.execute.job import Job
+    from parsim.execute.measurement import load_speed
 
     if target.is_dir():
         folder, asked, name = reopen(target)
@@ -83,7 +85,9 @@ def validate(
     seen = measured(folder, name, asked.evaluation)
     comparison = judge(asked.problem, asked.evaluation, seen)
     document = {"folder": str(folder.path), "plan": asked.evaluation.result.plan.summary(), **comparison.to_dict(tasks=tasks)}
-    document["warnings"] = changed_since
+    speed = speed_of(asked, seen, load_speed(folder.path))
+    document["speed"] = speed
+    document["warnings"] = [*changed_since, *([speed["warning"]] if speed and speed["warning"] else [])]
     record = record_of(asked, seen, comparison, session)
     document["history"] = remember(asked, record)
     if update:
@@ -99,6 +103,10 @@ def validate(
     print_tables(
         [validation_table([(asked.problem.model.name, summary, comparison.to_dict())]), kind_table(comparison.to_dict())]
     )
+    if speed is not None:
+        print(f"speed: {speed['text']}")
+        if speed["warning"]:
+            print(f"warning: {speed['warning']}")
     print(f"history: {document['history']['text']}")
     if update:
         print(f"update: {document['update']['text']}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +20,13 @@ from parsim.execute.launch import launch
 from parsim.execute.same_machine import gpu_names, is_measured, profile_differences
 from parsim.model.model import Model
 from parsim.plan.plan import Plan
-from parsim.report.compare import Comparison, compare, kind_intervals_s
+from parsim.report.compare import Comparison, compare, kind_intervals_s, relative_error
+from parsim.report.tables import format_error
 from parsim.schedule.evaluate import Evaluation, evaluate, sampled_durations_s
 from parsim.schedule.problem import Problem
 from parsim.schedule.search import Search
+from parsim.schedule.speed import at_speed, differs, slowness
+from parsim.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
     from parsim.execute.measurement import Measurement
@@ -184,6 +187,33 @@ def judge(problem: Problem, evaluation: Evaluation, seen: Measurement) -> Compar
         kind_intervals=kind_intervals_s(evaluation.graph, durations),
     )
     return replace(comparison, interval_correction=None if found is None else found.to_dict())
+
+
+def speed_of(asked: Answer, seen: Measurement, probe_s: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+    """How fast the machine computed beside the run, and what the profile says of the step at that speed; None if nobody looked.
+
+    Args:
+        probe_s: as `parsim.execute.measurement.load_speed` finds it.
+    """
+    profile = asked.problem.cluster.profile
+    factor = slowness(profile, probe_s)
+    if factor is None:
+        return None
+    plan = asked.evaluation.result.plan
+    predicted_s = evaluate(at_speed(asked.problem, factor), plan, samples=0, fold=False).result.step_s.median
+    error = relative_error(predicted_s, seen.mean_step_s)
+    pace = f"{format_percent(abs(factor - 1))} {'longer' if factor > 1 else 'less'}"
+    text = (
+        f"computation took {pace} than while profile {profile.name} was measured; at that speed {format_seconds(predicted_s)}"
+    )
+    warning = f"the machine's speed has changed ({pace} for the same work): calibrate again" if differs(profile, factor) else ""
+    return {
+        "factor": factor,
+        "predicted": predicted_s,
+        "relative_error": error,
+        "text": f"{text} are predicted ({format_error(error)})",
+        "warning": warning,
+    }
 
 
 def tensor_bytes(memory: RankMemory) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 STEPS, WARM_STEPS = 8, 2
-SAMPLES, CHANNELS, SIDE, HEADS, CLASSES = 8, 32, 12, 4, 10
+SAMPLES, CHANNELS, SIDE, HEADS, CLASSES = 8, 32, 8, 4, 10
 SEED = 0
 
 
