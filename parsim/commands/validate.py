@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from parsim.commands.output import JsonFlag, Overrides, print_json, print_tables, progress
 from parsim.config import RunConfig, load_config
+
+if TYPE_CHECKING:
+    from parsim.commands.run_folder import RunFolder
+    from parsim.commands.workflow import Answer
 
 ROUNDS = 10
 STEPS_PER_ROUND = 4
@@ -34,23 +38,9 @@ def validate(
 ) -> None:
     """Predicted against measured: the step, every kind of task, peak memory; recorded in the profile's history."""
     from parsim.commands.recording import record_of, remember, updatable, update_profile
-    from parsim.commands.run_folder import new_folder, write_json
-    from parsim.commands.workflow import (
-        answer,
-        check_launchable,
-        check_runnable,
-        device_kind,
-        judge,
-        launch_job,
-        measured,
-        reopen,
-        run_spec,
-        speed_of,
-        warn_of_profile,
-        with_every_rank,
-    )
+    from parsim.commands.run_folder import write_json
+    from parsim.commands.workflow import judge, measured, reopen, speed_of, warn_of_profile
     from parsim.commands.write_report import write_run_files
-    from parsim.execute.job import Job
     from parsim.execute.measurement import load_speed
 
     if target.is_dir():
@@ -61,27 +51,10 @@ def validate(
     else:
         config = load_config(target, overrides or [])
         config = config if history is None else with_history(config, history)
-        check_launchable(config)
         if update:
             updatable(config)
-        with progress("Planning"):
-            asked = answer(config)
-        check_runnable(asked, None)
-        changed_since = warn_of_profile(asked)
-        asked = with_every_rank(asked)
-        folder, name = new_folder(out, f"{target.stem}-validation"), "run"
-        plan = asked.evaluation.result.plan
-        folder.write_question(config, asked.problem.model, plan, asked.problem.cluster.profile, asked.problem.history)
-        job = Job(
-            output=str(folder.path.resolve()),
-            mode="measure",
-            runs=(run_spec(asked, name, folder.model),),
-            steps=STEPS_PER_ROUND,
-            rounds=rounds,
-            device=device_kind(asked),
-        )
-        with progress(f"Measuring {rounds} rounds under {plan.summary()}") as say:
-            launch_job(job, folder, say)
+        name = "run"
+        folder, asked, changed_since = measured_anew(config, name, out, target.stem, rounds)
     seen = measured(folder, name, asked.evaluation)
     comparison = judge(asked.problem, asked.evaluation, seen)
     document = {"folder": str(folder.path), "plan": asked.evaluation.result.plan.summary(), **comparison.to_dict(tasks=tasks)}
@@ -111,6 +84,45 @@ def validate(
     if update:
         print(f"update: {document['update']['text']}")
     print(f"folder: {folder.path} (report.html, trace.json for Perfetto)")
+
+
+def measured_anew(
+    config: RunConfig, name: str, out: Path | None, stem: str, rounds: int
+) -> tuple[RunFolder, Answer, list[str]]:
+    """Answer the run file and run its plan in rounds: the folder, the answer, what has changed since the profile was measured."""
+    from parsim.commands.run_folder import new_folder
+    from parsim.commands.workflow import (
+        answer,
+        check_launchable,
+        check_runnable,
+        device_kind,
+        launch_job,
+        run_spec,
+        warn_of_profile,
+        with_every_rank,
+    )
+    from parsim.execute.job import Job
+
+    check_launchable(config)
+    with progress("Planning"):
+        asked = answer(config)
+    check_runnable(asked, None)
+    changed_since = warn_of_profile(asked)
+    asked = with_every_rank(asked)
+    folder = new_folder(out, f"{stem}-validation")
+    plan = asked.evaluation.result.plan
+    folder.write_question(config, asked.problem.model, plan, asked.problem.cluster.profile, asked.problem.history)
+    job = Job(
+        output=str(folder.path.resolve()),
+        mode="measure",
+        runs=(run_spec(asked, name, folder.model),),
+        steps=STEPS_PER_ROUND,
+        rounds=rounds,
+        device=device_kind(asked),
+    )
+    with progress(f"Measuring {rounds} rounds under {plan.summary()}") as say:
+        launch_job(job, folder, say)
+    return folder, asked, changed_since
 
 
 def with_history(config: RunConfig, path: Path) -> RunConfig:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from parsim.execute.pinning import available_cores
+from parsim.execute.priority import is_granted
 from parsim.units import format_bytes
 
 PACKAGES = (
@@ -29,7 +30,8 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 def describe_environment() -> dict[str, Any]:
-    """Plain JSON: system, processor, cores, memory_bytes, affinity, threads, versions, and GPUs if torch is loaded.
+    """Plain JSON: system, processor, cores, memory_bytes, affinity, whether communication may come first
+    (`parsim.execute.priority`), threads, versions, and GPUs if torch is loaded.
 
     Names no host, user or path, so that it can be published with a profile.
     """
@@ -41,6 +43,7 @@ def describe_environment() -> dict[str, Any]:
         "memory_bytes": physical_memory_bytes(),
         "memory_limit_bytes": memory_limit_bytes(),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else [],
+        "communication_priority": is_granted(),
         "thread_variables": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
         "versions": versions(),
         "torch": _torch_state(),

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from parsim.errors import ExecutionError, ParsimError
+from parsim.execute.priority import threads_with_priority
 from parsim.execute.processes import PARENT_VARIABLE, die_with_parent
 from parsim.files import write_text_atomically
 
@@ -140,14 +141,15 @@ def init_group(device: str = "cpu", *, timeout_s: float = 120.0) -> Place:
     everyone, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
     everyone.set_timeout(timeout)
     store = PrefixStore(f"parsim/{place.attempt}", everyone)
-    distributed.init_process_group(
-        BACKENDS[device],
-        store=store,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timeout,
-        device_id=cuda_device,
-    )
+    with threads_with_priority() if device == "cpu" else contextlib.nullcontext():
+        distributed.init_process_group(
+            BACKENDS[device],
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=cuda_device,
+        )
     return replace(place, device="cpu" if cuda_device is None else str(cuda_device), store=store)
 
 
@@ -171,7 +173,8 @@ def make_groups(streams: Sequence[Stream], *, timeout_s: float = 120.0) -> dict[
     for name, ranks in dict.fromkeys(streams):
         if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= member < world_size for member in ranks):
             raise ExecutionError(f"stream {name!r} has ranks {ranks}; list each once, from 0 to {world_size - 1}")
-        group = distributed.new_group(list(ranks), timeout=timeout, group_desc=name)
+        with threads_with_priority() if distributed.get_backend() == BACKENDS["cpu"] else contextlib.nullcontext():
+            group = distributed.new_group(list(ranks), timeout=timeout, group_desc=name)
         if rank in ranks:
             groups[name, ranks] = group
     return groups

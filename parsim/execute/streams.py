@@ -17,6 +17,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from parsim.execute.priority import take_priority
+
 Operation = Callable[[], None]
 
 
@@ -42,7 +44,8 @@ class Streams(Protocol):
 
 
 class ThreadStreams:
-    """For CPU ranks: one thread per communication stream, blocked inside the collective without holding the interpreter."""
+    """For CPU ranks: one thread per communication stream, blocked inside the collective without holding the interpreter, and
+    before the computation where the system lets it (`parsim.execute.priority`)."""
 
     def __init__(self) -> None:
         self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
@@ -118,6 +121,7 @@ class ThreadStreams:
 
 
 def _serve(entries: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    take_priority()
     while True:
         entry = entries.get()
         if entry is None:

@@ -124,3 +124,14 @@ def test_stolen_share_is_of_the_ticks_that_passed(start: list[int], passed: list
     share = stolen_share(state(start), state(end))
     assert share == (passed[-1] / sum(passed) if sum(passed) else None)
     assert stolen_share({}, {}) is None
+
+
+@pytest.mark.parametrize(("then", "now"), [(True, False), (False, True), (True, True), (None, True)])
+def test_priority_of_communication_is_compared(then: bool | None, now: bool) -> None:
+    profile = measured_on("AMD EPYC, 3rd, 2 cores, Linux 6.1 x86_64")
+    environment = {} if then is None else {"communication_priority": then}
+    profile = profile.model_copy(update={"provenance": profile.provenance.model_copy(update={"environment": environment})})
+    found = profile_differences(profile, {**HERE, "communication_priority": now})
+    assert len(found) == (then is not None and then != now)
+    if found:
+        assert f"communication will be {'faster' if now else 'slower'} than predicted" in found[0]

@@ -1,0 +1,50 @@
+"""Communication first: its threads run as soon as they wake, where the system lets them.
+
+With gloo a rank's computation and communication share a core. A thread that wakes up because a message has come waits there for
+the thread that computes to use up its time slice, some milliseconds in which the peer waits too. Threads under real-time
+round-robin scheduling (Linux, SCHED_RR) do not wait; they sleep but for the moments in which there is something to send or to
+add. On a 2-core virtual machine steps with many collectives got 10 to 40% shorter (`experiments/this_machine`).
+
+It takes root, CAP_SYS_NICE or a limit `rtprio` of 1 (`ulimit -r`). Elsewhere everything works as usual, more slowly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+LOWEST = 1
+"""Of the real-time priorities: above everything usual, below whatever else the system runs so."""
+
+
+def take_priority() -> bool:
+    """Put the calling thread before usual ones; False where the system does not let it."""
+    if not hasattr(os, "sched_setscheduler"):
+        return False
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(LOWEST))
+    except OSError:
+        return False
+    return True
+
+
+def is_granted() -> bool:
+    """Whether threads of this process may have it."""
+    with threads_with_priority() as taken:
+        return taken
+
+
+@contextlib.contextmanager
+def threads_with_priority() -> Iterator[bool]:
+    """Threads begun inside have priority, as they inherit it; the calling one only has it inside. Yields whether they do."""
+    if not hasattr(os, "sched_getscheduler"):
+        yield False
+        return
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    taken = take_priority()
+    try:
+        yield taken
+    finally:
+        if taken:
+            os.sched_setscheduler(0, policy, parameters)
