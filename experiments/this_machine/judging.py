@@ -20,7 +20,8 @@ class CaseRow:
 
     Attributes:
         calibrated: the model's components were measured. launch: by the ranks it had; "four" shares cores.
-        low_s, high_s: the predicted 90% interval of the mean step, as drawn. untaught_s: the profile's word before its lessons.
+        low_s, high_s: the predicted 90% interval of the mean step, as drawn.
+        speed: how many times as long computation took as while calibrating, by the probe. at_speed_s: predicted at that speed.
         aa_median, aa_p95: the case against itself.
         compute_s, cpu_s: predicted computation, measured processor time of all ranks, per step.
         kinds: by kind of task, predicted and measured seconds per step summed over its tasks.
@@ -35,7 +36,8 @@ class CaseRow:
     predicted_s: float
     low_s: float
     high_s: float
-    untaught_s: float
+    speed: float
+    at_speed_s: float
     measured_s: float
     aa_median: float
     aa_p95: float
@@ -46,6 +48,12 @@ class CaseRow:
     @property
     def error(self) -> float:
         return self.predicted_s / self.measured_s - 1.0
+
+    @property
+    def at_its_speed(self) -> CaseRow:
+        """The row with what is said at the speed of the record; the interval goes with it."""
+        ratio = self.at_speed_s / self.predicted_s
+        return replace(self, predicted_s=self.at_speed_s, low_s=self.low_s * ratio, high_s=self.high_s * ratio)
 
     def to_dict(self) -> dict[str, Any]:
         """One line of the table."""
@@ -79,12 +87,16 @@ def judged(rows: Sequence[CaseRow]) -> dict[str, Any]:
         "errors": {name: errors_of([row for row in rows if chosen(row)]) for name, chosen in groups.items()},
         "by plan": {label: errors_of([row for row in rows if row.label == label]) for label in labels},
         "by record": {name: errors_of([row for row in rows if row.record == name]) for name in records},
-        "before the lessons": {
-            name: errors_of([replace(row, predicted_s=row.untaught_s) for row in rows if chosen(row)])
-            for name, chosen in groups.items()
+        "at the speed of the record": {
+            name: errors_of([row.at_its_speed for row in rows if chosen(row)]) for name, chosen in groups.items()
         },
+        "by plan, at the speed of the record": {
+            label: errors_of([row.at_its_speed for row in rows if row.label == label]) for label in labels
+        },
+        "speed": {f"{row.record} {row.launch}": row.speed for row in rows},
         "by kind": kinds_of(rows),
         "coverage": asdict(coverage_split([record_of(row) for row in rows])),
+        "coverage, at the speed of the record": asdict(coverage_split([record_of(row.at_its_speed) for row in rows])),
         "choice": choice_of(rows),
         "processor time": processor_time(rows),
     }
@@ -178,7 +190,8 @@ def printed(document: dict[str, Any]) -> str:
     lines = [f"{document['machine']}, {document['date']}: {document['cases']} cases, {document['records']} records", ""]
     lines.append("| steps of | n | median | p95 | worst | bias | A/A median | A/A p95 | covered as drawn |")
     lines.append("|---|---|---|---|---|---|---|---|---|")
-    for part in ("errors", "by plan", "by record", "before the lessons"):
+    parts = ("errors", "at the speed of the record", "by plan", "by plan, at the speed of the record", "by record")
+    for part in parts:
         lines.append(f"| *{part}* |")
         for name, row in document[part].items():
             if row is not None:
@@ -199,5 +212,7 @@ def printed(document: dict[str, Any]) -> str:
         lines.append(
             f"one rank, against processor seconds: median error {100 * row['median']:.1f}%, bias {100 * row['bias']:.1f}%"
         )
-    lines.append(f"coverage: {document['coverage']}")
+    lines.append("computation took, by the probe, as many times as long as while calibrating:")
+    lines.append(", ".join(f"{name} {factor:.3f}" for name, factor in document["speed"].items()))
+    lines += [f"{name}: {document[name]}" for name in ("coverage", "coverage, at the speed of the record")]
     return "\n".join(lines)

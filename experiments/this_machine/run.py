@@ -4,9 +4,9 @@
 
 1. Calibrates the machine on half of the models: with a rank per core, with twice as many, and with two ranks in network
    namespaces of their own, joined by a link of 1 Gbit/s (where root can make such).
-   A few real runs of these models at another batch then teach each profile what calibration cannot see (`lessons`).
 2. Predicts every case (six models, plans on one to four processes) and writes the predictions down.
-3. Measures all cases in interleaved rounds, N records one after the other, each with launches of its own.
+3. Measures all cases in interleaved rounds, N records one after the other, each with launches of its own. A probe beside them
+   tells how fast the machine was, and every case is predicted again at that speed: the second column of errors.
 4. Judges: errors beside the A/A floor, coverage of the intervals, order of the plans, what the predicted choice costs.
 
 A step that is done (its file lies in DIR) is not done again, so a record that was stopped goes on, and more records can be
@@ -23,12 +23,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from cases import CALIBRATED_BATCHES, GRANULARITY, SMALL, SUBJECTS, Case, Subject, cases_of, problem_of
 from judging import CaseRow, judged, printed
-from lessons import taught
 from measuring import STEPS, Seen, measure, progress
 from namespaces import possible, shaped_pair
 
@@ -36,12 +35,15 @@ from calibration.calibrate import Launcher, calibrate
 from calibration.request import CalibrationRequest
 from parsim.execute.environment import describe_environment, machine_line
 from parsim.execute.launch import launch
+from parsim.execute.measurement import load_speed
 from parsim.files import write_csv, write_text_atomically
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import Profile, load_profile, save_profile
+from parsim.hardware.profile import Profile, load_profile
 from parsim.plan.plan import Plan
 from parsim.report.compare import aa_floor, task_durations_s
 from parsim.schedule.evaluate import evaluate
+from parsim.schedule.problem import Problem
+from parsim.schedule.speed import at_speed, slowness
 from parsim.work import kind_of
 
 BUDGETS = ("compute", "shard", "operator", "collective", "overlap")
@@ -50,13 +52,12 @@ BUDGETS = ("compute", "shard", "operator", "collective", "overlap")
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """A launch of a record: how many ranks, over which link (None: the loopback interface), which plans (none named: all), and
-    the share of the usual time that its calibration takes, and the plans that teach it."""
+    the share of the usual time that its calibration takes."""
 
     ranks: int
     link_bytes_per_s: float | None = None
     labels: tuple[str, ...] = ()
     calibration_share: float = 1.0
-    lessons: tuple[str, ...] = ()
 
     @contextlib.contextmanager
     def launcher(self) -> Iterator[Launcher]:
@@ -69,38 +70,30 @@ class Setting:
 
 PIPELINE = "pp 2, 1f1b, 4 microbatches"
 SETTINGS = {
-    "two": Setting(ranks=SMALL, lessons=("tp 2 and batch in turn", "dp 2, zero 1", PIPELINE, "dp 2")),
-    "four": Setting(
-        ranks=2 * SMALL,
-        labels=("dp 4", "dp 2 pp 2, 1f1b, 2 microbatches"),
-        calibration_share=0.6,
-        lessons=("pp 3, 1f1b, 4 microbatches", "dp 2 pp 2, 1f1b, 2 microbatches", "dp 4"),
-    ),
-    "shaped": Setting(
-        ranks=SMALL, link_bytes_per_s=125e6, labels=("dp 2", PIPELINE), calibration_share=0.6, lessons=(PIPELINE, "dp 2")
-    ),
+    "two": Setting(ranks=SMALL),
+    "four": Setting(ranks=2 * SMALL, labels=("dp 4", "dp 2 pp 2, 1f1b, 2 microbatches"), calibration_share=0.6),
+    "shaped": Setting(ranks=SMALL, link_bytes_per_s=125e6, labels=("dp 2", PIPELINE), calibration_share=0.6),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A case with what the profile said of it after its lessons: median, p05 and p95 of the mean step, computation of all
-    ranks, seconds by kind of task, shares of the sources of its prices.
+    """A case with what the profile said of it: median, p05 and p95 of the mean step, computation of all ranks, seconds by kind
+    of task, shares of the sources of its prices.
 
-    Attributes: launch: that it belongs to. untaught_s: the median by the profile as it was calibrated.
+    Attributes: launch: that it belongs to.
     """
 
     launch: str
     case: Case
     step_s: tuple[float, float, float]
-    untaught_s: float
     compute_s: float
     kinds: dict[str, float]
     sources: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
         case = {"model": self.case.subject.name, "label": self.case.label, "plan": self.case.plan.to_json()}
-        said = {"step_s": self.step_s, "untaught_s": self.untaught_s, "compute_s": self.compute_s}
+        said = {"step_s": self.step_s, "compute_s": self.compute_s}
         return {**case, "launch": self.launch, **said, "kinds": self.kinds, "sources": self.sources}
 
     @classmethod
@@ -110,7 +103,6 @@ class Prediction:
             launch=entry["launch"],
             case=Case(subject=subject, label=entry["label"], plan=Plan.from_json(entry["plan"])),
             step_s=tuple(entry["step_s"]),
-            untaught_s=entry["untaught_s"],
             compute_s=entry["compute_s"],
             kinds=entry["kinds"],
             sources=entry["sources"],
@@ -136,35 +128,16 @@ def main() -> None:
         wanted.remove("shaped")
     records, rounds = (1, 4) if asked.quick else (asked.records, asked.rounds)
     asked.out.mkdir(parents=True, exist_ok=True)
-    profiles = {name: profiles_of(name, subjects, asked) for name in wanted}
+    profiles = {name: calibrated(asked.out / f"{name}.json", SETTINGS[name], subjects, asked) for name in wanted}
     said = predictions(asked.out / "predictions.json", profiles, subjects)
     rows: list[CaseRow] = []
     for number in range(1, records + 1):
-        rows += record(asked.out / f"record-{number}", said, rounds, asked.seed + number)
+        rows += record(asked.out / f"record-{number}", said, profiles, rounds, asked.seed + number)
     write_csv(asked.out / "cases.csv", [row.to_dict() for row in rows])
     verdict = judged(rows)
     document = {"machine": machine_line(describe_environment()), "date": time.strftime("%Y-%m-%d"), **verdict}
     write_text_atomically(asked.out / "verdict.json", json.dumps(document, indent=1))
     print(json.dumps(document) if asked.json else printed(document))
-
-
-class Profiles(NamedTuple):
-    """Of a setting: as calibrated, and after the lessons."""
-
-    calibrated: Profile
-    taught: Profile
-
-
-def profiles_of(name: str, subjects: Sequence[Subject], asked: argparse.Namespace) -> Profiles:
-    """Measured on the calibrated models alone, once for all records."""
-    setting, path = SETTINGS[name], asked.out / f"{name}-taught.json"
-    profile = calibrated(asked.out / f"{name}.json", setting, subjects, asked)
-    if not path.is_file():
-        with setting.launcher() as launcher:
-            after = taught(profile, subjects, setting.lessons, setting.ranks, asked.out / f"{name}-lessons", launcher)
-        save_profile(after, path)
-        shutil.rmtree(asked.out / f"{name}-lessons")
-    return Profiles(profile, load_profile(str(path)))
 
 
 def calibrated(path: Path, setting: Setting, subjects: Sequence[Subject], asked: argparse.Namespace) -> Profile:
@@ -186,25 +159,22 @@ def calibrated(path: Path, setting: Setting, subjects: Sequence[Subject], asked:
     return load_profile(str(path))
 
 
-def predictions(path: Path, profiles: Mapping[str, Profiles], subjects: Sequence[Subject]) -> list[Prediction]:
+def predictions(path: Path, profiles: Mapping[str, Profile], subjects: Sequence[Subject]) -> list[Prediction]:
     """Every case with what is said of it before anything is measured; as it was first said, if `path` is there."""
     if not path.is_file():
         said = [
-            predicted(name, case, both)
-            for name, both in profiles.items()
+            predicted(name, case, profile)
+            for name, profile in profiles.items()
             for subject in subjects
-            for case in cases_of(subject, problem_of(subject, cluster_from_profile(both.calibrated, SETTINGS[name].ranks)))
+            for case in cases_of(subject, problem_of(subject, cluster_from_profile(profile, SETTINGS[name].ranks)))
             if case.label in (SETTINGS[name].labels or (case.label,))
         ]
         write_text_atomically(path, json.dumps([entry.to_dict() for entry in said], indent=1))
     return [Prediction.from_dict(entry) for entry in json.loads(path.read_text())]
 
 
-def predicted(launch_name: str, case: Case, profiles: Profiles) -> Prediction:
-    untaught, evaluation = (
-        evaluate(problem_of(case.subject, cluster_from_profile(profile, SETTINGS[launch_name].ranks)), case.plan, fold=False)
-        for profile in profiles
-    )
+def predicted(launch_name: str, case: Case, profile: Profile) -> Prediction:
+    evaluation = evaluate(question(launch_name, case, profile), case.plan, fold=False)
     kinds: dict[str, float] = {}
     for task, seconds in zip(evaluation.graph.tasks, task_durations_s(evaluation.graph, evaluation.timeline), strict=True):
         kinds[kind_of(task.work)] = kinds.get(kind_of(task.work), 0.0) + float(seconds)
@@ -213,14 +183,19 @@ def predicted(launch_name: str, case: Case, profiles: Profiles) -> Prediction:
         launch=launch_name,
         case=case,
         step_s=(interval.median, interval.p05, interval.p95),
-        untaught_s=untaught.result.step_s.median,
         compute_s=sum(part.compute_s for part in evaluation.breakdown),
         kinds=kinds,
         sources=dict(evaluation.result.cost_sources),
     )
 
 
-def record(folder: Path, cases: Sequence[Prediction], rounds: int, number: int) -> list[CaseRow]:
+def question(launch_name: str, case: Case, profile: Profile) -> Problem:
+    return problem_of(case.subject, cluster_from_profile(profile, SETTINGS[launch_name].ranks))
+
+
+def record(
+    folder: Path, cases: Sequence[Prediction], profiles: Mapping[str, Profile], rounds: int, number: int
+) -> list[CaseRow]:
     """All cases measured once more, one launch per number of ranks; a launch whose rows lie there is not repeated."""
     rows: list[CaseRow] = []
     for name, setting in SETTINGS.items():
@@ -230,7 +205,9 @@ def record(folder: Path, cases: Sequence[Prediction], rounds: int, number: int) 
             with setting.launcher() as launcher:
                 seen = measure(folder / name, [entry.case for entry in chosen], setting.ranks, rounds, launcher, seed=number)
             said = {entry.case.name: entry for entry in chosen}
-            measured = [row_of(folder.name, said[entry.case.name], entry) for entry in seen]
+            speed = slowness(profiles[name], load_speed(folder / name))
+            assert speed is not None, "the calibration and the record have a probe"
+            measured = [row_of(folder.name, said[entry.case.name], entry, profiles[name], speed) for entry in seen]
             write_text_atomically(path, json.dumps([asdict(row) for row in measured]))
             shutil.rmtree(folder / name)
         if path.is_file():
@@ -241,8 +218,8 @@ def record(folder: Path, cases: Sequence[Prediction], rounds: int, number: int) 
     return rows
 
 
-def row_of(record_name: str, said: Prediction, seen: Seen) -> CaseRow:
-    """What one case took, beside what was said of it."""
+def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile, speed: float) -> CaseRow:
+    """What one case took, beside what was said of it, and what is said of it at the speed of the record."""
     case, measurement = said.case, seen.measurement
     floor = aa_floor([[float(value)] for value in measurement.step_s])
     taken = np.mean(np.stack([task_durations_s(seen.graph, timeline) for timeline in measurement.timelines]), axis=0)
@@ -259,7 +236,10 @@ def row_of(record_name: str, said: Prediction, seen: Seen) -> CaseRow:
         predicted_s=said.step_s[0],
         low_s=said.step_s[1],
         high_s=said.step_s[2],
-        untaught_s=said.untaught_s,
+        at_speed_s=evaluate(
+            at_speed(question(said.launch, case, profile), speed), case.plan, samples=0, fold=False
+        ).result.step_s.median,
+        speed=speed,
         measured_s=measurement.mean_step_s,
         aa_median=floor.median,
         aa_p95=floor.p95,

@@ -89,7 +89,7 @@ def validate(
 def measured_anew(
     config: RunConfig, name: str, out: Path | None, stem: str, rounds: int
 ) -> tuple[RunFolder, Answer, list[str]]:
-    """Answer the run file and run its plan in rounds: the folder, the answer, what has changed since the profile was measured."""
+    """Answer the run file and run its plan in rounds: the folder, the answer, and what has changed since the calibration."""
     from parsim.commands.run_folder import new_folder
     from parsim.commands.workflow import (
         answer,

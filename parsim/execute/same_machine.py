@@ -45,8 +45,8 @@ def profile_differences(profile: Profile, environment: Mapping[str, Any], gpus: 
     priority_then, priority_now = (told.get("communication_priority") for told in (then.environment, environment))
     if "cpu" in kinds and None not in (priority_then, priority_now) and priority_then != priority_now:
         found.append(
-            f"profile {profile.name} was measured {'with' if priority_then else 'without'} priority for communication, this run has "
-            f"{'it' if priority_now else 'none'}: it needs root, CAP_SYS_NICE or `ulimit -r 1`; communication will be "
+            f"profile {profile.name} was measured {'with' if priority_then else 'without'} priority for communication, this "
+            f"run has {'it' if priority_now else 'none'}: it needs root, CAP_SYS_NICE or `ulimit -r 1`; communication will be "
             f"{'faster' if priority_now else 'slower'} than predicted"
         )
     if "cuda" in kinds and gpus is not None:
