@@ -3,7 +3,7 @@
 With gloo a rank's computation and communication share a core. A thread that wakes up because a message has come waits there for
 the thread that computes to use up its time slice, some milliseconds in which the peer waits too. Threads under real-time
 round-robin scheduling (Linux, SCHED_RR) do not wait; they sleep but for the moments in which there is something to send or to
-add. On a 2-core virtual machine steps with many collectives got 10 to 40% shorter (`experiments/this_machine`).
+add. On a 2-core virtual machine steps with many collectives got 10 to 40% shorter (`experiments/this_machine/priority.py`).
 
 It takes root, CAP_SYS_NICE or a limit `rtprio` of 1 (`ulimit -r`). Elsewhere everything works as usual, more slowly.
 """
@@ -14,13 +14,16 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+SWITCH = "PARSIM_PRIORITY"
+"""Environment variable: 0 leaves all threads alike."""
+
 LOWEST = 1
 """Of the real-time priorities: above everything usual, below whatever else the system runs so."""
 
 
 def take_priority() -> bool:
-    """Put the calling thread before usual ones; False where the system does not let it."""
-    if not hasattr(os, "sched_setscheduler"):
+    """Put the calling thread before usual ones; False where the system does not let it, or SWITCH says no."""
+    if not hasattr(os, "sched_setscheduler") or os.environ.get(SWITCH) == "0":
         return False
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(LOWEST))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parsim.execute import priority
-from parsim.execute.priority import is_granted, take_priority, threads_with_priority
+from parsim.execute.priority import SWITCH, is_granted, take_priority, threads_with_priority
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getscheduler"), reason="this system has no scheduling policies")
 
@@ -42,6 +42,12 @@ def test_threads_begun_inside_have_it_and_the_caller_only_inside() -> None:
     with pytest.raises(ZeroDivisionError), threads_with_priority():
         raise ZeroDivisionError
     assert os.sched_getscheduler(0) == before
+
+
+def test_the_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    assert not take_priority()
+    assert not is_granted()
 
 
 def test_where_it_is_refused_everything_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
