@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from parsim.hardware.allocator import NO_ALLOCATOR
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
@@ -52,7 +53,10 @@ def two_processes() -> Cluster:
     """Two CPU devices over gloo: no allocator rounds, and no library keeps a workspace that is a tensor."""
     cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), 2)
     communication = cluster.profile.communication.model_copy(update={"backend": "gloo", "uses_cores": True})
-    devices = tuple(replace(device, type=replace(device.type, kind="cpu", context_bytes=0)) for device in cluster.devices)
+    devices = tuple(
+        replace(device, type=replace(device.type, kind="cpu", context_bytes=0, allocator=NO_ALLOCATOR))
+        for device in cluster.devices
+    )
     return replace(cluster, devices=devices, profile=cluster.profile.model_copy(update={"communication": communication}))
 
 

@@ -17,7 +17,7 @@ LINES: Mapping[str, tuple[str, ...]] = {
     "workspace": ("workspace",),
 }
 """By the name in the table. One value can be saved by its maker and kept by its reader: of storages these are not two."""
-NOT_TENSORS = ("context", "communication")
+NOT_TENSORS = ("context", "communication", "allocator")
 
 
 def by_line(lines: Mapping[str, int]) -> dict[str, int]:

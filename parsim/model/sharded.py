@@ -119,7 +119,7 @@ def _local(template: Any, swap: Mapping[int, int], shard: int) -> Any:
 
 
 class _Nothing(torch.autograd.Function):
-    """Zeros in place of a tensor that another shard contributes; its gradient here is zero, not absent."""
+    """Zeros in place of a tensor that another shard contributes; its gradient is one zero seen as many, not absent."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return torch.zeros_like(gradients[0])
+        return gradients[0].new_zeros(()).expand_as(gradients[0])
 
 
 def nothing_like(value: Tensor) -> Tensor:
