@@ -76,7 +76,7 @@ class RankRecord:
             losses=facts["losses"],
             cpu_s=facts["cpu_s"],
             peak_bytes=int(facts["peak_bytes"]),
-            memory_lines=facts["memory_lines"],
+            memory_lines=facts.get("memory_lines", {}),  # runs of before have none
         )
 
 
