@@ -17,56 +17,21 @@ import json
 import statistics
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from cases import BATCH_SAMPLES, QUESTIONS, Question, plans, staged, two_processes
+from lines import LINES, NOT_TENSORS, by_line, table
 
 from parsim.execute.autocast_step import autocast_peak_bytes
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.launch import launch
 from parsim.execute.measurement import RankRecord
 from parsim.files import write_csv
-from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
-from parsim.model.model import Model
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.spec import load_model
 from parsim.plan.mesh import Mesh
-from parsim.plan.placement import BATCH, REPLICATE, Placement
-from parsim.plan.plan import Plan, Stage
-from parsim.plan.recompute import NONE, Recompute
 from parsim.schedule.problem import Problem
-from parsim.schedule.tensor import uniform_placements
-
-BATCH_SAMPLES = 32
-NOT_TENSORS = ("context", "communication")
-
-
-@dataclass(frozen=True)
-class Question:
-    """A model as it is cut. `tuned`: constants of the memory model were looked at with it, so it is not held out."""
-
-    spec: ModelSpec
-    granularity: str
-    dataset: str = "digits"
-    tuned: bool = False
-
-
-QUESTIONS = (
-    Question(ModelSpec(name="resnet_small"), "block", tuned=True),
-    Question(ModelSpec(name="vit_small"), "block", tuned=True),
-    Question(ModelSpec(name="vit_small"), "sublayer", tuned=True),
-    Question(ModelSpec(name="mlp", args=(("width", 768),)), "layer"),
-    Question(ModelSpec(name="vgg_small"), "layer"),
-    Question(ModelSpec(name="gpt_small"), "sublayer", "synthetic"),
-    Question(ModelSpec(name="bert_small"), "sublayer", "synthetic"),
-)
-
-
-@dataclass(frozen=True)
-class Case:
-    label: str
-    plan: Plan
-    optimizer: str
 
 
 def main() -> None:
@@ -86,12 +51,13 @@ def main() -> None:
         print(json.dumps(rows))
         return
     for row in rows:
-        print("  ".join(f"{key} {value}" for key, value in row.items()))
+        print("  ".join(f"{key} {value}" for key, value in row.items() if not key.startswith(("predicted ", "measured "))))
     for kept, what in ((False, "held-out models"), (True, "models looked at")):
         errors = [abs(float(row["error_percent"])) for row in rows if row["tuned"] is kept]
         if errors:
             worst, mean = max(errors), statistics.mean(errors)
             print(f"{what}: {len(errors)} cases, mean |error| {mean:.2f}%, worst {worst:.2f}%")
+    print("\n".join(table(rows)))
 
 
 def measure(question: Question) -> Iterator[dict[str, Any]]:
@@ -122,7 +88,8 @@ def measure(question: Question) -> Iterator[dict[str, Any]]:
             worst: dict[str, Any] = {}
             for entry in problem.memory(case.plan):
                 predicted = sum(size for name, size in entry.lines if name not in NOT_TENSORS)
-                measured = RankRecord.load(folder / run.name, entry.rank).peak_bytes
+                record = RankRecord.load(folder / run.name, entry.rank)
+                measured = record.peak_bytes
                 error = 100 * (predicted - measured) / measured
                 if not worst or abs(error) > abs(worst["error_percent"]):
                     largest = max((line for line in entry.lines if line[0] not in NOT_TENSORS), key=lambda line: line[1])
@@ -132,6 +99,8 @@ def measure(question: Question) -> Iterator[dict[str, Any]]:
                         "measured_bytes": measured,
                         "error_percent": round(error, 2),
                         "largest_line": largest[0],
+                        **{f"predicted {name}": size for name, size in by_line(dict(entry.lines)).items()},
+                        **{f"measured {name}": size for name, size in by_line(record.memory_lines).items()},
                     }
             yield {
                 "model": question.spec.name,
@@ -163,86 +132,8 @@ def under_autocast(question: Question) -> Iterator[dict[str, Any]]:
             "measured_bytes": measured,
             "error_percent": round(100 * (predicted - measured) / measured, 2),
             "largest_line": max(lines, key=lambda line: line[1])[0],
+            **{f"{side} {name}": "" for side in ("predicted", "measured") for name in LINES},
         }
-
-
-def two_processes() -> Cluster:
-    """Two CPU devices over gloo: no allocator rounds, and no library keeps a workspace that is a tensor."""
-    cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), 2)
-    communication = cluster.profile.communication.model_copy(update={"backend": "gloo", "uses_cores": True})
-    devices = tuple(replace(device, type=replace(device.type, kind="cpu", context_bytes=0)) for device in cluster.devices)
-    return replace(cluster, devices=devices, profile=cluster.profile.model_copy(update={"communication": communication}))
-
-
-def plans(model: Model) -> Iterator[Case]:
-    """Named plans over two devices that the model allows. Which rules cut it is decided by the prices of two V100s."""
-    yield Case("single", staged(model, Mesh()), "sgd_momentum")
-    yield Case("single, 4 microbatches", staged(model, Mesh(), microbatches=4), "adam")
-    yield Case("dp", staged(model, Mesh(dp=2)), "sgd_momentum")
-    yield Case("dp, 4 microbatches", staged(model, Mesh(dp=2), microbatches=4), "adamw")
-    yield Case("dp, zero 1", staged(model, Mesh(dp=2), zero_stage=1), "adam")
-    for order in ("gpipe", "1f1b"):
-        yield Case(f"pp {order}", staged(model, Mesh(pp=2), microbatches=4, order=order), "sgd_momentum")
-    yield Case("pp 1f1b, 8 microbatches", staged(model, Mesh(pp=2), microbatches=8), "adam")
-    yield Case("single, recomputed", staged(model, Mesh(), recompute="full"), "sgd_momentum")
-    yield Case("dp, 4 microbatches, recomputed", staged(model, Mesh(dp=2), microbatches=4, recompute="full"), "adam")
-    every_other_name = tuple(names_of(model)[::2])
-    yield Case("dp, half recomputed", staged(model, Mesh(dp=2), recompute=every_other_name), "sgd_momentum")
-    yield Case(
-        "pp gpipe, recomputed", staged(model, Mesh(pp=2), microbatches=4, order="gpipe", recompute="full"), "sgd_momentum"
-    )
-    yield Case("pp 1f1b, recomputed", staged(model, Mesh(pp=2), microbatches=8, recompute="full"), "adam")
-    yield Case("replicated", staged(model, Mesh(tp=2), placements=dict.fromkeys(names_of(model), REPLICATE)), "sgd")
-    if any(component.shardings for component in model.components):
-        priced = Problem(
-            model=model, cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 2), global_batch=BATCH_SAMPLES
-        )
-        cut = uniform_placements(priced, Mesh(tp=2))
-        yield Case("tp", staged(model, Mesh(tp=2), placements=cut), "sgd_momentum")
-        yield Case("tp, 2 microbatches", staged(model, Mesh(tp=2), microbatches=2, placements=cut), "adam")
-        every_other = {name: placement if number % 2 else BATCH for number, (name, placement) in enumerate(cut.items())}
-        yield Case("batch and shards in turn", staged(model, Mesh(tp=2), placements=every_other), "adam")
-        yield Case("tp, recomputed", staged(model, Mesh(tp=2), placements=cut, recompute="full"), "sgd_momentum")
-        mixed = staged(model, Mesh(tp=2), placements=every_other, recompute=every_other_name)
-        yield Case("batch and shards in turn, half recomputed", mixed, "adam")
-        yield Case("the same, zero 1", staged(model, Mesh(tp=2), placements=every_other, zero_stage=1), "adam")
-
-
-def names_of(model: Model) -> list[str]:
-    return [component.name for component in model.components]
-
-
-def staged(
-    model: Model,
-    mesh: Mesh,
-    *,
-    microbatches: int = 1,
-    order: str = "1f1b",
-    zero_stage: int = 0,
-    recompute: Recompute = NONE,
-    placements: dict[str, Placement] | None = None,
-) -> Plan:
-    """Stages of as equal a number of components as can be."""
-    names = names_of(model)
-    cuts = [round(number * len(names) / mesh.pp) for number in range(mesh.pp + 1)]
-    stages = tuple(
-        Stage(
-            components=tuple(names[first:last]),
-            ranks=mesh.stage_ranks(number),
-            placements=tuple((placements or {}).get(name, BATCH) for name in names[first:last]) if mesh.tp > 1 else (),
-        )
-        for number, (first, last) in enumerate(itertools.pairwise(cuts))
-    )
-    return Plan(
-        strategy="custom",
-        mesh=mesh,
-        stages=stages,
-        global_batch=BATCH_SAMPLES,
-        microbatches=microbatches,
-        pipeline_order=order,
-        zero_stage=zero_stage,
-        recompute=recompute,
-    )
 
 
 if __name__ == "__main__":

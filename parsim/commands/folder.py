@@ -20,7 +20,10 @@ def describe(evaluation: Evaluation) -> dict[str, Any]:
             {
                 "rank": rank.rank,
                 "lines": dict(rank.lines),
+                "spreads": {name: {"p05_bytes": low, "p95_bytes": high} for name, low, high in rank.spreads},
                 "total_bytes": rank.total_bytes,
+                "p05_bytes": rank.low_bytes,
+                "p95_bytes": rank.high_bytes,
                 "limit_bytes": rank.limit_bytes,
                 "fits": rank.fits,
             }

@@ -217,8 +217,8 @@ def speed_of(asked: Answer, seen: Measurement, probe_s: Sequence[Sequence[float]
 
 
 def tensor_bytes(memory: RankMemory) -> int:
-    """What an allocator of tensors sees of a rank's memory: all but the framework's context and the communication library."""
-    return memory.total_bytes - memory.line("context") - memory.line("communication")
+    """What an allocator of tensors sees of a rank's memory: all but the framework, libraries and what is lost between."""
+    return memory.total_bytes - sum(memory.line(name) for name in ("context", "communication", "allocator"))
 
 
 def typical_step(seen: Measurement) -> int:

@@ -8,7 +8,10 @@ one that crosses to another rank, or is among no saved activations, is taken to 
 A recomputed component holds its inputs while a microbatch is in flight, and what its second forward saves only from there to
 the end of its backward.
 
-Leaves out: allocator effects beyond the stated fragmentation share, and the moments of a first forward that are fuller than the
+What the allocator and libraries take besides is the line `allocator`, an interval; so is what can have arrived early. Whether a
+rank fits is decided with every line at its p95.
+
+Leaves out: the moments of a first forward that are fuller than the
 backward of the same component.
 """
 
@@ -21,7 +24,7 @@ from types import MappingProxyType
 from parsim.errors import CostError, near_matches
 from parsim.hardware.device import DeviceType
 from parsim.model.component import Component, Parameter, Value
-from parsim.model.precision import cast_bytes, is_half
+from parsim.model.precision import cast_bytes
 from parsim.units import MIB, format_bytes
 
 OPTIMIZER_STATE_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum": 4, "adam": 8, "adamw": 8}
@@ -30,12 +33,6 @@ OPTIMIZER_STATE_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum"
 OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum": 0, "adam": 4, "adamw": 4}
 """Foreach Adam keeps the root of the second moment of all parameters at once; activations are free by then."""
 
-CUDA_FRAGMENTATION = 0.02
-"""Assumed share of the dynamic memory lost between the caching allocator's blocks."""
-
-CUDA_LIBRARY_WORKSPACE_BYTES = 256 * MIB
-"""Assumed for cuDNN and cuBLAS scratch, a convolution algorithm's usual upper limit."""
-
 NCCL_COMMUNICATOR_BYTES = 256 * MIB
 """Assumed per communicator: about a dozen channels, each with send and receive buffers of 4 MiB (the default
 NCCL_BUFFSIZE) for one protocol and as much again for the low-latency ones and scratch, rounded up."""
@@ -43,19 +40,32 @@ NCCL_BUFFSIZE) for one protocol and as much again for the low-latency ones and s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Attributes: lines: (name, bytes), every line once. limit_bytes: what the device has."""
+    """Attributes: lines: (name, bytes), every line once. limit_bytes: what the device has.
+    spreads: (name, p05, p95) of the lines that cannot be counted exactly, bytes.
+    """
 
     rank: int
     lines: tuple[tuple[str, int], ...]
     limit_bytes: int
+    spreads: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def total_bytes(self) -> int:
         return sum(size for _, size in self.lines)
 
     @property
+    def low_bytes(self) -> int:
+        """All lines at their p05."""
+        return self.total_bytes - sum(self.line(name) - low for name, low, _ in self.spreads)
+
+    @property
+    def high_bytes(self) -> int:
+        """All lines at their p95: what has to fit."""
+        return self.total_bytes + sum(high - self.line(name) for name, _, high in self.spreads)
+
+    @property
     def fits(self) -> bool:
-        return self.total_bytes <= self.limit_bytes
+        return self.high_bytes <= self.limit_bytes
 
     @property
     def worst(self) -> tuple[str, int]:
@@ -65,7 +75,7 @@ class RankMemory:
     @property
     def excess_bytes(self) -> int:
         """By how much it does not fit; 0 where it fits."""
-        return max(0, self.total_bytes - self.limit_bytes)
+        return max(0, self.high_bytes - self.limit_bytes)
 
     def line(self, name: str) -> int:
         return dict(self.lines)[name]
@@ -73,9 +83,10 @@ class RankMemory:
     def describe(self) -> str:
         """`rank 3 needs 34.1 GiB of 32 GiB (2.1 GiB too much); its largest line is activations, 30 GiB`."""
         name, size = self.worst
+        upto = f", at p95 {format_bytes(self.high_bytes)}," if self.spreads else ""
         over = "" if self.fits else f" ({format_bytes(self.excess_bytes)} too much)"
         return (
-            f"rank {self.rank} needs {format_bytes(self.total_bytes)} of {format_bytes(self.limit_bytes)}{over}; "
+            f"rank {self.rank} needs {format_bytes(self.total_bytes)}{upto} of {format_bytes(self.limit_bytes)}{over}; "
             f"its largest line is {name}, {format_bytes(size)}"
         )
 
@@ -142,6 +153,7 @@ def rank_memory(
     halves_waiting: int = 0,
     recomputed: Mapping[str, Again] = MappingProxyType({}),
     arriving_bytes: float = 0.0,
+    unsure_arriving_bytes: float = 0.0,
 ) -> RankMemory:
     """Peak memory of the rank that holds `components`.
 
@@ -160,12 +172,13 @@ def rank_memory(
         halves_waiting: microbatches whose backward has run for inputs and not yet for weights: the gradients of what their
             components put out are still there.
         recomputed: by component that runs its forward twice, what changes then.
-        arriving_bytes: buffers of transfers that other ranks send, or will send, before they are wanted here.
+        arriving_bytes: buffers of transfers that other ranks send, or will send, before they are wanted here, at most.
+        unsure_arriving_bytes: that part of it which is there only if the others are as far ahead as the order allows.
         weights: None where the rank holds, and updates, all parameters of its components.
 
     Returns:
         Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, optimizer_state, buffers,
-        activations, boundary_values, receive_buffers, inputs, communication, context, workspace.
+        activations, boundary_values, receive_buffers, inputs, communication, context, workspace, allocator.
         A value is counted with the component that is the first to save it, and under boundary_values on every other rank
         that keeps it.
         Values between components are counted for the component with most microbatches in flight: an upper bound with chunks.
@@ -178,10 +191,7 @@ def rank_memory(
     samples = _samples_of(components, microbatch_samples)
     alive = _alive_of(samples, in_flight)
     most = max(alive.values(), default=1)
-    if boundary is None:
-        if not isinstance(microbatch_samples, int):
-            raise CostError("components that see different samples convert values between them; give their boundary too")
-        boundary = _uniform_boundary(components, values, microbatch_samples, lets_go=is_half(precision))
+    boundary = boundary or _uniform_boundary(components, values, microbatch_samples)
     weights = weights or all_weights(components)
     saved = [c.saved_activation_bytes * samples[c.name] + c.saved_fixed_bytes for c in components]
     copies = {c.name: cast_bytes(c, precision) for c in components}
@@ -195,6 +205,7 @@ def rank_memory(
     last = [own + (0 if c.name in recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
     backward = _backward_transient_bytes(components, samples, last, boundary.gradient_bytes, again)
     update = OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements - activations - casts - held
+    beside = device.allocator.bytes_beside(activations + casts + held + max(backward, update))
     lines = {
         "parameters": weights.parameter_bytes,
         "casts": casts,
@@ -207,10 +218,22 @@ def rank_memory(
         "inputs": inputs,
         "communication": _communication_bytes(backend, communicators, largest_message_bytes),
         "context": device.context_bytes,
-        "workspace": max(backward, update) + _library_bytes(device, activations + held),
+        "workspace": max(backward, update),
+        "allocator": beside.median,
     }
+    early = (arriving_bytes - unsure_arriving_bytes, arriving_bytes)
+    return _rounded(rank, device, lines, {"receive_buffers": early, "allocator": (beside.p05, beside.p95)})
+
+
+def _rounded(
+    rank: int, device: DeviceType, lines: Mapping[str, float], spreads: Mapping[str, tuple[float, float]]
+) -> RankMemory:
+    """Whole bytes; a line whose p05 is its p95 has no spread."""
     return RankMemory(
-        rank=rank, lines=tuple((name, round(size)) for name, size in lines.items()), limit_bytes=device.memory_bytes
+        rank=rank,
+        lines=tuple((name, round(size)) for name, size in lines.items()),
+        limit_bytes=device.memory_bytes,
+        spreads=tuple((name, round(low), round(high)) for name, (low, high) in spreads.items() if low < high),
     )
 
 
@@ -244,12 +267,12 @@ def held_parameters(components: Sequence[Component]) -> tuple[Parameter, ...]:
     return tuple({p.name: p for component in components for p in component.parameters}.values())
 
 
-def _uniform_boundary(components: Sequence[Component], values: Mapping[str, Value], samples: int, *, lets_go: bool) -> Boundary:
-    """Values between components that no saved activation accounts for, inputs of the model, and gradients.
-
-    `lets_go`: a value that no backward needs is let go once it is read, as in a plain step; the executor, which cuts autograd
-    at every component, holds it (measured), and it runs no half precision.
-    """
+def _uniform_boundary(
+    components: Sequence[Component], values: Mapping[str, Value], samples: int | Mapping[str, int]
+) -> Boundary:
+    """Values between components that no saved activation accounts for, inputs of the model, and gradients."""
+    if not isinstance(samples, int):
+        raise CostError("components that see different samples convert values between them; give their boundary too")
     here = {component.name for component in components}
     made = {name for component in components for name in component.outputs}
     read = {name for component in components for name in component.inputs}
@@ -260,8 +283,8 @@ def _uniform_boundary(components: Sequence[Component], values: Mapping[str, Valu
         if value.producer is None:
             loaded += size
             loaded_saved += size if _counted(value, here) else 0
-        elif lets_go and value.savers == () and value.producer in here and name in read:
-            continue  # let go once it is read here; one that another rank reads waits to be sent
+        elif value.savers == ():
+            continue  # let go once it is read, or sent
         elif value.savers:
             held += 0 if _counted(value, here) or here.isdisjoint(value.savers) else size
         elif value.producer not in here or name not in read or not value.saved:
@@ -323,8 +346,3 @@ def _communication_bytes(backend: str, communicators: int, largest_message_bytes
     if communicators <= 0:
         return 0
     return NCCL_COMMUNICATOR_BYTES * communicators if backend == "nccl" else largest_message_bytes
-
-
-def _library_bytes(device: DeviceType, dynamic_bytes: float) -> float:
-    """Stated assumptions for CUDA; on a CPU the context that calibration measured covers it."""
-    return CUDA_LIBRARY_WORKSPACE_BYTES + CUDA_FRAGMENTATION * dynamic_bytes if device.kind == "cuda" else 0.0

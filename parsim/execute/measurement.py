@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class RankRecord:
         rounds: per round (start_s, end_s, steps). steps: task times of each recorded step.
         losses: mean loss per training step (last stage only; NaN elsewhere), already divided by the global batch.
         cpu_s: CPU seconds of this process per round. peak_bytes: live tensors of one step.
+        memory_lines: peak_bytes by line (`execute/memory_lines`); of a CPU rank alone.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class RankRecord:
     losses: list[float]
     cpu_s: list[float]
     peak_bytes: int
+    memory_lines: Mapping[str, int] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         streams = sorted({entry.stream for step in self.steps for entry in step})
@@ -49,6 +51,7 @@ class RankRecord:
             "losses": self.losses,
             "cpu_s": self.cpu_s,
             "peak_bytes": self.peak_bytes,
+            "memory_lines": dict(self.memory_lines),
             "streams": streams,
             "recorded": len(self.steps),
         }
@@ -73,6 +76,7 @@ class RankRecord:
             losses=facts["losses"],
             cpu_s=facts["cpu_s"],
             peak_bytes=int(facts["peak_bytes"]),
+            memory_lines=facts.get("memory_lines", {}),  # runs of before have none
         )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parsim.errors import ExecutionError
 from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
+from parsim.execute.memory_lines import StepWatch
 from parsim.execute.stage import StageReplica
 from parsim.execute.store import Instance, Item, Store, batch_piece
 from parsim.execute.streams import Streams, TaskTime
@@ -36,7 +37,9 @@ class RankProgram:
 
     Args:
         groups: process group by (stream, ranks in ascending order).
-        on_receive: told of every receive buffer, for whoever counts memory.
+
+    Attributes:
+        watch: told what a step does, for whoever counts memory.
     """
 
     def __init__(
@@ -45,12 +48,11 @@ class RankProgram:
         stage: StageReplica,
         streams: Streams,
         groups: Mapping[tuple[str, tuple[int, ...]], dist.ProcessGroup],
-        on_receive: Callable[[Tensor], None] = lambda _: None,
     ) -> None:
         self._stage = stage
         self._streams = streams
         self._groups = groups
-        self.on_receive = on_receive
+        self.watch = StepWatch()
         rank = stage.rank
         local = [task for task in graph.tasks if rank in task.ranks]
         indices = {task.index for task in local}
@@ -88,9 +90,17 @@ class RankProgram:
                 streams.submit(task.index, stream, before, self._operation(task, batch))
         for task, stream, before in self._tasks:
             if stream in (COMPUTE, HOST):
-                streams.compute(task.index, stream, before, self._operation(task, batch))
+                streams.compute(task.index, stream, before, self._watched(task, self._operation(task, batch)))
         times = streams.finish()
         return float(sum(loss.item() for loss in self._loss)), times
+
+    def _watched(self, task: Task, operation: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            self.watch.begins(task)
+            operation()
+            self.watch.ends(task)
+
+        return run
 
     def _operation(self, task: Task, batch: BatchSource) -> Callable[[], None]:
         match task.work:
@@ -118,6 +128,7 @@ class RankProgram:
         layout = ValueLayout("full", self._stage.layout.batch_ways(self._stage.rank))
         for microbatch in range(self._stage.layout.plan.microbatches):
             for value, tensor in batch(microbatch).items():
+                self.watch.loaded(tensor)
                 self._store.put(Instance(Item(value), layout), microbatch, tensor)
 
     def _forward(self, task: Task) -> None:
@@ -193,7 +204,7 @@ class RankProgram:
         """Room for what another rank sends."""
         shape, dtype = self._stage.local_shape(instance.item.value, instance.layout)
         buffer = torch.empty(shape, dtype=dtype, device=self._stage.device)
-        self.on_receive(buffer)
+        self.watch.received(buffer)
         return buffer
 
     def _synchronise(self, task: Task) -> None:

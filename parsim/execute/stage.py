@@ -253,11 +253,15 @@ class StageReplica:
                     found[part.name] = Fragment(dim=part.dim, blocks=part.blocks, shard=shard % ways, ways=ways)
         return found
 
-    def resident_tensors(self) -> list[Tensor]:
-        """What is alive between steps: parameters, buckets, optimizer state, buffers."""
+    def resident_tensors(self) -> dict[str, list[Tensor]]:
+        """What is alive between steps, by the line of memory it belongs to."""
         state = [] if self._optimizer is None else [entry for held in self._optimizer.state.values() for entry in held.values()]
-        tensors = [entry for entry in state if isinstance(entry, Tensor)]
-        return [*self.parameters.values(), *self.buckets.values(), *self.buffers().values(), *tensors]
+        return {
+            "parameters": list(self.parameters.values()),
+            "gradients": list(self.buckets.values()),
+            "optimizer_state": [entry for entry in state if isinstance(entry, Tensor)],
+            "buffers": list(self.buffers().values()),
+        }
 
     def _cut_buffers(self) -> None:
         """Running statistics of cut channels: this rank's piece."""

@@ -26,6 +26,7 @@ from parsim.execute.adaptive_run import Steering
 from parsim.execute.group import Place, Stream, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.measurement import RankRecord, save_speed
+from parsim.execute.memory_lines import StepWatch, watching
 from parsim.execute.pinning import prepare_rank
 from parsim.execute.probe import SpeedProbe
 from parsim.execute.reshard import reshard
@@ -37,7 +38,6 @@ from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.component import LOSS
-from parsim.model.live_memory import LiveBytes
 from parsim.model.model import Model
 from parsim.plan.plan import Plan
 
@@ -93,6 +93,7 @@ class RankRun:
         self.rounds: list[tuple[float, float, int]] = []
         self.cpu_s: list[float] = []
         self.peak_bytes = 0
+        self.memory_lines: dict[str, int] = {}
 
     def switched(self, plan: Plan, place: Place, groups: ProcessGroups) -> RankRun:
         """The same training under another plan: weights, optimizer state, buffers, random state, data order and records stay.
@@ -151,13 +152,11 @@ class RankRun:
             self.step(keep=False)
             self.peak_bytes = int(torch.cuda.max_memory_allocated(self.stage.device))
             return
-        with LiveBytes() as live:
-            for tensor in self.stage.resident_tensors():
-                live.track(tensor)
-            self.program.on_receive = live.track
+        with watching(self.stage) as watch:
+            self.program.watch = watch
             self.step(keep=False)
-            self.peak_bytes = live.peak_bytes
-        self.program.on_receive = lambda _: None
+            self.peak_bytes, self.memory_lines = watch.live.peak_bytes, watch.peak_lines()
+        self.program.watch = StepWatch()
 
     def state(self) -> checkpoint.RankState:
         """What this rank contributes to a checkpoint."""
@@ -180,6 +179,7 @@ class RankRun:
             losses=self.losses,
             cpu_s=self.cpu_s,
             peak_bytes=self.peak_bytes,
+            memory_lines=self.memory_lines,
         )
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from parsim.hardware.allocator import NO_ALLOCATOR, Allocator
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceType:
     """Attributes:
     kind: "cuda" or "cpu".
     peak_flop_per_s: by precision ("fp32", "fp64", "amp_fp16", "amp_bf16"); a precision left out cannot be used.
-    context_bytes: memory the framework takes before the first tensor.
+    context_bytes: memory the framework takes before the first tensor. allocator: what it takes beside the tensors.
     """
 
     name: str
@@ -20,6 +22,7 @@ class DeviceType:
     peak_flop_per_s: Mapping[str, float]
     memory_bandwidth_bytes_per_s: float
     context_bytes: int
+    allocator: Allocator = NO_ALLOCATOR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,18 +24,20 @@ from parsim.model.runnable import Runnable
 class _Entry(torch.autograd.Function):
     """Identity at the entry of a component; its backward hands the gradient over and goes no further.
 
-    Unlike a leaf's `.grad` it keeps the gradient's memory layout, which decides how the kernels below sum.
+    Unlike a leaf's `.grad` it keeps the gradient's memory layout, which decides how the kernels below sum. `anchor` is an empty
+    leaf, there to require a gradient: autograd keeps every leaf, and the value is to live no longer than somebody needs it.
     """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, box: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, box: list[Tensor]) -> Tensor:
+        del anchor
         ctx.box = box
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.box.append(gradients[0])
-        return None, None
+        return None, None, None
 
 
 Entry = tuple[GradientEdge, list[Tensor]]
@@ -58,7 +60,8 @@ class Saved:
 def enter(value: Tensor) -> tuple[Tensor, Entry]:
     """A detached copy (sharing memory) that a gradient flows back to, and where that gradient arrives."""
     box: list[Tensor] = []
-    cut = _Entry.apply(value.detach().requires_grad_(), box)  # type: ignore[no-untyped-call]
+    anchor = torch.empty(0, device=value.device, requires_grad=True)
+    cut = _Entry.apply(value.detach(), anchor, box)  # type: ignore[no-untyped-call]
     return cut, (get_gradient_edge(cut), box)
 
 

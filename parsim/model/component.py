@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from parsim.errors import ModelError
 
@@ -84,6 +85,30 @@ class OperatorShard:
     activation_bytes: int
 
 
+class ShardPeak(NamedTuple):
+    """Bytes alive at one moment of a shard: those that every shard has whole, and those it has its part of."""
+
+    bytes_per_sample: int
+    fixed_bytes: int
+    divided_bytes_per_sample: int
+    divided_fixed_bytes: int
+
+    def at(self, ways: int) -> tuple[int, int]:
+        """(bytes per sample, fixed bytes) in one of so many shards."""
+        return (
+            self.bytes_per_sample + self.divided_bytes_per_sample // ways,
+            self.fixed_bytes + self.divided_fixed_bytes // ways,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfSharding:
+    """The fullest moments of a shard under autocast to half precision; the attributes mean what they mean in Sharding."""
+
+    forward_peaks: tuple[ShardPeak, ...] = ()
+    backward_peaks: tuple[ShardPeak, ...] = ()
+
+
 FULL = "full"
 PARTIAL = "partial"
 
@@ -101,6 +126,8 @@ class Sharding:
         parameters, buffers: those that are divided; what is not listed, every shard holds whole.
         operators: those that are divided; the others run whole on every shard.
         saved_activation_bytes, saved_fixed_bytes: the part of the component's that is divided.
+        forward_peaks, backward_peaks: those of a shard, as `Component` has them of the whole; empty: not counted.
+        half: the same under autocast; None: not recorded.
     """
 
     rule: str
@@ -112,6 +139,9 @@ class Sharding:
     operators: tuple[OperatorShard, ...] = ()
     saved_activation_bytes: int = 0
     saved_fixed_bytes: int = 0
+    forward_peaks: tuple[ShardPeak, ...] = ()
+    backward_peaks: tuple[ShardPeak, ...] = ()
+    half: HalfSharding | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

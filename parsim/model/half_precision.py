@@ -12,11 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from parsim.model.component import Component, HalfComponent, HalfValue, Value
+from parsim.model.component import Component, HalfComponent, HalfSharding, HalfValue, Sharding, Value
 from parsim.model.cut import value_names
-from parsim.model.measure import Measurement, nbytes, split
+from parsim.model.measure import Counted, Measurement, nbytes, split
 from parsim.model.model import Model
-from parsim.model.peaks import Peaks, component_peaks
 from parsim.model.recorder import storage_key
 
 HALF = torch.bfloat16
@@ -28,7 +27,7 @@ def with_half_precision(model: Model, small: Measurement, large: Measurement) ->
 
     Raises TraceError if a size is not linear in the batch.
     """
-    peaks: dict[str, tuple[Peaks, Peaks]] = {}
+    peaks = Counted(small, large)
     return replace(
         model,
         components=tuple(_component(entry, small, large, place, peaks) for place, entry in enumerate(model.components)),
@@ -36,15 +35,11 @@ def with_half_precision(model: Model, small: Measurement, large: Measurement) ->
     )
 
 
-def _component(
-    component: Component, small: Measurement, large: Measurement, place: int, peaks: dict[str, tuple[Peaks, Peaks]]
-) -> Component:
+def _component(component: Component, small: Measurement, large: Measurement, place: int, peaks: Counted) -> Component:
     one, other = small.intervals[place], large.intervals[place]
     batches = (small.batch, large.batch)
     rate, fixed = split(small.saved_bytes(one), large.saved_bytes(other), batches, f"what {one.name} saves")
-    if component.fingerprint not in peaks:
-        peaks[component.fingerprint] = component_peaks(small.recorded(place), large.recorded(place))
-    forward, backward = peaks[component.fingerprint]
+    forward, backward = peaks.of_component(component, place)
     half = HalfComponent(
         saved_activation_bytes=rate,
         saved_fixed_bytes=fixed,
@@ -52,7 +47,14 @@ def _component(
         forward_peaks=forward,
         backward_peaks=backward,
     )
-    return replace(component, half=half)
+    return replace(
+        component, half=half, shardings=tuple(_sharding(entry, component, place, peaks) for entry in component.shardings)
+    )
+
+
+def _sharding(sharding: Sharding, component: Component, place: int, peaks: Counted) -> Sharding:
+    forward, backward = peaks.of_shards(component, place, sharding)
+    return replace(sharding, half=HalfSharding(forward_peaks=forward, backward_peaks=backward))
 
 
 def _values(values: tuple[Value, ...], small: Measurement, large: Measurement) -> tuple[Value, ...]:

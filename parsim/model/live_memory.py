@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -16,12 +16,16 @@ class LiveBytes(TorchDispatchMode):
     """While active, counts every storage an operator of this thread makes, from its birth to its death.
 
     `track` adds tensors made elsewhere (weights, buckets, receive buffers). `moments`: bytes alive right after each storage
-    that was made. Leaves out an operator's own scratch memory and what the C library keeps.
+    that was made. Every storage belongs to a line: that of `track`, or the `line` at its birth; one whose line is in `moving`
+    changes to the `line` in which an operator first makes a view of it. Leaves out an operator's own scratch memory and what
+    the C library keeps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, moving: Collection[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._live: dict[int, int] = {}
+        self._live: dict[int, tuple[int, str]] = {}
+        self._moving = moving
+        self.line = ""
         self.current_bytes = 0
         self.peak_bytes = 0
         self.moments: list[int] = []
@@ -30,24 +34,39 @@ class LiveBytes(TorchDispatchMode):
         """Never count this tensor's storage, nor views of it."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._live:
-            self._watch(storage, 0)
+            self._watch(storage, 0, "")
 
-    def track(self, tensor: Tensor) -> None:
+    def track(self, tensor: Tensor, line: str = "") -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
             return
-        self._watch(storage, storage.nbytes())
+        self._watch(storage, storage.nbytes(), line)
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         self.moments.append(self.current_bytes)
 
-    def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
-        self._live[storage._cdata] = size
+    def by_line(self) -> dict[str, int]:
+        """Bytes alive now."""
+        found: dict[str, int] = {}
+        for size, line in list(self._live.values()):
+            found[line] = found.get(line, 0) + size
+        return found
+
+    def _watch(self, storage: torch.UntypedStorage, size: int, line: str) -> None:
+        self._live[storage._cdata] = size, line
         self.current_bytes += size
         weakref.finalize(storage, self._release, storage._cdata)
 
     def _release(self, key: int) -> None:
-        self.current_bytes -= self._live.pop(key, 0)
+        self.current_bytes -= self._live.pop(key, (0, ""))[0]
+
+    def _seen(self, tensor: Tensor) -> None:
+        """An operator has made it, or a view of it."""
+        key = tensor.untyped_storage()._cdata
+        size, line = self._live.get(key, (0, ""))
+        if line in self._moving:
+            self._live[key] = size, self.line
+        self.track(tensor, self.line)
 
     def __torch_dispatch__(
         self,
@@ -60,5 +79,5 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self.track(leaf)
+                self._seen(leaf)
         return result

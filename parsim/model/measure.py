@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.errors import TraceError
-from parsim.model.component import LOSS, Component, Parameter, Value
+from parsim.model.component import LOSS, Component, Parameter, Sharding, Value
 from parsim.model.cut import cut, final_values, programs, value_names
 from parsim.model.divisions import Whole, divide
 from parsim.model.model import Model
@@ -26,6 +26,7 @@ from parsim.model.peaks import Peaks, Recorded, autocast_as, component_peaks
 from parsim.model.recorder import Recorder, Recording, storage_key
 from parsim.model.recording import run_recorded
 from parsim.model.runnable import Program
+from parsim.model.shard_peaks import ShardPeaks, shard_peaks
 from parsim.model.sublayers import Interval
 
 
@@ -151,7 +152,7 @@ def combine(small: Measurement, large: Measurement, *, name: str, granularity: s
         )
     values = _values(small, large)
     counted_buffers: set[int] = set()
-    peaks: dict[str, tuple[Peaks, Peaks]] = {}
+    peaks = Counted(small, large)
     components = tuple(_component(small, large, place, values, counted_buffers, peaks) for place in range(len(small.intervals)))
     names = value_names(small.recording, small.intervals)
     used = {value for component in components for value in component.inputs}
@@ -164,6 +165,29 @@ def combine(small: Measurement, large: Measurement, *, name: str, granularity: s
         outputs=tuple(names[number] for number in final_values(small.recording) if number in names),
         source=source,
     )
+
+
+class Counted:
+    """The fullest moments of components and their shards, counted once for all that are alike."""
+
+    def __init__(self, small: Measurement, large: Measurement) -> None:
+        self._small, self._large = small, large
+        self._components: dict[str, tuple[Peaks, Peaks]] = {}
+        self._shards: dict[tuple[str, str], tuple[ShardPeaks, ShardPeaks]] = {}
+
+    def of_component(self, component: Component, place: int) -> tuple[Peaks, Peaks]:
+        """Forward and backward of the component at that place."""
+        key = component.fingerprint
+        if key not in self._components:
+            self._components[key] = component_peaks(self._small.recorded(place), self._large.recorded(place))
+        return self._components[key]
+
+    def of_shards(self, component: Component, place: int, sharding: Sharding) -> tuple[ShardPeaks, ShardPeaks]:
+        """The same of its shards under one rule."""
+        key = component.fingerprint, sharding.rule
+        if key not in self._shards:
+            self._shards[key] = shard_peaks(self._small.recorded(place), self._large.recorded(place), sharding)
+        return self._shards[key]
 
 
 def split(small: int, large: int, batches: tuple[int, int], what: str) -> tuple[int, int]:
@@ -218,7 +242,7 @@ def _component(
     place: int,
     values: dict[str, Value],
     counted_buffers: set[int],
-    peaks: dict[str, tuple[Peaks, Peaks]],
+    peaks: Counted,
 ) -> Component:
     one, other = small.intervals[place], large.intervals[place]
     batches = (small.batch, large.batch)
@@ -258,7 +282,14 @@ def _component(
         operators=operators,
         shardings=shardings,
     )
-    if component.fingerprint not in peaks:
-        peaks[component.fingerprint] = component_peaks(small.recorded(place), large.recorded(place))
-    forward, backward = peaks[component.fingerprint]
-    return replace(component, forward_peaks=forward, backward_peaks=backward)
+    forward, backward = peaks.of_component(component, place)
+    counted = (peaks.of_shards(component, place, sharding) for sharding in shardings)
+    return replace(
+        component,
+        forward_peaks=forward,
+        backward_peaks=backward,
+        shardings=tuple(
+            replace(sharding, forward_peaks=first, backward_peaks=second)
+            for sharding, (first, second) in zip(shardings, counted, strict=True)
+        ),
+    )

@@ -13,16 +13,18 @@ from parsim.errors import ModelError
 from parsim.model.component import (
     Component,
     HalfComponent,
+    HalfSharding,
     HalfValue,
     Operator,
     OperatorShard,
     Parameter,
     ParameterShard,
     Sharding,
+    ShardPeak,
     Value,
 )
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 GRANULARITIES = ("block", "sublayer", "layer")
 
 
@@ -180,5 +182,11 @@ def _sharding(entry: dict[str, Any]) -> Sharding:
             "parameters": tuple(ParameterShard(**part) for part in entry["parameters"]),
             "buffers": tuple(ParameterShard(**part) for part in entry["buffers"]),
             "operators": tuple(OperatorShard(**part) for part in entry["operators"]),
+            **_shard_peaks(entry),
+            "half": None if entry["half"] is None else HalfSharding(**_shard_peaks(entry["half"])),
         }
     )
+
+
+def _shard_peaks(entry: dict[str, Any]) -> dict[str, tuple[ShardPeak, ...]]:
+    return {key: tuple(ShardPeak(*map(int, peak)) for peak in entry[key]) for key in ("forward_peaks", "backward_peaks")}

@@ -45,26 +45,9 @@ def narrow(component: Component, rule: str, ways: int) -> Component:
         half = replace(half, cast_bytes=half.cast_bytes * own // elements if elements else 0)
     return replace(
         shard,
-        forward_peaks=_peaks(component.forward_peaks, component, shard),
-        backward_peaks=_peaks(component.backward_peaks, component, shard),
+        forward_peaks=tuple(peak.at(ways) for peak in sharding.forward_peaks),
+        backward_peaks=tuple(peak.at(ways) for peak in sharding.backward_peaks),
         half=half,
-    )
-
-
-def _peaks(peaks: tuple[tuple[int, int], ...], whole: Component, shard: Component) -> tuple[tuple[int, int], ...]:
-    """The fullest moments of a shard: those of the whole, less by as much as its largest operator is smaller."""
-
-    def largest(component: Component) -> tuple[int, int]:
-        sizes = [(operator.activation_bytes, operator.parameter_bytes) for operator in component.operators]
-        return max((size for size, _ in sizes), default=0), max((size for _, size in sizes), default=0)
-
-    (activations, weights), (own_activations, own_weights) = largest(whole), largest(shard)
-    return tuple(
-        (
-            rate * own_activations // activations if activations else rate,
-            fixed * own_weights // weights if weights else fixed,
-        )
-        for rate, fixed in peaks
     )
 
 

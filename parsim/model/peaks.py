@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ Peaks = tuple[tuple[int, int], ...]
 """(bytes per sample, fixed bytes) of moments."""
 
 
-class Recorded(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
     """One component as recorded at so many samples. `autocast`: the half-precision type it ran under, or None."""
 
     program: Program
@@ -37,8 +39,8 @@ def component_peaks(small: Recorded, large: Recorded) -> tuple[Peaks, Peaks]:
 
     Empty where the two recordings differ in more than the batch; of the backward, too, where there is none.
     """
-    one, other = _alive_bytes(small), _alive_bytes(large)
-    forward, backward = (_lines(*moments, small.samples, large.samples) for moments in zip(one, other, strict=True))
+    both = zip(moments(small), moments(large), strict=True)
+    forward, backward = (_lines(less, more, small.samples, large.samples) for less, more in both)
     return forward, backward
 
 
@@ -81,7 +83,7 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _alive_bytes(recorded: Recorded) -> tuple[list[int], list[int]]:
+def moments(recorded: Recorded) -> tuple[list[int], list[int]]:
     """After every storage that is made: bytes that the forward has made, and bytes beyond the saved ones in the backward."""
     program = recorded.program
     environment: list[Any] = [None] * program.slots

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from parsim.model.component import Component, HalfComponent, HalfValue, Sharding, Value
+from parsim.model.component import Component, HalfComponent, HalfSharding, HalfValue, Sharding, ShardPeak, Value
 
 HALF_BYTES_PER_ELEMENT = 2
 
@@ -67,13 +67,29 @@ def _sharding(sharding: Sharding, whole: Component, half: HalfComponent) -> Shar
     def scaled(part: int, of: int, now: int) -> int:
         return part * now // of if of else 0
 
+    seen = sharding.half or _assumed_sharding(sharding)
     return replace(
         sharding,
         saved_activation_bytes=scaled(
             sharding.saved_activation_bytes, whole.saved_activation_bytes, half.saved_activation_bytes
         ),
         saved_fixed_bytes=scaled(sharding.saved_fixed_bytes, whole.saved_fixed_bytes, half.saved_fixed_bytes),
+        forward_peaks=seen.forward_peaks,
+        backward_peaks=seen.backward_peaks,
+        half=seen,
     )
+
+
+def _assumed_sharding(sharding: Sharding) -> HalfSharding:
+    def halved(peaks: tuple[ShardPeak, ...]) -> tuple[ShardPeak, ...]:
+        return tuple(
+            peak._replace(
+                bytes_per_sample=peak.bytes_per_sample // 2, divided_bytes_per_sample=peak.divided_bytes_per_sample // 2
+            )
+            for peak in peaks
+        )
+
+    return HalfSharding(forward_peaks=halved(sharding.forward_peaks), backward_peaks=halved(sharding.backward_peaks))
 
 
 def _assumed_component(component: Component) -> HalfComponent:

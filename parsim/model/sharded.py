@@ -32,14 +32,18 @@ def shard_runnable(runnable: Runnable, sharding: Sharding, shard: int, ways: int
     Raises:
         ModelError: if `ways` does not divide the sharding's limit, or the component has no such sharding.
     """
-    check_ways(runnable.name, sharding, ways)
+    return Runnable(shard_program(runnable.program, sharding, shard, ways), runnable.module)
+
+
+def shard_program(program: Program, sharding: Sharding, shard: int, ways: int) -> Program:
+    """The calls of shard `shard` of `ways`; arguments and errors as for `shard_runnable`."""
+    check_ways(program.name, sharding, ways)
     if not 0 <= shard < ways:
-        raise ModelError(f"{runnable.name} has shards 0 to {ways - 1} of {ways}, got {shard}")
-    program = runnable.program
+        raise ModelError(f"{program.name} has shards 0 to {ways - 1} of {ways}, got {shard}")
     decided: dict[str, ParameterShard | None] = {key.name: None for key, _ in program.state}
     decided.update({part.name: part for part in (*sharding.parameters, *sharding.buffers)})
     given = {name: part for name, part in decided.items() if part is not None}
-    mismatch = f"{runnable.name} as recorded does not have the sharding {sharding.rule}"
+    mismatch = f"{program.name} as recorded does not have the sharding {sharding.rule}"
     try:
         found = propagate(program, tuple(content_of(text) for text in sharding.inputs), decided, ways)
     except Refused as error:
@@ -49,7 +53,7 @@ def shard_runnable(runnable: Runnable, sharding: Sharding, shard: int, ways: int
             f"{mismatch}: it divides {sorted(found.parts)} to make {found.outputs}, the sharding {sorted(given)} to make "
             f"{sharding.outputs}; trace the model again"
         )
-    return Runnable(localise(program, found, shard, ways)[0], runnable.module)
+    return localise(program, found, shard, ways)[0]
 
 
 def content_of(text: str) -> Content:
@@ -115,7 +119,7 @@ def _local(template: Any, swap: Mapping[int, int], shard: int) -> Any:
 
 
 class _Nothing(torch.autograd.Function):
-    """Zeros in place of a tensor that another shard contributes; its gradient here is zero, not absent."""
+    """Zeros in place of a tensor that another shard contributes; its gradient is one zero seen as many, not absent."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -123,7 +127,7 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return torch.zeros_like(gradients[0])
+        return gradients[0].new_zeros(()).expand_as(gradients[0])
 
 
 def nothing_like(value: Tensor) -> Tensor:

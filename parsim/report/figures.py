@@ -60,6 +60,7 @@ MEMORY_COLOURS = {
     "communication": "#882255",
     "context": "#CBD0D6",
     "workspace": "#AA4499",
+    "allocator": "#DDDDDD",
 }
 PREDICTED, MEASURED = BLUE, "#4a5560"
 

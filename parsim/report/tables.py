@@ -224,6 +224,9 @@ def memory_table(
     names = list(dict.fromkeys(name for lines in amounts for name in lines))
     rows = [[line_name(name), *(format_bytes(lines.get(name, 0)) for lines in amounts)] for name in names]
     rows.append(["peak", *(format_bytes(peaks[group[0]]) for group in shown)])
+    if any("p95_bytes" in memory[group[0]] for group in shown):
+        ends = [[memory[group[0]].get(key, peaks[group[0]]) for key in ("p05_bytes", "p95_bytes")] for group in shown]
+        rows.append(["p05 to p95", *(f"{format_bytes(low)} to {format_bytes(high)}" for low, high in ends)])
     if measured_bytes:
         pairs = [(peaks[group[0]], measured_bytes[group[0]]) for group in shown]
         rows.append(["measured peak", *(format_bytes(measured) for _, measured in pairs)])

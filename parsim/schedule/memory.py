@@ -38,6 +38,7 @@ def plan_memory(layout: Layout, cluster: Cluster, *, precision: str, optimizer: 
         if place not in known:
             messages = _messages(layout, kept.values, rank)
             names = layout.rank_components(rank)
+            arriving, unsure = _arriving_bytes(kept, rank)
             known[place] = rank_memory(
                 rank=rank,
                 components=[kept.component(name) for name in names],
@@ -57,7 +58,8 @@ def plan_memory(layout: Layout, cluster: Cluster, *, precision: str, optimizer: 
                 boundary=rank_boundary(layout, kept.values, rank) if plan.is_mixed else None,
                 weights=rank_weights(layout, rank),
                 recomputed={name: kept.again(name) for name in names if layout.recomputes(name)},
-                arriving_bytes=_arriving_bytes(kept, rank),
+                arriving_bytes=arriving,
+                unsure_arriving_bytes=unsure,
             )
         memories.append(replace(known[place], rank=rank))
     return tuple(memories)
@@ -122,7 +124,7 @@ def local_bytes(layout: Layout, value: Value, how: ValueLayout) -> float:
 
 def _held_bytes(layout: Layout, rank: int, value: Value) -> float:
     """Copies of a value on this rank that are kept for a backward and that no saved activation stands for."""
-    if not value.savers:
+    if value.savers is None:
         return _held_at_most(layout, rank, value)
     here = value.producer is not None and layout.runs_on(rank, value.producer)
     made = layout.source[value.name].value
@@ -193,28 +195,30 @@ def _gradient_bytes(layout: Layout, values: Mapping[str, Value], name: str) -> f
     return total
 
 
-def _arriving_bytes(kept: Kept, rank: int) -> float:
-    """Buffers of transfers to this rank that are not wanted yet.
+def _arriving_bytes(kept: Kept, rank: int) -> tuple[float, float]:
+    """Buffers of transfers to this rank that are not wanted yet, at most; and what of it depends on how far the others are.
 
     A receive is posted as soon as the one before it on its stream has ended. Of values one more microbatch than those in flight
-    can have arrived, and the next be posted, where there are so many; of gradients the next is posted.
+    can have arrived, and the next be posted, where there are so many (one of the two is there for certain); of gradients the
+    next is posted.
     """
     layout, plan = kept.layout, kept.layout.plan
     stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
     alive = in_flight(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks)
     values_ahead = max(0, min(2, plan.microbatches * plan.chunks - alive))
     gradients_ahead = min(1, plan.microbatches - 1)
-    total = 0.0
+    total = unsure = 0.0
     for value in kept.values.values():
         home = layout.stage_of_value[value.name]
         for reading in layout.readings[value.name]:
             if home is None or home == reading.stage:
                 continue
             if reading.stage == stage and shard in reading.ends.value.holders(plan.mesh.tp):
-                total += values_ahead * local_bytes(layout, value, reading.ends.value)
+                size = local_bytes(layout, value, reading.ends.value)
+                total, unsure = total + values_ahead * size, unsure + max(0, values_ahead - 1) * size
             if home == stage and value.differentiable and shard in reading.ends.gradient.holders(plan.mesh.tp):
                 total += gradients_ahead * local_bytes(layout, value, reading.ends.gradient)
-    return total
+    return total, unsure
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ def adaptive_plans(problem: Problem, *, microbatches: Sequence[int], solutions: 
             continue
         found = True
         yield plan
-        roomy = all(entry.total_bytes <= ROOMY * entry.limit_bytes for entry in problem.memory(plan))
+        roomy = all(entry.high_bytes <= ROOMY * entry.limit_bytes for entry in problem.memory(plan))
         if roomy or solution.seconds > before:
             return
         before = solution.seconds
@@ -289,7 +289,7 @@ def _within_memory(
                 best = replace(solution, lower_bound_s=lower_bound_s, status="feasible"), plan
                 break
             parts = sum(own[option] for own, option in zip(some.memory_bytes, solution.choice, strict=True))
-            left = np.array([entry.limit_bytes - entry.total_bytes for entry in memory]) + parts
+            left = np.array([entry.limit_bytes - entry.high_bytes for entry in memory]) + parts
             too_much, room = room, np.maximum(np.minimum(left, room), (too_little + room) / 2)
     if best is not None:
         return best

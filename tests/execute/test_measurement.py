@@ -103,6 +103,21 @@ def test_live_bytes_counts_births_and_deaths() -> None:
         assert live.current_bytes == 4000
 
 
+def test_live_bytes_by_line() -> None:
+    """A buffer that is received (4 kB) is among the activations once an operator there has looked at it; its sum is one too."""
+    received, waiting = torch.ones(1000), torch.ones(500)
+    with LiveBytes(moving=("receive_buffers",)) as live:
+        live.track(received, "receive_buffers")
+        live.track(waiting, "receive_buffers")
+        assert live.by_line() == {"receive_buffers": 6000}
+        live.line = "activations"
+        view = received.detach()
+        made = view + 1
+        assert live.by_line() == {"receive_buffers": 2000, "activations": 8000}
+        del made
+        assert live.by_line() == {"receive_buffers": 2000, "activations": 4000}
+
+
 def test_live_bytes_sees_what_autograd_keeps() -> None:
     weight = torch.ones(100, 100, requires_grad=True)
     with LiveBytes() as live:

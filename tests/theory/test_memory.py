@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.costs.memory import (
-    CUDA_FRAGMENTATION,
-    CUDA_LIBRARY_WORKSPACE_BYTES,
     NCCL_COMMUNICATOR_BYTES,
     RankMemory,
     rank_memory,
 )
 from parsim.errors import CostError
+from parsim.hardware.allocator import ALLOCATORS, Allocator, Spread
 from parsim.hardware.device import DeviceType
 from parsim.model.component import Component, HalfComponent, Operator, Parameter, Value
 from parsim.model.model import Model
@@ -37,6 +36,7 @@ V100 = DeviceType(
     peak_flop_per_s={"fp32": 15.7e12},
     memory_bandwidth_bytes_per_s=900e9,
     context_bytes=700_000_000,
+    allocator=ALLOCATORS["cuda"],
 )
 TABLE = Parameter(name="embed.weight", elements=100)
 
@@ -125,6 +125,7 @@ def test_every_line_by_hand() -> None:
         "inputs": 10 * 8,
         "communication": 0,
         "context": 5_000,
+        "allocator": 0,
         "workspace": 40,  # head's backward: what the loss saved (600) is free, the gradient of head:0 (640) is there
     }
     assert memory().total_bytes == sum(lines.values())
@@ -207,10 +208,24 @@ def test_communication_takes_buffers_per_communicator_or_a_copy_of_the_message()
     assert memory(backend="gloo", communicators=0, largest_message_bytes=77).line("communication") == 0
 
 
-def test_a_gpu_has_library_workspace_and_fragmentation() -> None:
-    on = memory(device=V100)
-    held = on.line("activations") + on.line("boundary_values")
-    assert on.line("workspace") == pytest.approx(40 + CUDA_LIBRARY_WORKSPACE_BYTES + CUDA_FRAGMENTATION * held, abs=1)
+def test_the_allocator_is_a_line_with_an_interval_and_its_p95_has_to_fit() -> None:
+    """200 bytes for libraries (100 to 400), and a tenth (none to a half) of what comes and goes."""
+    takes = Allocator(library_bytes=Spread(100, 200, 400), lost_share=Spread(0, 0.1, 0.5))
+    exact, on = memory(), memory(device=replace(CPU, allocator=takes))
+    dynamic = sum(exact.line(name) for name in ("activations", "casts", "boundary_values", "workspace"))
+    assert exact.low_bytes == exact.total_bytes == exact.high_bytes
+    assert on.line("allocator") == on.total_bytes - exact.total_bytes == round(200 + 0.1 * dynamic)
+    assert on.low_bytes == exact.total_bytes + 100
+    assert on.high_bytes == exact.total_bytes + round(400 + 0.5 * dynamic)
+    assert memory(device=replace(CPU, allocator=takes, memory_bytes=on.high_bytes)).fits
+    assert not memory(device=replace(CPU, allocator=takes, memory_bytes=on.high_bytes - 1)).fits
+
+
+@pytest.mark.parametrize("kind", ALLOCATORS)
+def test_assumed_allocators_are_intervals(kind: str) -> None:
+    small, large = (ALLOCATORS[kind].bytes_beside(size) for size in (1e6, 1e9))
+    assert 0 <= small.p05 < small.median < small.p95
+    assert all(less <= more for less, more in zip(small, large, strict=True))
 
 
 def test_what_does_not_fit_says_which_rank_which_line_and_by_how_much() -> None:

@@ -197,7 +197,7 @@ def test_where_memory_is_short_as_little_as_possible_is_recomputed() -> None:
     asked = hungry()
     plain = one_microbatch(asked)
     full = replace(plain, recompute="full")
-    most, least = (asked.memory(plan)[0].total_bytes for plan in (plain, full))
+    most, least = (asked.memory(plan)[0].high_bytes for plan in (plain, full))
     assert relieved(with_memory(asked, least - 1), plain) is None
     before = len(plain.components) + 1
     for limit in np.linspace(least, most - 1, 6).astype(int).tolist():
@@ -216,7 +216,7 @@ def test_a_search_recomputes_only_where_nothing_else_fits_and_says_so() -> None:
     assert roomy is not None
     assert roomy.result.plan.recompute == "none"
     most_split = replace(plain, microbatches=64)
-    limit = asked.memory(most_split)[0].total_bytes - 1
+    limit = asked.memory(most_split)[0].high_bytes - 1
     tight = with_memory(asked, limit)
     chosen = search(tight, ("single",), samples=0).chosen
     assert chosen is not None

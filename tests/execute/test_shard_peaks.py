@@ -1,0 +1,82 @@
+"""The fullest moments of real shards, run as the executor runs them, against those counted when the model was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the torch extra")
+
+from torch import Tensor  # noqa: E402
+
+from parsim.model import ModelSpec, load_model, record  # noqa: E402
+from parsim.model.autograd_cut import backward_component, forward_component  # noqa: E402
+from parsim.model.component import Component, Sharding, ShardPeak  # noqa: E402
+from parsim.model.live_memory import LiveBytes  # noqa: E402
+from parsim.model.narrow import narrow  # noqa: E402
+from parsim.model.runnable import Runnable  # noqa: E402
+from parsim.model.shard_peaks import divisors  # noqa: E402
+from parsim.model.sharded import shard_runnable  # noqa: E402
+from parsim.model.spec import build_module, example_batch, loss_of  # noqa: E402
+from tests.execute.shards import narrowed, value_piece, values_of  # noqa: E402
+
+SAMPLES = 5
+
+
+def test_a_moment_of_one_of_four() -> None:
+    """100 bytes per sample and 8 more on every shard, and a quarter of 40 and of 12."""
+    assert ShardPeak(100, 8, 40, 12).at(4) == (110, 11)
+
+
+@pytest.mark.parametrize("name", ["mlp", "vgg_small", "resnet_small", "vit_small", "gpt_small", "bert_small"])
+def test_counted_equals_run(name: str) -> None:
+    """At another batch than the traces, and at ways of which two were counted and the others are not."""
+    spec = ModelSpec(name=name)
+    model = load_model(spec, granularity="sublayer")
+    torch.manual_seed(0)
+    inputs, target = example_batch(spec, SAMPLES)
+    runnables = record(build_module(spec), inputs, granularity="sublayer", loss=loss_of(spec))
+    values = values_of(runnables, {"input:0": inputs[0], "target": target})
+    seen: set[tuple[str, str]] = set()
+    beyond = 0
+    for runnable, component in zip(runnables, model.components, strict=True):
+        for sharding in component.shardings:
+            if (component.fingerprint, sharding.rule) in seen:
+                continue
+            seen.add((component.fingerprint, sharding.rule))
+            widths = divisors(sharding.limit)
+            for ways in (*widths[:3], widths[-1])[-2:]:
+                given = [values[value] for value in component.inputs]
+                run = [peaks(runnable, sharding, shard, ways, given) for shard in (0, 1)]
+                expected = tuple(max(shard[phase] for shard in run) for phase in (0, 1))
+                assert counted(narrow(component, sharding.rule, ways)) == expected, (component.name, sharding.rule, ways)
+                beyond += ways not in widths[:2]
+    assert beyond > 2
+
+
+def counted(part: Component) -> tuple[int, int]:
+    forward, backward = (
+        [rate * SAMPLES + fixed for rate, fixed in found] for found in (part.forward_peaks, part.backward_peaks)
+    )
+    return max(forward), max(backward)
+
+
+def peaks(runnable: Runnable, sharding: Sharding, shard: int, ways: int, whole: Sequence[Tensor]) -> tuple[int, int]:
+    """Bytes at the fullest moment of a forward, and of a backward beyond what that forward has saved."""
+    local = shard_runnable(narrowed(runnable, sharding, shard, ways), sharding, shard, ways)
+    given = [value_piece(value, content, shard, ways) for value, content in zip(whole, sharding.inputs, strict=True)]
+    for parameter in local.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with LiveBytes() as live:
+        for tensor in (*given, *local.parameters(), *local.buffers(), *(p.grad for p in local.parameters())):
+            assert tensor is not None
+            live.ignore(tensor)
+        outputs, saved = forward_component(local, given)
+        forward = live.peak_bytes
+        shapes = [value.shape for value in outputs]
+        del outputs
+        before = live.current_bytes
+        live.peak_bytes = 0
+        backward_component(saved, [torch.ones(shape) for shape in shapes])
+        return forward, live.peak_bytes - before
