@@ -22,6 +22,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, int] = {}
+        self._ignored: set[int] = set()
         self.current_bytes = 0
         self.peak_bytes = 0
         self.moments: list[int] = []
@@ -31,13 +32,19 @@ class LiveBytes(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata not in self._live:
             self._watch(storage, 0)
+            self._ignored.add(storage._cdata)
 
     def track(self, tensor: Tensor) -> None:
+        """Count the tensor's storage; of one that is known, what it has grown or shrunk by since."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._live:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._live:
+            self._watch(storage, size)
+        elif key in self._ignored or self._live[key] == size:
             return
-        self._watch(storage, storage.nbytes())
+        else:
+            self.current_bytes += size - self._live[key]
+            self._live[key] = size
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         self.moments.append(self.current_bytes)
 
@@ -48,6 +55,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _release(self, key: int) -> None:
         self.current_bytes -= self._live.pop(key, 0)
+        self._ignored.discard(key)
 
     def __torch_dispatch__(
         self,
