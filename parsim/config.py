@@ -25,7 +25,7 @@ from parsim.model.spec import ModelSpec
 from parsim.plan.mesh import Mesh, check_mesh
 from parsim.plan.pipeline import CHUNKED_ORDERS, PIPELINE_ORDERS
 from parsim.plan.placement import KINDS, parse_placement
-from parsim.plan.plan import STRATEGIES
+from parsim.plan.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plan.recompute import AUTO, FULL, NONE
 from parsim.toml_text import merge, parse_overrides, parse_value, table_text
 
@@ -280,10 +280,8 @@ def _check_plan_section(config: RunConfig) -> None:
             f"plan.chunks = {plan.chunks} needs an order with several chunks per rank; set plan.pipeline_order to one of "
             f"{', '.join(CHUNKED_ORDERS)}"
         )
-    if plan.zero_stage not in (0, 1):
-        raise ConfigError(
-            f"plan.zero_stage = {plan.zero_stage}: gradients (2) and weights (3) are not sharded yet; set zero_stage = 1 or 0"
-        )
+    if plan.zero_stage not in ZERO_STAGES:
+        raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: {ZERO_STAGES_TEXT}")
     if plan.zero_stage and plan.plan_path is not None:
         raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: the plan is read from {plan.plan_path}; drop zero_stage")
     if isinstance(plan.recompute, str) and plan.recompute not in (AUTO, NONE, FULL):

@@ -55,6 +55,6 @@ def plans(draw: st.DrawFn, *, replicas: tuple[int, ...] = (1, 2), placed: bool =
         microbatches=draw(st.sampled_from([1, 2, 4])),
         pipeline_order=order,
         bucket_bytes=draw(st.sampled_from([1, 3000, 10**6])),
-        zero_stage=draw(st.integers(0, 1)),
+        zero_stage=draw(st.integers(0, 3)),
         recompute=draw(st.one_of(st.sampled_from(["none", "full"]), st.lists(st.sampled_from(NAMES)).map(tuple))),
     )

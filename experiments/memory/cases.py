@@ -13,12 +13,14 @@ from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plan.mesh import Mesh
 from parsim.plan.placement import BATCH, REPLICATE, Placement
-from parsim.plan.plan import Plan, Stage
+from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.plan.recompute import NONE, Recompute
 from parsim.schedule.problem import Problem
 from parsim.schedule.tensor import uniform_placements
 
 BATCH_SAMPLES = 32
+SMALL_BUCKET_BYTES = 2**18
+"""These models fit into one bucket of the usual size, and then nothing but the whole of it could come and go."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ def plans(model: Model) -> Iterator[Case]:
     yield Case("dp", staged(model, Mesh(dp=2)), "sgd_momentum")
     yield Case("dp, 4 microbatches", staged(model, Mesh(dp=2), microbatches=4), "adamw")
     yield Case("dp, zero 1", staged(model, Mesh(dp=2), zero_stage=1), "adam")
+    for stage in (2, 3):
+        yield Case(f"dp, zero {stage}", staged(model, Mesh(dp=2), zero_stage=stage, bucket_bytes=SMALL_BUCKET_BYTES), "adam")
+        divided = staged(model, Mesh(dp=2), microbatches=4, zero_stage=stage, bucket_bytes=SMALL_BUCKET_BYTES)
+        yield Case(f"dp, 4 microbatches, zero {stage}", divided, "sgd_momentum")
+    yield Case("dp, recomputed, zero 3", staged(model, Mesh(dp=2), zero_stage=3, recompute="full"), "sgd_momentum")
     for order in ("gpipe", "1f1b"):
         yield Case(f"pp {order}", staged(model, Mesh(pp=2), microbatches=4, order=order), "sgd_momentum")
     yield Case("pp 1f1b, 8 microbatches", staged(model, Mesh(pp=2), microbatches=8), "adam")
@@ -92,6 +99,8 @@ def plans(model: Model) -> Iterator[Case]:
         mixed = staged(model, Mesh(tp=2), placements=every_other, recompute=every_other_name)
         yield Case("batch and shards in turn, half recomputed", mixed, "adam")
         yield Case("the same, zero 1", staged(model, Mesh(tp=2), placements=every_other, zero_stage=1), "adam")
+        divided = staged(model, Mesh(tp=2), placements=every_other, zero_stage=3, bucket_bytes=SMALL_BUCKET_BYTES)
+        yield Case("batch and shards in turn, zero 3", divided, "adam")
 
 
 def names_of(model: Model) -> list[str]:
@@ -105,6 +114,7 @@ def staged(
     microbatches: int = 1,
     order: str = "1f1b",
     zero_stage: int = 0,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     recompute: Recompute = NONE,
     placements: dict[str, Placement] | None = None,
 ) -> Plan:
@@ -127,5 +137,6 @@ def staged(
         microbatches=microbatches,
         pipeline_order=order,
         zero_stage=zero_stage,
+        bucket_bytes=bucket_bytes,
         recompute=recompute,
     )

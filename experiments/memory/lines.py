@@ -14,7 +14,7 @@ LINES: Mapping[str, tuple[str, ...]] = {
     "activations and boundary values": ("activations", "boundary_values", "casts"),
     "receive buffers": ("receive_buffers",),
     "inputs not yet read": ("inputs",),
-    "workspace": ("workspace",),
+    "workspace": ("workspace", "unsharded"),
 }
 """By the name in the table. One value can be saved by its maker and kept by its reader: of storages these are not two."""
 NOT_TENSORS = ("context", "communication", "allocator")

@@ -75,7 +75,8 @@ def _verdict(document: dict[str, Any]) -> str:
         nearest = min(document["candidates"], key=lambda candidate: max(candidate["peak_memory_bytes"]))
         return (
             f"No plan fits. The nearest is {nearest['plan_summary']}: devices of "
-            f"{format_bytes(max(nearest['peak_memory_bytes']))} would do; or use more devices, a smaller batch, zero_stage = 1."
+            f"{format_bytes(max(nearest['peak_memory_bytes']))} would do; or use more devices, a smaller batch, or a higher "
+            "zero_stage (3 divides all that can be)."
         )
     return (
         f"Chosen: {chosen['plan_summary']}, {format_seconds(chosen['step_s']['median'])} per step. "

@@ -18,7 +18,7 @@ backward of the same component.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from parsim.errors import CostError, near_matches
@@ -96,13 +96,15 @@ class Weights:
     """What a rank holds of parameters, where that is not simply all of its components'.
 
     Attributes:
-        parameter_bytes, gradient_bytes: as held, padding included.
+        parameter_bytes, gradient_bytes: as held all the time, padding included (ZeRO 2 and 3: its parts of the buckets).
         updated_elements: those whose optimizer state is here and which this rank updates (ZeRO 1: its parts of the buckets).
+        unsharded_bytes: by component, of the buckets that lie whole here while it runs backward, for this and what is next.
     """
 
     parameter_bytes: int
     gradient_bytes: int
     updated_elements: int
+    unsharded_bytes: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,10 +179,9 @@ def rank_memory(
         weights: None where the rank holds, and updates, all parameters of its components.
 
     Returns:
-        Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, optimizer_state, buffers,
-        activations, boundary_values, receive_buffers, inputs, communication, context, workspace, allocator.
-        A value is counted with the component that is the first to save it, and under boundary_values on every other rank
-        that keeps it.
+        Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, unsharded (buckets while whole),
+        optimizer_state, buffers, activations, boundary_values, receive_buffers, inputs, communication, context, workspace,
+        allocator. A value is counted with the component that is the first to save it, and under boundary_values elsewhere.
         Values between components are counted for the component with most microbatches in flight: an upper bound with chunks.
 
     Raises:
@@ -202,14 +203,15 @@ def rank_memory(
     held = most * boundary.held_bytes + halves_waiting * sum(boundary.gradient_bytes.values())
     loaded = most if loaded_microbatches is None else loaded_microbatches
     inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
-    last = [own + (0 if c.name in recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
-    backward = _backward_transient_bytes(components, samples, last, boundary.gradient_bytes, again)
+    ends = [own + (0 if c.name in recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
     update = OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements - activations - casts - held
-    beside = device.allocator.bytes_beside(activations + casts + held + max(backward, update))
+    unsharded, workspace = _transient_bytes(components, samples, ends, boundary, again, weights, update)
+    beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
     lines = {
         "parameters": weights.parameter_bytes,
         "casts": casts,
         "gradients": weights.gradient_bytes,
+        "unsharded": unsharded,
         "optimizer_state": OPTIMIZER_STATE_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements,
         "buffers": sum(component.buffer_bytes for component in components),
         "activations": activations,
@@ -218,7 +220,7 @@ def rank_memory(
         "inputs": inputs,
         "communication": _communication_bytes(backend, communicators, largest_message_bytes),
         "context": device.context_bytes,
-        "workspace": max(backward, update),
+        "workspace": workspace,
         "allocator": beside.median,
     }
     early = (arriving_bytes - unsure_arriving_bytes, arriving_bytes)
@@ -305,29 +307,36 @@ def _counted(value: Value, here: Collection[str]) -> bool:
     return value.saved if value.savers is None else bool(value.savers) and value.savers[0] in here
 
 
-def _backward_transient_bytes(
+def _transient_bytes(
     components: Sequence[Component],
     samples: Mapping[str, int],
     saved: Sequence[float],
-    gradients: Mapping[str, float],
+    boundary: Boundary,
     again: Mapping[str, Again],
-) -> float:
-    """By how much the worst moment of the last microbatch's backward exceeds the end of its forward.
+    weights: Weights,
+    update: float,
+) -> tuple[float, float]:
+    """By how much the worst moment after the last microbatch's forward exceeds its end: buckets whole then, and the rest.
 
-    While component i runs backward, what the later ones saved is free. A recomputed one runs forward before that, beside the
-    gradients of what it puts out.
+    `update`: what the optimizer step takes beyond that. While component i runs backward, what the later ones saved is free. A
+    recomputed one runs forward before that, beside the gradients of what it puts out.
     """
     before = 0.0
-    peak = 0.0
+    peak, whole = 0.0, 0.0
     for component, own in zip(components, saved, strict=True):
         before += own
-        alive = max(_alive_bytes(component, samples[component.name]), gradients[component.name])
+        gradients = boundary.gradient_bytes[component.name]
+        alive = max(_alive_bytes(component, samples[component.name]), gradients)
         if component.name in again:
             second = again[component.name]
             forward = _fullest_bytes(component.forward_peaks, samples[component.name])
-            alive = max(second.saved_bytes - second.released_bytes + alive, forward + gradients[component.name])
-        peak = max(peak, before + alive)
-    return max(0.0, peak - before)
+            alive = max(second.saved_bytes - second.released_bytes + alive, forward + gradients)
+        beside = weights.unsharded_bytes.get(component.name, 0.0)
+        if before + alive + beside > peak:
+            peak, whole = before + alive + beside, beside
+    backward = max(0.0, peak - before)
+    unsharded = min(whole, backward) if backward >= update else 0.0
+    return unsharded, max(backward, update) - unsharded
 
 
 def _fullest_bytes(peaks: Sequence[tuple[int, int]], samples: int) -> int:

@@ -232,14 +232,19 @@ def restore_tensors(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> 
     for name, value in live.items():
         if name not in saved:
             raise ExecutionError(f"the checkpoint holds no {name!r}; it was written by another model")
-        if saved[name].shape != value.shape:
-            raise ExecutionError(
-                f"{name!r} has shape {tuple(saved[name].shape)} in the checkpoint and {tuple(value.shape)} in the model; "
-                "resume with the model that wrote it"
-            )
+        check_shape(name, saved[name], value)
     with torch.no_grad():
         for name, value in live.items():
             value.copy_(saved[name])
+
+
+def check_shape(name: str, saved: Tensor, live: Tensor) -> None:
+    """Raise ExecutionError unless both tensors of the name have the same shape."""
+    if saved.shape != live.shape:
+        raise ExecutionError(
+            f"{name!r} has shape {tuple(saved.shape)} in the checkpoint and {tuple(live.shape)} in the model; "
+            "resume with the model that wrote it"
+        )
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:

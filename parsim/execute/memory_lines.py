@@ -20,6 +20,9 @@ from parsim.work import Compute, Phase
 MOVING = ("inputs", "receive_buffers")
 """Lines of tensors that wait to be read: read by a forward, they are among its activations."""
 
+PASSING = ("workspace", "unsharded")
+"""Lines that are predicted for the fullest moment, not for the end of a forward; here both are called workspace."""
+
 
 class StepWatch:
     """Told what a step of `RankProgram` does, for whoever counts memory. This one takes no notice."""
@@ -35,6 +38,9 @@ class StepWatch:
 
     def received(self, tensor: Tensor) -> None:
         """A buffer for what another rank sends is there."""
+
+    def resized(self, tensor: Tensor) -> None:
+        """The parameters of a bucket are whole here, or no longer (ZeRO 3)."""
 
 
 class LineWatch(StepWatch):
@@ -57,9 +63,12 @@ class LineWatch(StepWatch):
     def received(self, tensor: Tensor) -> None:
         self.live.track(tensor, "receive_buffers")
 
+    def resized(self, tensor: Tensor) -> None:
+        self.live.track(tensor, "unsharded")
+
     def peak_lines(self) -> dict[str, int]:
         """Bytes per line; they add up to the peak."""
-        kept = {line: size for line, size in self.lines.items() if line != "workspace"}
+        kept = {line: size for line, size in self.lines.items() if line not in PASSING}
         return {**kept, "workspace": self.live.peak_bytes - sum(kept.values())}
 
 

@@ -6,7 +6,7 @@ calls autograd on its own outputs only. A gradient bucket is a flat array whose 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,7 @@ class RankProgram:
         for task in local:
             stream = next(resource.stream for resource in task.resources if resource.rank == rank)
             self._tasks.append((task, stream, tuple(index for index in task.dependencies if index in indices)))
+        self._ending_gradients, self._ending_parameters = _endings(self._tasks)
         self._store = Store(stage.layout, rank, local)
         self._reading: dict[tuple[str, str], Reading] = {
             (name, value): reading
@@ -76,6 +77,7 @@ class RankProgram:
         self._halves: dict[tuple[str, int], Half] = {}
         self._growing: dict[tuple[Item, int], Tensor] = {}
         self._loss: list[Tensor] = []
+        self._sent: dict[tuple[int, int], Tensor] = {}
 
     def step(self, batch: BatchSource) -> tuple[float, list[TaskTime]]:
         """Run one training step.
@@ -90,7 +92,8 @@ class RankProgram:
                 streams.submit(task.index, stream, before, self._operation(task, batch))
         for task, stream, before in self._tasks:
             if stream in (COMPUTE, HOST):
-                streams.compute(task.index, stream, before, self._watched(task, self._operation(task, batch)))
+                operation = self._ended(task, self._operation(task, batch))
+                streams.compute(task.index, stream, before, self._watched(task, operation))
         times = streams.finish()
         return float(sum(loss.item() for loss in self._loss)), times
 
@@ -109,7 +112,7 @@ class RankProgram:
             case Compute(phase=Phase.RECOMPUTE):
                 return lambda: self._recompute(task)
             case Compute(phase=Phase.BACKWARD_WEIGHT):
-                return lambda: backward_weights(self._halves.pop(_component_of(task)))
+                return lambda: self._backward_weights(task)
             case Compute():
                 return lambda: self._backward(task)
             case LoadBatch():
@@ -123,6 +126,25 @@ class RankProgram:
             case SendRecv():
                 return lambda: self._transfer(task)
         raise ExecutionError(f"no way to run {task.work}; teach parsim.execute.runtime this work")
+
+    def _ended(self, task: Task, operation: Callable[[], None]) -> Callable[[], None]:
+        """The operation, and the end of buckets that are whole no longer than this task (ZeRO 2 and 3)."""
+        gradients = self._ending_gradients.get(task.index, ())
+        parameters = self._ending_parameters.get(task.index, ())
+        if not gradients and not parameters:
+            return operation
+
+        def run() -> None:
+            operation()
+            for bucket, microbatch in gradients:
+                self._sent[bucket, microbatch] = self._stage.end_gradients(bucket)
+            for bucket in parameters:
+                flat = self._stage.flat_parameters(bucket)
+                _used_here(flat)
+                self._stage.end_parameters(bucket)
+                self.watch.resized(flat)
+
+        return run
 
     def _load(self, batch: BatchSource) -> None:
         layout = ValueLayout("full", self._stage.layout.batch_ways(self._stage.rank))
@@ -169,6 +191,8 @@ class RankProgram:
         items = [Item(value, self._reading[name, value]) for value in runnable.input_names]
         so_far = [self._growing.pop((item, microbatch), None) for item in items]
         assert isinstance(task.work, Compute)
+        if task.work.phase is self._stage.layout.weight_phase(name):
+            self._stage.begin_gradients(name)
         if task.work.phase is Phase.BACKWARD_INPUT:
             gradients, self._halves[name, microbatch] = backward_inputs(record, runnable.parameters(), outputs, so_far)
         else:
@@ -181,6 +205,11 @@ class RankProgram:
             whole = self._growing.pop((item, microbatch), None)
             if whole is not None:
                 self._store.put(Instance(item, reading.ends.gradient), microbatch, whole)
+
+    def _backward_weights(self, task: Task) -> None:
+        name, microbatch = _component_of(task)
+        self._stage.begin_gradients(name)
+        backward_weights(self._halves.pop((name, microbatch)))
 
     def _gradient_of(self, value: str, microbatch: int) -> Tensor | None:
         """Gradient of a value from all its readers, later ones first, as autograd would add them."""
@@ -208,9 +237,9 @@ class RankProgram:
         return buffer
 
     def _synchronise(self, task: Task) -> None:
-        """A gradient bucket: summed whole, or with ZeRO summed in parts, and later its parameters put together again."""
+        """A gradient bucket: summed whole, or with ZeRO summed in parts; and its parameters put together again."""
         assert isinstance(task.work, Collective)
-        number = task.origin.bucket
+        number, microbatch = task.origin.bucket, task.origin.microbatch
         assert number is not None, "a collective without a hop belongs to a gradient bucket"
         group = self._groups["dp", tuple(sorted(task.work.group))]
         match task.work.operation:
@@ -219,12 +248,20 @@ class RankProgram:
                 _used_here(flat)
                 dist.all_reduce(flat, group=group)
             case "reduce_scatter":
-                flat = self._stage.flat_gradient(number)
+                flat = self._stage.flat_gradient(number) if microbatch is None else self._sent.pop((number, microbatch))
                 _used_here(flat)
                 chunk = self._stage.gradient_chunk(number)
-                own = torch.empty_like(chunk)  # the chunk is part of what is sent
+                own = torch.empty_like(chunk)  # the chunk is part of what is sent, or of what was sent before
                 reduce_scatter_flat(own, flat, group)
-                chunk.copy_(own)
+                if microbatch is None:
+                    chunk.copy_(own)
+                else:
+                    self._stage.add_gradients(number, own)
+            case "all_gather" if microbatch is not None:
+                flat = self._stage.begin_parameters(number)
+                _used_here(flat)
+                self.watch.resized(flat)
+                all_gather_flat(flat, self._stage.parameter_chunk(number), group)
             case "all_gather":
                 flat = self._stage.flat_parameters(number)
                 _used_here(flat)
@@ -304,6 +341,35 @@ def required_groups(graph: TaskGraph) -> list[tuple[str, tuple[int, ...]]]:
                 ends = (min(task.work.source, task.work.destination), max(task.work.source, task.work.destination))
                 needed[task.resources[0].stream, ends] = None
     return list(needed)
+
+
+def _endings(
+    tasks: Sequence[tuple[Task, str, tuple[int, ...]]],
+) -> tuple[dict[int, list[tuple[int, int]]], dict[int, list[int]]]:
+    """By task after which they are whole no longer: (bucket, microbatch) of gradients, and buckets of parameters.
+
+    Gradients are sent by a collective that waits for this task; parameters were gathered by one that this task, and no later
+    one, waits for.
+    """
+    gathered: dict[int, int] = {}
+    last: dict[int, int] = {}
+    gradients: dict[int, list[tuple[int, int]]] = {}
+    for task, _, before in tasks:
+        bucket, microbatch = task.origin.bucket, task.origin.microbatch
+        if bucket is None or microbatch is None:
+            continue
+        assert isinstance(task.work, Collective)
+        if task.work.operation == "all_gather":
+            gathered[task.index] = bucket
+        else:
+            for index in before:
+                gradients.setdefault(index, []).append((bucket, microbatch))
+    for task, _, before in tasks:
+        last.update((index, task.index) for index in before if index in gathered)
+    parameters: dict[int, list[int]] = {}
+    for index, task_index in last.items():
+        parameters.setdefault(task_index, []).append(gathered[index])
+    return gradients, parameters
 
 
 def _component_of(task: Task) -> tuple[str, int]:

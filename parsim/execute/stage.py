@@ -33,7 +33,7 @@ class StageReplica:
 
     Attributes:
         runnables: by component name.
-        buckets: flat gradients by bucket number, of all buckets this rank takes part in.
+        buckets: flat gradients by bucket number, of all buckets this rank takes part in (from ZeRO 2 on its part of them).
         loss_gradient: d(mean loss over the global batch) / d(sum of losses) = 1 / global_batch.
         loss_counts: whether this rank's losses are to be added up: false where another rank has the same ones, or it has none.
     """
@@ -78,7 +78,7 @@ class StageReplica:
         self._cut_buffers()
         self._drop_other_parameters()
         self._divided = {
-            bucket.number: DividedBucket(bucket, self.parameters, bucket.group.index(rank))
+            bucket.number: DividedBucket(bucket, self.parameters, bucket.group.index(rank), stage=layout.zero_stage_of(bucket))
             for bucket in layout.rank_buckets(rank)
             if layout.is_divided(bucket)
         }
@@ -137,6 +137,27 @@ class StageReplica:
         """This rank's part of a divided bucket's parameters."""
         return self._divided[bucket].chunk.data
 
+    def begin_gradients(self, component: str) -> None:
+        """Room for the gradients of the component's parameters, where they come and go with every microbatch (ZeRO 2)."""
+        for bucket in self.layout.unsharded_buckets(component):
+            self._divided[bucket.number].begin_gradients()
+
+    def end_gradients(self, bucket: int) -> Tensor:
+        """All gradients of a microbatch as one flat array, which the stage forgets."""
+        return self._divided[bucket].end_gradients()
+
+    def add_gradients(self, bucket: int, own: Tensor) -> None:
+        """This rank's part of the summed gradients of a microbatch."""
+        self._divided[bucket].add_gradients(own)
+
+    def begin_parameters(self, bucket: int) -> Tensor:
+        """Room for all parameters of a bucket, where they come and go (ZeRO 3), as one flat array."""
+        return self._divided[bucket].begin_parameters()
+
+    def end_parameters(self, bucket: int) -> None:
+        """Let go of the parameters of a bucket but for this rank's part."""
+        self._divided[bucket].end_parameters()
+
     def _updated(self) -> list[Tensor]:
         """What the optimizer of this rank steps: its parameters, or its parts of divided buckets."""
         own: list[Tensor] = [parameter for name, parameter in self.parameters.items() if name not in self._divided_in]
@@ -160,10 +181,9 @@ class StageReplica:
         optimizer: dict[str, Mapping[str, Any]] = {}
         fragments: dict[str, dict[str, Fragment]] = {"weights": {}, "buffers": self._buffer_fragments(), "optimizer": {}}
         for bucket in self.layout.rank_buckets(self.rank):
-            if bucket.group[0] == self.rank:
-                for held in bucket.parameters:
-                    weights[held.name] = self.parameters[held.name].data
-                    fragments["weights"][held.name] = fragment_of(held)
+            for name, fragment, weight in self._bucket_weights(bucket):
+                weights[name] = weight
+                fragments["weights"][name] = fragment
             for name, fragment, state in self._bucket_state(bucket):
                 optimizer[name] = state
                 fragments["optimizer"][name] = fragment
@@ -197,12 +217,15 @@ class StageReplica:
             state = {
                 key: piece(value, part, shard, ways) if is_per_element(value, key) else value for key, value in state.items()
             }
-        restore_tensors({name: self.parameters[name]}, {name: weight})
-        if name in self._divided_in:
-            number = self._divided_in[name]
-            self._divided[number].add_state(self._loaded.setdefault(_chunk_name(number), {}), name, state)
+        number = self._divided_in.get(name)
+        if number is not None and self._divided[number].stage >= 3:
+            self._divided[number].load_weight(name, weight)
         else:
+            restore_tensors({name: self.parameters[name]}, {name: weight})
+        if number is None:
             self._loaded[name] = state
+        else:
+            self._divided[number].add_state(self._loaded.setdefault(_chunk_name(number), {}), name, state)
 
     def load_buffers(self, whole: Mapping[str, Tensor]) -> None:
         """Take this rank's parts of whole buffers."""
@@ -223,6 +246,16 @@ class StageReplica:
         for name in self._divided_in:
             del named[name]
         restore_optimizer(self._optimizer, named, {name: state for name, state in states.items() if state})
+
+    def _bucket_weights(self, bucket: Bucket) -> Iterator[tuple[str, Fragment, Tensor]]:
+        """The weights of a bucket that this rank contributes."""
+        divided = self._divided.get(bucket.number)
+        if divided is not None and divided.stage >= 3:
+            for name, (fragment, _) in divided.parts.items():
+                yield name, fragment, divided.weight_of(name)
+        elif bucket.group[0] == self.rank:
+            for held in bucket.parameters:
+                yield held.name, fragment_of(held), self.parameters[held.name].data
 
     def _bucket_state(self, bucket: Bucket) -> Iterator[tuple[str, Fragment, Mapping[str, Any]]]:
         """The optimizer state of a bucket that this rank contributes."""
@@ -256,8 +289,9 @@ class StageReplica:
     def resident_tensors(self) -> dict[str, list[Tensor]]:
         """What is alive between steps, by the line of memory it belongs to."""
         state = [] if self._optimizer is None else [entry for held in self._optimizer.state.values() for entry in held.values()]
+        parts = [divided.chunk for divided in self._divided.values()]
         return {
-            "parameters": list(self.parameters.values()),
+            "parameters": [*self.parameters.values(), *parts],
             "gradients": list(self.buckets.values()),
             "optimizer_state": [entry for entry in state if isinstance(entry, Tensor)],
             "buffers": list(self.buffers().values()),

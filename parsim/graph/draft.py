@@ -27,6 +27,7 @@ class Draft:
     ranks: frozenset[int] | None = None
     _number: dict[Key, int] = field(default_factory=dict)
     _entries: list[tuple[Work, tuple[Resource, ...], tuple[Key, ...], Origin]] = field(default_factory=list)
+    _waits: list[tuple[Key, Key]] = field(default_factory=list)
 
     def add(self, key: Key, work: Work, resources: Iterable[Resource], after: Iterable[Key], origin: Origin) -> None:
         if key in self._number:
@@ -37,6 +38,14 @@ class Draft:
                 return
         self._number[key] = len(self._entries)
         self._entries.append((work, tuple(resources), tuple(dict.fromkeys(after)), origin))
+
+    def wait(self, key: Key, before: Key) -> None:
+        """A task, of this draft or of one that it continues, waits for another of this draft too."""
+        self._waits.append((key, before))
+
+    def waits(self) -> Iterable[tuple[Key, Key]]:
+        """Tasks, and what else each waits for."""
+        return self._waits
 
     def keeps(self, rank: int) -> bool:
         return self.ranks is None or rank in self.ranks
@@ -65,10 +74,15 @@ class Draft:
     def finish(self) -> TaskGraph:
         """Numbers for keys. Raises GraphError if a key was never added."""
         tasks = []
+        more: dict[Key, list[Key]] = {}
+        for key, before in self._waits:
+            more.setdefault(key, []).append(before)
+        keys = list(self._number)
         for index, (work, resources, after, origin) in enumerate(self._entries):
+            after = (*after, *more.get(keys[index], ()))
             missing = [key for key in after if key not in self._number]
             if missing:
                 raise GraphError(f"task {index} depends on {missing[0]}, which no pass added")
-            numbers = tuple(sorted(self._number[key] for key in after))
+            numbers = tuple(sorted({self._number[key] for key in after}))
             tasks.append(Task(index=index, work=work, resources=resources, dependencies=numbers, origin=origin))
         return TaskGraph(tasks=tuple(tasks), world_size=self.world_size)

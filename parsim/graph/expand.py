@@ -180,6 +180,8 @@ class _Expansion:
             self._unit[task] = len(self._units)
             self._units.append(Unit(work, resources[0].rank))
             self._edges.append((np.full(len(after), task), np.array(self._numbers(after), dtype=np.int64)))
+        waiting, before = (self._numbers(pair[end] for pair in self._end.waits()) for end in (0, 1))
+        self._edges.append((np.array(waiting, dtype=np.int64), np.array(before, dtype=np.int64)))
 
     def _numbers(self, keys: Iterable[Key]) -> list[int]:
         """Of tasks at the end, and of backwards of any kept replica and any microbatch."""

@@ -95,14 +95,18 @@ def gradient_buckets(
     """Buckets in the order their gradients are complete: backwards through each stage, those tied across stages last.
 
     Parameters held alike share buckets; a bucket is closed once it holds `bucket_bytes`. A parameter is ready when the
-    *first* component that uses it has run its backward.
+    *first* component that uses it has run its backward. Where buckets come and go with every microbatch (ZeRO 2 and 3) none
+    holds parameters of two chunks.
     """
     first: dict[tuple[str, int], Component] = {}
     parameters: dict[str, Parameter] = {}
-    stage_of = {name: number % plan.mesh.pp for number, stage in enumerate(plan.stages) for name in stage.components}
+    chunks: dict[str, dict[int, None]] = {}
+    chunk_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.components}
+    stage_of = {name: number % plan.mesh.pp for name, number in chunk_of.items()}
     for component in components:
         for parameter in component.parameters:
             parameters[parameter.name] = parameter
+            chunks.setdefault(parameter.name, {})[chunk_of[component.name]] = None
             first.setdefault((parameter.name, stage_of[component.name]), component)
     buckets: list[Bucket] = []
 
@@ -138,8 +142,12 @@ def gradient_buckets(
             close(rest)
 
     for stage in range(plan.mesh.pp):
-        own = [name for name in parameters if holders[name] == (stage,)]
-        fill([_Open(parameters[name], first[name, stage], (stage,)) for name in reversed(own)])
+        runs: dict[tuple[int, ...], list[_Open]] = {}
+        for name in reversed([name for name in parameters if holders[name] == (stage,)]):
+            run = tuple(chunks[name]) if plan.zero_stage >= 2 else ()
+            runs.setdefault(run, []).append(_Open(parameters[name], first[name, stage], (stage,)))
+        for entries in runs.values():
+            fill(entries)
     tied: dict[tuple[int, ...], list[_Open]] = {}
     for name, parameter in parameters.items():
         stages = holders[name]

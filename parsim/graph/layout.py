@@ -286,8 +286,34 @@ class Layout:
         return self._rank_buckets[rank]
 
     def is_divided(self, bucket: Bucket) -> bool:
-        """Whether the optimizer state of these parameters is spread over the group (ZeRO 1)."""
-        return self.plan.zero_stage >= 1 and len(bucket.group) > 1
+        """Whether the optimizer state of these parameters is spread over the group (ZeRO 1 and above)."""
+        return self.zero_stage_of(bucket) >= 1
+
+    def zero_stage_of(self, bucket: Bucket) -> int:
+        """What of a bucket is divided: as `Plan.zero_stage` says, but nothing where one rank holds it alone, and at most the
+        optimizer state where its parameters are used in several stages of the plan, or by no backward."""
+        if len(bucket.group) == 1:
+            return 0
+        if self.plan.zero_stage < 2:
+            return self.plan.zero_stage
+        users = [name for parameter in bucket.parameters for name in self._users[parameter.name]]
+        alone = len({self.chunk_of[name] for name in users}) == 1
+        return self.plan.zero_stage if alone and not self.differentiable.isdisjoint(users) else 1
+
+    @cached_property
+    def _unsharded(self) -> dict[str, tuple[Bucket, ...]]:
+        found: dict[str, dict[int, Bucket]] = {component.name: {} for component in self.model.components}
+        for bucket in self.buckets:
+            if self.zero_stage_of(bucket) >= 2:
+                for parameter in bucket.parameters:
+                    for name in self._users[parameter.name]:
+                        found[name][bucket.number] = bucket
+        return {name: tuple(buckets.values()) for name, buckets in found.items()}
+
+    def unsharded_buckets(self, component: str) -> tuple[Bucket, ...]:
+        """The buckets of the component's parameters that lie whole (unsharded) on a rank for a while only: with ZeRO 2 their
+        gradients, with ZeRO 3 their parameters too."""
+        return self._unsharded[component]
 
     def completes(self, bucket: Bucket, stage: int) -> tuple[str, ...]:
         """The components whose backward is the last of their chunk in `stage` to add to the bucket."""

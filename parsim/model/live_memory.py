@@ -24,6 +24,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, moving: Collection[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[int, str]] = {}
+        self._ignored: set[int] = set()
         self._moving = moving
         self.line = ""
         self.current_bytes = 0
@@ -35,13 +36,19 @@ class LiveBytes(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata not in self._live:
             self._watch(storage, 0, "")
+            self._ignored.add(storage._cdata)
 
     def track(self, tensor: Tensor, line: str = "") -> None:
+        """Count the tensor's storage; of one that is known, what it has grown or shrunk by since."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._live:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._live:
+            self._watch(storage, size, line)
+        elif key in self._ignored or self._live[key][0] == size:
             return
-        self._watch(storage, storage.nbytes(), line)
+        else:
+            self.current_bytes += size - self._live[key][0]
+            self._live[key] = size, line
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         self.moments.append(self.current_bytes)
 
@@ -59,6 +66,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _release(self, key: int) -> None:
         self.current_bytes -= self._live.pop(key, (0, ""))[0]
+        self._ignored.discard(key)
 
     def _seen(self, tensor: Tensor) -> None:
         """An operator has made it, or a view of it."""

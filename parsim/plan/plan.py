@@ -22,6 +22,8 @@ from parsim.plan.recompute import NONE, Recompute, normalised, recomputed_names
 SCHEMA_VERSION = 2
 STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
+ZERO_STAGES = (0, 1, 2, 3)
+ZERO_STAGES_TEXT = "it is 0, 1 (optimizer state divided), 2 (gradients too) or 3 (parameters too)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,8 @@ class Plan:
         stages: in the order of the model; `chunks` times as many as the mesh has pp, stage s on the ranks of s % pp.
         pipeline_order: a key of `parsim.plan.pipeline.PIPELINE_ORDERS`.
         bucket_bytes: a gradient bucket is closed once it holds this much.
-        zero_stage: 1 divides the optimizer state (and its step) over the ranks that hold the same parameters.
+        zero_stage: what is divided over the ranks that hold the same parameters: 1 the optimizer state (and its step), 2 the
+            gradients too, summed after the backward of every microbatch, 3 the parameters too, gathered where they are used.
         recompute: the components that keep nothing but their inputs and run their forward again before their backward: "none",
             "full" (all of them) or their names.
     """
@@ -93,8 +96,8 @@ class Plan:
                 raise PlanError(f"stage {number} must run on ranks {self.mesh.stage_ranks(number)}, got {stage.ranks}")
             for name, placement in stage.placed():
                 _check_axis(name, placement, self.mesh.tp)
-        if self.zero_stage not in (0, 1):
-            raise PlanError(f"zero_stage = {self.zero_stage}: 0 and 1 are built; stages 2 and 3 shard gradients and weights")
+        if self.zero_stage not in ZERO_STAGES:
+            raise PlanError(f"zero_stage = {self.zero_stage}: {ZERO_STAGES_TEXT}")
         if self.microbatches < 1 or self.bucket_bytes < 1:
             raise PlanError(f"microbatches ({self.microbatches}) and bucket_bytes ({self.bucket_bytes}) must be >= 1")
         object.__setattr__(self, "recompute", normalised(self.recompute, self.components))

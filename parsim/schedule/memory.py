@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from parsim.costs.memory import Boundary, RankMemory, Weights, rank_memory
+from parsim.graph.holding import Bucket
 from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.layout import Layout, Reading
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS
@@ -22,6 +23,7 @@ from parsim.model.component import Value
 from parsim.plan.layout import LOCAL_HOPS, Hop, ValueLayout, conversion
 from parsim.plan.pipeline import halves_waiting, in_flight, moments
 from parsim.schedule.kept import Kept
+from parsim.schedule.unsharded import unsharded_bytes
 
 
 def plan_memory(layout: Layout, cluster: Cluster, *, precision: str, optimizer: str) -> tuple[RankMemory, ...]:
@@ -82,14 +84,21 @@ def _in_flight(kept: Kept, rank: int) -> dict[str, int]:
 
 
 def rank_weights(layout: Layout, rank: int) -> Weights:
-    """Parameters as held; with ZeRO 1 in buckets padded to equal parts, one of which this rank updates."""
-    buckets = layout.rank_buckets(rank)
-    size_bytes = sum(bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes for bucket in buckets)
+    """Parameters as held; with ZeRO in buckets padded to equal parts, one of which this rank updates (stage 1), whose gradients
+    (2) and parameters (3) are all that it holds throughout."""
+    stages = [(bucket, layout.zero_stage_of(bucket)) for bucket in layout.rank_buckets(rank)]
     return Weights(
-        parameter_bytes=size_bytes,
-        gradient_bytes=size_bytes,
-        updated_elements=sum(bucket.chunk_elements if layout.is_divided(bucket) else bucket.elements for bucket in buckets),
+        parameter_bytes=sum(_held_of(bucket, whole=stage < 3, padded=stage >= 1) for bucket, stage in stages),
+        gradient_bytes=sum(_held_of(bucket, whole=stage < 2, padded=stage >= 1) for bucket, stage in stages),
+        updated_elements=sum(bucket.chunk_elements if stage >= 1 else bucket.elements for bucket, stage in stages),
+        unsharded_bytes=unsharded_bytes(layout, rank),
     )
+
+
+def _held_of(bucket: Bucket, *, whole: bool, padded: bool) -> int:
+    if whole:
+        return bucket.padded_bytes if padded else bucket.size_bytes
+    return bucket.padded_bytes // len(bucket.group)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

@@ -165,7 +165,17 @@ class Prices:
         )
 
     def synchronisation_s(self, component: Component, placement: Placement) -> float:
-        """Summing the component's gradients over all ranks that hold them alike: its share of full buckets."""
+        """Summing the component's gradients over all ranks that hold them alike, with ZeRO gathering its parameters once."""
+        operations = ("reduce_scatter", "all_gather") if self.zero_stage else ("all_reduce",)
+        return self._buckets_s(component, placement, operations)
+
+    def every_microbatch_s(self, component: Component, placement: Placement) -> float:
+        """What of the component's gradients and parameters is sent for every microbatch (ZeRO 2 and 3)."""
+        gathers = ("all_gather",) * 2 if self.zero_stage >= 3 else ()
+        return self._buckets_s(component, placement, ("reduce_scatter", *gathers)) if self.zero_stage >= 2 else 0.0
+
+    def _buckets_s(self, component: Component, placement: Placement, operations: Sequence[str]) -> float:
+        """Collectives over the component's share of full buckets."""
         sizes: dict[tuple[tuple[int, ...], ...], int] = {}
         for parameter in component.parameters:
             shards = alike(component, placement, parameter.name, self.mesh.tp)
@@ -177,7 +187,6 @@ class Prices:
             )
             if len(group) > 1 and size_bytes:
                 whole = max(size_bytes, self.bucket_bytes)
-                operations = ("reduce_scatter", "all_gather") if self.zero_stage else ("all_reduce",)
                 seconds = sum(
                     self.work_s(Collective(operation=operation, group=group, size_bytes=whole), 0) for operation in operations
                 )
@@ -211,10 +220,10 @@ class Prices:
         elements = sum(parameter.elements for parameter in own.parameters)
         weights = sum(parameter.size_bytes for parameter in own.parameters)
         state = float(OPTIMIZER_STATE_BYTES_PER_ELEMENT[self.problem.optimizer] * elements)
-        if self.zero_stage:
-            alike_ranks = self.mesh.dp * (tp if placement.kind == "batch" else max(1, tp // placement.ways))
-            state /= 1 if placement.kind in ("replicate", "place") else alike_ranks
+        alike_ranks = self.mesh.dp * {"batch": tp, "shard": tp // placement.ways}.get(placement.kind, 1)
+        by_stage = enumerate((state, weights, weights), start=1)  # what ZeRO divides: optimizer state, gradients, parameters
+        held = sum(size / alike_ranks if stage <= self.zero_stage else size for stage, size in by_stage)
         samples = self.samples * placement.batch_ways(tp) // tp
         saved = own.saved_activation_bytes * samples + own.saved_fixed_bytes
         kept = saved + cast_bytes(own, precision)
-        return 2 * weights + state + component.buffer_bytes + self.in_flight * kept
+        return held + component.buffer_bytes + self.in_flight * kept

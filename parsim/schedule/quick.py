@@ -2,6 +2,7 @@
 
     stages     t_s = forward (twice where recomputed) + backward of one microbatch, its conversions and half of its transfers
     step       M * max t_s + fill + exposed gradient synchronisation + optimizer step
+    with ZeRO 2 and 3 at least M * what every microbatch sends of gradients and parameters, and the optimizer step
     fill       sum of t_s - max t_s; over V chunks per rank (which t_s takes together) a V-th of it; with backwards in halves
                that part of it which the forwards have in t_s, as if both halves took equally long
 
@@ -53,7 +54,7 @@ class QuickEstimates:
         model, prices = self._problem.model, self.prices(plan)
         placements = {name: placement for stage in plan.stages for name, placement in stage.placed()}
         moving, again = self._moves_s(plan), plan.recomputed
-        stages, exposed, forwards = [], 0.0, 0.0
+        stages, exposed, forwards, sending = [], 0.0, 0.0, 0.0
         for number in range(plan.mesh.pp):
             names = [name for chunk in plan.place_stages(number) for name in plan.stages[chunk].components]
             components = [model.component(name) for name in names]
@@ -70,10 +71,12 @@ class QuickEstimates:
             sums = [prices.synchronisation_s(c, placements[c.name]) for c in components]
             update = sum(prices.update_s(c, placements[c.name]) for c in components)
             exposed = max(exposed, exposed_s(sums, backs) + update)
+            every = sum(prices.every_microbatch_s(c, placements[c.name]) for c in components)
+            sending = max(sending, plan.microbatches * every + update)
         fill = (sum(stages) - max(stages)) / plan.chunks
         if plan.pipeline_order in SPLIT_ORDERS:
             fill *= forwards / max(sum(stages), 1e-30)
-        return plan.microbatches * max(stages) + fill + exposed
+        return max(plan.microbatches * max(stages) + fill + exposed, sending)
 
     def _moves_s(self, plan: Plan) -> list[float]:
         """Per stage the conversions of one microbatch, forward and backward, and half of the transfers to and from it."""

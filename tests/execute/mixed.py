@@ -50,7 +50,7 @@ def random_case(name: str, processes: int, rng: random.Random) -> Case:
             microbatches=rng.choice([1, 2]),
             pipeline_order=rng.choice(["gpipe", "1f1b"]),
             bucket_bytes=rng.choice([2**10, 2**14, 2**24]),
-            zero_stage=rng.choice([0, 1]),
+            zero_stage=rng.choice([0, 1, 2, 3]),
             recompute=rng.choice(["none", "full", tuple(name for name in names if rng.random() < 0.5)]),
         )
         try:

@@ -64,12 +64,13 @@ def plan(name: str, placement: str, *, dp: int = 1, tp: int = 2, zero_stage: int
 
 @pytest.mark.xdist_group("launch")
 def test_changing_plan_on_the_way_changes_nothing_else(tmp_path: Path) -> None:
-    """DP -> shards -> divided optimizer state -> one rank -> DP, against DP throughout: weights, Adam's state, losses."""
+    """DP -> shards -> ZeRO 1 -> ZeRO 3 -> one rank -> DP, against DP throughout: weights, Adam's state, losses."""
     name, steps = "vit_small", 16
     changes = (
         Switch(step=3, plan=plan(name, "shard")),
         Switch(step=6, plan=plan(name, "batch", zero_stage=1)),
-        Switch(step=9, plan=plan(name, "place:1")),
+        Switch(step=8, plan=plan(name, "batch", zero_stage=3)),
+        Switch(step=10, plan=plan(name, "place:1")),
         Switch(step=12, plan=plan(name, "batch", dp=2, tp=1)),
     )
     model = tmp_path / "model.json"

@@ -38,7 +38,7 @@ MODELS = {"mlp": MLP, "resnet": RESNET, "gpt": GPT, "vit": VIT, "table": TABLE}
 
 
 def chain_of_plans(spec: ModelSpec, seed: int) -> list[Plan]:
-    """Sharded, replicas, ZeRO over replicas, placements and stages and ZeRO, one process, sharded otherwise.
+    """Sharded, replicas, ZeRO over replicas, placements and stages and ZeRO (1 to 3), one process, sharded otherwise.
 
     What reads the shared table must lie as its maker does: there the plans differ in stages and replicas only.
     """
@@ -47,9 +47,11 @@ def chain_of_plans(spec: ModelSpec, seed: int) -> list[Plan]:
         even_plan(spec, Mesh(tp=2), placing=draw),
         even_plan(spec, Mesh(dp=2)),
         even_plan(spec, Mesh(dp=4), zero=1),
+        even_plan(spec, Mesh(dp=4), zero=3),
         even_plan(spec, Mesh(pp=2, dp=2, tp=2), zero=1, placing=draw),
+        even_plan(spec, Mesh(pp=2, dp=2, tp=2), zero=3, placing=draw),
         even_plan(spec, Mesh()),
-        even_plan(spec, Mesh(dp=2, tp=2), zero=1, placing=draw),
+        even_plan(spec, Mesh(dp=2, tp=2), zero=2, placing=draw),
         even_plan(spec, Mesh(pp=2, tp=2), placing=draw),
     ]
 
@@ -227,7 +229,14 @@ def test_a_value_without_samples_crosses_stages_and_shards(tmp_path: Path) -> No
     """Forward whole, and its gradient from every rank's samples; parameters without dims under ZeRO."""
     cases = [
         Case(spec=TABLE, plan=even_plan(TABLE, mesh, zero=zero), dataset="synthetic", optimizer="adam", learning_rate=1e-3)
-        for mesh, zero in ((Mesh(pp=2, tp=2), 0), (Mesh(pp=2, tp=2), 1), (Mesh(dp=4), 1))
+        for mesh, zero in (
+            (Mesh(pp=2, tp=2), 0),
+            (Mesh(pp=2, tp=2), 1),
+            (Mesh(dp=4), 1),
+            (Mesh(pp=2, tp=2), 2),
+            (Mesh(pp=2, tp=2), 3),
+            (Mesh(dp=4), 3),
+        )
     ]
     for case, run in zip(cases, run_cases(cases, tmp_path, steps=20), strict=True):
         difference = compare_case(case, run, tmp_path, steps=20)

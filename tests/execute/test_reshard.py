@@ -36,8 +36,11 @@ def four_rank_plans(spec: ModelSpec) -> list[Plan]:
         even_plan(spec, Mesh(dp=4)),
         even_plan(spec, Mesh(dp=4), zero=1),
         even_plan(spec, Mesh(pp=2, tp=2), placing=draw, zero=1),
+        even_plan(spec, Mesh(dp=4), zero=3),
+        even_plan(spec, Mesh(dp=2, tp=2), placing=draw, zero=3),
         even_plan(spec, Mesh(tp=4), placing=draw),
         even_plan(spec, Mesh(pp=4)),
+        even_plan(spec, Mesh(pp=2, dp=2), zero=2),
         even_plan(spec, Mesh(dp=2, tp=2), placing=draw, zero=1),
     ]
 

@@ -117,6 +117,7 @@ def test_every_line_by_hand() -> None:
         "parameters": 4 * elements,
         "casts": 0,
         "gradients": 4 * elements,
+        "unsharded": 0,
         "optimizer_state": 4 * elements,
         "buffers": 16,
         "activations": 10 * (8 + 200 + 40 + 60) + 16,

@@ -74,8 +74,8 @@ def test_another_strategy_drops_what_steers_an_adaptive_search_unless_it_is_adap
     text = BASE + '[plan]\npin = { head = "place:0" }\nforbid = { "*" = ["replicate", "shard:row/2"] }\n'
     kept = parse_config(text, ["plan.strategy=adaptive"]).plan
     assert (kept.pin, kept.forbid) == ({"head": "place:0"}, {"*": ("replicate", "shard:row/2")})
-    searched = parse_config(text, ["plan.strategy=dp", "plan.zero_stage=1"]).plan
-    assert (searched.pin, searched.forbid, searched.zero_stage) == ({}, {}, 1)
+    searched = parse_config(text, ["plan.strategy=dp", "plan.zero_stage=3"]).plan
+    assert (searched.pin, searched.forbid, searched.zero_stage) == ({}, {}, 3)
 
 
 def test_placements_keep_their_order_through_the_resolved_file() -> None:
@@ -137,7 +137,7 @@ MISTAKES = [
     (["model.input_shape=3"], r"model.input_shape = 3: must be a list; for example input_shape = "),
     (["model.input_shape=[3, 0]"], r"model.input_shape.1 = 0: must be >= 1"),
     (["plan.strategy=adaptve"], r"plan.strategy = 'adaptve' is unknown; did you mean adaptive\?"),
-    (["plan.zero_stage=2"], r"plan.zero_stage = 2: .*not sharded yet; set zero_stage = 1 or 0"),
+    (["plan.zero_stage=4"], r"plan.zero_stage = 4: it is 0, 1 .optimizer state divided., 2 .* or 3 "),
     (["plan.zero_stage=1", "plan.strategy=x/plan.json"], r"plan.zero_stage = 1: the plan is read from .*drop zero_stage"),
     (["model.granularity=blocks"], r"model.granularity = 'blocks' is unknown; did you mean block"),
     (["plan.placements={ head = 'batch' }"], r"plan.placements fixes the plan by hand.*or drop placements"),

@@ -6,6 +6,8 @@ it kept as it had read them: it waits for no gradient, so it may run while that 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from parsim.graph.draft import Draft, Key
 from parsim.graph.layout import Layout
 from parsim.graph.passes.convert import (
@@ -40,7 +42,21 @@ def add_loads(draft: Draft, layout: Layout, stage: int, replica: int) -> None:
 
 
 def add_action(draft: Draft, layout: Layout, stage: int, replica: int, phase: Phase, microbatch: int) -> None:
-    """One phase of one microbatch on one replica of a stage (one of `Plan.stages`).
+    """One phase of one microbatch on one replica of a stage (one of `Plan.stages`)."""
+    for own, name in computations(layout, stage, phase):
+        match own:
+            case Phase.FORWARD:
+                _add_forward(draft, layout, replica, name, microbatch)
+            case Phase.RECOMPUTE:
+                _add_following(draft, layout, replica, name, microbatch, Phase.FORWARD, Phase.RECOMPUTE)
+            case Phase.BACKWARD_WEIGHT:
+                _add_following(draft, layout, replica, name, microbatch, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+            case _:
+                _add_backward(draft, layout, replica, name, microbatch)
+
+
+def computations(layout: Layout, stage: int, phase: Phase) -> Iterator[tuple[Phase, str]]:
+    """What a stage (one of `Plan.stages`) computes for one phase of a microbatch, in order: phase of the task, component.
 
     Of a backward in halves, a component without parameters runs all in the first, one whose inputs want no gradient all in the
     second.
@@ -48,15 +64,17 @@ def add_action(draft: Draft, layout: Layout, stage: int, replica: int, phase: Ph
     names = layout.plan.stages[stage].components
     if phase is Phase.FORWARD:
         for name in names:
-            _add_forward(draft, layout, replica, name, microbatch)
+            yield phase, name
         return
     for name in reversed(names):
         if name not in layout.differentiable:
             continue
         if phase is Phase.BACKWARD_WEIGHT and layout.is_halved(name):
-            _add_weight_gradients(draft, layout, replica, name, microbatch)
+            yield phase, name
         elif phase is Phase.BACKWARD or layout.wants_input_gradient(name) == (phase is Phase.BACKWARD_INPUT):
-            _add_backward(draft, layout, replica, name, microbatch)
+            if layout.recomputes(name):
+                yield Phase.RECOMPUTE, name
+            yield layout.gradient_phase(name), name
 
 
 def phases_of(plan: Plan) -> tuple[Phase, ...]:
@@ -107,10 +125,7 @@ def _add_backward(draft: Draft, layout: Layout, replica: int, name: str, microba
         for reading in layout.readings[value]
         if any(reader in layout.differentiable for reader in reading.components)
     ]
-    before = Phase.FORWARD
-    if layout.recomputes(name):
-        before = Phase.RECOMPUTE
-        _add_recomputation(draft, layout, replica, name, microbatch)
+    before = Phase.RECOMPUTE if layout.recomputes(name) else Phase.FORWARD
     for moving in gradients:
         add_arriving_gradient(draft, layout, moving)
     for rank in layout.runners(name, replica):
@@ -121,14 +136,6 @@ def _add_backward(draft: Draft, layout: Layout, replica: int, name: str, microba
         draft.add((phase, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
     for value, reading in layout.completed_readings(stage, name):
         add_gradient_moves(draft, layout, Moving(value, microbatch, replica, reading))
-
-
-def _add_recomputation(draft: Draft, layout: Layout, replica: int, name: str, microbatch: int) -> None:
-    _add_following(draft, layout, replica, name, microbatch, Phase.FORWARD, Phase.RECOMPUTE)
-
-
-def _add_weight_gradients(draft: Draft, layout: Layout, replica: int, name: str, microbatch: int) -> None:
-    _add_following(draft, layout, replica, name, microbatch, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 
 
 def _add_following(draft: Draft, layout: Layout, replica: int, name: str, microbatch: int, before: Phase, phase: Phase) -> None:

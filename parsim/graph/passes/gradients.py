@@ -1,7 +1,8 @@
 """Gradient synchronisation and the optimizer: one collective per bucket as soon as its last gradient is there.
 
-With ZeRO 1 the collective before the optimizer's step is a reduce_scatter, each rank of the group updates its part of the
-parameters with its part of the optimizer state, and an all_gather afterwards gives every rank all of them.
+With ZeRO the collective before the optimizer's step is a reduce_scatter, each rank of the group updates its part of the
+parameters with its part of the optimizer state, and an all_gather afterwards gives every rank all of them. What ZeRO 2 and 3
+do with every microbatch is in `parsim.graph.passes.unsharded`.
 """
 
 from __future__ import annotations
@@ -18,17 +19,29 @@ DP_STREAM = "dp"
 
 def last_backward_key(layout: Layout, rank: int, component: str) -> Key:
     """The task on this rank that is the last of the step to add to the gradients of the component's parameters."""
-    plan, chunk = layout.plan, layout.chunk_of[component]
-    place = chunk % plan.mesh.pp
+    return (layout.weight_phase(component), rank, component, _last_microbatch(layout, layout.chunk_of[component]))
+
+
+def _last_microbatch(layout: Layout, chunk: int) -> int:
+    plan, place = layout.plan, chunk % layout.plan.mesh.pp
     actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
     last = next(action for action in reversed(actions) if action.stage == chunk and action.phase is not Phase.FORWARD)
-    return (layout.weight_phase(component), rank, component, last.microbatch)
+    return last.microbatch
+
+
+def reduction_key(layout: Layout, bucket: Bucket, microbatch: int | None = None) -> Key:
+    """The collective that sums the bucket's gradients: of this microbatch where each has its own (None: of the last one)."""
+    if layout.zero_stage_of(bucket) < 2:
+        return ("reduce", bucket.number)
+    if microbatch is None:
+        microbatch = _last_microbatch(layout, layout.chunk_of[layout.completes(bucket, bucket.stages[0])[0]])
+    return ("reduce", bucket.number, microbatch)
 
 
 def add_gradient_reduction(draft: Draft, layout: Layout) -> None:
-    """One all_reduce (ZeRO: reduce_scatter) per bucket over all ranks that hold its parameters; none where one rank does."""
+    """One all_reduce (ZeRO 1: reduce_scatter) per bucket over all ranks that hold its parameters; none where one rank does."""
     for bucket in layout.buckets:
-        if len(bucket.group) == 1:
+        if len(bucket.group) == 1 or layout.zero_stage_of(bucket) >= 2:
             continue
         after: list[Key] = []
         for stage in bucket.stages:
@@ -37,7 +50,8 @@ def add_gradient_reduction(draft: Draft, layout: Layout) -> None:
                 after.extend(last_backward_key(layout, rank, component) for rank in ranks)
         work = bucket_work(layout, bucket)
         resources = [Resource(rank, DP_STREAM) for rank in bucket.group]
-        draft.add(("reduce", bucket.number), work, resources, after, Origin(stage=bucket.stages[0], bucket=bucket.number))
+        origin = Origin(stage=bucket.stages[0], bucket=bucket.number)
+        draft.add(reduction_key(layout, bucket), work, resources, after, origin)
 
 
 def bucket_work(layout: Layout, bucket: Bucket) -> Collective:
@@ -48,6 +62,11 @@ def bucket_work(layout: Layout, bucket: Bucket) -> Collective:
         group=bucket.group,
         size_bytes=bucket.padded_bytes if divided else bucket.size_bytes,
     )
+
+
+def gathering_work(bucket: Bucket) -> Collective:
+    """How a divided bucket's parameters are put together."""
+    return Collective(operation="all_gather", group=bucket.group, size_bytes=bucket.padded_bytes)
 
 
 def add_optimizer(draft: Draft, layout: Layout) -> None:
@@ -62,7 +81,7 @@ def add_optimizer(draft: Draft, layout: Layout) -> None:
             divided = layout.is_divided(bucket)
             elements += bucket.chunk_elements if divided else bucket.elements
             tensors += 1 if divided else len(bucket.parameters)
-        after: list[Key] = [("reduce", bucket.number) for bucket in buckets if len(bucket.group) > 1]
+        after: list[Key] = [reduction_key(layout, bucket) for bucket in buckets if len(bucket.group) > 1]
         first: dict[int, str] = {}
         for name in layout.rank_components(rank):
             if name in layout.differentiable:
@@ -73,10 +92,10 @@ def add_optimizer(draft: Draft, layout: Layout) -> None:
 
 
 def add_parameter_gathering(draft: Draft, layout: Layout) -> None:
-    """ZeRO: one all_gather per divided bucket after every rank of its group has updated its part."""
+    """ZeRO 1 and 2: one all_gather per divided bucket after every rank of its group has updated its part."""
     for bucket in layout.buckets:
-        if layout.is_divided(bucket):
-            work = Collective(operation="all_gather", group=bucket.group, size_bytes=bucket.padded_bytes)
+        if layout.zero_stage_of(bucket) in (1, 2):
+            work = gathering_work(bucket)
             after: list[Key] = [(Phase.OPTIMIZER, rank) for rank in bucket.group if draft.keeps(rank)]
             resources = [Resource(rank, DP_STREAM) for rank in bucket.group]
             draft.add(("gather", bucket.number), work, resources, after, Origin(stage=bucket.stages[0], bucket=bucket.number))

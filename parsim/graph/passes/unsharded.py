@@ -1,0 +1,182 @@
+"""ZeRO 2 and 3: the buckets that lie whole on a rank for a while only, and come and go with every microbatch.
+
+A bucket's gradients are whole from the first backward that adds to them to the last one of the microbatch; then one
+reduce_scatter leaves every rank its part of the sum, to which it adds over the microbatches. At most one lot of buckets is
+being sent while the next fills: a backward that begins a bucket waits until those closed before the last ones are gone.
+
+With ZeRO 3 a bucket's parameters are whole from an all_gather before the first forward or backward that needs them to the last
+one before others are needed. They are gathered while the computation before them runs on other parameters, and not earlier: the
+all_gather waits for the end of what comes before that, so two lots of parameters are whole at most.
+
+Why it cannot deadlock: the computation of a place on the pp axis is one list, the same for all its ranks, and all_gathers and
+reduce_scatters stand in one order along it. Whatever one of them waits for comes earlier in both, and a computation waits only
+for those that stand before it.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stages 2 and 3.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from parsim.graph.draft import Draft, Key
+from parsim.graph.holding import Bucket
+from parsim.graph.layout import Layout
+from parsim.graph.passes.compute import computations
+from parsim.graph.passes.gradients import DP_STREAM, bucket_work, gathering_work, reduction_key
+from parsim.graph.task import Origin, Resource
+from parsim.plan.pipeline import pipeline_actions
+from parsim.work import Collective, Phase
+
+
+class Use(NamedTuple):
+    """A computation on the ranks of a place on the pp axis."""
+
+    phase: Phase
+    component: str
+    microbatch: int
+
+    def key(self, rank: int) -> Key:
+        return (self.phase, rank, self.component, self.microbatch)
+
+
+class Window(NamedTuple):
+    """The uses, by number, during which the gradients of a bucket, or its `parameters`, lie whole on its ranks.
+
+    `first` and `last` are the first and last that need it. `ahead`: the one at which it may be gathered (parameters); `freed`:
+    the last during which it may still be being sent (gradients).
+    """
+
+    bucket: Bucket
+    parameters: bool
+    ahead: int
+    first: int
+    last: int
+    freed: int
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Where its collective stands along the computation, and among its like."""
+        return (2 * self.ahead if self.parameters else 2 * self.last + 1, self.first, self.bucket.number)
+
+
+def uses_of(layout: Layout, place: int) -> tuple[Use, ...]:
+    """All computations at a place on the pp axis, in order."""
+    plan = layout.plan
+    return tuple(
+        Use(phase, name, action.microbatch)
+        for action in pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
+        for phase, name in computations(layout, action.stage, action.phase)
+    )
+
+
+def gradient_windows(layout: Layout, uses: Sequence[Use]) -> list[Window]:
+    """When gradients are whole, by the order in which they are complete."""
+    spans: dict[tuple[int, int], tuple[Bucket, int, int]] = {}
+    for number, use in enumerate(uses):
+        if use.phase is layout.weight_phase(use.component):
+            for bucket in layout.unsharded_buckets(use.component):
+                key = (bucket.number, use.microbatch)
+                first = spans[key][1] if key in spans else number
+                spans[key] = (bucket, first, number)
+    ends: dict[tuple[int, ...], list[int]] = {}
+    begins: dict[tuple[int, ...], list[int]] = {}
+    for bucket, first, last in spans.values():
+        begins.setdefault(bucket.group, []).append(first)
+        ends.setdefault(bucket.group, []).append(last)
+    ends = {group: sorted(set(numbers)) for group, numbers in ends.items()}
+    begins = {group: sorted(set(numbers)) for group, numbers in begins.items()}
+    windows = []
+    for bucket, first, last in spans.values():
+        closed = ends[bucket.group]
+        after = bisect_left(closed, last) + 1
+        freed = len(uses) - 1
+        if after < len(closed):  # whoever begins a bucket once the next lot is closed waits for this one
+            later = bisect_left(begins[bucket.group], closed[after] + 1)
+            freed = begins[bucket.group][later] - 1 if later < len(begins[bucket.group]) else freed
+        windows.append(Window(bucket, False, first, first, last, freed))
+    return sorted(windows, key=lambda window: window.place)
+
+
+def parameter_windows(layout: Layout, uses: Sequence[Use]) -> list[Window]:
+    """When parameters are whole (ZeRO 3), by the order in which they are gathered."""
+    if layout.plan.zero_stage < 3:
+        return []
+    windows: list[Window] = []
+    whole: dict[int, tuple[Bucket, int, int]] = {}
+    needed: frozenset[int] = frozenset()
+    before, current = -1, -1  # the last uses of the lot before the current one, and of the current one
+
+    def release(numbers: frozenset[int], last: int) -> None:
+        for number in sorted(numbers):
+            bucket, ahead, first = whole.pop(number)
+            windows.append(Window(bucket, True, ahead, first, last, last))
+
+    for number, use in enumerate(uses):
+        buckets = {bucket.number: bucket for bucket in layout.unsharded_buckets(use.component)}
+        if not buckets:
+            continue
+        if needed != buckets.keys():
+            release(needed - buckets.keys(), current)
+            for entering in buckets.keys() - needed:
+                whole[entering] = (buckets[entering], before + 1, number)
+            before, needed = current, frozenset(buckets)
+        current = number
+    release(needed, current)
+    return sorted(windows, key=lambda window: window.place)
+
+
+def add_unsharded_buckets(draft: Draft, layout: Layout) -> None:
+    """The collectives of all buckets that come and go, place by place."""
+    if layout.plan.zero_stage < 2:
+        return
+    for place in range(layout.plan.mesh.pp):
+        uses = uses_of(layout, place)
+        gradients, parameters = gradient_windows(layout, uses), parameter_windows(layout, uses)
+        works: dict[tuple[int, bool], Collective] = {}
+        for window in sorted([*gradients, *parameters], key=lambda window: window.place):
+            kind = (window.bucket.number, window.parameters)
+            if kind not in works:
+                works[kind] = gathering_work(window.bucket) if window.parameters else bucket_work(layout, window.bucket)
+            _add_collective(draft, layout, uses, window, works[kind])
+        _wait_for_room(draft, layout, uses, gradients)
+
+
+def _add_collective(draft: Draft, layout: Layout, uses: Sequence[Use], window: Window, work: Collective) -> None:
+    bucket, microbatch = window.bucket, uses[window.first].microbatch
+    ranks = [rank for rank in bucket.group if draft.keeps(rank)]
+    if window.parameters:
+        key: Key = ("gather", bucket.number, window.first)
+        after = [entry for rank in ranks for entry in _latest(layout, uses, rank, window.ahead)]
+    else:
+        key = reduction_key(layout, bucket, microbatch)
+        after = [uses[window.last].key(rank) for rank in ranks]
+    origin = Origin(stage=bucket.stages[0], bucket=bucket.number, microbatch=microbatch)
+    draft.add(key, work, [Resource(rank, DP_STREAM) for rank in ranks], after, origin)
+    if window.parameters:
+        for use in uses[window.first : window.last + 1]:
+            if bucket in layout.unsharded_buckets(use.component):
+                for rank in ranks:
+                    draft.wait(use.key(rank), key)
+
+
+def _latest(layout: Layout, uses: Sequence[Use], rank: int, ahead: int) -> list[Key]:
+    """The last thing the rank computes before use `ahead`, if anything."""
+    for use in reversed(uses[:ahead]):
+        if layout.runs_on(rank, use.component):
+            return [use.key(rank)]
+    return []
+
+
+def _wait_for_room(draft: Draft, layout: Layout, uses: Sequence[Use], windows: Sequence[Window]) -> None:
+    """Of every group, whoever begins a bucket waits for the last of those that are not to outlast this."""
+    freed = {(window.bucket.group, window.freed): window for window in windows}
+    for group, first in dict.fromkeys((window.bucket.group, window.first) for window in windows):
+        sent = freed.get((group, first - 1))
+        if sent is not None:
+            for rank in group:
+                if draft.keeps(rank):
+                    key = reduction_key(layout, sent.bucket, uses[sent.last].microbatch)
+                    draft.wait(uses[first].key(rank), key)
