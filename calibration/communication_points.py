@@ -73,11 +73,26 @@ def mean_and_spread(seconds: Sequence[float]) -> tuple[float, float]:
     return mean, float(values.std() / mean) if mean > 0 else 0.0
 
 
+def held_up(slower: float, longer: float) -> float:
+    """The factor of computation beside an operation that is priced at max(1, longer) times its time between computations.
+
+    Args:
+        slower: computation beside operations without a pause, over the same alone. longer: what one of these takes, over the
+            same between computations.
+
+    Beside one operation of d seconds a computation loses `longer` * d * (1 - 1/`slower`) seconds, and that is what it loses in
+    a simulation with the factor returned.
+    """
+    return 1.0 / (1.0 - min(1.0, longer) * (1.0 - 1.0 / slower))
+
+
 def overlap_factors(entries: Sequence[Mapping[str, Any]], fits: Sequence[CollectiveFit]) -> Overlap | None:
     """Of every operation and size and of all_reduce as a whole, at least 1; None if nothing ran side by side (one rank).
 
-    Of computation the median over models, rounds and ranks. Of communication the mean time beside computation over that which
-    the fits give for the same operation between computations.
+    Of communication the mean time beside computation over that which the fits give for the same operation between computations.
+    Of computation the median over models, rounds and ranks, brought to that time: operations beside computation follow one
+    another without a pause, and where they are done sooner than between computations (their threads are awake already), the
+    computation is held up for as long as they really take (`held_up`).
     """
     groups: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}
     for entry in entries:
@@ -89,13 +104,14 @@ def overlap_factors(entries: Sequence[Mapping[str, Any]], fits: Sequence[Collect
         beside = [seconds for entry in alike for seconds in entry["communication_s"]]
         fit = alone.get((operation, group_size))
         if computing and beside and fit is not None:
+            longer = mean_and_spread(beside)[0] / regimes_s(fit.regimes, size_bytes)
             points.append(
                 OverlapPoint(
                     operation=operation,
                     group_size=group_size,
                     size_bytes=size_bytes,
-                    compute_factor=max(1.0, float(np.median(computing))),
-                    communication_factor=max(1.0, mean_and_spread(beside)[0] / regimes_s(fit.regimes, size_bytes)),
+                    compute_factor=held_up(max(1.0, float(np.median(computing))), longer),
+                    communication_factor=max(1.0, longer),
                     repeats=len(beside),
                     source="overlap",
                 )

@@ -30,7 +30,7 @@ def overlap_of(measured: Overlap, works: Sequence[Work], seconds: Iterable[float
     if not factors:
         return OverlapFactors(compute=measured.compute_factor, communication=measured.communication_factor)
     compute, communication = np.average(np.array(factors), axis=0, weights=weights)
-    return OverlapFactors(compute=float(compute), communication=float(communication))
+    return OverlapFactors(compute=max(1.0, float(compute)), communication=max(1.0, float(communication)))  # means of ones round
 
 
 def factors_at(measured: Overlap, operation: str, size_bytes: int) -> tuple[float, float]:

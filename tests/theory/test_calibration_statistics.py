@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from calibration.build_profile import typical_step
-from calibration.communication_points import all_reduce_sizes, collective_points, mean_and_spread, overlap_factors
+from calibration.communication_points import (
+    all_reduce_sizes,
+    collective_points,
+    held_up,
+    mean_and_spread,
+    overlap_factors,
+)
 from calibration.drift import Observation, computation_drift, estimate_drift, noise_of, rank_sigma, robust_sigma
 from calibration.fit_collectives import fit_regimes
 from calibration.measure_collectives import merged_seconds
@@ -23,11 +29,16 @@ from calibration.measure_components import StepTimes
 from calibration.measure_overlap import MAX_CALLS, MIN_CALLS, computation_factor, seconds_beside, side_by_side
 from calibration.screen import Timed, consistent_collectives, consistent_components, contradicted, screened
 from parsim.costs.collectives import regimes_s
+from parsim.costs.estimate import OverlapFactors
 from parsim.errors import ProfileError
 from parsim.execute.streams import TaskTime
+from parsim.graph.task import COMPUTE, Origin, Resource, Task
+from parsim.graph.taskgraph import TaskGraph
 from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Regime
 from parsim.model.spec import ModelSpec, load_model
+from parsim.simulate import static
+from parsim.work import Collective, Compute, Phase, Work
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
 
@@ -212,10 +223,10 @@ def test_overlap_by_operation_and_size() -> None:
     )
     found = overlap_factors(entries, [fit])
     assert found is not None
-    assert (found.compute_factor, found.communication_factor) == pytest.approx((1.35, 2.0))
+    assert (found.compute_factor, found.communication_factor) == pytest.approx(((1.5 + 1 / 0.9) / 2, 2.0))
     kept = [(p.operation, p.size_bytes, p.repeats) for p in found.points]
     assert kept == [("all_reduce", 10, 3), ("all_reduce", 99, 1)], "nothing is said of broadcast, which has no fit"
-    assert [p.compute_factor for p in found.points] == pytest.approx([1.5, 1.2])
+    assert [p.compute_factor for p in found.points] == pytest.approx([1.5, 1 / (1 - 0.6 * (1 - 1 / 1.2))])
     assert [p.communication_factor for p in found.points] == pytest.approx([3.0, 1.0])
 
 
@@ -393,3 +404,27 @@ def test_contradicting_points_are_left_out_by_series_and_named() -> None:
         ProfileError, match=r"only 1 size of all_gather over 2 ranks is left, and a fit needs 2 .*calibrate again"
     ):
         consistent_collectives(calls[1:3])
+
+
+# --- overlap ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(1.0, 50.0), st.floats(0.05, 3.0))
+def test_a_computation_is_held_up_for_as_long_as_the_operations_took(slower: float, longer: float) -> None:
+    """One operation beside a long computation, simulated: the computation ends later by what it lost when measured."""
+    alone_s, computing_s = 2e-3, 1.0
+    factors = OverlapFactors(compute=held_up(slower, longer), communication=max(1.0, longer))
+    computations = [Resource(rank, COMPUTE) for rank in range(2)]
+    sent = tuple(Resource(rank, "dp") for rank in range(2))
+    works: list[tuple[Work, tuple[Resource, ...]]] = [
+        *((Compute(component="c", phase=Phase.FORWARD, samples=1), (resource,)) for resource in computations),
+        (Collective(operation="all_reduce", group=(0, 1), size_bytes=1), sent),
+    ]
+    tasks = [
+        Task(index=number, work=work, resources=resources, dependencies=(), origin=Origin(stage=0))
+        for number, (work, resources) in enumerate(works)
+    ]
+    graph = TaskGraph(tasks=tuple(tasks), world_size=2)
+    timeline = static.simulate(graph, [computing_s, computing_s, alone_s], overlap=factors)
+    lost_s = longer * alone_s * (1 - 1 / slower)
+    assert timeline.makespan_s == pytest.approx(computing_s + lost_s, rel=1e-9)
