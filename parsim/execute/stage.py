@@ -140,7 +140,8 @@ class StageReplica:
     def begin_gradients(self, component: str) -> None:
         """Room for the gradients of the component's parameters, where they come and go with every microbatch (ZeRO 2)."""
         for bucket in self.layout.unsharded_buckets(component):
-            self._divided[bucket.number].begin_gradients()
+            if bucket.number in self._divided:  # else of another shard
+                self._divided[bucket.number].begin_gradients()
 
     def end_gradients(self, bucket: int) -> Tensor:
         """All gradients of a microbatch as one flat array, which the stage forgets."""

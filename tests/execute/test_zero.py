@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 
 from parsim.model.live_memory import LiveBytes
 from parsim.plan.mesh import Mesh
+from tests.execute.equality import Case
 from tests.execute.rank_states import MLP as SMALL_MLP
 from tests.execute.rank_states import even_plan, rank_of
-from tests.execute.test_equality import BERT, GPT, MLP, RESNET, VGG, VIT, assert_equal_to_one_process, case
+from tests.execute.test_equality import BERT, GPT, MLP, RESNET, TOKENS, VGG, VIT, assert_equal_to_one_process, case
 
 ADAM = {"optimizer": "adam", "learning_rate": 1e-3}
 ADAMW = {"optimizer": "adamw", "learning_rate": 1e-3}
@@ -67,6 +69,25 @@ def test_every_model_on_two_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_every_model_and_pipeline_on_four_processes(name: str, tmp_path: Path) -> None:
     assert_equal_to_one_process(FOUR_RANKS[name], tmp_path, steps=10)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+def test_replicas_of_shards_on_four_processes(tmp_path: Path) -> None:
+    """dp 2 x tp 2, components sharded, replicated, placed and batch-sharded as they were drawn."""
+    cases = [
+        Case(
+            spec=spec,
+            plan=even_plan(spec, Mesh(dp=2, tp=2), zero=stage, placing=random.Random(stage)),
+            dataset="synthetic" if spec.name in TOKENS else "digits",
+            optimizer="adam",
+            learning_rate=1e-3,
+        )
+        for spec in (MLP, VIT, GPT)
+        for stage in (2, 3)
+    ]
+    assert all("shard" in str(case.plan) for case in cases)
+    assert_equal_to_one_process(cases, tmp_path, steps=20)
 
 
 @pytest.mark.parametrize(("zero", "weights", "gradients"), [(0, 1, 1), (1, 1, 1), (2, 1, 4), (3, 4, 4)])
