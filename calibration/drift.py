@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibration.raw_points import entries_of
-from parsim.hardware.profile import Noise
+from parsim.execute.speed import Speed, typical_speed
+from parsim.hardware.profile import Noise, ProbeSeconds
 
 FloatArray = NDArray[np.float64]
 MIN_DRIFT_SIGMA = 0.08
@@ -111,16 +112,16 @@ def noise_of(raw: Mapping[str, Any], drift: Drift) -> Noise:
         drift_sigma=max(MIN_DRIFT_SIGMA, drift.sigma),
         measured_drift_sigma=drift.sigma,
         rank_sigma=rank_sigma(raw),
-        probe_s=probe_s(raw),
+        probe=probe_seconds(raw),
         source="drift",
     )
 
 
-def probe_s(raw: Mapping[str, Any]) -> float | None:
-    """What the probe took, in the median over turns of its mean over ranks; None if it did not run."""
-    turns = [[seconds for seconds in turn["speed_s"] if seconds is not None] for turn in raw.get("turns", [])]
-    found = [float(np.mean(seconds)) for seconds in turns if seconds]
-    return float(np.median(found)) if found else None
+def probe_seconds(raw: Mapping[str, Any]) -> ProbeSeconds | None:
+    """What the probe took, median over turns; None if it did not run."""
+    per_rank = list(zip(*(turn["speeds"] for turn in raw.get("turns", [])), strict=True))
+    alone, together, exchange = typical_speed([[Speed(*entry) for entry in rank] for rank in per_rank])
+    return None if alone is None or together is None else ProbeSeconds(alone=alone, together=together, exchange=exchange)
 
 
 def rank_sigma(raw: Mapping[str, Any]) -> float:

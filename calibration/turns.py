@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from parsim.errors import ExecutionError
 from parsim.execute.group import Place
-from parsim.execute.probe import SpeedProbe
+from parsim.execute.probe import SpeedProbe, measure_speed
 from parsim.files import write_text_atomically
 
 WARM_UP = -1
@@ -27,7 +27,7 @@ WARM_UP = -1
 
 START = "start.json"
 TURNS = "turn-*.json"
-TOLD = ("section", "round", "time_s", "seconds", "speed_s")
+TOLD = ("section", "round", "time_s", "seconds", "speeds")
 
 Entries = dict[str, list[Any]]
 
@@ -73,7 +73,7 @@ def take_turns(
     """Warm up, then turn after turn until every section is done, going on after the turns that lie in `folder`.
 
     Called by every rank; rank 0 decides and writes. Each turn is one file: section, round, time_s (since 1970), seconds, and
-    per rank what it measured, and what the probe took before (None on ranks without one).
+    per rank what it measured, and how fast it was before (`parsim.execute.probe`).
     """
     progress = read_progress(folder) if place.rank == 0 else {}
     if place.rank == 0 and progress:
@@ -86,18 +86,17 @@ def take_turns(
         if section.name not in warm:
             section.measure(WARM_UP)
             warm.add(section.name)
-        dist.barrier()
-        speed_s = None if probe is None else probe.seconds()
+        speed = measure_speed(probe, torch.device(place.device))
         dist.barrier()
         time_s, begin_s = time.time(), time.perf_counter()
         own = section.measure(number)
         gathered: list[Any] = [None] * place.world_size
-        dist.gather_object((own, speed_s), gathered if place.rank == 0 else None)
+        dist.gather_object((own, speed), gathered if place.rank == 0 else None)
         if place.rank == 0:
             seconds = time.perf_counter() - begin_s
             told = {"section": section.name, "round": number, "time_s": time_s, "seconds": seconds}
-            ranks, speeds_s = zip(*gathered, strict=True)
-            document = {**told, "speed_s": speeds_s, "ranks": ranks}
+            ranks, speeds = zip(*gathered, strict=True)
+            document = {**told, "speeds": speeds, "ranks": ranks}
             count = sum(done.rounds for done in progress.values())
             write_text_atomically(folder / f"turn-{count:05d}.json", json.dumps(document))
             done = progress.get(section.name, Progress())
@@ -141,7 +140,7 @@ def read_progress(folder: Path) -> dict[str, Progress]:
 
 def gather_raw(folder: Path) -> dict[str, Any]:
     """All turns as one document: what START holds, `turns` without their entries, and `ranks`: per rank the entries of all
-    turns by key, each with its round. Of a turn stay its section, round, time_s, seconds, speed_s.
+    turns by key, each with its round. Of a turn stay its section, round, time_s, seconds, speeds.
 
     Raises: ExecutionError if the ranks ended before they began to measure.
     """

@@ -21,7 +21,8 @@ class CaseRow:
     Attributes:
         calibrated: the model's components were measured. launch: by the ranks it had; "four" shares cores.
         low_s, high_s: the predicted 90% interval of the mean step, as drawn.
-        speed: how many times as long computation took as while calibrating, by the probe. at_speed_s: predicted at that speed.
+        speed: how many times as long things took as while calibrating, by the probe: computation of one rank alone, of one on
+            every core, communication. at_speed_s: predicted at that speed.
         aa_median, aa_p95: the case against itself.
         compute_s, cpu_s: predicted computation, measured processor time of all ranks, per step.
         kinds: by kind of task, predicted and measured seconds per step summed over its tasks.
@@ -36,7 +37,7 @@ class CaseRow:
     predicted_s: float
     low_s: float
     high_s: float
-    speed: float
+    speed: tuple[float, float, float]
     at_speed_s: float
     measured_s: float
     aa_median: float
@@ -212,7 +213,7 @@ def printed(document: dict[str, Any]) -> str:
         lines.append(
             f"one rank, against processor seconds: median error {100 * row['median']:.1f}%, bias {100 * row['bias']:.1f}%"
         )
-    lines.append("computation took, by the probe, as many times as long as while calibrating:")
-    lines.append(", ".join(f"{name} {factor:.3f}" for name, factor in document["speed"].items()))
+    lines.append("by the probe, times as long as while calibrating (computation of one rank, of one per core, communication):")
+    lines.append("; ".join(f"{name} " + " ".join(f"{factor:.3f}" for factor in s) for name, s in document["speed"].items()))
     lines += [f"{name}: {document[name]}" for name in ("coverage", "coverage, at the speed of the record")]
     return "\n".join(lines)

@@ -35,7 +35,8 @@ from calibration.calibrate import Launcher, calibrate
 from calibration.request import CalibrationRequest
 from parsim.execute.environment import describe_environment, machine_line
 from parsim.execute.launch import launch
-from parsim.execute.measurement import load_speed
+from parsim.execute.measurement import load_speeds
+from parsim.execute.speed import typical_speed
 from parsim.files import write_csv, write_text_atomically
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile, load_profile
@@ -43,7 +44,7 @@ from parsim.plan.plan import Plan
 from parsim.report.compare import aa_floor, task_durations_s
 from parsim.schedule.evaluate import evaluate
 from parsim.schedule.problem import Problem
-from parsim.schedule.speed import at_speed, slowness
+from parsim.schedule.speed import Slowness, at_speed, slowness
 from parsim.work import kind_of
 
 BUDGETS = ("compute", "shard", "operator", "collective", "overlap")
@@ -205,20 +206,20 @@ def record(
             with setting.launcher() as launcher:
                 seen = measure(folder / name, [entry.case for entry in chosen], setting.ranks, rounds, launcher, seed=number)
             said = {entry.case.name: entry for entry in chosen}
-            speed = slowness(profiles[name], load_speed(folder / name))
+            speed = slowness(profiles[name], *typical_speed(load_speeds(folder / name)))
             assert speed is not None, "the calibration and the record have a probe"
             measured = [row_of(folder.name, said[entry.case.name], entry, profiles[name], speed) for entry in seen]
             write_text_atomically(path, json.dumps([asdict(row) for row in measured]))
             shutil.rmtree(folder / name)
         if path.is_file():
             rows += [
-                CaseRow(**{**row, "kinds": {k: tuple(v) for k, v in row["kinds"].items()}})
+                CaseRow(**{**row, "speed": tuple(row["speed"]), "kinds": {k: tuple(v) for k, v in row["kinds"].items()}})
                 for row in json.loads(path.read_text())
             ]
     return rows
 
 
-def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile, speed: float) -> CaseRow:
+def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile, speed: Slowness) -> CaseRow:
     """What one case took, beside what was said of it, and what is said of it at the speed of the record."""
     case, measurement = said.case, seen.measurement
     floor = aa_floor([[float(value)] for value in measurement.step_s])
@@ -237,9 +238,9 @@ def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile, spe
         low_s=said.step_s[1],
         high_s=said.step_s[2],
         at_speed_s=evaluate(
-            at_speed(question(said.launch, case, profile), speed), case.plan, samples=0, fold=False
+            at_speed(question(said.launch, case, profile), speed, case.plan.world_size), case.plan, samples=0, fold=False
         ).result.step_s.median,
-        speed=speed,
+        speed=(speed.alone, speed.together, speed.exchange),
         measured_s=measurement.mean_step_s,
         aa_median=floor.median,
         aa_p95=floor.p95,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from parsim.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
     from parsim.execute.measurement import Measurement
+    from parsim.execute.speed import Speed
 
 PROGRESS = "parsim-progress "
 """Lines of a rank that start so carry one JSON object about how far it is."""
@@ -189,18 +190,18 @@ def judge(problem: Problem, evaluation: Evaluation, seen: Measurement) -> Compar
     return replace(comparison, interval_correction=None if found is None else found.to_dict())
 
 
-def speed_of(asked: Answer, seen: Measurement, probe_s: Sequence[Sequence[float]]) -> dict[str, Any] | None:
-    """How fast the machine computed beside the run, and what the profile says of the step at that speed; None if nobody looked.
+def speed_of(asked: Answer, seen: Measurement, now: Speed) -> dict[str, Any] | None:
+    """How fast the machine was beside the run, and what the profile says of the step at that speed; None if nobody looked.
 
     Args:
-        probe_s: as `parsim.execute.measurement.load_speed` finds it.
+        now: typical of the run.
     """
-    profile = asked.problem.cluster.profile
-    factor = slowness(profile, probe_s)
-    if factor is None:
+    profile, plan = asked.problem.cluster.profile, asked.evaluation.result.plan
+    found = slowness(profile, *now)
+    if found is None:
         return None
-    plan = asked.evaluation.result.plan
-    predicted_s = evaluate(at_speed(asked.problem, factor), plan, samples=0, fold=False).result.step_s.median
+    factor = found.computing(plan.world_size, profile)
+    predicted_s = evaluate(at_speed(asked.problem, found, plan.world_size), plan, samples=0, fold=False).result.step_s.median
     error = relative_error(predicted_s, seen.mean_step_s)
     pace = f"{format_percent(abs(factor - 1))} {'longer' if factor > 1 else 'less'}"
     text = (
@@ -208,7 +209,8 @@ def speed_of(asked: Answer, seen: Measurement, probe_s: Sequence[Sequence[float]
     )
     warning = f"the machine's speed has changed ({pace} for the same work): calibrate again" if differs(profile, factor) else ""
     return {
-        "factor": factor,
+        "computation": factor,
+        "communication": found.exchange,
         "predicted": predicted_s,
         "relative_error": error,
         "text": f"{text} are predicted ({format_error(error)})",

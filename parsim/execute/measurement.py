@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.errors import ExecutionError
+from parsim.execute.speed import Speed
 from parsim.execute.streams import TaskTime
 from parsim.graph.taskgraph import TaskGraph
 from parsim.timeline import Span, Timeline
@@ -101,16 +102,15 @@ class Measurement:
         return float(self.step_s.mean())
 
 
-def save_speed(output: Path, rank: int, seconds: Sequence[float]) -> None:
+def save_speeds(output: Path, rank: int, speeds: Sequence[Speed]) -> None:
     """What the probe (`parsim.execute.probe`) took on this rank in each round of a job."""
-    (output / f"speed-rank{rank}.json").write_text(json.dumps(list(seconds)))
+    (output / f"speed-rank{rank}.json").write_text(json.dumps(speeds))
 
 
-def load_speed(output: Path) -> tuple[tuple[float, ...], ...]:
-    """The probe's seconds per round, of every rank that has a core to itself or is the first on its core; none of a job that
-    was not measured in rounds."""
+def load_speeds(output: Path) -> list[list[Speed]]:
+    """Per rank and round; empty for a job that was not measured in rounds."""
     found = sorted(output.glob("speed-rank*.json"), key=lambda path: int(path.stem.removeprefix("speed-rank")))
-    return tuple(tuple(seconds) for path in found if (seconds := json.loads(path.read_text())))
+    return [[Speed(*entry) for entry in json.loads(path.read_text())] for path in found]
 
 
 def load_measurement(folder: Path, graph: TaskGraph) -> Measurement:

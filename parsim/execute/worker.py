@@ -25,13 +25,14 @@ from parsim.execute import checkpoint
 from parsim.execute.adaptive_run import Steering
 from parsim.execute.group import Place, Stream, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.job import Job, RunSpec
-from parsim.execute.measurement import RankRecord, save_speed
+from parsim.execute.measurement import RankRecord, save_speeds
 from parsim.execute.memory_lines import StepWatch, watching
 from parsim.execute.pinning import prepare_rank
-from parsim.execute.probe import SpeedProbe
+from parsim.execute.probe import SpeedProbe, measure_speed
 from parsim.execute.reshard import reshard
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.score import score
+from parsim.execute.speed import Speed
 from parsim.execute.stage import StageReplica
 from parsim.execute.streams import TaskTime, make_streams
 from parsim.graph.layout import Layout
@@ -221,8 +222,8 @@ def main(job_path: Path) -> None:
         assert only is not None, "a training job has as many ranks as its plan"
         runs = [_train(job, only, place, groups)]
     else:
-        speed_s = _measure(job, runs, place, SpeedProbe(torch.device(place.device)) if pinning.first else None)
-        save_speed(Path(job.output), place.rank, speed_s)
+        speeds = _measure(job, runs, place, SpeedProbe(torch.device(place.device)) if pinning.first else None)
+        save_speeds(Path(job.output), place.rank, speeds)
     for entry in runs:
         if entry is not None:
             entry.record().save(Path(job.output) / entry.run.name)
@@ -230,20 +231,19 @@ def main(job_path: Path) -> None:
     close_group(place)
 
 
-def _measure(job: Job, runs: Sequence[RankRun | None], place: Place, probe: SpeedProbe | None) -> list[float]:
+def _measure(job: Job, runs: Sequence[RankRun | None], place: Place, probe: SpeedProbe | None) -> list[Speed]:
     """Warm every run up, then rounds in which every run in turn does its steps, so that drift meets all alike.
 
-    Returns what the probe took at the beginning of each round, on the ranks that have one.
+    Returns how fast this rank was at the beginning of each round.
     """
-    speed_s: list[float] = []
+    speeds: list[Speed] = []
     for entry in runs:
         if entry is not None:
             for _ in range(job.warmup_steps):
                 entry.step(keep=False)
             entry.measure_memory()
     for number in range(job.rounds):
-        dist.barrier()
-        speed_s += [probe.seconds()] if probe is not None else []
+        speeds.append(measure_speed(probe, torch.device(place.device)))
         for entry in runs:
             dist.barrier()
             if entry is not None:
@@ -258,7 +258,7 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: Place, probe: Spee
     for entry in runs:
         if entry is not None and job.keep_state:
             _save(Path(job.output) / entry.run.name / "checkpoints", entry)
-    return speed_s
+    return speeds
 
 
 def _train(job: Job, entry: RankRun, place: Place, groups: ProcessGroups) -> RankRun:

@@ -206,6 +206,15 @@ class Overlap(Record):
     source: str
 
 
+class ProbeSeconds(Record):
+    """What the probe (`parsim.execute.probe`) took: on one rank alone, with a rank on every core, and an exchange of all ranks
+    (None: there was one)."""
+
+    alone: Positive
+    together: Positive
+    exchange: Positive | None = None
+
+
 class Noise(Record):
     """How unsteady the machine is.
 
@@ -214,14 +223,13 @@ class Noise(Record):
         measured_drift_sigma: what of it the calibration saw from round to round (None: it did not look); the rest is assumed.
         rank_sigma: relative spread of one rank's step against the other ranks' in the same step. Ranks that wait for
             one another wait for the slowest, so it lengthens the mean step.
-        probe_s: what the probe (`parsim.execute.probe`) took while the profile was measured, which is how fast the machine was
-            then; None: not asked.
+        probe: how fast the machine was while the profile was measured; None: not asked.
     """
 
     drift_sigma: NonNegative
     measured_drift_sigma: NonNegative | None = None
     rank_sigma: NonNegative = 0.0
-    probe_s: Positive | None = None
+    probe: ProbeSeconds | None = None
     source: str
 
 

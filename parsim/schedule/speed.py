@@ -1,38 +1,59 @@
-"""The same question on a machine that computes faster or slower than while it was calibrated, as the probe finds it."""
+"""The same question on a machine that is faster or slower than while it was calibrated, as the probe finds it."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from parsim.costs.corrected import Corrections
+from parsim.costs.corrected import CommunicationClass, Corrections
 from parsim.hardware.profile import Profile
 from parsim.schedule.problem import Problem
 
 
-def slowness(profile: Profile, probe_s: Sequence[Sequence[float]]) -> float | None:
-    """How many times as long computation takes as while the profile was measured; None where one of the two did not probe.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowness:
+    """How many times as long things take as while the profile was measured.
 
-    Args:
-        probe_s: what the probe (`parsim.execute.probe`) took, per rank and round. Of each rank the median counts.
+    Attributes: alone: computation of one rank alone. together: with a rank on every core. exchange: communication.
     """
-    known = None if profile.noise is None else profile.noise.probe_s
-    found = [statistics.median(seconds) for seconds in probe_s if seconds]
-    return None if known is None or not found else statistics.mean(found) / known
+
+    alone: float
+    together: float
+    exchange: float = 1.0
+
+    def computing(self, ranks: int, profile: Profile) -> float:
+        """Of computation of so many ranks on the machine of the profile; between one and all its cores in proportion."""
+        cores = len({entry.index if entry.core is None else (entry.node, entry.core) for entry in profile.devices})
+        share = 0.0 if cores <= 1 else (min(ranks, cores) - 1) / (cores - 1)
+        return self.alone + share * (self.together - self.alone)
 
 
-def at_speed(problem: Problem, factor: float) -> Problem:
-    """All computation takes `factor` times as long, on top of what has been observed; communication and loading stay.
+def slowness(profile: Profile, alone_s: float | None, together_s: float | None, exchange_s: float | None) -> Slowness | None:
+    """From what the probe takes now (`parsim.execute.probe.typical_speed`); None where one of the two did not probe."""
+    known = None if profile.noise is None else profile.noise.probe
+    if known is None or alone_s is None or together_s is None:
+        return None
+    exchange = 1.0 if exchange_s is None or known.exchange is None else exchange_s / known.exchange
+    return Slowness(alone=alone_s / known.alone, together=together_s / known.together, exchange=exchange)
 
-    Leaves out that ranks may differ: the probe of one core says little of one task, that of all of them more.
+
+def at_speed(problem: Problem, found: Slowness, ranks: int) -> Problem:
+    """Computation and communication of a plan of so many ranks take as many times as long, on top of what has been observed;
+    loading stays. Leaves out that ranks may differ, and large messages from small ones.
 
     Raises CostError for a factor that is not a finite number above 0.
     """
-    before = problem.corrections
-    ranks = tuple((rank, before.rank_factor(rank) * factor) for rank in range(problem.cluster.size))
-    return replace(problem, corrections=Corrections(ranks=ranks, phases=before.phases, communication=before.communication))
+    before, everyone = problem.corrections, range(problem.cluster.size)
+    computing = found.computing(ranks, problem.cluster.profile)
+    links = dict(before.communication) or {CommunicationClass("all_reduce", tuple(everyone)): 1.0}
+    return replace(
+        problem,
+        corrections=Corrections(
+            ranks=tuple((rank, before.rank_factor(rank) * computing) for rank in everyone),
+            phases=before.phases,
+            communication=tuple((key, factor * found.exchange) for key, factor in links.items()),
+        ),
+    )
 
 
 def differs(profile: Profile, factor: float) -> bool:

@@ -504,7 +504,8 @@ def test_quick_calibration_of_this_machine(tmp_path: Path, nproc: int) -> None:
     assert str(tmp_path) not in json.dumps(environment)
     assert environment["seconds"] > 0
     assert profile.noise is not None
-    assert profile.noise.probe_s is not None
+    assert profile.noise.probe is not None
+    assert (profile.noise.probe.exchange is None) == (nproc == 1)
     assert all(state["ticks"] for state in environment["sessions"][0].values())
     written = (tmp_path / "here.json").read_bytes()
     refit(tmp_path / "here.json")

@@ -44,7 +44,12 @@ def test_sizes_between_points_lie_on_a_line_of_logarithms_and_outside_on_the_nea
 
 
 def test_a_program_has_the_mean_by_time_of_what_it_sends() -> None:
-    works = [Compute(component="c", phase=Phase.FORWARD, samples=1), reduce(100), reduce(10_000), SendRecv(source=0, destination=1, size_bytes=1)]
+    works = [
+        Compute(component="c", phase=Phase.FORWARD, samples=1),
+        reduce(100),
+        reduce(10_000),
+        SendRecv(source=0, destination=1, size_bytes=1),
+    ]
     found = overlap_of(MEASURED, works, [100.0, 3.0, 1.0, 0.0])
     assert (found.compute, found.communication) == pytest.approx(((3 * 1.2 + 2.2) / 4, (3 * 4.0 + 2.0) / 4))
     nothing = overlap_of(MEASURED, works[:1], [100.0])

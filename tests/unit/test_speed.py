@@ -9,13 +9,14 @@ import torch
 
 from parsim.costs.estimate import Estimate
 from parsim.execute.probe import SpeedProbe
+from parsim.execute.speed import Speed, typical_speed
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import Noise, Profile, load_profile
+from parsim.hardware.profile import Noise, ProbeSeconds, Profile, load_profile
 from parsim.plan.plan import Plan
 from parsim.schedule.evaluate import evaluate
 from parsim.schedule.families import FAMILIES
 from parsim.schedule.problem import Problem
-from parsim.schedule.speed import at_speed, differs, slowness
+from parsim.schedule.speed import Slowness, at_speed, differs, slowness
 from tests.models import chain_model
 
 
@@ -23,8 +24,8 @@ def profile_with(noise: Noise | None) -> Profile:
     return load_profile("dgx1-v100-32gb").model_copy(update={"noise": noise})
 
 
-def noise(probe_s: float | None, drift_sigma: float = 0.1) -> Noise:
-    return Noise(drift_sigma=drift_sigma, probe_s=probe_s, source="throughput")
+def noise(probe: ProbeSeconds | None, drift_sigma: float = 0.1) -> Noise:
+    return Noise(drift_sigma=drift_sigma, probe=probe, source="throughput")
 
 
 def problem_on(devices: int) -> Problem:
@@ -40,6 +41,10 @@ def step_s(problem: Problem, plan: Plan) -> float:
     return evaluate(problem, plan, samples=0, fold=False).result.step_s.median
 
 
+def slow(computing: float, exchange: float = 1.0) -> Slowness:
+    return Slowness(alone=computing, together=computing, exchange=exchange)
+
+
 def _loads(estimate: Estimate) -> bool:
     return any(name == "load" for name, _ in estimate.parameters)
 
@@ -50,35 +55,56 @@ def test_a_step_of_computation_alone_takes_as_many_times_as_long(factor: float) 
     plan = plan_of(problem, "single")
     computing_s = sum(estimate.median_s for estimate in evaluate(problem, plan, samples=0).estimates if not _loads(estimate))
     expected = step_s(problem, plan) + (factor - 1) * computing_s
-    assert step_s(at_speed(problem, factor), plan) == pytest.approx(expected, rel=1e-9)
+    found = Slowness(alone=factor, together=7.0, exchange=9.0)
+    assert step_s(at_speed(problem, found, 1), plan) == pytest.approx(expected, rel=1e-9)
 
 
-def test_communication_keeps_its_time() -> None:
+@pytest.mark.parametrize("family", ["dp", "mp"])
+def test_computation_and_communication_have_a_speed_each(family: str) -> None:
     problem = problem_on(2)
-    plan = plan_of(problem, "mp")
-    usual, slow = step_s(problem, plan), step_s(at_speed(problem, 2.0), plan)
-    assert usual < slow < 2 * usual
+    plan = plan_of(problem, family)
+    usual, both = step_s(problem, plan), step_s(at_speed(problem, slow(2.0, 2.0), 2), plan)
+    assert both == pytest.approx(2 * usual, rel=1e-3), "all but loading, which is next to nothing"
+    assert usual < step_s(at_speed(problem, slow(2.0), 2), plan) < both
+    assert usual < step_s(at_speed(problem, slow(1.0, 2.0), 2), plan) < both
 
 
-def test_speeds_add_up_and_one_is_none() -> None:
+def test_speeds_multiply_and_one_is_none() -> None:
     problem = problem_on(2)
     plan = plan_of(problem, "dp")
-    assert step_s(at_speed(problem, 1.0), plan) == step_s(problem, plan)
-    twice = step_s(at_speed(at_speed(problem, 1.2), 1.5), plan)
-    assert twice == pytest.approx(step_s(at_speed(problem, 1.8), plan), rel=1e-12)
+    assert step_s(at_speed(problem, slow(1.0), 2), plan) == step_s(problem, plan)
+    twice = step_s(at_speed(at_speed(problem, slow(1.2, 1.1), 2), slow(1.5, 2.0), 2), plan)
+    assert twice == pytest.approx(step_s(at_speed(problem, slow(1.8, 2.2), 2), plan), rel=1e-12)
 
 
-def test_slowness_is_the_mean_of_the_ranks_medians_over_the_probe_of_then() -> None:
-    seen = [[2e-3, 2.2e-3, 50e-3], [3e-3, 3e-3, 2.9e-3]]
-    assert slowness(profile_with(noise(2e-3)), seen) == pytest.approx((2.2 + 3.0) / 2 / 2.0)
-    assert slowness(profile_with(noise(2e-3)), [[], [2e-3]]) == pytest.approx(1.0)
-    assert slowness(profile_with(noise(None)), seen) is None
-    assert slowness(profile_with(None), seen) is None
-    assert slowness(profile_with(noise(2e-3)), [[], []]) is None
+def test_between_one_rank_and_all_cores_in_proportion() -> None:
+    """Eight devices; then two ranks on each of two cores."""
+    found, machine = Slowness(alone=1.0, together=1.7), profile_with(None)
+    assert [found.computing(ranks, machine) for ranks in (1, 2, 4, 8, 9)] == pytest.approx([1.0, 1.1, 1.3, 1.7, 1.7])
+    devices = [device.model_copy(update={"core": number % 2}) for number, device in enumerate(machine.devices[:4])]
+    crowded = machine.model_copy(update={"devices": devices})
+    assert [found.computing(ranks, crowded) for ranks in (1, 2, 4)] == pytest.approx([1.0, 1.7, 1.7])
+
+
+def test_typical_is_the_mean_of_the_ranks_medians() -> None:
+    first = [Speed(2e-3, 3e-3, 1e-4), Speed(2.2e-3, 3.2e-3, 2e-4), Speed(50e-3, 60e-3, 3e-4)]
+    second = [Speed(None, 4e-3, 4e-4), Speed(None, 4.2e-3, 4e-4), Speed(None, 4.1e-3, 4e-4)]
+    third = [Speed(None, None, None)] * 3
+    assert typical_speed([first, second, third]) == pytest.approx((2.2e-3, (3.2e-3 + 4.1e-3) / 2, 3e-4))
+    assert typical_speed([]) == Speed(None, None, None)
+
+
+def test_slowness_needs_both_probes() -> None:
+    then = ProbeSeconds(alone=2e-3, together=2.5e-3, exchange=1e-4)
+    assert slowness(profile_with(noise(then)), 3e-3, 2.5e-3, 2e-4) == Slowness(alone=1.5, together=1.0, exchange=2.0)
+    assert slowness(profile_with(noise(then)), 3e-3, 2.5e-3, None) == Slowness(alone=1.5, together=1.0, exchange=1.0)
+    assert slowness(profile_with(noise(then)), None, None, None) is None
+    assert slowness(profile_with(noise(None)), 3e-3, 2.5e-3, 2e-4) is None
+    assert slowness(profile_with(None), 3e-3, 2.5e-3, 2e-4) is None
 
 
 def test_a_change_is_said_beyond_two_deviations() -> None:
-    known = profile_with(noise(2e-3, drift_sigma=0.1))
+    known = profile_with(noise(None, drift_sigma=0.1))
     assert not differs(known, math.exp(0.19))
     assert differs(known, math.exp(0.21))
     assert differs(known, math.exp(-0.21))
