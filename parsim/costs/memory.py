@@ -81,7 +81,7 @@ class RankMemory:
         return dict(self.lines)[name]
 
     def describe(self) -> str:
-        """`rank 3 needs 34.1 GiB of 32 GiB (2.1 GiB too much); its largest line is activations, 30 GiB`."""
+        """`rank 3 needs 34.1 GiB, at p95 34.3 GiB, of 32 GiB (2.3 GiB too much); its largest line is activations, 30 GiB`."""
         name, size = self.worst
         upto = f", at p95 {format_bytes(self.high_bytes)}," if self.spreads else ""
         over = "" if self.fits else f" ({format_bytes(self.excess_bytes)} too much)"

@@ -97,8 +97,9 @@ def test_what_stays_on_a_rank_between_steps(zero: int, weights: int, gradients: 
     buckets = rank.layout.rank_buckets(0)
     whole = 8 * sum(bucket.chunk_elements * 4 if zero else bucket.elements for bucket in buckets)
     with LiveBytes() as live:
-        for tensor in rank.resident_tensors():
-            live.track(tensor)
+        for line, tensors in rank.resident_tensors().items():
+            for tensor in tensors:
+                live.track(tensor, line)
         assert live.current_bytes == whole // weights + whole // gradients
 
 

@@ -259,7 +259,8 @@ def test_a_plan_that_does_not_fit_is_a_result(cli: Cli, run_file: Path, tmp_path
 def test_run_of_a_plan_that_cannot_fit(cli: Cli, run_file: Path, tmp_path: Path) -> None:
     edited_profile(tmp_path / "tiny.json", with_tiny_memory)
     outcome = cli("run", str(run_file), "--set", "cluster.profile=tiny.json", "--nproc", "4", "--out", "kept")
-    worst = r"rank \d needs [\d.]+ \wiB of 977 KiB \([\d.]+ \wiB too much\); its largest line is [\w ]+, [\d.]+ \wiB"
+    needs = r"rank \d needs [\d.]+ \wiB, at p95 [\d.]+ \wiB, of 977 KiB \([\d.]+ \wiB too much\)"
+    worst = needs + r"; its largest line is [\w ]+, [\d.]+ \wiB"
     patterns = (r"cannot fit", worst, r"use more devices or microbatches")
     assert_refused(outcome, *patterns, folder=tmp_path, left={"RUN.toml", "tiny.json"})
 
