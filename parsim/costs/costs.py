@@ -74,6 +74,12 @@ class Costs:
         """Whether ranks and links that are alike cost what a run has shown of each."""
         return bool(self.corrections or self._updates)
 
+    @property
+    def between_steps_s(self) -> float:
+        """Seconds of a rank between its steps, which belong to no task."""
+        host = self.cluster.profile.host
+        return 0.0 if host is None else host.step_s
+
     @cached_property
     def _updates(self) -> Corrections:
         return updates_of(self.cluster)

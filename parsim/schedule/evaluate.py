@@ -46,7 +46,7 @@ class Evaluation:
 
     Attributes:
         estimates: per unit of the program (`Columns.units`). overlap: the factors of the program as a whole.
-        steady_step_s: the step without noise of single ranks.
+        steady_step_s: the tasks of a step without noise of single ranks.
     """
 
     folding: Folding
@@ -82,7 +82,8 @@ def evaluate(
             share cores.
 
     The step time is the mean of `REPEATED_STEPS` repeats with every resource's frontier carried over, or where the profile
-    knows how unsteady single ranks are, the mean of `NOISY_STEPS` steps with that noise: ranks wait for the slowest. The
+    knows how unsteady single ranks are, the mean of `NOISY_STEPS` steps with that noise: ranks wait for the slowest. What a rank
+    does between steps, where the profile knows it, comes on top: it is nobody's task, and all ranks do it at once. The
     interval comes from `samples` draws of the cost parameters (none: the interval is the median). Discrete choices stay
     as at the medians. The timeline and the breakdown are those of a step without noise.
 
@@ -112,6 +113,7 @@ def evaluate(
         computing = np.where(columns.communicates, -1, columns.first_rank)
         noisy = medians * rank_noise(computing, sigma, NOISY_STEPS, SEED)
         step_s = float(static.step_times_s(compiled, noisy, steps=REPEATED_STEPS, overlap=overlap).mean())
+    step_s += costs.between_steps_s
     interval = Interval(median=step_s, p05=step_s, p95=step_s)
     parts = breakdown(compiled, timeline, ranks=folding.ranks)
     fractions = step_fractions(parts, folding.weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from parsim.costs.estimate import Estimate
 from parsim.execute.probe import SpeedProbe
 from parsim.execute.speed import Speed, typical_speed
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import Noise, ProbeSeconds, Profile, load_profile
+from parsim.hardware.profile import HostOverhead, Noise, ProbeSeconds, Profile, load_profile
 from parsim.plan.plan import Plan
 from parsim.schedule.evaluate import evaluate
 from parsim.schedule.families import FAMILIES
 from parsim.schedule.problem import Problem
+from parsim.schedule.result import PlanResult
 from parsim.schedule.speed import Slowness, at_speed, differs, slowness
 from tests.models import chain_model
 
@@ -119,3 +121,17 @@ def test_the_probe_changes_nothing_but_the_clock() -> None:
     seconds = [probe.seconds() for _ in range(3)]
     assert torch.equal(torch.rand(3), expected)
     assert all(0 < value < 10 for value in seconds)
+
+
+def test_what_ranks_do_between_steps_comes_on_top() -> None:
+    def found(between_s: float) -> PlanResult:
+        profile = profile_with(None).model_copy(
+            update={"host": HostOverhead(task_s=0.0, step_s=between_s, source="throughput")}
+        )
+        problem = problem_on(2)
+        problem = replace(problem, cluster=replace(problem.cluster, profile=profile))
+        return evaluate(problem, plan_of(problem, "dp"), samples=50).result
+
+    without, given = found(0.0), found(0.25)
+    assert given.step_s.median == pytest.approx(without.step_s.median + 0.25, rel=1e-12)
+    assert given.step_s.p95 / given.step_s.median == pytest.approx(without.step_s.p95 / without.step_s.median, rel=1e-9)
