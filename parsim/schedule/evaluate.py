@@ -82,10 +82,10 @@ def evaluate(
             share cores.
 
     The step time is the mean of `REPEATED_STEPS` repeats with every resource's frontier carried over, or where the profile
-    knows how unsteady single ranks are, the mean of `NOISY_STEPS` steps with that noise: ranks wait for the slowest. What a rank
-    does between steps, where the profile knows it, comes on top: it is nobody's task, and all ranks do it at once. The
-    interval comes from `samples` draws of the cost parameters (none: the interval is the median). Discrete choices stay
-    as at the medians. The timeline and the breakdown are those of a step without noise.
+    knows how unsteady single ranks are, the mean of `NOISY_STEPS` steps with that noise: ranks wait for the slowest. What ranks
+    do between steps, where the profile knows it, comes on top: it is nobody's task. The interval comes from `samples` draws of
+    the cost parameters (none: the interval is the median). Discrete choices stay as at the medians. The timeline and the
+    breakdown are those of a step without noise.
 
     Raises:
         PlanError: more ranks than devices, or a plan that does not match the model. CostError: a task without a price.
