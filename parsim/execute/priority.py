@@ -3,7 +3,7 @@
 With gloo a rank's computation and communication share a core. A thread that wakes up because a message has come waits there for
 the thread that computes to use up its time slice, some milliseconds in which the peer waits too. Threads under real-time
 round-robin scheduling (Linux, SCHED_RR) do not wait; they sleep but for the moments in which there is something to send or to
-add. On a 2-core virtual machine steps with many collectives got 10 to 40% shorter (`experiments/this_machine/priority.py`).
+add. On a 2-core virtual machine steps of two ranks got 17 to 54% shorter (`experiments/this_machine/priority.py`).
 
 It takes root, CAP_SYS_NICE or a limit `rtprio` of 1 (`ulimit -r`). Elsewhere everything works as usual, more slowly.
 """
