@@ -32,7 +32,7 @@ from parsim.hardware.profile import (
 from parsim.model.model import Model
 from parsim.model.narrow import narrow
 from parsim.work import Compute as ComputeWork
-from parsim.work import LoadBatch, OptimizerStep
+from parsim.work import LoadBatch, OptimizerStep, Work
 
 SOURCES: Mapping[str, tuple[str, str]] = {
     "steps": (
@@ -170,6 +170,11 @@ def _over_ranks(raw: Mapping[str, Any], key: str) -> float:
 # --- components -------------------------------------------------------------------------------------------------------
 
 
+def _works(raw: Mapping[str, Any]) -> dict[tuple[int, int], list[Work]]:
+    """By (model, samples): what each task of its graph does."""
+    return {(case["model"], case["samples"]): [parse_work(text) for text in case["tasks"]] for case in raw["cases"]}
+
+
 def _tables(raw: Mapping[str, Any], drift: Drift) -> dict[tuple[int, int, int], FloatArray]:
     """Seconds [repeat, task] of every (model, samples, ranks active), over all rounds and ranks, less the drift. Optimizers
     took turns, and their task is left out (0): `optimizer_points` tells them apart."""
@@ -206,7 +211,7 @@ def component_points(
     raw: Mapping[str, Any], request: CalibrationRequest, models: Sequence[Model], device_type: str, drift: Drift
 ) -> list[ComponentPoint]:
     """One point per component instance, phase, samples and number of active ranks."""
-    works = {(case["model"], case["samples"]): [parse_work(text) for text in case["tasks"]] for case in raw["cases"]}
+    works = _works(raw)
     points = []
     for (number, samples, active), table in sorted(_tables(raw, drift).items()):
         model = models[number]
@@ -337,10 +342,8 @@ def optimizer_points(
 def _optimizer_tasks(raw: Mapping[str, Any]) -> dict[tuple[int, int], dict[int, OptimizerStep]]:
     """By (model, samples): the places of the optimizer's task."""
     return {
-        (case["model"], case["samples"]): {
-            place: work for place, text in enumerate(case["tasks"]) if isinstance(work := parse_work(text), OptimizerStep)
-        }
-        for case in raw["cases"]
+        case: {place: work for place, work in enumerate(works) if isinstance(work, OptimizerStep)}
+        for case, works in _works(raw).items()
     }
 
 
@@ -374,11 +377,11 @@ def host_overhead(raw: Mapping[str, Any], drift: Drift) -> HostOverhead:
 
 def loading(raw: Mapping[str, Any], drift: Drift) -> tuple[float, float]:
     """Seconds of loading any batch, and per byte of it: a line through the cases with every rank active."""
-    works = {(case["model"], case["samples"]): [parse_work(text) for text in case["tasks"]] for case in raw["cases"]}
-    most = max(active for _, _, active in _tables(raw, drift))
+    works, tables = _works(raw), _tables(raw, drift)
+    most = max(active for _, _, active in tables)
     points = [
         (float(work.size_bytes), float(np.median(table[:, place])))
-        for (number, samples, active), table in _tables(raw, drift).items()
+        for (number, samples, active), table in tables.items()
         for place, work in enumerate(works[number, samples])
         if isinstance(work, LoadBatch) and active == most and np.median(table[:, place]) > 0
     ]

@@ -115,7 +115,10 @@ def make_case(
         streams=streams,
         data=data,
         dtype=dtype,
-        optimizers={name: stage.another_optimizer(name, LEARNING_RATE) for name in request.optimizers},
+        optimizers={
+            request.optimizers[0]: stage.optimizer,
+            **{name: stage.another_optimizer(name, LEARNING_RATE) for name in request.optimizers[1:]},
+        },
         order=BatchOrder(n=len(data), global_batch=samples, seed=request.seed),
     )
 

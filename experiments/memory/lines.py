@@ -17,16 +17,14 @@ LINES: Mapping[str, tuple[str, ...]] = {
     "workspace": ("workspace", "unsharded"),
 }
 """By the name in the table. One value can be saved by its maker and kept by its reader: of storages these are not two."""
-NOT_TENSORS = ("context", "communication", "allocator")
 
 
 def by_line(lines: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by the names of the table. Raises KeyError for a line that belongs to none."""
+    """Bytes of lines of tensors by the names of the table. Raises KeyError for a line that belongs to none."""
     place = {line: name for name, lines_of in LINES.items() for line in lines_of}
     found = dict.fromkeys(LINES, 0)
     for line, size in lines.items():
-        if line not in NOT_TENSORS:
-            found[place[line]] += size
+        found[place[line]] += size
     return found
 
 

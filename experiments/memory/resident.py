@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from parsim.execute.environment import resident_bytes
 from parsim.execute.optimizer import distinct, flat_gradients
 from parsim.execute.stage import seeded_module
 from parsim.model.live_memory import LiveBytes
@@ -29,7 +30,7 @@ def main(name: str, samples: int) -> None:
     side = torch.randn(64, 64, requires_grad=True)
     kernel = torch.randn(4, 3, 3, 3, requires_grad=True)
     ((side @ side).sum() + torch.nn.functional.conv2d(torch.randn(1, 3, 8, 8), kernel).sum()).backward()  # type: ignore[no-untyped-call]
-    before = status_bytes("VmRSS")
+    before = resident_bytes()
     spec = ModelSpec(name=name)
     module = seeded_module(spec, 0, torch.float32, torch.device("cpu"))
     parameters = distinct(module.parameters())
@@ -53,17 +54,16 @@ def main(name: str, samples: int) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak of the resident set starts anew
         for _ in range(STEPS_PER_ROUND):
             step()
-        beside.append(status_bytes("VmHWM") - before - live.peak_bytes)
+        beside.append(peak_resident_bytes() - before - live.peak_bytes)
     found = ", ".join(f"{size / MIB:.0f}" for size in beside)
     print(f"{name}, {samples} samples: live tensors {live.peak_bytes / MIB:.1f} MiB; beside them, by round: {found} MiB")
 
 
-def status_bytes(key: str) -> int:
-    """A line of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
+def peak_resident_bytes() -> int:
+    """Of this process, since it was last cleared."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

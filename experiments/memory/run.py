@@ -16,13 +16,13 @@ import itertools
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cases import BATCH_SAMPLES, QUESTIONS, Question, plans, staged, two_processes
-from lines import LINES, NOT_TENSORS, by_line, table
+from lines import LINES, by_line, table
 
 from parsim.execute.autocast_step import autocast_peak_bytes
 from parsim.execute.job import Job, RunSpec
@@ -87,19 +87,18 @@ def measure(question: Question) -> Iterator[dict[str, Any]]:
             problem = replace(base, optimizer=case.optimizer)
             worst: dict[str, Any] = {}
             for entry in problem.memory(case.plan):
-                predicted = sum(size for name, size in entry.lines if name not in NOT_TENSORS)
+                predicted = sum(entry.tensor_lines.values())
                 record = RankRecord.load(folder / run.name, entry.rank)
                 measured = record.peak_bytes
                 error = 100 * (predicted - measured) / measured
                 if not worst or abs(error) > abs(worst["error_percent"]):
-                    largest = max((line for line in entry.lines if line[0] not in NOT_TENSORS), key=lambda line: line[1])
                     worst = {
                         "rank": entry.rank,
                         "predicted_bytes": predicted,
                         "measured_bytes": measured,
                         "error_percent": round(error, 2),
-                        "largest_line": largest[0],
-                        **{f"predicted {name}": size for name, size in by_line(dict(entry.lines)).items()},
+                        "largest_line": largest(entry.tensor_lines),
+                        **{f"predicted {name}": size for name, size in by_line(entry.tensor_lines).items()},
                         **{f"measured {name}": size for name, size in by_line(record.memory_lines).items()},
                     }
             yield {
@@ -112,6 +111,10 @@ def measure(question: Question) -> Iterator[dict[str, Any]]:
             }
 
 
+def largest(lines: Mapping[str, int]) -> str:
+    return max(lines, key=lambda name: lines[name])
+
+
 def under_autocast(question: Question) -> Iterator[dict[str, Any]]:
     """One plain step in this process under the CPU's autocast to bfloat16, at two batches: plans are executed in fp32 alone."""
     model = load_model(question.spec, granularity=question.granularity)
@@ -119,8 +122,7 @@ def under_autocast(question: Question) -> Iterator[dict[str, Any]]:
         problem = Problem(model=model, cluster=two_processes(), global_batch=samples, precision="amp_bf16", optimizer="sgd")
         plan = replace(staged(model, Mesh()), global_batch=samples)
         (memory,) = problem.memory(plan)
-        lines = [line for line in memory.lines if line[0] not in NOT_TENSORS]
-        predicted, measured = sum(size for _, size in lines), autocast_peak_bytes(question.spec, samples)
+        predicted, measured = sum(memory.tensor_lines.values()), autocast_peak_bytes(question.spec, samples)
         yield {
             "model": question.spec.name,
             "granularity": question.granularity,
@@ -131,7 +133,7 @@ def under_autocast(question: Question) -> Iterator[dict[str, Any]]:
             "predicted_bytes": predicted,
             "measured_bytes": measured,
             "error_percent": round(100 * (predicted - measured) / measured, 2),
-            "largest_line": max(lines, key=lambda line: line[1])[0],
+            "largest_line": largest(memory.tensor_lines),
             **{f"{side} {name}": "" for side in ("predicted", "measured") for name in LINES},
         }
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from parsim.commands.question import cluster_of, fixed_plan, is_saved_model, problem_of, search_plans
 from parsim.commands.run_folder import RunFolder, write_json
 from parsim.config import RunConfig
-from parsim.costs.memory import RankMemory
 from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, PlanError
 from parsim.execute.environment import describe_environment
 from parsim.execute.job import Job, RunSpec
@@ -183,7 +182,7 @@ def judge(problem: Problem, evaluation: Evaluation, seen: Measurement) -> Compar
         seen.timelines,
         predicted_step=evaluation.result.step_s,
         measured_step=[float(value) for value in seen.step_s],
-        predicted_memory_bytes=[tensor_bytes(memory) for memory in evaluation.memory],
+        predicted_memory_bytes=[sum(memory.tensor_lines.values()) for memory in evaluation.memory],
         measured_memory_bytes=seen.peak_bytes if all(seen.peak_bytes) else (),
         kind_intervals=kind_intervals_s(evaluation.graph, durations),
     )
@@ -216,11 +215,6 @@ def speed_of(asked: Answer, seen: Measurement, now: Speed) -> dict[str, Any] | N
         "text": f"{text} are predicted ({format_error(error)})",
         "warning": warning,
     }
-
-
-def tensor_bytes(memory: RankMemory) -> int:
-    """What an allocator of tensors sees of a rank's memory: all but the framework, libraries and what is lost between."""
-    return memory.total_bytes - sum(memory.line(name) for name in ("context", "communication", "allocator"))
 
 
 def typical_step(seen: Measurement) -> int:

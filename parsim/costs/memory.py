@@ -11,8 +11,7 @@ the end of its backward.
 What the allocator and libraries take besides is the line `allocator`, an interval; so is what can have arrived early. Whether a
 rank fits is decided with every line at its p95.
 
-Leaves out: the moments of a first forward that are fuller than the
-backward of the same component.
+Leaves out: the moments of a first forward that are fuller than the backward of the same component.
 """
 
 from __future__ import annotations
@@ -37,6 +36,9 @@ NCCL_COMMUNICATOR_BYTES = 256 * MIB
 """Assumed per communicator: about a dozen channels, each with send and receive buffers of 4 MiB (the default
 NCCL_BUFFSIZE) for one protocol and as much again for the low-latency ones and scratch, rounded up."""
 
+NOT_TENSORS = ("context", "communication", "allocator")
+"""Lines of the framework, of libraries and of what is lost between blocks."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
@@ -52,6 +54,11 @@ class RankMemory:
     @property
     def total_bytes(self) -> int:
         return sum(size for _, size in self.lines)
+
+    @property
+    def tensor_lines(self) -> dict[str, int]:
+        """What an allocator of tensors sees, by line."""
+        return {name: size for name, size in self.lines if name not in NOT_TENSORS}
 
     @property
     def low_bytes(self) -> int:

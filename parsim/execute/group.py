@@ -141,7 +141,7 @@ def init_group(device: str = "cpu", *, timeout_s: float = 120.0) -> Place:
     everyone, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
     everyone.set_timeout(timeout)
     store = PrefixStore(f"parsim/{place.attempt}", everyone)
-    with threads_with_priority() if device == "cpu" else contextlib.nullcontext():
+    with _threads_of(BACKENDS[device]):
         distributed.init_process_group(
             BACKENDS[device],
             store=store,
@@ -151,6 +151,11 @@ def init_group(device: str = "cpu", *, timeout_s: float = 120.0) -> Place:
             device_id=cuda_device,
         )
     return replace(place, device="cpu" if cuda_device is None else str(cuda_device), store=store)
+
+
+def _threads_of(backend: str) -> contextlib.AbstractContextManager[bool | None]:
+    """Gloo's threads, begun inside, share a core with computation and come before it; those of others do not."""
+    return threads_with_priority() if backend == BACKENDS["cpu"] else contextlib.nullcontext()
 
 
 Stream = tuple[str, tuple[int, ...]]
@@ -173,7 +178,7 @@ def make_groups(streams: Sequence[Stream], *, timeout_s: float = 120.0) -> dict[
     for name, ranks in dict.fromkeys(streams):
         if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= member < world_size for member in ranks):
             raise ExecutionError(f"stream {name!r} has ranks {ranks}; list each once, from 0 to {world_size - 1}")
-        with threads_with_priority() if distributed.get_backend() == BACKENDS["cpu"] else contextlib.nullcontext():
+        with _threads_of(distributed.get_backend()):
             group = distributed.new_group(list(ranks), timeout=timeout, group_desc=name)
         if rank in ranks:
             groups[name, ranks] = group

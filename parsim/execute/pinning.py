@@ -50,12 +50,12 @@ def prepare_rank(local_rank: int, local_world_size: int, *, device: str = "cpu")
     torch.set_num_threads(1)
     keep_freed_memory()
     cores = available_cores()
-    shared_by = -(-local_world_size // len(cores))
+    shared_by, first = -(-local_world_size // len(cores)), local_rank < len(cores)
     if not hasattr(os, "sched_setaffinity"):
-        return Pinning(core=None, threads=1, shared_by=shared_by, first=local_rank < len(cores))
+        return Pinning(core=None, threads=1, shared_by=shared_by, first=first)
     core = core_of_rank(local_rank, cores)
     os.sched_setaffinity(0, {core})
-    return Pinning(core=core, threads=1, shared_by=shared_by, first=local_rank < len(cores))
+    return Pinning(core=core, threads=1, shared_by=shared_by, first=first)
 
 
 def keep_freed_memory() -> bool:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from parsim.costs.corrected import CommunicationClass, Corrections
+from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile
 from parsim.schedule.problem import Problem
 
@@ -23,7 +24,7 @@ class Slowness:
 
     def computing(self, ranks: int, profile: Profile) -> float:
         """Of computation of so many ranks on the machine of the profile; between one and all its cores in proportion."""
-        cores = len({entry.index if entry.core is None else (entry.node, entry.core) for entry in profile.devices})
+        cores = len(set(cluster_from_profile(profile).core_of_rank(len(profile.devices))))
         share = 0.0 if cores <= 1 else (min(ranks, cores) - 1) / (cores - 1)
         return self.alone + share * (self.together - self.alone)
 

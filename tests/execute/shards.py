@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parsim.model import Model, ModelSpec, load_model, record
 from parsim.model.autograd_cut import backward_component, forward_component
 from parsim.model.component import FULL, PARTIAL, Component, ParameterShard, Sharding
 from parsim.model.pieces import assemble, piece
 from parsim.model.runnable import Runnable
 from parsim.model.sharded import shard_runnable
+from parsim.model.spec import build_module, example_batch, loss_of
 
 TOLERANCE = 1e-12
 
@@ -144,3 +146,13 @@ def values_of(runnables: Sequence[Runnable], given: dict[str, Tensor]) -> dict[s
     for runnable in runnables[:1]:
         runnable.module.load_state_dict(kept[id(runnable.module)])
     return values
+
+
+def traced_and_recorded(name: str, samples: int) -> tuple[Model, tuple[Runnable, ...], dict[str, Tensor]]:
+    """A model of the zoo by sublayer, its runnables in float32, and every value of one forward over so many samples."""
+    spec = ModelSpec(name=name)
+    model = load_model(spec, granularity="sublayer")
+    torch.manual_seed(0)
+    inputs, target = example_batch(spec, samples)
+    runnables = record(build_module(spec), inputs, granularity="sublayer", loss=loss_of(spec))
+    return model, runnables, values_of(runnables, {"input:0": inputs[0], "target": target})

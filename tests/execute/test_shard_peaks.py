@@ -10,7 +10,6 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from torch import Tensor  # noqa: E402
 
-from parsim.model import ModelSpec, load_model, record  # noqa: E402
 from parsim.model.autograd_cut import backward_component, forward_component  # noqa: E402
 from parsim.model.component import Component, Sharding, ShardPeak  # noqa: E402
 from parsim.model.live_memory import LiveBytes  # noqa: E402
@@ -18,8 +17,7 @@ from parsim.model.narrow import narrow  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
 from parsim.model.shard_peaks import divisors  # noqa: E402
 from parsim.model.sharded import shard_runnable  # noqa: E402
-from parsim.model.spec import build_module, example_batch, loss_of  # noqa: E402
-from tests.execute.shards import narrowed, value_piece, values_of  # noqa: E402
+from tests.execute.shards import narrowed, traced_and_recorded, value_piece  # noqa: E402
 
 SAMPLES = 5
 
@@ -32,12 +30,7 @@ def test_a_moment_of_one_of_four() -> None:
 @pytest.mark.parametrize("name", ["mlp", "vgg_small", "resnet_small", "vit_small", "gpt_small", "bert_small"])
 def test_counted_equals_run(name: str) -> None:
     """At another batch than the traces, and at ways of which two were counted and the others are not."""
-    spec = ModelSpec(name=name)
-    model = load_model(spec, granularity="sublayer")
-    torch.manual_seed(0)
-    inputs, target = example_batch(spec, SAMPLES)
-    runnables = record(build_module(spec), inputs, granularity="sublayer", loss=loss_of(spec))
-    values = values_of(runnables, {"input:0": inputs[0], "target": target})
+    model, runnables, values = traced_and_recorded(name, SAMPLES)
     seen: set[tuple[str, str]] = set()
     beyond = 0
     for runnable, component in zip(runnables, model.components, strict=True):

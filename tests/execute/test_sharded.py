@@ -18,7 +18,14 @@ from parsim.model.narrow import narrow  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
 from parsim.model.sharded import shard_runnable  # noqa: E402
 from parsim.model.spec import build_module, example_batch, loss_of  # noqa: E402
-from tests.execute.shards import assert_shards_equal_whole, copied, narrowed, value_piece, values_of  # noqa: E402
+from tests.execute.shards import (  # noqa: E402
+    assert_shards_equal_whole,
+    copied,
+    narrowed,
+    traced_and_recorded,
+    value_piece,
+    values_of,
+)
 
 SMALL = ("mlp", "vgg_small", "resnet_small", "vit_small", "gpt_small", "bert_small")
 SAMPLES = 3
@@ -111,12 +118,7 @@ def test_saved_bytes_of_a_shard(name: str) -> None:
     """In float32, at another batch and other ways than the trace used. Left out: vocabulary shards, which
     keep their token mask besides, and a component whose input is a view of a larger tensor.
     """
-    spec = ModelSpec(name=name)
-    model = load_model(spec, granularity="sublayer")
-    torch.manual_seed(0)
-    inputs, target = example_batch(spec, SAMPLES)
-    runnables = record(build_module(spec), inputs, granularity="sublayer", loss=loss_of(spec))
-    values = values_of(runnables, {"input:0": inputs[0], "target": target})
+    model, runnables, values = traced_and_recorded(name, SAMPLES)
     checked = 0
     for runnable, component in zip(runnables, model.components, strict=True):
         given = [values[value] for value in component.inputs]
