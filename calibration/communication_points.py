@@ -77,8 +77,8 @@ def held_up(slower: float, longer: float) -> float:
     """The factor of computation beside an operation that is priced at max(1, longer) times its time between computations.
 
     Args:
-        slower: computation beside operations without a pause, over the same alone. longer: what one of these takes, over the
-            same between computations.
+        slower: how much longer computation takes while it and an operation both run.
+        longer: what the operation takes then, over the same between computations.
 
     Beside one operation of d seconds a computation loses `longer` * d * (1 - 1/`slower`) seconds, and that is what it loses in
     a simulation with the factor returned.
@@ -90,9 +90,8 @@ def overlap_factors(entries: Sequence[Mapping[str, Any]], fits: Sequence[Collect
     """Of every operation and size and of all_reduce as a whole, at least 1; None if nothing ran side by side (one rank).
 
     Of communication the mean time beside computation over that which the fits give for the same operation between computations.
-    Of computation the median over models, rounds and ranks, brought to that time: operations beside computation follow one
-    another without a pause, and where they are done sooner than between computations (their threads are awake already), the
-    computation is held up for as long as they really take (`held_up`).
+    Of computation the median over models, rounds and ranks, brought to that time: what an operation takes less beside
+    computation (whose threads hardly slept) does not hold computation up (`held_up`).
     """
     groups: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}
     for entry in entries:

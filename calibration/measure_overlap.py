@@ -6,16 +6,16 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from calibration.measure_collectives import COLLECTIVES, Bench, merged_seconds
-from calibration.measure_components import Case
+from calibration.measure_components import Case, StepTimes
 from calibration.request import CalibrationRequest
 from calibration.turns import WARM_UP, Entries, Section
-from parsim.execute.streams import TaskTime, make_streams
+from parsim.execute.streams import Operation, TaskTime, make_streams
 from parsim.units import KIB, MIB
 
 SIZES_BYTES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
@@ -23,8 +23,17 @@ QUICK_SIZES_BYTES = (MIB, 4 * MIB)
 OTHERS_BYTES = (256 * KIB, 8 * MIB)
 """Sizes at which operations other than all_reduce run beside computation; not in a quick calibration."""
 
-ALONE_STEPS, MIN_TOGETHER_STEPS, MAX_TOGETHER_STEPS, ALONE_CALLS = 3, 3, 12, 6
-MIN_CALLS, MAX_CALLS = 4, 2000
+PAIRS = 3
+"""Of steps alone and steps beside calls, in turn: the machine's speed is another one a second later."""
+
+PAUSE_S = 0.002
+"""Between two calls beside steps (not on CUDA, where the host would wait): as buckets come, when their gradients are there. The
+threads that communicate have gone to sleep by then, and what they touch has left the caches."""
+
+ALONE_STEPS, ALONE_CALLS = 2, 3
+MIN_CALLS, MAX_CALLS, MAX_STEPS = 3, 2000, 12
+MOST_HELD = 0.98
+"""Of a call's time: the most that computation beside it is said to stand still."""
 
 
 def overlap_section(cases: Sequence[Case], bench: Bench, request: CalibrationRequest) -> Section | None:
@@ -68,41 +77,44 @@ def beside_steps(bench: Bench, *, quick: bool) -> tuple[tuple[str, int], ...]:
 def measure_overlap(case: Case, bench: Bench, operation: str, size_bytes: int) -> dict[str, Any] | None:
     """Factors of one model's steps beside one operation of one size, on rank 0 (None elsewhere); called by every rank.
 
-    Steps and calls are timed alone, then together; of the latter only tasks count that lie wholly within the other's time.
+    Pairs of steps alone and as many beside calls, one after the other; of the calls only those count that lie wholly within
+    the steps of all ranks.
     """
     everyone = tuple(range(bench.world_size))
     group = bench.dp[everyone]
     assert group is not None, "every rank is a member of the group of all"
     call = COLLECTIVES[operation](bench, size_bytes, group)
-    steps_alone = _run(case, bench, group, steps=ALONE_STEPS, calls=0, call=call)
-    calls_alone = _run(case, bench, group, steps=0, calls=ALONE_CALLS, call=call)
-    step_s = statistics.median(step.wall_s for step in steps_alone["steps"])
-    call_s = statistics.median(entry.end_s - entry.ready_s for entry in calls_alone["calls"])
-    steps, calls = _agreed(*side_by_side(step_s, call_s), bench)
-    together = _run(case, bench, group, steps=steps, calls=calls, call=call)
-    mine = {"steps_alone": steps_alone, "calls_alone": calls_alone, "together": together}
+    pause_s = 0.0 if bench.device.type == "cuda" else PAUSE_S
+    warm = _run(case, bench, group, steps=ALONE_STEPS, calls=0, call=call, pause_s=0.0)
+    calls_alone = _run(case, bench, group, steps=0, calls=ALONE_CALLS, call=call, pause_s=0.0)
+    call_s = pause_s + statistics.median(entry.end_s - entry.ready_s for entry in calls_alone.calls)
+    steps, calls = _agreed(*side_by_side(warm.steps[-1].wall_s, call_s), bench)
+    pairs: list[tuple[Ran, Ran]] = []
+    for number in range(PAIRS):
+        ran = [
+            _run(case, bench, group, steps=steps, calls=count, call=call, pause_s=pause_s)
+            for count in ((0, calls) if number % 2 == 0 else (calls, 0))
+        ]
+        pairs.append((ran[0], ran[1]) if number % 2 == 0 else (ran[1], ran[0]))
     gathered: list[Any] = [None] * bench.world_size
-    dist.gather_object(mine, gathered if bench.rank == 0 else None)
+    dist.gather_object(pairs, gathered if bench.rank == 0 else None)
     if bench.rank != 0:
         return None
-    computing = [
-        computation_factor([step.tasks for step in entry["steps_alone"]["steps"]], entry["together"]) for entry in gathered
-    ]
-    communicating = seconds_beside([entry["together"] for entry in gathered])
+    beside = [[together for _, together in rank] for rank in gathered]
     return {
         "model": case.number,
         "samples": case.samples,
         "operation": operation,
         "group_size": bench.world_size,
         "size_bytes": size_bytes,
-        "computation": computing,
-        "communication_s": communicating,
+        "computation": [computation_factor(rank, beside) for rank in gathered],
+        "communication_s": [seconds for ran in zip(*beside, strict=True) for seconds in seconds_beside(ran)],
     }
 
 
 def side_by_side(step_s: float, call_s: float) -> tuple[int, int]:
     """How many steps and calls run together so that each takes about as long as the other, and neither is too few."""
-    steps = min(MAX_TOGETHER_STEPS, max(MIN_TOGETHER_STEPS, math.ceil(MIN_CALLS * call_s / step_s)))
+    steps = min(MAX_STEPS, max(1, math.ceil(MIN_CALLS * call_s / step_s)))
     return steps, min(MAX_CALLS, max(MIN_CALLS, int(steps * step_s / call_s)))
 
 
@@ -112,40 +124,58 @@ def _agreed(steps: int, calls: int, bench: Bench) -> tuple[int, int]:
     return int(counts[0]), int(counts[1])
 
 
-def _run(case: Case, bench: Bench, group: dist.ProcessGroup, *, steps: int, calls: int, call: Any) -> dict[str, Any]:
-    """Issue the calls on a communication stream, and run the steps meanwhile; the first step and call warm up."""
+class Ran(NamedTuple):
+    """What one rank did: its steps, and the calls meanwhile."""
+
+    steps: list[StepTimes]
+    calls: list[TaskTime]
+
+    @property
+    def window_s(self) -> tuple[float, float]:
+        """From the first task of the steps to the end of the last."""
+        entries = [entry for step in self.steps for entry in step.tasks]
+        return min(entry.ready_s for entry in entries), max(entry.end_s for entry in entries)
+
+
+def _run(case: Case, bench: Bench, group: dist.ProcessGroup, *, steps: int, calls: int, call: Operation, pause_s: float) -> Ran:
+    """Issue the calls on a communication stream, each after a pause, and run the steps meanwhile."""
     streams = make_streams(bench.device)
     try:
         dist.barrier(group=group)
         for number in range(calls):
-            streams.submit(number, "dp", [], call)
+            if pause_s:
+                streams.submit(2 * number, "dp", [], lambda: time.sleep(pause_s))
+            streams.submit(2 * number + 1, "dp", [], call)
         done = [case.step() for _ in range(steps)]
-        ended = sorted(streams.finish())
+        ended = sorted(entry for entry in streams.finish() if entry.task % 2)
     finally:
         streams.close()
-    return {"steps": done, "calls": ended, "now_s": time.perf_counter()}
+    return Ran(done, ended)
 
 
-def computation_factor(alone: Sequence[Sequence[TaskTime]], together: dict[str, Any]) -> float | None:
-    """Time of the tasks that ran wholly beside communication, over the time the same tasks take alone (means)."""
-    if not together["calls"]:
-        return None
-    begin_s = together["calls"][0].ready_s
-    end_s = together["calls"][-1].end_s
-    usual: dict[int, list[float]] = {}
-    for times in alone[1:]:
-        for entry in times:
-            usual.setdefault(entry.task, []).append(entry.end_s - entry.ready_s)
-    beside = [entry for step in together["steps"] for entry in step.tasks if entry.ready_s >= begin_s and entry.end_s <= end_s]
-    expected = sum(statistics.mean(usual[entry.task]) for entry in beside)
-    return sum(entry.end_s - entry.ready_s for entry in beside) / expected if expected > 0 else None
+def computation_factor(pairs: Sequence[tuple[Ran, Ran]], beside: Sequence[Sequence[Ran]]) -> float | None:
+    """How much longer computation takes while it and a call both run: 1 / (1 - share), where share is the time that the steps
+    of one rank lost beside calls over the time that calls took within them.
+
+    Args:
+        pairs: (steps alone, steps beside calls) of the rank. beside: [rank][pair], what all ranks did beside calls: a call
+            begins when its last rank is ready, before that the early ones only wait.
+    """
+    lost_s = called_s = 0.0
+    for number, (alone, together) in enumerate(pairs):
+        begin_s, end_s = together.window_s
+        lost_s += (end_s - begin_s) - (alone.window_s[1] - alone.window_s[0])
+        for each in zip(*(rank[number].calls for rank in beside), strict=True):
+            start_s, stop_s = max(entry.ready_s for entry in each), max(entry.end_s for entry in each)
+            called_s += max(0.0, min(stop_s, end_s) - max(start_s, begin_s))
+    return 1.0 / (1.0 - min(MOST_HELD, lost_s / called_s)) if called_s > 0 else None
 
 
-def seconds_beside(together: Sequence[dict[str, Any]]) -> list[float]:
-    """Of the calls that ran wholly beside computation on every rank."""
-    begin_s = max(min(entry.ready_s for step in rank["steps"] for entry in step.tasks) for rank in together)
-    end_s = min(max(entry.end_s for step in rank["steps"] for entry in step.tasks) for rank in together)
-    calls = [list(rank["calls"]) for rank in together]
+def seconds_beside(together: Sequence[Ran]) -> list[float]:
+    """Of the calls that ran wholly beside computation on every rank. Args: together: [rank], of one pair."""
+    begin_s = max(rank.window_s[0] for rank in together)
+    end_s = min(rank.window_s[1] for rank in together)
+    calls = [rank.calls for rank in together]
     merged = merged_seconds([[times] for times in calls], len(calls[0]))[0]
     return [
         seconds

@@ -16,6 +16,7 @@ from parsim.schedule.evaluate import REPEATED_STEPS, evaluate
 from parsim.schedule.problem import Problem
 from parsim.schedule.updating import Updated, updated
 from parsim.simulate import static
+from parsim.simulate.steps import mean_step_s
 from parsim.timeline import Timeline
 
 STEPS, ROUNDS = 20, 5
@@ -44,7 +45,7 @@ class Machine:
         ranks = np.where(columns.communicates, -1, columns.first_rank)
         rows = medians * np.exp(rng.normal(0, self.sigma, (steps, columns.size)))
         rows = rows * rank_noise(ranks, self.sigma / 2, steps, seed)
-        times = static.step_times_s(seen.compiled, rows, steps=REPEATED_STEPS, overlap=overlap)
+        times = mean_step_s(seen.compiled, rows, overlap, steps=REPEATED_STEPS)
         return [static.simulate(seen.compiled, row, overlap=overlap) for row in rows], times.tolist()
 
 

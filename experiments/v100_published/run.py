@@ -34,7 +34,7 @@ from parsim.costs.uncertainty import medians_s
 from parsim.errors import DataError
 from parsim.hardware.profile import Profile, load_profile
 from parsim.schedule.evaluate import REPEATED_STEPS, Evaluation
-from parsim.simulate.static import step_times_s
+from parsim.simulate.steps import mean_step_s
 from parsim.units import MIB
 
 PROFILE = "dgx1-v100-32gb"
@@ -184,7 +184,7 @@ def without_communication_s(evaluation: Evaluation) -> float:
     columns = evaluation.compiled.columns
     seconds = medians_s(evaluation.estimates)[columns.unit]
     seconds[columns.communicates] = 0.0
-    return float(step_times_s(evaluation.compiled, seconds[None, :], steps=REPEATED_STEPS)[0])
+    return float(mean_step_s(evaluation.compiled, seconds[None, :], evaluation.overlap, steps=REPEATED_STEPS)[0])
 
 
 def by_band(rows: Sequence[CollectiveRow]) -> list[Line]:

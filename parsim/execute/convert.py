@@ -42,21 +42,30 @@ def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], group: dist.Proce
     count = len(ranks)
     match hop.operation:
         case "all_gather_batch":
-            return torch.cat(_gathered(tensor, count, group))
+            own = tensor.contiguous()
+            whole = own.new_empty((count * own.shape[0], *own.shape[1:]))
+            all_gather_flat(whole.view(-1), own.view(-1), group)
+            return whole
         case "all_gather_dim":
-            return torch.cat(_gathered(tensor, count, group), dim=hop.source.dim)
+            own = tensor.contiguous()
+            parts = own.new_empty((count, *own.shape))
+            all_gather_flat(parts.view(-1), own.view(-1), group)
+            return torch.cat(parts.unbind(), dim=hop.source.dim)
         case "all_reduce":
             total = tensor.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=group)
             return total
         case "reduce_scatter_batch":
-            return _reduced(list(tensor.chunk(count)), group)
+            return _reduced(tensor.contiguous(), (tensor.shape[0] // count, *tensor.shape[1:]), group)
         case "reduce_scatter_dim":
-            return _reduced(list(tensor.chunk(count, dim=hop.target.dim)), group)
+            pieces = tensor.chunk(count, dim=hop.target.dim)
+            return _reduced(torch.stack(pieces), pieces[0].shape, group)
         case "all_to_all" if hop.source.form == "shard":
-            return torch.cat(_exchanged(list(tensor.chunk(count)), group), dim=hop.source.dim)
+            given = tensor.contiguous().view(count, tensor.shape[0] // count, *tensor.shape[1:])
+            return torch.cat(_exchanged(given, group).unbind(), dim=hop.source.dim)
         case "all_to_all":
-            return torch.cat(_exchanged(list(tensor.chunk(count, dim=hop.target.dim)), group))
+            received = _exchanged(torch.stack(tensor.chunk(count, dim=hop.target.dim)), group)
+            return received.view(count * received.shape[1], *received.shape[2:])
         case "broadcast":
             whole = tensor.contiguous()
             dist.broadcast(whole, ranks[hop.source.rank], group=group)
@@ -64,23 +73,15 @@ def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], group: dist.Proce
     raise ValueError(f"hop {hop} is no collective")
 
 
-def _gathered(tensor: Tensor, count: int, group: dist.ProcessGroup) -> list[Tensor]:
-    own = tensor.contiguous()
-    parts = torch.empty((count, *own.shape), dtype=own.dtype, device=own.device)
-    all_gather_flat(parts.view(-1), own.view(-1), group)
-    return list(parts.unbind())
-
-
-def _reduced(pieces: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-    stacked = torch.stack(pieces)
-    own = torch.empty_like(stacked[0])
-    reduce_scatter_flat(own.view(-1), stacked.view(-1), group)
+def _reduced(pieces: Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """This rank's piece, of `shape`, of the sum: `pieces` holds those of all ranks one after the other."""
+    own = pieces.new_empty(shape)
+    reduce_scatter_flat(own.view(-1), pieces.view(-1), group)
     return own
 
 
-def _exchanged(pieces: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Piece i goes to rank i of the group; the result is what came from each."""
-    stacked = torch.stack(pieces)
-    received = torch.empty_like(stacked)
-    dist.all_to_all_single(received, stacked, group=group)
-    return list(received.unbind())
+def _exchanged(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Piece i goes to rank i of the group; the result has what came from each."""
+    received = torch.empty_like(pieces)
+    dist.all_to_all_single(received, pieces, group=group)
+    return received

@@ -37,6 +37,7 @@ from parsim.schedule.problem import Problem
 from parsim.schedule.search import search
 from parsim.simulate import static
 from parsim.simulate.compile import CompiledGraph
+from parsim.simulate.steps import mean_step_s
 from parsim.timeline import Timeline
 from parsim.work import Collective, SendRecv
 
@@ -198,12 +199,12 @@ class PricedPlan:
     def step_s(self, corrections: Corrections) -> float:
         """As `evaluate` finds it without noise of single ranks."""
         rows = self.durations_s(corrections)[None, :]
-        return float(static.step_times_s(self.compiled, rows, steps=REPEATED_STEPS, overlap=self.overlap)[0])
+        return float(mean_step_s(self.compiled, rows, self.overlap, steps=REPEATED_STEPS)[0])
 
     def observed(self, durations_s: Floats) -> dict[WorkClass, float]:
         """Seconds per step by class when the tasks take `durations_s` (float64 [tasks]) each alone."""
         columns = self.compiled.columns
-        if self.overlap != OverlapFactors():
+        if self.overlap.slows:
             timeline = static.simulate(self.compiled, durations_s, overlap=self.overlap)
             durations_s = task_seconds(columns.size, timeline)
         by_unit = np.bincount(columns.unit, weights=durations_s, minlength=len(columns.units))

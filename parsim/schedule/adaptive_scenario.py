@@ -26,7 +26,7 @@ from parsim.schedule.adaptive import Controller, Keep, Observation, Replan, Swit
 from parsim.schedule.adaptive_planning import PricedPlan
 from parsim.schedule.evaluate import REPEATED_STEPS
 from parsim.schedule.problem import Problem
-from parsim.simulate import static
+from parsim.simulate.steps import mean_step_s
 
 Floats = NDArray[np.float64]
 
@@ -190,7 +190,7 @@ def course_of(problem: Problem, scenario: Scenario, pool: Sequence[PricedPlan], 
         prices = [machine.price(units, entry.plan.mesh) for machine in machines.values()]
         seconds.append(np.array([[estimate.median_s for estimate in estimates] for estimates in prices]))
         durations = _durations_s(entry, seconds[-1], state, shocks, scenario.noise_sigma, range(scenario.windows))
-        step_s[:, column] = static.step_times_s(entry.compiled, durations, steps=REPEATED_STEPS, overlap=entry.overlap)
+        step_s[:, column] = mean_step_s(entry.compiled, durations, entry.overlap, steps=REPEATED_STEPS)
     return Course(scenario=scenario, pool=tuple(pool), state=state, seconds=tuple(seconds), shocks=shocks, step_s=step_s)
 
 

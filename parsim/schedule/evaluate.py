@@ -24,6 +24,7 @@ from parsim.schedule.problem import Problem
 from parsim.schedule.result import Interval, IntervalCorrection, PlanResult
 from parsim.simulate import dynamic, static
 from parsim.simulate.compile import CompiledGraph, compile_graph
+from parsim.simulate.steps import mean_step_s
 from parsim.timeline import Timeline
 from parsim.work import Work, ranks_of_work
 
@@ -81,7 +82,7 @@ def evaluate(
             where ranks are noisy, each by itself, as one that stands for many would not wait for the slowest, nor where ranks
             share cores.
 
-    The step time is the mean of `REPEATED_STEPS` repeats with every resource's frontier carried over, or where the profile
+    The step time is the mean of `REPEATED_STEPS` steps in a row (`parsim.simulate.steps`), or where the profile
     knows how unsteady single ranks are, the mean of `NOISY_STEPS` steps with that noise: ranks wait for the slowest. What ranks
     do between steps, where the profile knows it, comes on top: it is nobody's task. The interval comes from `samples` draws of
     the cost parameters (none: the interval is the median). Discrete choices stay as at the medians. The timeline and the
@@ -107,12 +108,12 @@ def evaluate(
     compiled = compile_graph(columns)
     engines = {"static": static.simulate, "dynamic": dynamic.simulate}
     timeline = engines[engine](compiled, medians, overlap=overlap)
-    steady_s = float(static.step_times_s(compiled, medians[None, :], steps=REPEATED_STEPS, overlap=overlap)[0])
+    steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
     step_s = steady_s
     if sigma and plan.world_size > 1:
         computing = np.where(columns.communicates, -1, columns.first_rank)
         noisy = medians * rank_noise(computing, sigma, NOISY_STEPS, SEED)
-        step_s = float(static.step_times_s(compiled, noisy, steps=REPEATED_STEPS, overlap=overlap).mean())
+        step_s = float(mean_step_s(compiled, noisy, overlap, steps=REPEATED_STEPS).mean())
     step_s += costs.between_steps_s
     interval = Interval(median=step_s, p05=step_s, p95=step_s)
     parts = breakdown(compiled, timeline, ranks=folding.ranks)
@@ -185,9 +186,9 @@ def _sampled_steps_s(
     unit = compiled.columns.unit
     if any(estimate.repeat_sigma for estimate in estimates):
         draws = sample_durations_s(estimates, samples, SEED, unit=unit)
-        return static.step_times_s(compiled, draws, steps=REPEATED_STEPS, overlap=overlap)
+        return mean_step_s(compiled, draws, overlap, steps=REPEATED_STEPS)
     draws = sample_durations_s(estimates, samples, SEED)
-    return static.step_times_s(compiled, draws, steps=REPEATED_STEPS, overlap=overlap, unit=unit)
+    return mean_step_s(compiled, draws, overlap, steps=REPEATED_STEPS, unit=unit)
 
 
 def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArray[np.float64]:

@@ -15,7 +15,7 @@ from parsim.costs.uncertainty import medians_s, sample_durations_s
 from parsim.errors import ScenarioError, StandstillError
 from parsim.schedule.evaluate import REPEATED_STEPS, SEED, Evaluation
 from parsim.schedule.problem import Problem
-from parsim.simulate import dynamic, static
+from parsim.simulate import dynamic
 from parsim.simulate.asynchronous import asynchronous_program, merges_per_s
 from parsim.simulate.checkpointing import (
     IntervalTimes,
@@ -28,6 +28,7 @@ from parsim.simulate.conditions import check_places, conditions_for, jittered_s,
 from parsim.simulate.course import course_of, interval_steps_of
 from parsim.simulate.program import Part, TrainingProgram
 from parsim.simulate.scenario import Run, Scenario
+from parsim.simulate.steps import carried_by_steps, mean_step_s
 from parsim.simulate.whole_run import Training, WholeRun, simulate_run
 from parsim.work import Compute, Phase
 
@@ -100,7 +101,7 @@ class Played:
         steps = JITTERED_STEPS if varied or asynchronous is not None else REPEATED_STEPS
         rows = jittered_s(self.durations_s, columns, jitter, np.random.default_rng(self.scenario.seed), steps)
         conditions = conditions_for(now, columns, self.problem.cluster)
-        quiet_s = static.step_times_s(compiled, self.durations_s[None, :], steps=steps, overlap=self._overlap)[0]
+        quiet_s = mean_step_s(compiled, self.durations_s[None, :], self._overlap, steps=steps)[0]
         if asynchronous is not None:
             program = asynchronous_program(columns.graph, rows, asynchronous.merge_s)
             done = dynamic.run_program(program, overlap=self._overlap, conditions=conditions, record=True)
@@ -110,8 +111,10 @@ class Played:
         if conditions is not None and not varied and not conditions.flows:
             # Stragglers alone are longer durations, for which the static engine gives the dynamic one's times.
             longer = self.durations_s * straggling(columns, conditions)
-            return float(static.step_times_s(compiled, longer[None, :], steps=steps, overlap=self._overlap)[0] / quiet_s)
-        program = TrainingProgram(parts=(Part(graph=columns.graph, durations_s=rows, repeats=steps),))
+            return float(mean_step_s(compiled, longer[None, :], self._overlap, steps=steps)[0] / quiet_s)
+        carries = carried_by_steps(compiled, self._overlap)
+        part = Part(graph=columns.graph, durations_s=rows, repeats=steps, carries=carries)
+        program = TrainingProgram(parts=(part,))
         try:
             done = dynamic.run_program(program, overlap=self._overlap, conditions=conditions)
         except StandstillError:
@@ -124,7 +127,7 @@ class Played:
         """The steps of a whole run: a row per draw of the cost parameters, a column per state."""
         result, compiled = self.evaluation.result, self.evaluation.compiled
         draws = sample_durations_s(self.evaluation.estimates, run.draws, SEED, unit=compiled.columns.unit)
-        times = static.step_times_s(compiled, draws, steps=REPEATED_STEPS, overlap=self._overlap)
+        times = mean_step_s(compiled, draws, self._overlap, steps=REPEATED_STEPS)
         step_s = (
             result.step_s.median
             * (times / self.evaluation.steady_step_s)[:, None]

@@ -188,15 +188,16 @@ def run_with_overlap(g, slowdown, on_core, durations, floor, start, end):  # typ
 
 
 @njit(cache=True, nogil=True)
-def last_ends(g, slowdown, on_core, plain, durations, unit, steps):  # type: ignore[no-untyped-def]
-    """float64 [S]: the end of the last of `steps` repeats, each resource going on where it ended.
+def last_ends(g, slowdown, on_core, plain, durations, unit, steps, together):  # type: ignore[no-untyped-def]
+    """float64 [S]: the end of the last of `steps` repeats, each resource going on where it and those `together` with it ended.
 
-    `durations`: [S, n], or [S, units] if `unit` is not empty. plain: nothing slows anything.
+    `durations`: [S, n], or [S, units] if `unit` is not empty. plain: nothing slows anything. together: int64 [resources].
     """
     samples, n = len(durations), len(g.kind)
     row = np.empty(n if len(unit) else 0)
     start, end, floor = np.zeros(n), np.zeros(n), np.zeros(len(g.last))
     total = np.zeros(samples)
+    ended = np.zeros(together.max() + 1 if len(together) else 0)
     for sample in range(samples):
         floor[:] = 0.0
         for task in range(len(row)):
@@ -207,8 +208,11 @@ def last_ends(g, slowdown, on_core, plain, durations, unit, steps):  # type: ign
                 run_plain(g, seconds, floor, start, end)
             else:
                 run_with_overlap(g, slowdown, on_core, seconds, floor, start, end)
+            ended[:] = 0.0
             for resource in range(len(g.last)):
                 if g.last[resource] >= 0:
-                    floor[resource] = end[g.last[resource]]
-                    total[sample] = max(total[sample], floor[resource])
+                    ended[together[resource]] = max(ended[together[resource]], end[g.last[resource]])
+            for resource in range(len(g.last)):
+                floor[resource] = ended[together[resource]]
+                total[sample] = max(total[sample], floor[resource])
     return total

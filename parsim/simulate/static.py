@@ -64,18 +64,21 @@ def step_times_s(
     steps: int,
     overlap: OverlapFactors | None = None,
     unit: NDArray[np.int64] | None = None,
+    together: NDArray[np.int64] | None = None,
 ) -> NDArray[np.float64]:
     """float64 [S]: the mean step of `steps` repeats of the graph, for every row of `durations_s` (float64 [S, n]).
 
     Args:
         unit: int64 [n], the column of `durations_s` (then float64 [S, units]) each task has, for tasks that share durations.
+        together: int64 [resources], a number >= 0 for each: those of one number begin a repeat when all of them have ended the
+            one before (`parsim.simulate.steps`); None: each by itself.
 
     Memory: 24 n bytes beside the arguments and the compiled graph, whatever S and `steps` are.
 
     What it measures: all resources are free at 0, the graph is issued `steps` times, and the answer is the end of the
-    very last task divided by `steps`. Nothing but its own queue holds a resource back between repeats: the first task
-    of a resource in a repeat waits for the resource's last task of the repeat before (and for its dependencies in its
-    own repeat), so a rank that is done early begins the next step early and a host stream loads ahead without bound.
+    very last task divided by `steps`. Nothing but its own queue (and those `together` with it) holds a resource back between
+    repeats: the first task of a resource in a repeat waits for the resource's last task of the repeat before (and for its
+    dependencies in its own repeat), so that what is done early begins the next repeat early.
     The fill and drain of the whole run are divided among the steps; `steps=1` gives the makespan. Nothing is unrolled:
     only the resources' frontiers are carried over.
 
@@ -95,7 +98,8 @@ def step_times_s(
     from parsim.simulate import kernels
 
     on_core = compiled.resources_of_cores(slowdown.core)
+    groups = np.arange(len(compiled.arrays.last)) if together is None else np.ascontiguousarray(together, dtype=np.int64)
     ends: NDArray[np.float64] = kernels.last_ends(
-        compiled.arrays, slowdown, on_core, slowdown.is_none, durations, column, steps
+        compiled.arrays, slowdown, on_core, slowdown.is_none, durations, column, steps, groups
     )
     return ends / steps

@@ -26,7 +26,15 @@ from calibration.drift import Observation, computation_drift, estimate_drift, no
 from calibration.fit_collectives import fit_regimes
 from calibration.measure_collectives import merged_seconds
 from calibration.measure_components import StepTimes
-from calibration.measure_overlap import MAX_CALLS, MIN_CALLS, computation_factor, seconds_beside, side_by_side
+from calibration.measure_overlap import (
+    MAX_CALLS,
+    MIN_CALLS,
+    MOST_HELD,
+    Ran,
+    computation_factor,
+    seconds_beside,
+    side_by_side,
+)
 from calibration.screen import Timed, consistent_collectives, consistent_components, contradicted, screened
 from parsim.costs.collectives import regimes_s
 from parsim.costs.estimate import OverlapFactors
@@ -186,14 +194,28 @@ def test_collective_points_and_fit_recover_alpha_and_beta() -> None:
 
 
 def test_overlap_factors_from_constructed_times() -> None:
-    """Two tasks of 1 s and 2 s take 1.5 and 3 beside calls of 0.2 s that take 0.5."""
-    alone = [[TaskTime(0, "compute", 0.0, 1.0), TaskTime(1, "compute", 1.0, 3.0)]] * 3
-    steps = [StepTimes([TaskTime(0, "compute", 10.0, 11.5), TaskTime(1, "compute", 11.5, 14.5)], 4.5, 4.5)]
-    calls = [TaskTime(number, "dp", 9.8 + 0.5 * number, 10.3 + 0.5 * number) for number in range(12)]
-    together = {"steps": steps, "calls": calls}
-    assert computation_factor(alone, together) == pytest.approx(1.5)
-    assert seconds_beside([together, together]) == pytest.approx([0.5] * 8), "those within the steps, from 10 to 14.5"
-    assert computation_factor(alone, {"steps": steps, "calls": []}) is None
+    """Steps of 3 s take 4.5 s beside calls of 0.25 s, one every half second, of which 2.25 s lie within them."""
+
+    def ran(at_s: float, first_s: float, second_s: float, calls: list[TaskTime]) -> Ran:
+        middle_s = at_s + first_s
+        tasks = [TaskTime(0, "compute", at_s, middle_s), TaskTime(1, "compute", middle_s, middle_s + second_s)]
+        return Ran([StepTimes(tasks, 4.5, 4.5)], calls)
+
+    def calls(ready_s: float) -> list[TaskTime]:
+        return [TaskTime(number, "dp", ready_s + 0.5 * number, 10.05 + 0.5 * number) for number in range(12)]
+
+    alone, together = ran(0.0, 1.0, 2.0, []), ran(10.0, 1.5, 3.0, calls(9.8))
+    lost_s = 1.5
+    assert computation_factor([(alone, together)], [[together]]) == pytest.approx(1 / (1 - lost_s / 2.25))
+    assert computation_factor([(alone, together)] * 3, [[together] * 3]) == pytest.approx(1 / (1 - lost_s / 2.25))
+    late = ran(10.0, 1.5, 3.0, calls(9.85))
+    assert computation_factor([(alone, together)], [[together], [late]]) == pytest.approx(1 / (1 - lost_s / 1.8)), "both ready"
+    assert computation_factor([(together, alone)], [[ran(0.0, 1.0, 2.0, [TaskTime(0, "dp", 20.0, 21.0)])]]) is None, (
+        "no call within the steps"
+    )
+    slowest = ran(10.0, 3.0, 3.0, calls(9.8)[:4])
+    assert computation_factor([(alone, slowest)], [[slowest]]) == pytest.approx(1 / (1 - MOST_HELD)), "not more than all"
+    assert seconds_beside([together, together]) == pytest.approx([0.25] * 8), "those within the steps, from 10 to 14.5"
     assert overlap_factors([], []) is None
 
 

@@ -1,0 +1,77 @@
+"""Steps in a row: what waits for the step before, by closed forms and in both engines alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import timed_graphs
+
+from parsim.costs.estimate import OverlapFactors
+from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task
+from parsim.graph.taskgraph import TaskGraph
+from parsim.simulate import dynamic
+from parsim.simulate.compile import compile_graph
+from parsim.simulate.program import Part, TrainingProgram
+from parsim.simulate.steps import carried_by_steps, mean_step_s
+from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase
+
+ORIGIN = Origin(stage=0)
+LOAD_S, FORWARD_S, UPDATE_S, GATHER_S = 0.25, 2.0, 1.0, 0.5
+
+
+def zero_steps(ranks: int) -> tuple[TaskGraph, list[float]]:
+    """Every rank loads, computes and updates its part; then the parts are gathered."""
+    tasks: list[Task] = []
+    for rank in range(ranks):
+        works = (LoadBatch(samples=1, size_bytes=4), Compute(component="all", phase=Phase.FORWARD, samples=1))
+        for work, stream in zip((*works, OptimizerStep(elements=1, tensors=1)), (HOST, COMPUTE, COMPUTE), strict=True):
+            needs = (len(tasks) - 1,) if stream == COMPUTE else ()
+            made = Task(index=len(tasks), work=work, resources=(Resource(rank, stream),), dependencies=needs, origin=ORIGIN)
+            tasks.append(made)
+    gather = Collective(operation="all_gather", group=tuple(range(ranks)), size_bytes=4)
+    updates = tuple(range(2, 3 * ranks, 3))
+    streams = tuple(Resource(rank, "dp") for rank in range(ranks))
+    tasks.append(Task(index=3 * ranks, work=gather, resources=streams, dependencies=updates, origin=ORIGIN))
+    return TaskGraph(tasks=tuple(tasks), world_size=ranks), [LOAD_S, FORWARD_S, UPDATE_S] * ranks + [GATHER_S]
+
+
+def step_s(graph: TaskGraph, durations: list[float], overlap: OverlapFactors, steps: int = 5) -> float:
+    return float(mean_step_s(compile_graph(graph), [durations], overlap, steps=steps)[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_next_step_waits_for_what_is_gathered_at_the_end(ranks: int) -> None:
+    graph, durations = zero_steps(ranks)
+    whole = LOAD_S + FORWARD_S + UPDATE_S + GATHER_S
+    assert step_s(graph, durations, OverlapFactors(loads_ahead=False)) == whole
+    assert step_s(graph, durations, OverlapFactors()) == pytest.approx(whole - LOAD_S * 4 / 5), "only the first load shows"
+
+
+def test_a_rank_that_is_done_does_not_wait_for_the_others() -> None:
+    """Two ranks of 3 and 1 seconds in turn, each with work of its own: no step of both takes longer than its own."""
+    works = [Compute(component="all", phase=Phase.FORWARD, samples=1)] * 2
+    tasks = tuple(
+        Task(index=rank, work=work, resources=(Resource(rank, COMPUTE),), dependencies=(), origin=ORIGIN)
+        for rank, work in enumerate(works)
+    )
+    graph = TaskGraph(tasks=tasks, world_size=2)
+    assert step_s(graph, [3.0, 1.0], OverlapFactors(loads_ahead=False)) == 3.0
+    part = Part(
+        graph=graph,
+        durations_s=np.array([[3.0, 1.0], [1.0, 3.0]]),
+        repeats=2,
+        carries=carried_by_steps(graph, OverlapFactors(loads_ahead=False)),
+    )
+    assert dynamic.run_program(TrainingProgram(parts=(part,))).makespan_s == 4.0
+
+
+@given(timed_graphs(most_tasks=12), st.booleans())
+def test_both_engines_agree(timed: tuple[TaskGraph, list[float]], loads_ahead: bool) -> None:
+    """What waits for the step before is told to the one by numbers of resources, to the other by dependencies."""
+    graph, durations = timed
+    overlap = OverlapFactors(loads_ahead=loads_ahead)
+    part = Part(graph=graph, durations_s=np.array(durations), repeats=4, carries=carried_by_steps(graph, overlap))
+    done = dynamic.run_program(TrainingProgram(parts=(part,)))
+    assert done.makespan_s / 4 == step_s(graph, durations, overlap, steps=4)
