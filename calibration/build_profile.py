@@ -369,10 +369,17 @@ def host_overhead(raw: Mapping[str, Any], drift: Drift) -> HostOverhead:
     return HostOverhead(
         task_s=float(np.median([sweep["gap_s"] for sweep in sweeps])),
         step_s=float(np.median([sweep["rest_s"] for sweep in sweeps])),
+        resume_s=resuming_s(raw),
         load_s=latency_s,
         load_seconds_per_byte=seconds_per_byte,
         source="host",
     )
+
+
+def resuming_s(raw: Mapping[str, Any]) -> float:
+    """By how much computation takes longer after a wait: median over models, rounds and ranks; 0 with one rank."""
+    seconds = [entry["seconds"] for _, entry in entries_of(raw, "resume")]
+    return max(0.0, float(np.median(seconds))) if seconds else 0.0
 
 
 def loading(raw: Mapping[str, Any], drift: Drift) -> tuple[float, float]:

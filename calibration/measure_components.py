@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from calibration.pausing import Pausing
 from calibration.request import CalibrationRequest
 from calibration.turns import Entries, Section
 from parsim.data import BatchOrder, Dataset
@@ -65,7 +66,7 @@ class Case:
     graph: TaskGraph
     program: RankProgram
     stage: StageReplica
-    streams: Streams
+    streams: Pausing
     data: Dataset
     order: BatchOrder
     dtype: torch.dtype
@@ -104,7 +105,7 @@ def make_case(
         seed=request.seed,
         device=device,
     )
-    graph, streams = lower(plan, model), make_streams(device)
+    graph, streams = lower(plan, model), Pausing(make_streams(device))
     data = samples_for(spec, request.seed)
     return Case(
         number=number,

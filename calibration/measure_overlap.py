@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from calibration.measure_collectives import COLLECTIVES, Bench, merged_seconds
 from calibration.measure_components import Case, StepTimes
+from calibration.measure_resume import measure_resume
 from calibration.request import CalibrationRequest
 from calibration.turns import WARM_UP, Entries, Section
 from parsim.execute.streams import Operation, TaskTime, make_streams
@@ -39,7 +40,7 @@ MOST_HELD = 0.98
 def overlap_section(cases: Sequence[Case], bench: Bench, request: CalibrationRequest) -> Section | None:
     """Steps of one model after the other, at its middle batch, beside every size; None with one rank.
 
-    Entries of `overlap`, rank 0's alone: see `measure_overlap`.
+    Entries of `overlap`, rank 0's alone: see `measure_overlap`; and of `resume`: see `measure_resume`.
     """
     if bench.world_size == 1:
         return None
@@ -54,7 +55,7 @@ def overlap_section(cases: Sequence[Case], bench: Bench, request: CalibrationReq
             return {}
         case = chosen[number % len(chosen)]
         results = [measure_overlap(case, bench, operation, size_bytes) for operation, size_bytes in beside]
-        return {"overlap": [result for result in results if result is not None]}
+        return {"overlap": [result for result in results if result is not None], **measure_resume(case, bench)}
 
     return Section(
         name="overlap",

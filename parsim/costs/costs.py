@@ -80,6 +80,12 @@ class Costs:
         host = self.cluster.profile.host
         return 0.0 if host is None else host.step_s
 
+    @property
+    def resume_s(self) -> float:
+        """Seconds by which computation takes longer after its rank has waited for communication."""
+        host = self.cluster.profile.host
+        return 0.0 if host is None else host.resume_s
+
     @cached_property
     def _updates(self) -> Corrections:
         return updates_of(self.cluster)
@@ -185,14 +191,7 @@ def with_host_overhead(estimate: Estimate, cluster: Cluster) -> Estimate:
     host = cluster.profile.host
     if host is None or host.task_s == 0:
         return estimate
-    return Estimate(
-        median_s=estimate.median_s + host.task_s,
-        source=estimate.source,
-        parameters=estimate.parameters,
-        repeat_sigma=estimate.repeat_sigma,
-        detail=estimate.detail,
-        extrapolated=estimate.extrapolated,
-    )
+    return estimate.longer_by(host.task_s)
 
 
 def estimate_mix(work: Mix, device: Device) -> Estimate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Source = Literal["measured", "fitted", "published", "updated"]
@@ -26,6 +26,10 @@ class Estimate:
     repeat_sigma: float = 0.0
     detail: str = ""
     extrapolated: bool = False
+
+    def longer_by(self, seconds: float) -> Estimate:
+        """The same with so many seconds more."""
+        return replace(self, median_s=self.median_s + seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,20 +17,22 @@ def overlap_of(measured: Overlap, works: Sequence[Work], seconds: Iterable[float
 
     A small message leaves the processor to the computation while it waits for its peer, a large one is worked on. So each
     collective or transfer has the factors of its size, on a line through the logarithms of the measured sizes of its operation
-    (of all_reduce for others), and those of the nearest size outside them.
+    (of all_reduce for others), and those of the nearest size outside them. Of computation it is what stands still in the mean,
+    1 - 1/factor of the time, which is interpolated and averaged: so the program loses what its messages make it lose.
 
     Leaves out that in a program the factors differ from one message to the next; and of a profile without points, the size.
     """
-    factors, weights = [], []
+    shares, weights = [], []
     for work, weight in zip(works, seconds, strict=True):
         if isinstance(work, Collective | SendRecv) and weight > 0:
             operation = work.operation if isinstance(work, Collective) else "send_recv"
-            factors.append(factors_at(measured, operation, work.size_bytes))
+            compute, communication = factors_at(measured, operation, work.size_bytes)
+            shares.append((1 - 1 / compute, communication))
             weights.append(weight)
-    if not factors:
+    if not shares:
         return OverlapFactors(compute=measured.compute_factor, communication=measured.communication_factor)
-    compute, communication = np.average(np.array(factors), axis=0, weights=weights)
-    return OverlapFactors(compute=max(1.0, float(compute)), communication=max(1.0, float(communication)))  # means of ones round
+    held, communication = np.average(np.array(shares), axis=0, weights=weights)
+    return OverlapFactors(compute=max(1.0, 1 / (1 - float(held))), communication=max(1.0, float(communication)))  # ones round
 
 
 def factors_at(measured: Overlap, operation: str, size_bytes: int) -> tuple[float, float]:
@@ -40,9 +42,9 @@ def factors_at(measured: Overlap, operation: str, size_bytes: int) -> tuple[floa
         return measured.compute_factor, measured.communication_factor
     sizes = [math.log(max(1, point.size_bytes)) for point in points]
     at = math.log(max(1, size_bytes))
-    compute = np.interp(at, sizes, [point.compute_factor for point in points])
+    held = np.interp(at, sizes, [1 - 1 / point.compute_factor for point in points])
     communication = np.interp(at, sizes, [point.communication_factor for point in points])
-    return float(compute), float(communication)
+    return 1 / (1 - float(held)), float(communication)
 
 
 def _of_operation(points: Sequence[OverlapPoint], operation: str) -> list[OverlapPoint]:

@@ -8,12 +8,13 @@ from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.work import Collective, LoadBatch, SendRecv, Work
 
+Priced = tuple[Work, int] | tuple[Work, int, bool]
 Concurrent = Callable[[Work], tuple[tuple[int, ...], ...]]
 """The groups (or transfers) that communicate at the same time as a collective (or transfer)."""
 
 
 def price(
-    work_of_ranks: Iterable[tuple[Work, int]],
+    work_of_ranks: Iterable[Priced],
     costs: Costs,
     known: dict[Hashable, Estimate] | None = None,
     concurrent: Concurrent | None = None,
@@ -22,7 +23,8 @@ def price(
     ranks; loading: per device, whose path to the host it takes).
 
     Args:
-        work_of_ranks: (work, rank) per task; for communication any rank of it will do.
+        work_of_ranks: (work, rank) per task; for communication any rank of it will do. A third entry says whether it is
+            computation that resumes after its rank has waited for communication (`parsim.graph.columns.Unit`).
         known: estimates of earlier calls with the same `costs`, read and added to; None starts anew.
         concurrent: None: every collective and transfer runs alone.
 
@@ -31,7 +33,7 @@ def price(
     """
     known = {} if known is None else known
     estimates: list[Estimate] = []
-    for work, rank in work_of_ranks:
+    for work, rank, *resumes in work_of_ranks:
         key = _key(work, rank, costs)
         others: tuple[tuple[int, ...], ...] = ()
         if concurrent is not None and costs.shares_links and isinstance(work, Collective | SendRecv):
@@ -39,6 +41,11 @@ def price(
             key = key, others
         if key not in known:
             known[key] = costs.estimate(work, rank, others)
+        if any(resumes) and costs.resume_s:
+            resumed = key, "resumes"
+            if resumed not in known:
+                known[resumed] = known[key].longer_by(costs.resume_s)
+            key = resumed
         estimates.append(known[key])
     return estimates
 

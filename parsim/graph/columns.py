@@ -6,7 +6,7 @@ Tasks that do the same work on the same rank are one *unit*, priced once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -60,10 +60,14 @@ def _offsets(lengths: Ints) -> Ints:
 
 
 class Unit(NamedTuple):
-    """Work that some tasks have in common, and the first of the ranks that do it."""
+    """Work that some tasks have in common, and the first of the ranks that do it.
+
+    Attributes: resumes: it is computation that goes on after its rank has waited for communication (`Columns.resuming`).
+    """
 
     work: Work
     rank: int
+    resumes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,6 +120,16 @@ class Columns:
     @cached_property
     def transfers(self) -> Bools:
         return self.is_work(lambda work: isinstance(work, SendRecv))
+
+    def resuming(self) -> Columns:
+        """The same program, in which units know whether their tasks resume computation: depend on communication."""
+        rows = self.dependencies.row_numbers
+        waits = np.zeros(self.size, dtype=np.bool_)
+        waits[rows[self.communicates[self.dependencies.values]]] = True
+        waits &= ~self.communicates & ~self.loads
+        found, numbers = np.unique(2 * self.unit + waits, return_inverse=True)
+        units = tuple(self.units[key // 2]._replace(resumes=bool(key % 2)) for key in found.tolist())
+        return replace(self, unit=np.asarray(numbers, dtype=np.int64).reshape(self.size), units=units)
 
     @cached_property
     def first_rank(self) -> Ints:

@@ -236,11 +236,15 @@ class Noise(Record):
 class HostOverhead(Record):
     """Seconds that the interpreter adds to each task and to each step of a rank.
 
-    Attributes: load_s, load_seconds_per_byte: of bringing a batch from the data in memory to the rank; None: not measured.
+    Attributes:
+        resume_s: by which computation takes longer after its rank has waited for communication, which finds other things in
+            the caches.
+        load_s, load_seconds_per_byte: of bringing a batch from the data in memory to the rank; None: not measured.
     """
 
     task_s: NonNegative
     step_s: NonNegative
+    resume_s: NonNegative = 0.0
     load_s: NonNegative | None = None
     load_seconds_per_byte: NonNegative | None = None
     source: str

@@ -53,6 +53,8 @@ def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTa
         rows.append(("overlap", NOTHING, factors, NOTHING))
     if profile.host is not None:
         host = f"{format_seconds(profile.host.task_s)} per task, {format_seconds(profile.host.step_s)} per step"
+        if profile.host.resume_s:
+            host += f", {format_seconds(profile.host.resume_s)} after a wait"
         rows.append(("host", NOTHING, host, NOTHING))
     columns = (
         Column(name="kind"),

@@ -97,7 +97,7 @@ def probe_work(programs: Sequence[CompiledGraph]) -> dict[CommunicationClass, Co
     class the work with the most bytes."""
     found: dict[CommunicationClass, Collective | SendRecv] = {}
     for program in programs:
-        for work, rank in program.columns.units:
+        for work, rank, _ in program.columns.units:
             key = class_of(work, rank)
             if not (isinstance(key, CommunicationClass) and isinstance(work, Collective | SendRecv)):
                 continue

@@ -12,7 +12,7 @@ from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.costs.history import NO_HISTORY, History
 from parsim.costs.memory import RankMemory
-from parsim.costs.pricing import price
+from parsim.costs.pricing import Priced, price
 from parsim.graph.layout import Layout
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
@@ -22,7 +22,6 @@ from parsim.plan.placement import Placement
 from parsim.plan.plan import Plan
 from parsim.plan.recompute import NONE, Recompute
 from parsim.schedule.memory import plan_memory
-from parsim.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +101,7 @@ class Problem:
             )
         return self._costs[ranks]
 
-    def price(self, work_of_ranks: Iterable[tuple[Work, int]], mesh: Mesh) -> list[Estimate]:
+    def price(self, work_of_ranks: Iterable[Priced], mesh: Mesh) -> list[Estimate]:
         """Estimates in order, for a plan on a mesh whose groups slow one another where they share links; what one plan has
         asked is known for the next. Raises CostError."""
         known = self._known.setdefault(mesh.size, {})

@@ -10,6 +10,7 @@ import pytest
 from parsim.costs import Costs, Estimate, price
 from parsim.costs.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.compute import estimate_compute, estimate_optimizer
+from parsim.costs.estimate import OverlapFactors
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compute_records import ComponentPoint, Compute, OptimizerPoint
@@ -158,7 +159,8 @@ def test_host_seconds_are_added_to_computation_only() -> None:
 def test_overlap_factors_come_from_the_profile(v100: Cluster) -> None:
     small = Collective(operation="all_reduce", group=(0, 1), size_bytes=100)
     large, gather = dataclasses.replace(small, size_bytes=10_000), dataclasses.replace(small, operation="all_gather")
-    assert dataclasses.astuple(Costs(MODEL, v100).overlap([small], [1.0])) == (1.0, 1.0, ())
+    assert Costs(MODEL, v100).overlap([small], [1.0]) == OverlapFactors()
+    assert not Costs(MODEL, cluster_from_profile(gloo_profile())).overlap([small], [1.0]).loads_ahead, "a CPU loads by itself"
 
     def factors(overlap: Overlap, works: list[Collective], seconds: list[float]) -> tuple[float, float]:
         found = Costs(MODEL, cluster_from_profile(gloo_profile(overlap=overlap))).overlap(works, seconds)
@@ -179,8 +181,10 @@ def test_overlap_factors_come_from_the_profile(v100: Cluster) -> None:
     by_size = overlap.model_copy(update={"points": [bigger, point]})
     assert factors(by_size, [small], [1.0]) == factors(by_size, [gather], [1.0]) == (1.1, 1.0)
     assert factors(by_size, [large], [1.0]) == (1.7, 2.0)
-    assert factors(by_size, [dataclasses.replace(small, size_bytes=1000)], [1.0]) == (1.4, 1.5)
-    assert factors(by_size, [small, large], [1.0, 3.0]) == (1.55, 1.75)
+    held = [1 - 1 / 1.1, 1 - 1 / 1.7]
+    between, mean = (round(1 / (1 - share), 9) for share in ((held[0] + held[1]) / 2, (held[0] + 3 * held[1]) / 4))
+    assert factors(by_size, [dataclasses.replace(small, size_bytes=1000)], [1.0]) == (between, 1.5)
+    assert factors(by_size, [small, large], [1.0, 3.0]) == (mean, 1.75)
     assert factors(by_size, [dataclasses.replace(small, size_bytes=10**9)], [1.0]) == (1.7, 2.0)
     assert factors(by_size, [], []) == (1.2, 1.5)
     own = point.model_copy(update={"operation": "all_gather", "compute_factor": 1.3})

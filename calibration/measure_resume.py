@@ -1,0 +1,62 @@
+"""By how much computation takes longer after its rank has waited for communication.
+
+What the computation works on has left the caches by then, and where the core was idle it has to wake up: on a 2-core virtual
+machine every component took 0.04 to 0.25 ms longer after an exchange (2026-11-21, six models, 4 KiB to 1 MiB), the more the
+larger the message. Tensor parallelism and pipelines wait before most of their components.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from calibration.measure_collectives import COLLECTIVES, Bench
+from calibration.measure_components import Case
+from calibration.turns import Entries
+from parsim.execute.streams import Operation, TaskTime
+from parsim.graph.task import COMPUTE
+from parsim.units import KIB
+
+SIZE_BYTES = 256 * KIB
+PAIRS = 4
+"""Of a step with pauses and one without, in turn."""
+
+
+def measure_resume(case: Case, bench: Bench) -> Entries:
+    """What this rank's computations took longer after an exchange with all others, median of a few pairs of steps; called by
+    every rank.
+
+    Entries of `resume`: model, samples, seconds (per computation; where noise hides it, less than 0).
+    """
+    group = bench.dp[tuple(range(bench.world_size))]
+    assert group is not None, "every rank is a member of the group of all"
+    call = COLLECTIVES["all_reduce"](bench, SIZE_BYTES, group)
+    longer = []
+    for number in range(PAIRS):
+        took = {}
+        for before in (None, call) if number % 2 == 0 else (call, None):
+            dist.barrier(group=group)
+            took[before] = _computing(case, before)
+        longer.append(resumed_s(took[None], took[call]))
+    longer.sort()
+    middle = (longer[(PAIRS - 1) // 2] + longer[PAIRS // 2]) / 2
+    return {"resume": [{"model": case.number, "samples": case.samples, "seconds": middle}]}
+
+
+def _computing(case: Case, before: Operation | None) -> list[TaskTime]:
+    case.streams.before = before
+    try:
+        return case.step().tasks
+    finally:
+        case.streams.before = None
+
+
+def resumed_s(plain: Sequence[TaskTime], paused: Sequence[TaskTime]) -> float:
+    """Seconds per computation by which a step with pauses took longer than one without; the first one never waits."""
+    sums = []
+    for step in (plain, paused):
+        own = sorted((entry for entry in step if entry.stream == COMPUTE), key=lambda entry: entry.ready_s)[1:]
+        sums.append((sum(entry.end_s - entry.ready_s for entry in own), len(own)))
+    (plain_s, count), (paused_s, _) = sums
+    return (paused_s - plain_s) / max(1, count)

@@ -1,0 +1,40 @@
+"""Streams of a calibration, on which computation can be made to wait for communication as it does in tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parsim.execute.streams import Operation, Streams, TaskTime
+from parsim.graph.task import COMPUTE
+
+FIRST_CALL = 1_000_000_000
+"""The number of the first exchange, beyond those of all tasks."""
+
+
+class Pausing:
+    """Streams on which each computation can be made to wait for a call of `before` that begins when the last one has ended."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._last: int | None = None
+        self._calls = 0
+        self.before: Operation | None = None
+
+    def submit(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
+        self._streams.submit(task, stream, dependencies, operation)
+
+    def compute(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
+        if self.before is not None and self._last is not None and stream == COMPUTE:
+            call = FIRST_CALL + self._calls
+            self._calls += 1
+            self._streams.submit(call, "tp", [self._last], self.before)
+            dependencies = [*dependencies, call]
+        self._streams.compute(task, stream, dependencies, operation)
+        self._last = task
+
+    def finish(self) -> list[TaskTime]:
+        self._last = None
+        return [entry for entry in self._streams.finish() if entry.task < FIRST_CALL]
+
+    def close(self) -> None:
+        self._streams.close()
