@@ -116,15 +116,15 @@ class Costs:
 
     def overlap(self, works: Sequence[Work], seconds: Iterable[float]) -> OverlapFactors:
         """How much computation and communication slow each other while both run (not at all where it was not measured), which
-        ranks share a core, and whether loading takes its time.
+        ranks share a core, and what a core that loads and communicates cannot do at once.
 
         Args:
             works: of a program. seconds: of each, all its tasks together; what communicates longest counts most.
         """
         measured = self.cluster.profile.overlap
         factors = OverlapFactors() if measured is None else overlap_of(measured, works, seconds)
-        loads_ahead = all(device.type.kind != "cpu" for device in self.cluster.devices)
-        return replace(factors, core_of_rank=self.shared_cores, loads_ahead=loads_ahead)
+        on_cores = any(device.type.kind == "cpu" for device in self.cluster.devices)
+        return replace(factors, core_of_rank=self.shared_cores, communications_share=on_cores, loads_ahead=not on_cores)
 
     def _compute(self, work: Compute, device: Device) -> Estimate:
         """Components that do the same work share their estimates. Recomputing is priced as the forward that it repeats."""

@@ -39,6 +39,8 @@ class OverlapFactors:
     Attributes:
         core_of_rank: the processor core each rank runs on; empty: a core each. Ranks on one core share it: k of them that
             compute at once take k times as long each, and what one communicates slows what another computes.
+        communications_share: what a rank communicates at once on several streams takes turns at its core: k operations take k
+            times as long each, as those of a library that works on the processor do.
         loads_ahead: a step's batch is loaded while the step before still runs, as the copy engine of a GPU does it; where
             loading is the work of the core that computes, it waits for its turn.
     """
@@ -46,9 +48,10 @@ class OverlapFactors:
     compute: float = 1.0
     communication: float = 1.0
     core_of_rank: tuple[int, ...] = ()
+    communications_share: bool = False
     loads_ahead: bool = True
 
     @property
     def slows(self) -> bool:
         """Whether anything slows anything."""
-        return self.compute != 1.0 or self.communication != 1.0 or bool(self.core_of_rank)
+        return self.compute != 1.0 or self.communication != 1.0 or bool(self.core_of_rank) or self.communications_share

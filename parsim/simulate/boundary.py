@@ -65,16 +65,18 @@ class Slowdown(NamedTuple):
     Attributes:
         compute, communication: factors while the other side runs on the same core.
         core: int64 [world_size], the core of each rank, numbered from 0.
+        divided: what communicates at once on a core slows one another.
     """
 
     compute: float
     communication: float
     core: Ints
+    divided: bool = False
 
     @property
     def is_none(self) -> bool:
         """Whether nothing ever slows anything."""
-        return self.compute == self.communication == 1.0 and not self.shares_cores
+        return self.compute == self.communication == 1.0 and not self.shares_cores and not self.divided
 
     @property
     def shares_cores(self) -> bool:
@@ -95,11 +97,11 @@ def checked_slowdown(overlap: OverlapFactors | None, world_size: int) -> Slowdow
             f"overlap factors must be finite and >= 1 (1 = no slowdown), got compute {factors[0]}, communication {factors[1]}"
         )
     if not overlap.core_of_rank:
-        return Slowdown(*factors, own)
+        return Slowdown(*factors, own, overlap.communications_share)
     if len(overlap.core_of_rank) < world_size:
         raise GraphError(f"core_of_rank names the cores of {len(overlap.core_of_rank)} ranks; the graph has {world_size}")
     _, core = np.unique(np.array(overlap.core_of_rank[:world_size], dtype=np.int64), return_inverse=True)
-    return Slowdown(*factors, np.asarray(core, dtype=np.int64).reshape(world_size))
+    return Slowdown(*factors, np.asarray(core, dtype=np.int64).reshape(world_size), overlap.communications_share)
 
 
 def simulated_timeline(columns: Columns, start_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> Timeline:

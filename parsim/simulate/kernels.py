@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-_OTHER, _COMPUTING = 0, 1
+_OTHER, _COMPUTING, _COMMUNICATING = 0, 1, 2
 
 
 @njit(cache=True, nogil=True)
@@ -98,10 +98,18 @@ def slowness_of(g, slowdown, active, task):  # type: ignore[no-untyped-def]
     for k in range(g.ranks.offsets[task], g.ranks.offsets[task + 1]):
         core = slowdown.core[g.ranks.values[k]]
         overlaps = active[3 - g.kind[task], core] > 0
+        factor = 1.0
         if computes:
-            slowness = max(slowness, active[_COMPUTING, core] * (slowdown.compute if overlaps else 1.0))
-        elif overlaps:
-            slowness = max(slowness, slowdown.communication)
+            factor = active[_COMPUTING, core] * (slowdown.compute if overlaps else 1.0)
+        else:
+            if overlaps:
+                factor = slowdown.communication
+            if slowdown.divided:
+                own = 0
+                for other in range(g.ranks.offsets[task], g.ranks.offsets[task + 1]):
+                    own += slowdown.core[g.ranks.values[other]] == core
+                factor *= active[_COMMUNICATING, core] / own
+        slowness = max(slowness, factor)
     return slowness
 
 

@@ -133,7 +133,7 @@ class Paces:
         self._waiting = False
         for key in self._doubtful:
             entry = self._running[key]
-            entry.own = self._own_slowness(entry)
+            entry.own = self._own_slowness(key, entry)
             if not entry.moving:
                 self._go(key, entry, entry.own)
                 self._time_latency(key, entry)
@@ -141,7 +141,7 @@ class Paces:
         for key, slowness in self._lane_slowness().items():
             self._go(key, self._running[key], slowness)
 
-    def _own_slowness(self, entry: _Running) -> float:
+    def _own_slowness(self, key: Key, entry: _Running) -> float:
         """What its ranks impose: what else runs on any of its cores, and the slowest straggler of a computation."""
         slowdown, factor = self._slowdown, 1.0
         for core in entry.cores:
@@ -149,8 +149,12 @@ class Paces:
             if not entry.communicates:
                 computing = sum(self._active[core][False].values())
                 factor = max(factor, computing * (slowdown.compute if overlaps else 1.0))
-            elif overlaps:
-                factor = max(factor, slowdown.communication)
+            else:
+                beside = slowdown.communication if overlaps else 1.0
+                if slowdown.divided:
+                    on_core = self._active[core][True]
+                    beside *= sum(on_core.values()) / on_core[key]
+                factor = max(factor, beside)
         if not entry.communicates and self._conditions.stragglers:
             factor *= max(self._conditions.slowness(rank, self._now_s) for rank in entry.ranks)
         return factor

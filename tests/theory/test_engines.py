@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
@@ -22,13 +23,18 @@ from parsim.graph.taskgraph import TaskGraph
 from parsim.simulate import dynamic, static
 from parsim.simulate.compile import compile_graph
 from parsim.timeline import Timeline
-from parsim.work import Collective, Compute, Phase, is_communication
+from parsim.work import Collective, Compute, Phase, SendRecv, is_communication
 
 RANDOM_GRAPHS = 2000
 
 
 def naive_schedule(
-    graph: TaskGraph, durations: Sequence, factors: tuple = (1, 1), core_of_rank: Sequence[int] | None = None
+    graph: TaskGraph,
+    durations: Sequence,
+    factors: tuple = (1, 1),
+    core_of_rank: Sequence[int] | None = None,
+    *,
+    divided: bool = False,
 ) -> tuple[list, list]:
     """The rule word for word, O(n^2) and slower: look at every task in every instant. Exact for Fractions.
 
@@ -64,7 +70,11 @@ def naive_schedule(
             neighbours = [other for other in range(graph.world_size) if core[other] == core[rank]]
             sides = [side(other, near) for other in running for near in neighbours if near in other.ranks]
             factor = factors[own] if 1 - own in sides else 1
-            slowest = max(slowest, factor * (sides.count(0) if own == 0 else 1))
+            if own == 0:
+                factor *= sides.count(0)
+            elif divided:
+                factor *= Fraction(sides.count(1), sum(side(task, near) == 1 for near in neighbours if near in task.ranks))
+            slowest = max(slowest, factor)
         return slowest
 
     while any(entry is None for entry in end):
@@ -191,6 +201,45 @@ def test_shared_cores_match_exact_arithmetic() -> None:
         )
         for got, wanted in zip(per_task(graph, timeline), exact, strict=True):
             np.testing.assert_allclose(got, np.array(wanted, dtype=float), rtol=0, atol=1e-12 * (1 + timeline.makespan_s))
+
+
+@pytest.mark.parametrize("factors", [(1.0, 1.0), (1.5, 1.25)])
+def test_engines_agree_where_communications_share_a_core(factors: tuple[float, float]) -> None:
+    """Bitwise with one another, and with the rule in rational numbers."""
+    divided = 0
+    for seed in range(300):
+        random = Random(seed)
+        graph = random_graph(random, most_tasks=20)
+        durations = random_durations_s(random, len(graph.tasks), on_grid=True)
+        cores = some_cores(random, graph.world_size) if seed % 2 else tuple(range(graph.world_size))
+        apart = OverlapFactors(compute=factors[0], communication=factors[1], core_of_rank=cores)
+        overlap = replace(apart, communications_share=True)
+        timeline = static.simulate(graph, durations, overlap=overlap)
+        assert_same(timeline, dynamic.simulate(graph, durations, overlap=overlap))
+        divided += timeline.makespan_s > static.simulate(graph, durations, overlap=apart).makespan_s
+        rational = [Fraction(value) for value in durations], tuple(map(Fraction, factors)), cores
+        for got, wanted in zip(per_task(graph, timeline), naive_schedule(graph, *rational, divided=True), strict=True):
+            np.testing.assert_allclose(got, np.array(wanted, dtype=float), rtol=0, atol=1e-12 * (1 + timeline.makespan_s))
+    assert divided > 40, "too few of the graphs communicate twice on a core for this test to mean something"
+
+
+def test_communications_at_once_in_closed_form() -> None:
+    """Two streams of one rank: d_1 <= d_2 seconds alone end at 2 d_1 and d_1 + d_2; a rank elsewhere is not slowed."""
+    sent = [(0, 1, "pp>1"), (0, 2, "pp>2"), (3, 4, "pp>4")]
+    tasks = tuple(
+        Task(
+            index=number,
+            work=SendRecv(source=source, destination=target, size_bytes=1),
+            resources=(Resource(source, stream), Resource(target, f"pp<{source}")),
+            dependencies=(),
+            origin=Origin(stage=0),
+        )
+        for number, (source, target, stream) in enumerate(sent)
+    )
+    graph = TaskGraph(tasks=tasks, world_size=5)
+    for engine in (static, dynamic):
+        _, end = per_task(graph, engine.simulate(graph, [1.0, 3.0, 3.0], overlap=OverlapFactors(communications_share=True)))
+        assert end.tolist() == [2.0, 4.0, 3.0]
 
 
 def test_processor_sharing_in_closed_form() -> None:
