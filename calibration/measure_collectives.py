@@ -9,7 +9,6 @@ in ten waits a few milliseconds for the core), and why it is their mean that cou
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,15 +21,19 @@ from torch import Tensor
 
 from calibration.request import CalibrationRequest
 from calibration.turns import WARM_UP, Entries, Section
+from parsim.execute.convert import run_hop
 from parsim.execute.environment import memory_limit_bytes
 from parsim.execute.group import make_groups
 from parsim.execute.streams import TaskTime, make_streams
+from parsim.plan.layout import parse_hop
 from parsim.units import MIB
 
 BACK_TO_BACK = 3
 BURN_S = 0.003
 """Of computation before and after every call: no less than the system leaves a thread the core for."""
 SMALL_BYTES, LARGE_BYTES = MIB, 16 * MIB
+ROWS = 8
+"""Of an array that is sent in parts of its rows: samples, say."""
 ALIGNMENT = 64
 """Elements; fresh arrays begin at 64 bytes or more, and sums over crooked ones are slower."""
 LARGE_EVERY = 4
@@ -44,7 +47,7 @@ class Bench:
     """Attributes:
     device: where the arrays live.
     dp: group of the collectives by ranks; sends: group by (source, destination); None where this rank is no member.
-    scratch: the arrays to send and receive are pieces of it, so that no measurement allocates or first touches memory.
+    scratch: the arrays to send are pieces of it, so that no measurement first touches memory.
     """
 
     rank: int
@@ -58,13 +61,12 @@ class Bench:
     def elements(self, size_bytes: int) -> int:
         return max(1, size_bytes // self.dtype.itemsize)
 
-    def arrays(self, *elements: int) -> list[Tensor]:
-        """One array of so many elements after the other, each aligned as a fresh one would be."""
-        starts = itertools.accumulate(map(_aligned, elements[:-1]), initial=0)
-        return [self.scratch[start : start + count] for start, count in zip(starts, elements, strict=True)]
+    def array(self, elements: int) -> Tensor:
+        """One of so many elements, aligned as a fresh one would be."""
+        return self.scratch[:elements]
 
     def beyond(self, elements: int) -> Bench:
-        """The same, with arrays that begin so many elements further on, or a little more."""
+        """The same, with an array that begins so many elements further on, or a little more."""
         return replace(self, scratch=self.scratch[_aligned(elements) :])
 
 
@@ -90,17 +92,17 @@ def make_bench(device: torch.device, dtype: torch.dtype, cores: int, largest_byt
 
 
 def scratch_bytes(largest_bytes: int) -> int:
-    """Two of the largest size (what is given and what is received), or a chain of those that are issued in a row."""
-    return max(2 * largest_bytes, BACK_TO_BACK * min(largest_bytes, LARGE_BYTES)) + 64 * ALIGNMENT
+    """What is given, or a chain of those that are issued in a row."""
+    return max(largest_bytes, BACK_TO_BACK * min(largest_bytes, LARGE_BYTES)) + ROWS * 64 * ALIGNMENT
 
 
 def affordable_sizes(sizes_bytes: Sequence[int], nproc: int, device: torch.device) -> tuple[int, ...]:
-    """The sizes whose arrays, two on every rank, leave enough memory for all else."""
+    """The sizes whose arrays on every rank, given, packed and received, leave enough memory for all else."""
     if device.type == "cuda":
         room = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
     else:
         room = MEMORY_SHARE * memory_limit_bytes() / nproc
-    return tuple(size for size in sizes_bytes if scratch_bytes(size) <= room)
+    return tuple(size for size in sizes_bytes if scratch_bytes(size) + 2 * size <= room)
 
 
 def collective_groups(world_size: int) -> tuple[tuple[int, ...], ...]:
@@ -122,37 +124,34 @@ def transfer_pairs(world_size: int, cores: int) -> tuple[tuple[int, int], ...]:
 
 
 def _all_reduce(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
-    (array,) = bench.arrays(bench.elements(size_bytes))
+    array = bench.array(bench.elements(size_bytes))
     return lambda: _drop(dist.all_reduce(array, group=group))
 
 
 def _all_gather(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
-    part, whole = _part_and_whole(bench, size_bytes, group)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    return lambda: _drop(gather(whole, part, group=group))
+    return _hop(bench, "all_gather_dim:shard1/{n}>full/{n}", size_bytes // group.size(), group)
 
 
 def _reduce_scatter(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
-    part, whole = _part_and_whole(bench, size_bytes, group)
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
-    return lambda: _drop(reduce_scatter(part, whole, group=group))
+    return _hop(bench, "reduce_scatter_dim:partial/{n}>shard1/{n}", size_bytes, group)
 
 
 def _broadcast(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
-    (array,) = bench.arrays(bench.elements(size_bytes))
+    array = bench.array(bench.elements(size_bytes))
     return lambda: _drop(dist.broadcast(array, src=0, group=group))
 
 
 def _all_to_all(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
     """S is what one rank holds."""
-    elements = bench.elements(size_bytes // group.size()) * group.size()
-    given, received = bench.arrays(elements, elements)
-    return lambda: _drop(dist.all_to_all_single(received, given, group=group))
+    return _hop(bench, "all_to_all:full/1>shard1/{n}", size_bytes, group)
 
 
-def _part_and_whole(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> list[Tensor]:
-    part = bench.elements(size_bytes // group.size())
-    return bench.arrays(part, part * group.size())
+def _hop(bench: Bench, text: str, held_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
+    """One hop of a conversion along a dim, as the executor makes it: what lies apart is packed before it is sent, or after."""
+    count = group.size()
+    columns = max(1, bench.elements(held_bytes) // (count * ROWS))
+    hop, tensor = parse_hop(text.format(n=count)), bench.array(ROWS * count * columns).view(ROWS, count * columns)
+    return lambda: _drop(run_hop(hop, tensor, ranks=range(count), group=group))
 
 
 COLLECTIVES: dict[str, Callable[[Bench, int, dist.ProcessGroup], Callable[[], None]]] = {

@@ -43,6 +43,7 @@ from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.profile import load_profile, save_profile
 from parsim.model.narrow import narrow
 from parsim.model.spec import ModelSpec, build_module, load_model
+from tests.execute.forked import run_ranks
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
 GPT = ModelSpec(name="gpt_small", args=(("layers", 2),))
@@ -123,22 +124,41 @@ def test_every_large_size_is_measured_once_in_four_rounds_and_small_ones_in_each
 
 @given(st.sampled_from([3, 5, 1000, 65_537, 20_000_000]), st.sampled_from(["fp32", "fp64"]))
 def test_arrays_to_send_are_aligned_apart_and_fit(size_bytes: int, precision: str) -> None:
-    """The two of an exchange and the three of a chain lie side by side in what `scratch_bytes` asks for."""
+    """The three of a chain lie side by side in what `scratch_bytes` asks for."""
     import torch
 
     dtype = DTYPES[precision]
     room = torch.empty(scratch_bytes(size_bytes) // dtype.itemsize, dtype=dtype)
     bench = Bench(rank=0, world_size=1, device=torch.device("cpu"), dtype=dtype, dp={}, sends={}, scratch=room)
     count = bench.elements(size_bytes)
-    arrays = bench.arrays(count, count)
     item = Item("all_reduce", (0, 1), size_bytes)
-    chain = [own.arrays(count)[0] for own in chain_of(bench, item)]
+    chain = [own.array(count) for own in chain_of(bench, item)]
     assert len(chain) == item.chain
-    for group in (arrays, chain):
-        begins = [array.data_ptr() - room.data_ptr() for array in group]
-        assert all(begin % 64 == 0 for begin in begins)
-        assert all(array.numel() == count for array in group)
-        assert all(later - earlier >= count * dtype.itemsize for earlier, later in pairwise(begins))
+    begins = [array.data_ptr() - room.data_ptr() for array in chain]
+    assert all(begin % 64 == 0 for begin in begins)
+    assert all(array.numel() == count for array in chain)
+    assert all(later - earlier >= count * dtype.itemsize for earlier, later in pairwise(begins))
+
+
+def _exchanges(rank: int) -> int:
+    """Everything that is measured, at sizes that do not divide evenly too; returns how many calls there were."""
+    import torch
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    assert group is not None
+    made = 0
+    for size_bytes in (4, 1000, 1024, 65_552):
+        room = torch.ones(scratch_bytes(size_bytes) // 4, dtype=torch.float32)
+        bench = Bench(rank=rank, world_size=2, device=torch.device("cpu"), dtype=room.dtype, dp={}, sends={}, scratch=room)
+        for prepare in COLLECTIVES.values():
+            prepare(bench, size_bytes, group)()
+            made += 1
+    return made
+
+
+def test_every_operation_runs_at_every_size(tmp_path: Path) -> None:
+    assert run_ranks(_exchanges, 2, tmp_path) == [4 * len(COLLECTIVES)] * 2
 
 
 def test_who_used_the_least_of_its_time_is_next() -> None:
