@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from parsim.errors import CostError, near_matches
 from parsim.hardware.device import DeviceType
@@ -98,6 +99,13 @@ class RankMemory:
         )
 
 
+class Whole(NamedTuple):
+    """Bytes of buckets that lie whole: how many at least, where the communication keeps up, and at most."""
+
+    least: float
+    most: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """What a rank holds of parameters, where that is not simply all of its components'.
@@ -105,13 +113,13 @@ class Weights:
     Attributes:
         parameter_bytes, gradient_bytes: as held all the time, padding included (ZeRO 2 and 3: its parts of the buckets).
         updated_elements: those whose optimizer state is here and which this rank updates (ZeRO 1: its parts of the buckets).
-        unsharded_bytes: by component, of the buckets that lie whole here while it runs backward, for this and what is next.
+        unsharded: by component, of the buckets that lie whole here while it runs backward, for this and what is next.
     """
 
     parameter_bytes: int
     gradient_bytes: int
     updated_elements: int
-    unsharded_bytes: Mapping[str, float] = field(default_factory=dict)
+    unsharded: Mapping[str, Whole] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +220,10 @@ def rank_memory(
     inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
     ends = [own + (0 if c.name in recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
     update = OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements - activations - casts - held
-    unsharded, workspace = _transient_bytes(components, samples, ends, boundary, again, weights, update)
+    whole_most = {name: whole.most for name, whole in weights.unsharded.items()}
+    whole_least = {name: whole.least for name, whole in weights.unsharded.items()}
+    unsharded, workspace = _transient_bytes(components, samples, ends, boundary, again, whole_most, update)
+    at_least = sum(_transient_bytes(components, samples, ends, boundary, again, whole_least, update)) - workspace
     beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
     lines = {
         "parameters": weights.parameter_bytes,
@@ -231,7 +242,9 @@ def rank_memory(
         "allocator": beside.median,
     }
     early = (arriving_bytes - unsure_arriving_bytes, arriving_bytes)
-    return _rounded(rank, device, lines, {"receive_buffers": early, "allocator": (beside.p05, beside.p95)})
+    kept_up = (min(unsharded, max(0.0, at_least)), unsharded)
+    spreads = {"unsharded": kept_up, "receive_buffers": early, "allocator": (beside.p05, beside.p95)}
+    return _rounded(rank, device, lines, spreads)
 
 
 def _rounded(
@@ -320,7 +333,7 @@ def _transient_bytes(
     saved: Sequence[float],
     boundary: Boundary,
     again: Mapping[str, Again],
-    weights: Weights,
+    whole_bytes: Mapping[str, float],
     update: float,
 ) -> tuple[float, float]:
     """By how much the worst moment after the last microbatch's forward exceeds its end: buckets whole then, and the rest.
@@ -338,7 +351,7 @@ def _transient_bytes(
             second = again[component.name]
             forward = _fullest_bytes(component.forward_peaks, samples[component.name])
             alive = max(second.saved_bytes - second.released_bytes + alive, forward + gradients)
-        beside = weights.unsharded_bytes.get(component.name, 0.0)
+        beside = whole_bytes.get(component.name, 0.0)
         if before + alive + beside > peak:
             peak, whole = before + alive + beside, beside
     backward = max(0.0, peak - before)

@@ -91,7 +91,7 @@ def rank_weights(layout: Layout, rank: int) -> Weights:
         parameter_bytes=sum(_held_of(bucket, whole=stage < 3, padded=stage >= 1) for bucket, stage in stages),
         gradient_bytes=sum(_held_of(bucket, whole=stage < 2, padded=stage >= 1) for bucket, stage in stages),
         updated_elements=sum(bucket.chunk_elements if stage >= 1 else bucket.elements for bucket, stage in stages),
-        unsharded_bytes=unsharded_bytes(layout, rank),
+        unsharded=unsharded_bytes(layout, rank),
     )
 
 

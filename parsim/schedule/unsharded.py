@@ -1,18 +1,19 @@
 """ZeRO 2 and 3: how much of a rank's memory is buckets that lie whole for a while, while each of its components runs backward.
 
 Gradients are there from the first backward that adds to them until they are sent, parameters from the start of their all_gather
-to the last computation that needs them. How far the communication has come while something computes is left open: the most over
-all the ways it can be is taken, between what the computation has waited for and what it has made ready.
+to the last computation that needs them. How far the communication has come while something computes is left open, between what
+the computation has waited for and what it has made ready: the most and the least over all the ways it can be are told.
 """
 
 from __future__ import annotations
 
+from parsim.costs.memory import Whole
 from parsim.graph.layout import Layout
 from parsim.graph.passes.unsharded import gradient_windows, parameter_windows, uses_of
 from parsim.work import Phase
 
 
-def unsharded_bytes(layout: Layout, rank: int) -> dict[str, float]:
+def unsharded_bytes(layout: Layout, rank: int) -> dict[str, Whole]:
     """By component of the rank; nothing below ZeRO 2. Leaves out what a reduce_scatter makes beside what it takes."""
     if layout.plan.zero_stage < 2:
         return {}
@@ -21,7 +22,7 @@ def unsharded_bytes(layout: Layout, rank: int) -> dict[str, float]:
         window for window in (*gradient_windows(layout, uses), *parameter_windows(layout, uses)) if rank in window.bucket.group
     ]
     windows.sort(key=lambda window: window.place)  # as their collectives are issued
-    found: dict[str, float] = {}
+    found: dict[str, Whole] = {}
     filling: dict[int, int] = {}  # gradients that are being added to: bucket and bytes
     begins: dict[int, list[int]] = {}
     for place, window in enumerate(windows):
@@ -42,13 +43,11 @@ def unsharded_bytes(layout: Layout, rank: int) -> dict[str, float]:
         for place in begins.get(number, ()):
             filling[place] = windows[place].bucket.padded_bytes
         if use.phase is not Phase.FORWARD:
-            most = 0
+            alike = [(windows[place].bucket.padded_bytes, windows[place].parameters, place) for place in alive]
+            least, most = [], []  # the next collective to end has not begun, or it has
             for under_way in range(done, issued + 1):
-                whole = sum(
-                    windows[place].bucket.padded_bytes
-                    for place in alive
-                    if (place <= under_way if windows[place].parameters else place >= under_way)
-                )
-                most = max(most, whole)
-            found[use.component] = max(found.get(use.component, 0.0), float(most + sum(filling.values())))
+                least.append(sum(size for size, comes, place in alike if (place < under_way if comes else place >= under_way)))
+                most.append(sum(size for size, comes, place in alike if (place <= under_way if comes else place >= under_way)))
+            before, own = found.get(use.component, Whole(0.0, 0.0)), sum(filling.values())
+            found[use.component] = Whole(max(before.least, float(min(least) + own)), max(before.most, float(max(most) + own)))
     return found

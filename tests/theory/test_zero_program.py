@@ -74,10 +74,16 @@ def test_lines_in_closed_form() -> None:
     assert [found[stage].line("gradients") for stage in found] == [whole, whole, whole // 4, whole // 4]
     assert [found[stage].line("optimizer_state") for stage in found] == [2 * whole, whole // 2, whole // 2, whole // 2]
     assert unsharded_bytes(Layout(replicas(1), CHAIN), 0) == {}
-    assert unsharded_bytes(Layout(replicas(2), CHAIN), 0) == {
+    least = [{own.least for own in unsharded_bytes(Layout(replicas(stage), CHAIN), 0).values()} for stage in (2, 3)]
+    assert least == [{0.0, BUCKET}, {BUCKET, 2 * BUCKET}], "of the loss, and of all others: nothing is on its way"
+    assert [
+        {name: low for name, low, _ in found[stage].spreads}["unsharded"] < found[stage].line("unsharded") for stage in (2, 3)
+    ]
+    most = [{name: own.most for name, own in unsharded_bytes(Layout(replicas(stage), CHAIN), 0).items()} for stage in (2, 3)]
+    assert most[0] == {
         "loss": 0, "c5": BUCKET, "c4": 2 * BUCKET, "c3": 2 * BUCKET, "c2": 2 * BUCKET, "c1": 2 * BUCKET, "c0": 2 * BUCKET
     }  # fmt: skip
-    assert unsharded_bytes(Layout(replicas(3), CHAIN), 0) == {
+    assert most[1] == {
         "loss": 2 * BUCKET, "c5": 3 * BUCKET, "c4": 3 * BUCKET, "c3": 3 * BUCKET, "c2": 3 * BUCKET, "c1": 3 * BUCKET,
         "c0": 3 * BUCKET,
     }  # fmt: skip
@@ -95,7 +101,8 @@ def test_every_stage_needs_less_on_many_ranks() -> None:
 @settings(max_examples=150, deadline=None)
 @given(plans(), st.integers(2, 3), st.integers(0, 2**32 - 1))
 def test_whatever_takes_how_long_no_more_is_whole_than_predicted(plan: Plan, zero_stage: int, seed: int) -> None:
-    """Parameters are there when they are needed, gradients until they are sent; never more than `unsharded_bytes` at once."""
+    """Parameters are there when they are needed, gradients until they are sent; never more than the most of `unsharded_bytes`
+    at once, and never less than the least."""
     plan = replace(plan, zero_stage=zero_stage)
     layout = Layout(plan, MODEL)
     graph = lower(plan, MODEL)
@@ -109,11 +116,14 @@ def test_whatever_takes_how_long_no_more_is_whole_than_predicted(plan: Plan, zer
         own = [task for task in graph.tasks if rank in task.ranks]
         held = [_held(task, rank, own, layout, start, end) for task in come_and_go if rank in task.ranks]
         bound = unsharded_bytes(layout, rank)
+        fullest: dict[str, float] = {}
         for task in own:
             if isinstance(task.work, Compute) and task.work.phase is not Phase.FORWARD:
                 moments = [start[task.index], *(t for t, _, _ in held if start[task.index] < t < end[task.index])]
                 most = max(sum(size for t, until, size in held if t <= moment < until) for moment in moments)
-                assert most <= bound[task.work.component], f"{task.work} on rank {rank}"
+                assert most <= bound[task.work.component].most, f"{task.work} on rank {rank}"
+                fullest[task.work.component] = max(fullest.get(task.work.component, 0.0), most)
+        assert all(size >= bound[name].least for name, size in fullest.items())
 
 
 def _held(
