@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from calibration.drift import Drift, Observation, estimate_drift
 from calibration.raw_points import entries_of
@@ -17,6 +18,11 @@ from parsim.units import KIB
 LEAST_S = 1e-9
 MISHAPS = 0.02
 """Share of the timings of one operation and size that is cut."""
+
+STALL_S = 0.1
+"""What a call can wait for a thread that uses up its time slice; longer ones were somebody else's."""
+
+FloatArray = NDArray[np.float64]
 
 
 def all_reduce_sizes(models: Sequence[Model], sizes_bytes: Sequence[int], element_bytes: int) -> tuple[int, ...]:
@@ -37,7 +43,10 @@ def communication_drift(entries: Sequence[Mapping[str, Any]]) -> Drift:
 
 def collective_points(raw: Mapping[str, Any]) -> list[CollectivePoint]:
     """Mean over rounds, repeats and places in the chain, by operation, group and size; sorted. What was common to all that
-    was measured in a round is divided out."""
+    was measured in a round is divided out.
+
+    Rare long calls count in the mean over all points (`stalling_s`), which one point has too few calls to tell.
+    """
     entries = [entry for _, entry in entries_of(raw, "collectives")]
     drift = communication_drift(entries)
     found: dict[tuple[str, tuple[int, ...], int], list[float]] = {}
@@ -45,8 +54,10 @@ def collective_points(raw: Mapping[str, Any]) -> list[CollectivePoint]:
         values = [drift.steady(value, entry["round"]) for repeat in entry["seconds"] for value in repeat]
         found.setdefault((entry["operation"], tuple(entry["group"]), entry["size_bytes"]), []).extend(values)
     points = []
+    stalls_s = stalling_s(list(found.values()))
     for (operation, group, size_bytes), seconds in sorted(found.items()):
         mean_s, spread = mean_and_spread(seconds)
+        mean_s, spread = mean_s + stalls_s, spread * mean_s / (mean_s + stalls_s)
         points.append(
             CollectivePoint(
                 operation=operation,
@@ -61,16 +72,32 @@ def collective_points(raw: Mapping[str, Any]) -> list[CollectivePoint]:
     return points
 
 
+def stalling_s(points: Sequence[Sequence[float]]) -> float:
+    """Seconds per call that `mean_and_spread` cuts off, in the mean over the calls of all points; of one call STALL_S at most.
+    Points whose calls take long in any case tell nothing of it."""
+    cut = [
+        np.minimum(np.asarray(seconds) - usual, STALL_S)
+        for seconds, usual in ((seconds, _without_mishaps(seconds)) for seconds in points)
+        if usual.mean() < STALL_S / 10
+    ]
+    return float(np.concatenate(cut).mean()) if cut else 0.0
+
+
 def mean_and_spread(seconds: Sequence[float]) -> tuple[float, float]:
     """Mean, and standard deviation over it, with the longest MISHAPS of the values cut to the next one.
 
     Not the median: a call that waits for its core is rare but long, and every call holds up the step. Cut, so that one mishap
     of another program does not count for a whole point.
     """
-    values = np.sort(np.asarray(seconds, dtype=np.float64))
-    values = np.minimum(values, values[-1 - int(MISHAPS * len(values))])
+    values = _without_mishaps(seconds)
     mean = float(values.mean())
     return mean, float(values.std() / mean) if mean > 0 else 0.0
+
+
+def _without_mishaps(seconds: Sequence[float]) -> FloatArray:
+    """float64 [len(seconds)], in their order."""
+    values = np.asarray(seconds, dtype=np.float64)
+    return np.minimum(values, float(np.sort(values)[-1 - int(MISHAPS * len(values))]))
 
 
 def held_up(slower: float, longer: float) -> float:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 """Parameters of glibc's mallopt (malloc.h)."""
 
+ARENAS = 256
+"""More than a rank has threads; threads beyond would share them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinning:
@@ -61,13 +64,17 @@ def prepare_rank(local_rank: int, local_world_size: int, *, device: str = "cpu")
 def keep_freed_memory() -> bool:
     """Tell glibc to keep freed memory, so that a step does not fault in again the pages the last one gave back.
 
-    One arena for all threads, no mapping of large arrays, no trimming. By default every array above 32 MiB is mapped anew
-    (`x + 1` on 64 MiB: 42 ms against 6 ms on a 2-core virtual machine), and times depend on what ran before. Returns False
-    where there is no glibc. The heap settles within about five repeats, somewhat above its peak, and stays so to the end.
+    No mapping of large arrays, no trimming. By default every array above 32 MiB is mapped anew (`x + 1` on 64 MiB: 42 ms not
+    6 ms on a 2-core virtual machine), and times depend on what ran before. Every thread has an arena of its own: a thread that
+    communicates and waits for the arena of the one that computes holds a lock of gloo's meanwhile, at which gloo's loop, which
+    comes before the computation, looks again and again: with one arena for all a step in ten stood still for a second.
+
+    Returns False where there is no glibc. The heap settles within about five repeats, somewhat above its peak, and stays so to
+    the end.
     """
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return all([mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1), mallopt(M_ARENA_MAX, 1)])
+    return all([mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1), mallopt(M_ARENA_MAX, ARENAS)])

@@ -16,11 +16,13 @@ pytest.importorskip("torch")
 
 from calibration.build_profile import typical_step
 from calibration.communication_points import (
+    STALL_S,
     all_reduce_sizes,
     collective_points,
     held_up,
     mean_and_spread,
     overlap_factors,
+    stalling_s,
 )
 from calibration.drift import Observation, computation_drift, estimate_drift, noise_of, rank_sigma, robust_sigma
 from calibration.fit_collectives import fit_regimes
@@ -258,6 +260,24 @@ def test_the_mean_of_a_collective_keeps_its_tail_and_cuts_mishaps() -> None:
     assert mean_and_spread(seconds)[0] == pytest.approx(1.7)
     assert mean_and_spread([*seconds, 1000.0])[0] == pytest.approx(1.7, rel=0.03)
     assert mean_and_spread(seconds)[1] == pytest.approx(2.1 / 1.7)
+
+
+def test_rare_stalls_count_in_the_mean_of_all_calls() -> None:
+    """One call in a thousand stands still for 80 ms, one is held up for 9 s: each point is steady, the mean exact."""
+    points = [[1e-3] * 100 for _ in range(20)]
+    for number in (3, 11):
+        points[number][7] += 0.08
+    points[5][50] += 9.0
+    assert stalling_s(points) == pytest.approx((2 * 0.08 + STALL_S) / 2000)
+    assert [mean_and_spread(seconds) for seconds in points] == [(pytest.approx(1e-3), pytest.approx(0.0))] * 20
+    assert stalling_s([*points, [0.2] * 99 + [0.25]]) == stalling_s(points), "long in any case"
+    assert stalling_s([[1e-3] * 10] * 3) == stalling_s([]) == 0.0
+    entries = [
+        {"operation": "all_reduce", "group": [0, 1], "size_bytes": 1024 * (number + 1), "round": 0, "seconds": [seconds]}
+        for number, seconds in enumerate(points)
+    ]
+    found = collective_points({"ranks": [{"collectives": entries}]})
+    assert [point.seconds for point in found] == [pytest.approx(1e-3 + (2 * 0.08 + STALL_S) / 2000)] * 20
 
 
 @given(st.floats(1e-4, 10.0), st.floats(1e-6, 10.0))
