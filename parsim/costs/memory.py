@@ -220,10 +220,7 @@ def rank_memory(
     inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
     ends = [own + (0 if c.name in recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
     update = OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements - activations - casts - held
-    whole_most = {name: whole.most for name, whole in weights.unsharded.items()}
-    whole_least = {name: whole.least for name, whole in weights.unsharded.items()}
-    unsharded, workspace = _transient_bytes(components, samples, ends, boundary, again, whole_most, update)
-    at_least = sum(_transient_bytes(components, samples, ends, boundary, again, whole_least, update)) - workspace
+    least, unsharded, workspace = _passing_bytes(components, samples, ends, boundary, again, weights, update)
     beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
     lines = {
         "parameters": weights.parameter_bytes,
@@ -242,8 +239,7 @@ def rank_memory(
         "allocator": beside.median,
     }
     early = (arriving_bytes - unsure_arriving_bytes, arriving_bytes)
-    kept_up = (min(unsharded, max(0.0, at_least)), unsharded)
-    spreads = {"unsharded": kept_up, "receive_buffers": early, "allocator": (beside.p05, beside.p95)}
+    spreads = {"unsharded": (least, unsharded), "receive_buffers": early, "allocator": (beside.p05, beside.p95)}
     return _rounded(rank, device, lines, spreads)
 
 
@@ -325,6 +321,24 @@ def _uniform_boundary(
 def _counted(value: Value, here: Collection[str]) -> bool:
     """Whether the value is among the saved activations of the components `here`: the first that saves it counts it."""
     return value.saved if value.savers is None else bool(value.savers) and value.savers[0] in here
+
+
+def _passing_bytes(
+    components: Sequence[Component],
+    samples: Mapping[str, int],
+    saved: Sequence[float],
+    boundary: Boundary,
+    again: Mapping[str, Again],
+    weights: Weights,
+    update: float,
+) -> tuple[float, float, float]:
+    """Of buckets that are whole at the worst moment the least and the most, and the rest: see `_transient_bytes`."""
+    of_parts = components, samples, saved, boundary, again
+    most = {name: whole.most for name, whole in weights.unsharded.items()}
+    least = {name: whole.least for name, whole in weights.unsharded.items()}
+    unsharded, workspace = _transient_bytes(*of_parts, most, update)
+    at_least = sum(_transient_bytes(*of_parts, least, update)) - workspace
+    return min(unsharded, max(0.0, at_least)), unsharded, workspace
 
 
 def _transient_bytes(
