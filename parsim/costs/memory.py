@@ -238,9 +238,8 @@ def rank_memory(
         "workspace": workspace,
         "allocator": beside.median,
     }
-    early = (arriving_bytes - unsure_arriving_bytes, arriving_bytes)
-    spreads = {"unsharded": (least, unsharded), "receive_buffers": early, "allocator": (beside.p05, beside.p95)}
-    return _rounded(rank, device, lines, spreads)
+    early = {"receive_buffers": (arriving_bytes - unsure_arriving_bytes, arriving_bytes)}
+    return _rounded(rank, device, lines, {**early, "unsharded": (least, unsharded), "allocator": (beside.p05, beside.p95)})
 
 
 def _rounded(

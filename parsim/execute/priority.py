@@ -5,6 +5,11 @@ the thread that computes to use up its time slice, some milliseconds in which th
 round-robin scheduling (Linux, SCHED_RR) do not wait; they sleep but for the moments in which there is something to send or to
 add. On a 2-core virtual machine steps of two ranks got 17 to 54% shorter (`experiments/this_machine/priority.py`).
 
+All of them have one priority: gloo's loop over its sockets and the threads that use them wait for one another by looking again
+and again, and one that came before the other would look for ever. What the computation holds none of them may wait for: see
+`parsim.execute.pinning.keep_freed_memory`. A call in a thousand still takes 50 to 100 ms, when one looks for a whole time
+slice.
+
 It takes root, CAP_SYS_NICE or a limit `rtprio` of 1 (`ulimit -r`). Elsewhere everything works as usual, more slowly.
 """
 
