@@ -223,7 +223,7 @@ def chain_of(bench: Bench, item: Item) -> list[Bench]:
 
 def _transfer(bench: Bench, item: Item, group: dist.ProcessGroup) -> Callable[[], None]:
     source, destination = item.ranks
-    (array,) = bench.arrays(bench.elements(item.size_bytes))
+    array = bench.array(bench.elements(item.size_bytes))
     if bench.rank == source:
         return partial(dist.send, array, destination, group=group)
     return lambda: _drop(dist.recv(torch.empty_like(array), source, group=group))
