@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from calibration.build_profile import build_profile
-from calibration.leftover import Leftover, open_folder
+from calibration.leftover import Leftover, WorkFolder, alone, open_folder
 from calibration.raw_points import RawPoints, load_raw, raw_path, save_raw
 from calibration.request import CalibrationRequest
 from calibration.surroundings import closing_line, opening_line
@@ -62,13 +62,20 @@ def calibrate(
 
     Raises:
         MissingDependencyError: torch is not installed.
-        ConfigError: an unknown optimizer, a folder of `out` that does not exist, or a leftover of another calibration.
+        ConfigError: an unknown optimizer, a folder of `out` that does not exist, a leftover of another calibration, or one that
+            is writing `out` at this moment.
         ProfileError: too much of what was measured contradicts itself.
         ExecutionError: a rank failed.
     """
     say = on_line or _silent
     _check(request, out, say)
-    folder = open_folder(request, out, leftover, say)
+    with alone(out):
+        return _calibrate(request, out, say, open_folder(request, out, leftover, say), launcher)
+
+
+def _calibrate(
+    request: CalibrationRequest, out: Path, say: Callable[[str], None], folder: WorkFolder, launcher: Launcher
+) -> Profile:
     environment, before = describe_environment(), machine_state()
     say(opening_line(environment, before, request))
     models = []

@@ -5,9 +5,12 @@ It belongs to one request on one device under one version of torch: times taken 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +66,24 @@ class WorkFolder:
         """Of every start that came to its end: before and after."""
         found = [json.loads(path.read_text()) for path in sorted(self.path.glob("state-*.json"))]
         return [states for states in found if states[1] is not None]
+
+
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Nobody else calibrates into `out` meanwhile; a process that dies lets go of it. Raises ConfigError if somebody does."""
+    path = out.with_name(f"{out.stem}.calibration.lock").absolute()
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except OSError:  # held by another process, or just let go of and gone
+            ours = False
+        if not ours:
+            raise ConfigError(f"another calibration is writing {out}; wait until it has ended, or choose another --out")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def open_folder(request: CalibrationRequest, out: Path, leftover: Leftover, say: Callable[[str], None]) -> WorkFolder:

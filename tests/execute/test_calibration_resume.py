@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 
 from calibration import leftover
 from calibration.calibrate import calibrate
-from calibration.leftover import WorkFolder, open_folder
+from calibration.leftover import WorkFolder, alone, open_folder
 from calibration.raw_points import load_raw, raw_path
 from calibration.request import CalibrationRequest
 from calibration.turns import START, Progress, gather_raw, read_progress
@@ -67,6 +67,30 @@ def test_turns_are_gathered_by_rank_and_kind_with_their_rounds(tmp_path: Path) -
     (tmp_path / "turn-00001.json").write_text("{")
     with pytest.raises(ExecutionError, match=r"turn-00001.json.*calibrate again"):
         gather_raw(tmp_path)
+
+
+def test_two_calibrations_never_write_one_profile(tmp_path: Path) -> None:
+    """The second is told so before it touches anything; one that was killed holds nothing up."""
+    out = tmp_path / "mine.json"
+    hold = (
+        "import pathlib, sys\nfrom calibration.leftover import alone\n"
+        "with alone(pathlib.Path(sys.argv[1])):\n print(1, flush=True)\n input()"
+    )
+    command = [sys.executable, "-c", hold, str(out)]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"1\n"
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(ConfigError, match=r"another calibration is writing .*mine.json; wait until it"):
+            calibrate(REQUEST, out)
+        assert sorted(tmp_path.iterdir()) == before
+    finally:
+        other.kill()
+        other.wait()
+    with alone(out), alone(tmp_path / "yours.json"):
+        assert (tmp_path / "mine.calibration.lock").is_file()
+    assert not list(tmp_path.glob("*.lock"))
 
 
 def test_a_leftover_of_the_same_request_is_used_and_of_another_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
