@@ -7,6 +7,7 @@ larger the message. Tensor parallelism and pipelines wait before most of their c
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -39,9 +40,7 @@ def measure_resume(case: Case, bench: Bench) -> Entries:
             dist.barrier(group=group)
             took[before] = _computing(case, before)
         longer.append(resumed_s(took[None], took[call]))
-    longer.sort()
-    middle = (longer[(PAIRS - 1) // 2] + longer[PAIRS // 2]) / 2
-    return {"resume": [{"model": case.number, "samples": case.samples, "seconds": middle}]}
+    return {"resume": [{"model": case.number, "samples": case.samples, "seconds": statistics.median(longer)}]}
 
 
 def _computing(case: Case, before: Operation | None) -> list[TaskTime]:
