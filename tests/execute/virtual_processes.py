@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,9 @@ def _process(rank: int, world_size: int, folder: Path, work: Callable[..., list[
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size)
     torch.save(work(rank, world_size, *arguments), folder / f"{rank}.pt")
+    dist.barrier()  # nobody leaves while another still reads from it
     dist.destroy_process_group()
+    os._exit(0)  # as the executor's ranks: no destructor of a library ends the process another way
 
 
 def train_epoch(model: nn.Module, problem: Problem, partition: Partition, worker: int, epoch: int, momentum: float) -> None:
