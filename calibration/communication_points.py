@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from calibration.drift import Drift, Observation, estimate_drift
+from calibration.drift import Drift, FloatArray, Observation, estimate_drift
 from calibration.raw_points import entries_of
 from parsim.costs.collectives import regimes_s
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Overlap, OverlapPoint
@@ -21,8 +20,6 @@ MISHAPS = 0.02
 
 STALL_S = 0.1
 """What a call can wait for a thread that uses up its time slice; longer ones were somebody else's."""
-
-FloatArray = NDArray[np.float64]
 
 
 def all_reduce_sizes(models: Sequence[Model], sizes_bytes: Sequence[int], element_bytes: int) -> tuple[int, ...]:

@@ -58,6 +58,13 @@ class Bench:
     sends: Mapping[tuple[int, int], dist.ProcessGroup | None]
     scratch: Tensor
 
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """The group of all ranks."""
+        group = self.dp[tuple(range(self.world_size))]
+        assert group is not None, "every rank is a member of the group of all"
+        return group
+
     def elements(self, size_bytes: int) -> int:
         return max(1, size_bytes // self.dtype.itemsize)
 

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from calibration.measure_collectives import COLLECTIVES, Bench, merged_seconds
 from calibration.measure_components import Case, StepTimes
 from calibration.measure_resume import measure_resume
 from calibration.request import CalibrationRequest
-from calibration.turns import WARM_UP, Entries, Section
+from calibration.turns import WARM_UP, Entries, Section, in_turn
 from parsim.execute.streams import Operation, TaskTime, make_streams
 from parsim.units import KIB, MIB
 
@@ -81,22 +82,14 @@ def measure_overlap(case: Case, bench: Bench, operation: str, size_bytes: int) -
     Pairs of steps alone and as many beside calls, one after the other; of the calls only those count that lie wholly within
     the steps of all ranks.
     """
-    everyone = tuple(range(bench.world_size))
-    group = bench.dp[everyone]
-    assert group is not None, "every rank is a member of the group of all"
-    call = COLLECTIVES[operation](bench, size_bytes, group)
+    call = COLLECTIVES[operation](bench, size_bytes, bench.everyone)
     pause_s = 0.0 if bench.device.type == "cuda" else PAUSE_S
-    warm = _run(case, bench, group, steps=ALONE_STEPS, calls=0, call=call, pause_s=0.0)
-    calls_alone = _run(case, bench, group, steps=0, calls=ALONE_CALLS, call=call, pause_s=0.0)
+    warm = _run(case, bench, steps=ALONE_STEPS, calls=0, call=call, pause_s=0.0)
+    calls_alone = _run(case, bench, steps=0, calls=ALONE_CALLS, call=call, pause_s=0.0)
     call_s = pause_s + statistics.median(entry.end_s - entry.ready_s for entry in calls_alone.calls)
     steps, calls = _agreed(*side_by_side(warm.steps[-1].wall_s, call_s), bench)
-    pairs: list[tuple[Ran, Ran]] = []
-    for number in range(PAIRS):
-        ran = [
-            _run(case, bench, group, steps=steps, calls=count, call=call, pause_s=pause_s)
-            for count in ((0, calls) if number % 2 == 0 else (calls, 0))
-        ]
-        pairs.append((ran[0], ran[1]) if number % 2 == 0 else (ran[1], ran[0]))
+    beside_calls = partial(_run, case, bench, steps=steps, call=call, pause_s=pause_s)
+    pairs = in_turn(PAIRS, partial(beside_calls, calls=0), partial(beside_calls, calls=calls))
     gathered: list[Any] = [None] * bench.world_size
     dist.gather_object(pairs, gathered if bench.rank == 0 else None)
     if bench.rank != 0:
@@ -138,11 +131,11 @@ class Ran(NamedTuple):
         return min(entry.ready_s for entry in entries), max(entry.end_s for entry in entries)
 
 
-def _run(case: Case, bench: Bench, group: dist.ProcessGroup, *, steps: int, calls: int, call: Operation, pause_s: float) -> Ran:
+def _run(case: Case, bench: Bench, *, steps: int, calls: int, call: Operation, pause_s: float) -> Ran:
     """Issue the calls on a communication stream, each after a pause, and run the steps meanwhile."""
     streams = make_streams(bench.device)
     try:
-        dist.barrier(group=group)
+        dist.barrier(group=bench.everyone)
         for number in range(calls):
             if pause_s:
                 streams.submit(2 * number, "dp", [], lambda: time.sleep(pause_s))

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from functools import partial
 
 import torch.distributed as dist
 
 from calibration.measure_collectives import COLLECTIVES, Bench
 from calibration.measure_components import Case
-from calibration.turns import Entries
+from calibration.turns import Entries, in_turn
 from parsim.execute.streams import Operation, TaskTime
 from parsim.graph.task import COMPUTE
 from parsim.units import KIB
@@ -30,20 +31,14 @@ def measure_resume(case: Case, bench: Bench) -> Entries:
 
     Entries of `resume`: model, samples, seconds (per computation; where noise hides it, less than 0).
     """
-    group = bench.dp[tuple(range(bench.world_size))]
-    assert group is not None, "every rank is a member of the group of all"
-    call = COLLECTIVES["all_reduce"](bench, SIZE_BYTES, group)
-    longer = []
-    for number in range(PAIRS):
-        took = {}
-        for before in (None, call) if number % 2 == 0 else (call, None):
-            dist.barrier(group=group)
-            took[before] = _computing(case, before)
-        longer.append(resumed_s(took[None], took[call]))
-    return {"resume": [{"model": case.number, "samples": case.samples, "seconds": statistics.median(longer)}]}
+    call = COLLECTIVES["all_reduce"](bench, SIZE_BYTES, bench.everyone)
+    pairs = in_turn(PAIRS, partial(_computing, case, bench, None), partial(_computing, case, bench, call))
+    longer_s = statistics.median(resumed_s(plain, paused) for plain, paused in pairs)
+    return {"resume": [{"model": case.number, "samples": case.samples, "seconds": longer_s}]}
 
 
-def _computing(case: Case, before: Operation | None) -> list[TaskTime]:
+def _computing(case: Case, bench: Bench, before: Operation | None) -> list[TaskTime]:
+    dist.barrier(group=bench.everyone)
     case.streams.before = before
     try:
         return case.step().tasks

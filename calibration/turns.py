@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ TURNS = "turn-*.json"
 TOLD = ("section", "round", "time_s", "seconds", "speeds")
 
 Entries = dict[str, list[Any]]
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,20 @@ class Progress(NamedTuple):
 
     rounds: int = 0
     seconds: float = 0.0
+
+
+def in_turn(pairs: int, one: Callable[[], A], other: Callable[[], B]) -> list[tuple[A, B]]:
+    """What both gave, called one right after the other again and again, each as often first as second: what the machine does
+    meanwhile falls on both."""
+    found = []
+    for number in range(pairs):
+        if number % 2 == 0:
+            first = one()
+            found.append((first, other()))
+        else:
+            second = other()
+            found.append((one(), second))
+    return found
 
 
 def next_section(sections: Sequence[Section], progress: Mapping[str, Progress]) -> int | None:

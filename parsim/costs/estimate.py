@@ -50,8 +50,3 @@ class OverlapFactors:
     core_of_rank: tuple[int, ...] = ()
     communications_share: bool = False
     loads_ahead: bool = True
-
-    @property
-    def slows(self) -> bool:
-        """Whether anything slows anything."""
-        return self.compute != 1.0 or self.communication != 1.0 or bool(self.core_of_rank) or self.communications_share

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -220,7 +221,7 @@ def rank_memory(
     inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
     ends = [own + (0 if c.name in recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
     update = OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements - activations - casts - held
-    least, unsharded, workspace = _passing_bytes(components, samples, ends, boundary, again, weights, update)
+    least, unsharded, workspace = _transient_bytes(components, samples, ends, boundary, again, weights, update)
     beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
     lines = {
         "parameters": weights.parameter_bytes,
@@ -322,7 +323,7 @@ def _counted(value: Value, here: Collection[str]) -> bool:
     return value.saved if value.savers is None else bool(value.savers) and value.savers[0] in here
 
 
-def _passing_bytes(
+def _transient_bytes(
     components: Sequence[Component],
     samples: Mapping[str, int],
     saved: Sequence[float],
@@ -331,31 +332,14 @@ def _passing_bytes(
     weights: Weights,
     update: float,
 ) -> tuple[float, float, float]:
-    """Of buckets that are whole at the worst moment the least and the most, and the rest: see `_transient_bytes`."""
-    of_parts = components, samples, saved, boundary, again
-    most = {name: whole.most for name, whole in weights.unsharded.items()}
-    least = {name: whole.least for name, whole in weights.unsharded.items()}
-    unsharded, workspace = _transient_bytes(*of_parts, most, update)
-    at_least = sum(_transient_bytes(*of_parts, least, update)) - workspace
-    return min(unsharded, max(0.0, at_least)), unsharded, workspace
-
-
-def _transient_bytes(
-    components: Sequence[Component],
-    samples: Mapping[str, int],
-    saved: Sequence[float],
-    boundary: Boundary,
-    again: Mapping[str, Again],
-    whole_bytes: Mapping[str, float],
-    update: float,
-) -> tuple[float, float]:
-    """By how much the worst moment after the last microbatch's forward exceeds its end: buckets whole then, and the rest.
+    """By how much the worst moment after the last microbatch's forward exceeds its end: buckets whole then, at least and at
+    most, and the rest.
 
     `update`: what the optimizer step takes beyond that. While component i runs backward, what the later ones saved is free. A
     recomputed one runs forward before that, beside the gradients of what it puts out.
     """
     before = 0.0
-    peak, whole = 0.0, 0.0
+    moments: list[tuple[float, Whole]] = []
     for component, own in zip(components, saved, strict=True):
         before += own
         gradients = boundary.gradient_bytes[component.name]
@@ -364,12 +348,14 @@ def _transient_bytes(
             second = again[component.name]
             forward = _fullest_bytes(component.forward_peaks, samples[component.name])
             alive = max(second.saved_bytes - second.released_bytes + alive, forward + gradients)
-        beside = whole_bytes.get(component.name, 0.0)
-        if before + alive + beside > peak:
-            peak, whole = before + alive + beside, beside
+        moments.append((before + alive, weights.unsharded.get(component.name, Whole(0.0, 0.0))))
+    peak, whole = max(((size + beside.most, beside.most) for size, beside in moments), key=itemgetter(0), default=(0.0, 0.0))
     backward = max(0.0, peak - before)
     unsharded = min(whole, backward) if backward >= update else 0.0
-    return unsharded, max(backward, update) - unsharded
+    workspace = max(backward, update) - unsharded
+    at_least = max((size + beside.least for size, beside in moments), default=0.0) - before
+    least = min(unsharded, max(0.0, max(at_least, update) - workspace))
+    return least, unsharded, workspace
 
 
 def _fullest_bytes(peaks: Sequence[tuple[int, int]], samples: int) -> int:

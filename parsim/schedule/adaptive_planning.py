@@ -36,6 +36,7 @@ from parsim.schedule.families import FAMILIES
 from parsim.schedule.problem import Problem
 from parsim.schedule.search import search
 from parsim.simulate import static
+from parsim.simulate.boundary import checked_slowdown
 from parsim.simulate.compile import CompiledGraph
 from parsim.simulate.steps import mean_step_s
 from parsim.timeline import Timeline
@@ -204,7 +205,7 @@ class PricedPlan:
     def observed(self, durations_s: Floats) -> dict[WorkClass, float]:
         """Seconds per step by class when the tasks take `durations_s` (float64 [tasks]) each alone."""
         columns = self.compiled.columns
-        if self.overlap.slows:
+        if not checked_slowdown(self.overlap, columns.world_size).is_none:
             timeline = static.simulate(self.compiled, durations_s, overlap=self.overlap)
             durations_s = task_seconds(columns.size, timeline)
         by_unit = np.bincount(columns.unit, weights=durations_s, minlength=len(columns.units))

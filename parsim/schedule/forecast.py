@@ -26,9 +26,8 @@ from parsim.simulate.checkpointing import (
 )
 from parsim.simulate.conditions import check_places, conditions_for, jittered_s, straggling
 from parsim.simulate.course import course_of, interval_steps_of
-from parsim.simulate.program import Part, TrainingProgram
 from parsim.simulate.scenario import Run, Scenario
-from parsim.simulate.steps import carried_by_steps, mean_step_s
+from parsim.simulate.steps import mean_step_s, steps_in_a_row
 from parsim.simulate.whole_run import Training, WholeRun, simulate_run
 from parsim.work import Compute, Phase
 
@@ -112,9 +111,7 @@ class Played:
             # Stragglers alone are longer durations, for which the static engine gives the dynamic one's times.
             longer = self.durations_s * straggling(columns, conditions)
             return float(mean_step_s(compiled, longer[None, :], self._overlap, steps=steps)[0] / quiet_s)
-        carries = carried_by_steps(compiled, self._overlap)
-        part = Part(graph=columns.graph, durations_s=rows, repeats=steps, carries=carries)
-        program = TrainingProgram(parts=(part,))
+        program = steps_in_a_row(columns, rows, self._overlap)
         try:
             done = dynamic.run_program(program, overlap=self._overlap, conditions=conditions)
         except StandstillError:

@@ -22,9 +22,8 @@ from parsim.graph.columns import Columns
 from parsim.hardware.cluster import Cluster
 from parsim.simulate.conditions import check_places, conditions_for, jittered_s
 from parsim.simulate.dynamic import run_program
-from parsim.simulate.program import Part, TrainingProgram
 from parsim.simulate.scenario import Scenario
-from parsim.simulate.steps import carried_by_steps
+from parsim.simulate.steps import steps_in_a_row
 
 Floats = NDArray[np.float64]
 
@@ -184,9 +183,7 @@ class _Machine:
             return self._known[key][1:]
         columns = running.columns
         rows = jittered_s(running.durations_s, columns, now.jitter, self._rng, STEPS_SIMULATED)
-        carries = carried_by_steps(columns, running.overlap)
-        part = Part(graph=columns.graph, durations_s=rows, repeats=STEPS_SIMULATED, carries=carries)
-        program = TrainingProgram(parts=(part,))
+        program = steps_in_a_row(columns, rows, running.overlap)
         reduced = now.model_copy(
             update={"stragglers": tuple(entry for entry in now.stragglers if entry.rank < columns.world_size)}
         )

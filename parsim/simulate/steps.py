@@ -15,7 +15,8 @@ from parsim.costs.estimate import OverlapFactors
 from parsim.graph.columns import Columns, Ints
 from parsim.graph.task import HOST
 from parsim.simulate import static
-from parsim.simulate.compile import CompiledGraph, Program, compile_graph
+from parsim.simulate.compile import CompiledGraph
+from parsim.simulate.program import Part, TrainingProgram
 
 
 def mean_step_s(
@@ -34,16 +35,19 @@ def waiting_together(columns: Columns, overlap: OverlapFactors) -> Ints:
     return np.where(loads, columns.resource_rank + columns.world_size, columns.resource_rank)
 
 
-def carried_by_steps(program: Program, overlap: OverlapFactors) -> tuple[tuple[int, int], ...]:
+def carried_by_steps(columns: Columns, overlap: OverlapFactors) -> tuple[tuple[int, int], ...]:
     """The same for a program of the dynamic engine, its `Part.carries`: (task that waits, task of the step before)."""
-    compiled = compile_graph(program)
-    together = waiting_together(compiled.columns, overlap).tolist()
-    first: dict[int, list[int]] = {}
-    last: dict[int, list[int]] = {}
-    heads = compiled.arrays.heads
-    for task, resource in zip(heads.row_numbers.tolist(), heads.values.tolist(), strict=True):
-        first.setdefault(together[resource], []).append(task)
-    for resource, task in enumerate(compiled.arrays.last.tolist()):
-        if task >= 0:
-            last.setdefault(together[resource], []).append(task)
-    return tuple(dict.fromkeys(pair for number, tasks in first.items() for pair in product(tasks, last[number])))
+    ends: dict[int, tuple[list[int], list[int]]] = {}
+    for resource, number in enumerate(waiting_together(columns, overlap).tolist()):
+        issued = columns.issued.row(resource)
+        if len(issued):
+            first, last = ends.setdefault(number, ([], []))
+            first.append(int(issued[0]))
+            last.append(int(issued[-1]))
+    return tuple(dict.fromkeys(pair for first, last in ends.values() for pair in product(first, last)))
+
+
+def steps_in_a_row(columns: Columns, rows_s: NDArray[np.float64], overlap: OverlapFactors) -> TrainingProgram:
+    """A program of the dynamic engine: a step for each row of `rows_s`, float64 [steps, n]."""
+    carries = carried_by_steps(columns, overlap)
+    return TrainingProgram(parts=(Part(graph=columns.graph, durations_s=rows_s, repeats=len(rows_s), carries=carries),))

@@ -38,6 +38,7 @@ from calibration.measure_overlap import (
     side_by_side,
 )
 from calibration.screen import Timed, consistent_collectives, consistent_components, contradicted, screened
+from calibration.turns import in_turn
 from parsim.costs.collectives import regimes_s
 from parsim.costs.estimate import OverlapFactors
 from parsim.errors import ProfileError
@@ -193,6 +194,14 @@ def test_collective_points_and_fit_recover_alpha_and_beta() -> None:
     (fit,) = fit_regimes(points, source="collective_fit")
     for size in (1500, 100_000, 3_000_000, 30_000_000):
         assert regimes_s(fit.regimes, size) == pytest.approx(alpha + beta * size, rel=0.03)
+
+
+def test_both_of_a_pair_come_first_as_often() -> None:
+    calls: list[str] = []
+    pairs = in_turn(4, lambda: calls.append("a") or len(calls), lambda: calls.append("b") or len(calls))  # type: ignore[func-returns-value]
+    assert "".join(calls) == "abbaabba"
+    assert pairs == [(1, 2), (4, 3), (5, 6), (8, 7)]
+    assert in_turn(0, list, list) == []
 
 
 def test_overlap_factors_from_constructed_times() -> None:

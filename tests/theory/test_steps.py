@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from strategies import timed_graphs
 
 from parsim.costs.estimate import OverlapFactors
+from parsim.graph.columns import columns_of
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.simulate import dynamic
 from parsim.simulate.compile import compile_graph
 from parsim.simulate.program import Part, TrainingProgram
-from parsim.simulate.steps import carried_by_steps, mean_step_s
+from parsim.simulate.steps import carried_by_steps, mean_step_s, steps_in_a_row
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase
 
 ORIGIN = Origin(stage=0)
@@ -62,7 +63,7 @@ def test_a_rank_that_is_done_does_not_wait_for_the_others() -> None:
         graph=graph,
         durations_s=np.array([[3.0, 1.0], [1.0, 3.0]]),
         repeats=2,
-        carries=carried_by_steps(graph, OverlapFactors(loads_ahead=False)),
+        carries=carried_by_steps(columns_of(graph), OverlapFactors(loads_ahead=False)),
     )
     assert dynamic.run_program(TrainingProgram(parts=(part,))).makespan_s == 4.0
 
@@ -72,6 +73,5 @@ def test_both_engines_agree(timed: tuple[TaskGraph, list[float]], loads_ahead: b
     """What waits for the step before is told to the one by numbers of resources, to the other by dependencies."""
     graph, durations = timed
     overlap = OverlapFactors(loads_ahead=loads_ahead)
-    part = Part(graph=graph, durations_s=np.array(durations), repeats=4, carries=carried_by_steps(graph, overlap))
-    done = dynamic.run_program(TrainingProgram(parts=(part,)))
+    done = dynamic.run_program(steps_in_a_row(columns_of(graph), np.array([durations] * 4), overlap))
     assert done.makespan_s / 4 == step_s(graph, durations, overlap, steps=4)
