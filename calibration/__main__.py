@@ -59,12 +59,13 @@ def main(job_path: Path) -> None:
     if len(sizes) < len(wanted):
         _say(place, f"note: collectives above {format_bytes(max(sizes))} are left out, their arrays take too much memory")
     bench = make_bench(device, dtype, cores, max(sizes))
+    probe = SpeedProbe(device) if pinning.first else None
     sections = (
-        component_section(cases, own, request, device),
+        component_section(cases, own, request, device, probe),
         shard_section(cases, max(levels), own[max(levels)], request, device),
-        operator_section(own[max(levels)], request, dtype, device),
-        collective_section(bench, sizes, request),
-        overlap_section(cases, bench, request),
+        operator_section(own[max(levels)], request, dtype, device, probe),
+        collective_section(bench, sizes, request, probe),
+        overlap_section(cases, bench, request, probe),
     )
     gathered: list[Any] = [None] * place.world_size
     mine = {"device": facts.to_dict(), "pinning": pinnings[place.rank]}
@@ -72,9 +73,8 @@ def main(job_path: Path) -> None:
     if place.rank == 0:
         start = {"ranks": gathered, "cases": [_case_entry(case) for case in cases], "environment": environment}
         write_text_atomically(job_path.parent / START, json.dumps(start))
-    probe = SpeedProbe(device) if pinning.first else None
     there = [section for section in sections if section is not None]
-    take_turns(there, job_path.parent, place, probe, lambda line: _say(place, line))
+    take_turns(there, job_path.parent, place, lambda line: _say(place, line))
     close_group(place)
 
 

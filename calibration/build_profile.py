@@ -12,6 +12,7 @@ from calibration.drift import Drift, FloatArray, computation_drift, noise_of, ro
 from calibration.fit_collectives import fit_linear, fit_regimes
 from calibration.fit_composition import fit_compositions, measured_parts
 from calibration.fit_surfaces import fit_surfaces
+from calibration.pace import at_one_pace, usual_pace
 from calibration.raw_points import RawPoints, entries_of
 from calibration.request import CalibrationRequest
 from calibration.screen import consistent_collectives, consistent_components, screened
@@ -38,8 +39,8 @@ SOURCES: Mapping[str, tuple[str, str]] = {
     "steps": (
         "measurement",
         "whole training steps of the executor over the one-rank plan, rounds interleaved over models, batches and numbers of "
-        "active ranks; the common factor of each round is divided out; medians over repeats and ranks, spread of one repeat "
-        "after the drift of its step is taken out",
+        "active ranks; divided by the pace of the core beside them (as all that follows is), and by the common factor of each "
+        "round; medians over repeats and ranks, spread of one repeat after the drift of its step is taken out",
     ),
     "shards": (
         "measurement",
@@ -80,7 +81,8 @@ SOURCES: Mapping[str, tuple[str, str]] = {
         "derived",
         "measured drift: spread of the common factors of the rounds, less what noise makes of them; drift: that, but no less "
         "than an assumed 8%, since a calibration of minutes cannot see slower drifts; ranks: spread of one rank's step against "
-        "the others' in the same step",
+        "the others' in the same step; the pace (seconds of a small step that never changes): mean over the calibration, and "
+        "the spread of ranks that is left at one pace",
     ),
     "host": (
         "measurement",
@@ -101,7 +103,8 @@ def build_profile(given: RawPoints) -> Profile:
     Raises: ProfileError where too little is left.
     """
     request, models = given.request, given.models
-    raw, warnings = screened(given.raw, models)
+    seen, warnings = screened(given.raw, models)
+    raw = at_one_pace(seen, usual_pace(seen))
     facts = raw["ranks"][0]["device"]
     kind, device_type = request.device, "cpu-core" if request.device == "cpu" else facts["name"]
     environment = raw["environment"]
@@ -129,8 +132,8 @@ def build_profile(given: RawPoints) -> Profile:
             command=given.command,
             machine=f"{environment['processor']}, {environment['cores']} cores, {environment['system']}",
             versions=environment["versions"],
-            environment=provenance_environment(raw),
-            warnings=[*warnings, *odd_components, *odd_collectives, *doubts(raw, request)],
+            environment=provenance_environment(seen),
+            warnings=[*warnings, *odd_components, *odd_collectives, *doubts(seen, request)],
         ),
         sources={key: SourceEntry(kind=kind, text=text) for key, (kind, text) in SOURCES.items()},  # type: ignore[arg-type]
         device_types={device_type: entry},
@@ -149,7 +152,7 @@ def build_profile(given: RawPoints) -> Profile:
             compositions=fit_compositions(measured, device_type, request.precision, source="composition"),
         ),
         overlap=overlap_factors([entry for _, entry in entries_of(raw, "overlap")], fits),
-        noise=noise_of(raw, drift),
+        noise=noise_of(seen),
         host=host_overhead(raw, drift),
     )
 

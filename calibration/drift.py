@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from calibration.pace import at_one_pace, usual_pace
 from calibration.raw_points import entries_of
-from parsim.execute.speed import Speed, typical_speed
 from parsim.hardware.profile import Noise, ProbeSeconds
 
 FloatArray = NDArray[np.float64]
@@ -106,11 +106,13 @@ def computation_drift(raw: Mapping[str, Any]) -> Drift:
     )
 
 
-def noise_of(raw: Mapping[str, Any], drift: Drift) -> Noise:
-    """What the profile says of it; the drift is no less than MIN_DRIFT_SIGMA, for what is slower than the calibration."""
+def noise_of(raw: Mapping[str, Any]) -> Noise:
+    """What the profile says of it, whatever the pace was; the drift is no less than MIN_DRIFT_SIGMA, for what is slower than
+    the calibration."""
+    sigma = computation_drift(raw).sigma
     return Noise(
-        drift_sigma=max(MIN_DRIFT_SIGMA, drift.sigma),
-        measured_drift_sigma=drift.sigma,
+        drift_sigma=max(MIN_DRIFT_SIGMA, sigma),
+        measured_drift_sigma=sigma,
         rank_sigma=rank_sigma(raw),
         probe=probe_seconds(raw),
         source="drift",
@@ -118,10 +120,11 @@ def noise_of(raw: Mapping[str, Any], drift: Drift) -> Noise:
 
 
 def probe_seconds(raw: Mapping[str, Any]) -> ProbeSeconds | None:
-    """What the probe took, median over turns; None if it did not run."""
-    per_rank = list(zip(*(turn["speeds"] for turn in raw.get("turns", [])), strict=True))
-    alone, together, exchange = typical_speed([[Speed(*entry) for entry in rank] for rank in per_rank])
-    return None if alone is None or together is None else ProbeSeconds(alone=alone, together=together, exchange=exchange)
+    """None if nobody looked at the pace."""
+    usual = usual_pace(raw)
+    if usual is None:
+        return None
+    return ProbeSeconds(alone=usual.alone_s, together=usual.together_s, rank_sigma=rank_sigma(at_one_pace(raw, usual)))
 
 
 def rank_sigma(raw: Mapping[str, Any]) -> float:

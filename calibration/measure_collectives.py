@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from calibration.pace import paced_together
 from calibration.request import CalibrationRequest
 from calibration.turns import WARM_UP, Entries, Section
 from parsim.execute.convert import run_hop
 from parsim.execute.environment import memory_limit_bytes
 from parsim.execute.group import make_groups
+from parsim.execute.probe import SpeedProbe
 from parsim.execute.streams import TaskTime, make_streams
 from parsim.plan.layout import parse_hop
 from parsim.units import MIB
@@ -36,6 +38,9 @@ ROWS = 8
 """Of an array that is sent in parts of its rows: samples, say."""
 ALIGNMENT = 64
 """Elements; fresh arrays begin at 64 bytes or more, and sums over crooked ones are slower."""
+PACED = 4
+"""Items between two looks at the cores' pace."""
+
 LARGE_EVERY = 4
 """Sizes above LARGE_BYTES are measured in every fourth round, a quarter of them in each."""
 MEMORY_SHARE = 0.25
@@ -295,7 +300,9 @@ def merged_seconds(per_rank: Sequence[Sequence[Sequence[TaskTime]]], chain: int)
 # --- all sizes --------------------------------------------------------------------------------------------------------
 
 
-def collective_section(bench: Bench, sizes_bytes: Sequence[int], request: CalibrationRequest) -> Section | None:
+def collective_section(
+    bench: Bench, sizes_bytes: Sequence[int], request: CalibrationRequest, probe: SpeedProbe | None
+) -> Section | None:
     """Every operation over every group and size, and the transfers; None with one rank.
 
     Entries of `collectives`, rank 0's alone: operation, group, size_bytes, seconds [repeat][place in the chain].
@@ -305,14 +312,9 @@ def collective_section(bench: Bench, sizes_bytes: Sequence[int], request: Calibr
         return None
 
     def measure(number: int) -> Entries:
-        entries = []
-        for item in items_of_round(items, number):
-            seconds = measure_item(bench, item)
-            if seconds is not None:
-                entries.append(
-                    {"operation": item.operation, "group": list(item.ranks), "size_bytes": item.size_bytes, "seconds": seconds}
-                )
-        return {"collectives": entries}
+        chosen = items_of_round(items, number)
+        blocks = [partial(measure_items, bench, chosen[first : first + PACED]) for first in range(0, len(chosen), PACED)]
+        return {"collectives": paced_together(blocks, probe)}
 
     return Section(
         name="collectives",
@@ -321,6 +323,16 @@ def collective_section(bench: Bench, sizes_bytes: Sequence[int], request: Calibr
         max_rounds=request.max_rounds,
         measure=measure,
     )
+
+
+def measure_items(bench: Bench, items: Sequence[Item]) -> list[dict[str, Any]]:
+    """An entry for each, on rank 0 (none elsewhere). Called by every rank of the world."""
+    measured = [(item, measure_item(bench, item)) for item in items]
+    return [
+        {"operation": item.operation, "group": list(item.ranks), "size_bytes": item.size_bytes, "seconds": seconds}
+        for item, seconds in measured
+        if seconds is not None
+    ]
 
 
 def all_items(bench: Bench, sizes_bytes: Sequence[int]) -> Iterator[Item]:

@@ -13,12 +13,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from calibration.pace import paced
 from calibration.pausing import Pausing
 from calibration.request import CalibrationRequest
 from calibration.turns import Entries, Section
@@ -26,6 +28,7 @@ from parsim.data import BatchOrder, Dataset
 from parsim.data.for_model import dataset_for
 from parsim.errors import DataError
 from parsim.execute.optimizer import flat_gradients, make_optimizer
+from parsim.execute.probe import SpeedProbe
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica
 from parsim.execute.streams import Streams, TaskTime, make_streams
@@ -189,6 +192,7 @@ def component_section(
     levels: Mapping[int, dist.ProcessGroup | None],
     request: CalibrationRequest,
     device: torch.device,
+    probe: SpeedProbe | None,
 ) -> Section:
     """Whole steps of every case, and optimizers over parts of its model.
 
@@ -205,9 +209,9 @@ def component_section(
                 chosen = choices[turn % len(choices)] if choices else None
                 inside = request.optimizers[turn % len(request.optimizers)]
                 case.stage.optimizer = case.optimizers[inside]
-                for entry, kind in _visit(case, levels, chosen, streams):
+                for entry in _visit(case, levels, chosen, streams, probe):
                     what = {"model": case.number, "samples": case.samples}
-                    found[kind].append({**what, "optimizer": inside, **entry})
+                    found[entry.pop("kind")].append({**what, "optimizer": inside, **entry})
         return found
 
     return Section(
@@ -224,23 +228,43 @@ def _stages(cases: Sequence[Case]) -> dict[int, StageReplica]:
 
 
 def _visit(
-    case: Case, levels: Mapping[int, dist.ProcessGroup | None], chosen: OptimizerCase | None, streams: Streams
-) -> Iterator[tuple[dict[str, Any], str]]:
+    case: Case,
+    levels: Mapping[int, dist.ProcessGroup | None],
+    chosen: OptimizerCase | None,
+    streams: Streams,
+    probe: SpeedProbe | None,
+) -> Iterator[dict[str, Any]]:
     """Steps of one case: with every rank active (the first warms the caches), then once at each lower level."""
     for active in sorted(levels, reverse=True):
         dist.barrier()
         group = levels[active]
-        if group is None:
-            continue
-        warm, kept = (WARM_STEPS, KEPT_STEPS) if active == max(levels) else (0, 1)
-        for number in range(warm + kept):
+        if group is not None:
+            warm, kept = (WARM_STEPS, KEPT_STEPS) if active == max(levels) else (0, 1)
             dist.barrier(group=group)
-            step = case.step()
-            if number >= warm:
-                yield {"ranks_active": active, **sweep_record(case, step)}, "sweeps"
-        if chosen is not None:
-            what = {"optimizer": chosen.optimizer, "elements": chosen.elements, "tensors": chosen.tensors}
-            yield {"ranks_active": active, **what, "seconds": _timed(streams, chosen, group)}, "optimizers"
+            yield from paced([partial(_steps, case, active, group, chosen, streams, warm, kept)], probe)
+
+
+def _steps(
+    case: Case,
+    active: int,
+    group: dist.ProcessGroup,
+    chosen: OptimizerCase | None,
+    streams: Streams,
+    warm: int,
+    kept: int,
+) -> list[dict[str, Any]]:
+    """Those that are kept, and the chosen part of an optimizer after them; `kind` says which of the two."""
+    found = []
+    for number in range(warm + kept):
+        dist.barrier(group=group)
+        step = case.step()
+        if number >= warm:
+            found.append({"kind": "sweeps", "ranks_active": active, **sweep_record(case, step)})
+    if chosen is not None:
+        what = {"optimizer": chosen.optimizer, "elements": chosen.elements, "tensors": chosen.tensors}
+        found.append({"kind": "optimizers", "ranks_active": active, **what, "seconds": _timed(streams, chosen, group)})
+    dist.barrier(group=group)
+    return found
 
 
 def _timed(streams: Streams, chosen: OptimizerCase, group: dist.ProcessGroup) -> float:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from calibration.operator_shapes import operator_launches
+from calibration.pace import paced
 from calibration.request import CalibrationRequest
 from calibration.turns import Entries, Section
 from parsim.costs.launches import Launch
+from parsim.execute.probe import SpeedProbe
 from parsim.units import MIB
 
 POOL_BYTES = 32 * MIB
 KEPT_CALLS = 2
+PACED = 12
+"""Launches between two looks at the core's pace: a tenth of a second."""
+
 aten: Any = torch.ops.aten
 
 Call = Callable[[], object]
@@ -279,7 +285,11 @@ VISITS: dict[str, Callable[[Sizes, str, Pool], Call]] = {
 
 
 def operator_section(
-    group: dist.ProcessGroup | None, request: CalibrationRequest, dtype: torch.dtype, device: torch.device
+    group: dist.ProcessGroup | None,
+    request: CalibrationRequest,
+    dtype: torch.dtype,
+    device: torch.device,
+    probe: SpeedProbe | None,
 ) -> Section | None:
     """Every launch of `operator_launches` once a round; None where the request leaves operators no time.
 
@@ -298,8 +308,9 @@ def operator_section(
         if group is None:
             return {}
         dist.barrier(group=group)
+        blocks = [partial(_visits, launches[first : first + PACED], pool, device) for first in range(0, len(launches), PACED)]
         with torch.no_grad():
-            return {"operators": [_visit(launch, pool, device) for launch in launches]}
+            return {"operators": list(paced(blocks, probe))}
 
     return Section(
         name="operators",
@@ -308,6 +319,10 @@ def operator_section(
         max_rounds=request.max_rounds,
         measure=measure,
     )
+
+
+def _visits(launches: Sequence[Launch], pool: Pool, device: torch.device) -> list[dict[str, Any]]:
+    return [_visit(launch, pool, device) for launch in launches]
 
 
 def _visit(launch: Launch, pool: Pool, device: torch.device) -> dict[str, Any]:

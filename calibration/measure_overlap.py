@@ -15,8 +15,10 @@ import torch.distributed as dist
 from calibration.measure_collectives import COLLECTIVES, Bench, merged_seconds
 from calibration.measure_components import Case, StepTimes
 from calibration.measure_resume import measure_resume
+from calibration.pace import paced_together
 from calibration.request import CalibrationRequest
 from calibration.turns import WARM_UP, Entries, Section, in_turn
+from parsim.execute.probe import SpeedProbe
 from parsim.execute.streams import Operation, TaskTime, make_streams
 from parsim.units import KIB, MIB
 
@@ -38,7 +40,9 @@ MOST_HELD = 0.98
 """Of a call's time: the most that computation beside it is said to stand still."""
 
 
-def overlap_section(cases: Sequence[Case], bench: Bench, request: CalibrationRequest) -> Section | None:
+def overlap_section(
+    cases: Sequence[Case], bench: Bench, request: CalibrationRequest, probe: SpeedProbe | None
+) -> Section | None:
     """Steps of one model after the other, at its middle batch, beside every size; None with one rank.
 
     Entries of `overlap`, rank 0's alone: see `measure_overlap`; and of `resume`: see `measure_resume`.
@@ -55,8 +59,9 @@ def overlap_section(cases: Sequence[Case], bench: Bench, request: CalibrationReq
         if number == WARM_UP:
             return {}
         case = chosen[number % len(chosen)]
-        results = [measure_overlap(case, bench, operation, size_bytes) for operation, size_bytes in beside]
-        return {"overlap": [result for result in results if result is not None], **measure_resume(case, bench)}
+        blocks = [partial(measure_overlap, case, bench, operation, size_bytes) for operation, size_bytes in beside]
+        (resumed,) = paced_together([partial(measure_resume, case, bench)], probe)
+        return {"overlap": paced_together(blocks, probe), "resume": [resumed]}
 
     return Section(
         name="overlap",
@@ -76,8 +81,8 @@ def beside_steps(bench: Bench, *, quick: bool) -> tuple[tuple[str, int], ...]:
     return tuple((operation, size) for operation, size in pairs if size <= room)
 
 
-def measure_overlap(case: Case, bench: Bench, operation: str, size_bytes: int) -> dict[str, Any] | None:
-    """Factors of one model's steps beside one operation of one size, on rank 0 (None elsewhere); called by every rank.
+def measure_overlap(case: Case, bench: Bench, operation: str, size_bytes: int) -> list[dict[str, Any]]:
+    """Factors of one model's steps beside one operation of one size, on rank 0 (none elsewhere); called by every rank.
 
     Pairs of steps alone and as many beside calls, one after the other; of the calls only those count that lie wholly within
     the steps of all ranks.
@@ -93,9 +98,9 @@ def measure_overlap(case: Case, bench: Bench, operation: str, size_bytes: int) -
     gathered: list[Any] = [None] * bench.world_size
     dist.gather_object(pairs, gathered if bench.rank == 0 else None)
     if bench.rank != 0:
-        return None
+        return []
     beside = [[together for _, together in rank] for rank in gathered]
-    return {
+    entry = {
         "model": case.number,
         "samples": case.samples,
         "operation": operation,
@@ -104,6 +109,7 @@ def measure_overlap(case: Case, bench: Bench, operation: str, size_bytes: int) -
         "computation": [computation_factor(rank, beside) for rank in gathered],
         "communication_s": [seconds for ran in zip(*beside, strict=True) for seconds in seconds_beside(ran)],
     }
+    return [entry]
 
 
 def side_by_side(step_s: float, call_s: float) -> tuple[int, int]:

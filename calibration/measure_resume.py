@@ -10,12 +10,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
 from calibration.measure_collectives import COLLECTIVES, Bench
 from calibration.measure_components import Case
-from calibration.turns import Entries, in_turn
+from calibration.turns import in_turn
 from parsim.execute.streams import Operation, TaskTime
 from parsim.graph.task import COMPUTE
 from parsim.units import KIB
@@ -25,16 +26,16 @@ PAIRS = 4
 """Of a step with pauses and one without, in turn."""
 
 
-def measure_resume(case: Case, bench: Bench) -> Entries:
+def measure_resume(case: Case, bench: Bench) -> list[dict[str, Any]]:
     """What this rank's computations took longer after an exchange with all others, median of a few pairs of steps; called by
     every rank.
 
-    Entries of `resume`: model, samples, seconds (per computation; where noise hides it, less than 0).
+    One entry: model, samples, seconds (per computation; where noise hides it, less than 0).
     """
     call = COLLECTIVES["all_reduce"](bench, SIZE_BYTES, bench.everyone)
     pairs = in_turn(PAIRS, partial(_computing, case, bench, None), partial(_computing, case, bench, call))
     longer_s = statistics.median(resumed_s(plain, paused) for plain, paused in pairs)
-    return {"resume": [{"model": case.number, "samples": case.samples, "seconds": longer_s}]}
+    return [{"model": case.number, "samples": case.samples, "seconds": longer_s}]
 
 
 def _computing(case: Case, bench: Bench, before: Operation | None) -> list[TaskTime]:

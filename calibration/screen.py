@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from calibration.drift import MEDIAN_ERROR
+from calibration.pace import PACE
 from calibration.raw_points import entries_of
 from parsim.errors import ProfileError
 from parsim.hardware.compute_records import ComponentPoint
@@ -48,9 +49,10 @@ def screened(raw: Mapping[str, Any], models: Sequence[Model]) -> tuple[dict[str,
     def kept(entry: Entry, key: str) -> Entry | None:
         what = _what(entry, key, models)
         sifted = SIFTERS[key](entry, usual)
+        left = sifted.left if _is_time(entry.get(PACE, 1.0)) else 0
         total[what] += sifted.held
-        bad[what] += sifted.held - sifted.left
-        return sifted.entry if sifted.left else None
+        bad[what] += sifted.held - left
+        return sifted.entry if left else None
 
     ranks = [
         {

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from parsim.errors import ExecutionError
 from parsim.execute.group import Place
-from parsim.execute.probe import SpeedProbe, measure_speed
 from parsim.files import write_text_atomically
 
 WARM_UP = -1
@@ -27,7 +26,7 @@ WARM_UP = -1
 
 START = "start.json"
 TURNS = "turn-*.json"
-TOLD = ("section", "round", "time_s", "seconds", "speeds")
+TOLD = ("section", "round", "time_s", "seconds")
 
 Entries = dict[str, list[Any]]
 A = TypeVar("A")
@@ -83,13 +82,11 @@ def next_section(sections: Sequence[Section], progress: Mapping[str, Progress]) 
     return min(open_sections)[1] if open_sections else None
 
 
-def take_turns(
-    sections: Sequence[Section], folder: Path, place: Place, probe: SpeedProbe | None, say: Callable[[str], None]
-) -> None:
+def take_turns(sections: Sequence[Section], folder: Path, place: Place, say: Callable[[str], None]) -> None:
     """Warm up, then turn after turn until every section is done, going on after the turns that lie in `folder`.
 
     Called by every rank; rank 0 decides and writes. Each turn is one file: section, round, time_s (since 1970), seconds, and
-    per rank what it measured, and how fast it was before (`parsim.execute.probe`).
+    per rank what it measured.
     """
     progress = read_progress(folder) if place.rank == 0 else {}
     if place.rank == 0 and progress:
@@ -102,17 +99,15 @@ def take_turns(
         if section.name not in warm:
             section.measure(WARM_UP)
             warm.add(section.name)
-        speed = measure_speed(probe, torch.device(place.device))
         dist.barrier()
         time_s, begin_s = time.time(), time.perf_counter()
         own = section.measure(number)
         gathered: list[Any] = [None] * place.world_size
-        dist.gather_object((own, speed), gathered if place.rank == 0 else None)
+        dist.gather_object(own, gathered if place.rank == 0 else None)
         if place.rank == 0:
             seconds = time.perf_counter() - begin_s
             told = {"section": section.name, "round": number, "time_s": time_s, "seconds": seconds}
-            ranks, speeds = zip(*gathered, strict=True)
-            document = {**told, "speeds": speeds, "ranks": ranks}
+            document = {**told, "ranks": gathered}
             count = sum(done.rounds for done in progress.values())
             write_text_atomically(folder / f"turn-{count:05d}.json", json.dumps(document))
             done = progress.get(section.name, Progress())
@@ -156,7 +151,7 @@ def read_progress(folder: Path) -> dict[str, Progress]:
 
 def gather_raw(folder: Path) -> dict[str, Any]:
     """All turns as one document: what START holds, `turns` without their entries, and `ranks`: per rank the entries of all
-    turns by key, each with its round. Of a turn stay its section, round, time_s, seconds, speeds.
+    turns by key, each with its round. Of a turn stay its section, round, time_s, seconds.
 
     Raises: ExecutionError if the ranks ended before they began to measure.
     """

@@ -22,11 +22,11 @@ class CaseRow:
     Attributes:
         calibrated: the model's components were measured. launch: by the ranks it had; "four" shares cores.
         low_s, high_s: the predicted 90% interval of the mean step, as drawn.
-        speed: how many times as long things took as while calibrating, by the probe: computation of one rank alone, of one on
-            every core, communication. at_speed_s: predicted at that speed.
-        aa_median, aa_p95: the case against itself.
+        slowness: how many times as long the probe beside its rounds took as while calibrating, on average over ranks and rounds.
+            at_speed_s: predicted at that pace, round by round and rank by rank.
+        aa_median, aa_p95: the case against itself. aa_at_speed: both of its rounds over the slowness beside them.
         compute_s, cpu_s: predicted computation, measured processor time of all ranks, per step.
-        kinds: by kind of task, predicted and measured seconds per step summed over its tasks.
+        kinds: by kind of task, predicted (times the slowness) and measured seconds per step summed over its tasks.
     """
 
     record: str
@@ -38,11 +38,12 @@ class CaseRow:
     predicted_s: float
     low_s: float
     high_s: float
-    speed: tuple[float, float, float]
+    slowness: float
     at_speed_s: float
     measured_s: float
     aa_median: float
     aa_p95: float
+    aa_at_speed: tuple[float, float]
     compute_s: float
     cpu_s: float
     kinds: dict[str, tuple[float, float]]
@@ -53,8 +54,9 @@ class CaseRow:
 
     @property
     def at_its_speed(self) -> CaseRow:
-        """The row with what is said at the speed of the record; the interval goes with it."""
-        return self.times(self.at_speed_s / self.predicted_s)
+        """The row with what is said at the pace beside it; the interval goes with it."""
+        median, p95 = self.aa_at_speed
+        return replace(self.times(self.at_speed_s / self.predicted_s), aa_median=median, aa_p95=p95)
 
     def times(self, factor: float) -> CaseRow:
         """The row with so many times the prediction and its interval."""
@@ -65,6 +67,7 @@ class CaseRow:
         """One line of the table."""
         line = asdict(self)
         kinds = line.pop("kinds")
+        line["aa_at_speed_median"], line["aa_at_speed_p95"] = line.pop("aa_at_speed")
         line["error_percent"] = round(100 * self.error, 2)
         for kind in KINDS:
             line[f"{kind}_predicted_s"], line[f"{kind}_measured_s"] = kinds.get(kind, (0.0, 0.0))
@@ -93,23 +96,26 @@ def judged(rows: Sequence[CaseRow]) -> dict[str, Any]:
         "errors": {name: errors_of([row for row in rows if chosen(row)]) for name, chosen in groups.items()},
         "by plan": {label: errors_of([row for row in rows if row.label == label]) for label in labels},
         "by record": {name: errors_of([row for row in rows if row.record == name]) for name in records},
-        "at the speed of the record": {
+        "at the pace beside them": {
             name: errors_of([row.at_its_speed for row in rows if chosen(row)]) for name, chosen in groups.items()
         },
-        "by plan, at the speed of the record": {
+        "by plan, at the pace beside them": {
             label: errors_of([row.at_its_speed for row in rows if row.label == label]) for label in labels
         },
-        "by record, at the speed of the record": {
+        "by record, at the pace beside them": {
             name: errors_of([row.at_its_speed for row in rows if row.record == name]) for name in records
         },
         "less what all cases of a launch have in common": {
             name: errors_of([row for row in without_common_factors(rows) if chosen(row)])
             for name, chosen in itertools.islice(groups.items(), 4)
         },
-        "speed": {f"{row.record} {row.launch}": row.speed for row in rows},
+        "slowness": {
+            f"{record} {launch}": statistics.mean(row.slowness for row in rows if (row.record, row.launch) == (record, launch))
+            for record, launch in dict.fromkeys((row.record, row.launch) for row in rows)
+        },
         "by kind": kinds_of(rows),
         "coverage": asdict(coverage_split([record_of(row) for row in rows])),
-        "coverage, at the speed of the record": asdict(coverage_split([record_of(row.at_its_speed) for row in rows])),
+        "coverage, at the pace beside them": asdict(coverage_split([record_of(row.at_its_speed) for row in rows])),
         "choice": choice_of(rows),
         "processor time": processor_time(rows),
     }
@@ -212,7 +218,7 @@ def printed(document: dict[str, Any]) -> str:
     lines = [f"{document['machine']}, {document['date']}: {document['cases']} cases, {document['records']} records", ""]
     lines.append("| steps of | n | median | p95 | worst | bias | A/A median | A/A p95 | covered as drawn |")
     lines.append("|---|---|---|---|---|---|---|---|---|")
-    speed = "at the speed of the record"
+    speed = "at the pace beside them"
     common = "less what all cases of a launch have in common"
     parts = ("errors", speed, common, "by plan", f"by plan, {speed}", "by record", f"by record, {speed}")
     for part in parts:
@@ -236,7 +242,7 @@ def printed(document: dict[str, Any]) -> str:
         lines.append(
             f"one rank, against processor seconds: median error {100 * row['median']:.1f}%, bias {100 * row['bias']:.1f}%"
         )
-    lines.append("by the probe, times as long as while calibrating (computation of one rank, of one per core, communication):")
-    lines.append("; ".join(f"{name} " + " ".join(f"{factor:.3f}" for factor in s) for name, s in document["speed"].items()))
-    lines += [f"{name}: {document[name]}" for name in ("coverage", "coverage, at the speed of the record")]
+    lines.append("by the probe, times as long as while calibrating, on average:")
+    lines.append("; ".join(f"{name} {factor:.3f}" for name, factor in document["slowness"].items()))
+    lines += [f"{name}: {document[name]}" for name in ("coverage", "coverage, at the pace beside them")]
     return "\n".join(lines)

@@ -5,8 +5,8 @@
 1. Calibrates the machine on half of the models: with a rank per core, with twice as many, and with two ranks in network
    namespaces of their own, joined by a link of 1 Gbit/s (where root can make such).
 2. Predicts every case (six models, plans on one to four processes) and writes the predictions down.
-3. Measures all cases in interleaved rounds, N records one after the other, each with launches of its own. A probe beside them
-   tells how fast the machine was, and every case is predicted again at that speed: the second column of errors.
+3. Measures all cases in interleaved rounds, N records one after the other, each with launches of its own. A probe before and
+   after each round of each case tells how fast the cores were, and every case is said again at that pace: the second column.
 4. Judges: errors beside the A/A floor, coverage of the intervals, order of the plans, what the predicted choice costs.
 
 A step that is done (its file lies in DIR) is not done again, so a record that was stopped goes on, and more records can be
@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import json
 import shutil
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,8 +36,6 @@ from calibration.calibrate import Launcher, calibrate
 from calibration.request import CalibrationRequest
 from parsim.execute.environment import describe_environment, machine_line
 from parsim.execute.launch import launch
-from parsim.execute.measurement import load_speeds
-from parsim.execute.speed import typical_speed
 from parsim.files import write_csv, write_text_atomically
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile, load_profile
@@ -44,7 +43,7 @@ from parsim.plan.plan import Plan
 from parsim.report.compare import aa_floor, task_durations_s
 from parsim.schedule.evaluate import evaluate
 from parsim.schedule.problem import Problem
-from parsim.schedule.speed import Slowness, at_speed, slowness
+from parsim.schedule.speed import slowness, step_at_pace
 from parsim.work import kind_of
 
 BUDGETS = ("compute", "shard", "operator", "collective", "overlap")
@@ -82,7 +81,7 @@ class Prediction:
     """A case with what the profile said of it: median, p05 and p95 of the mean step, computation of all ranks, seconds by kind
     of task, shares of the sources of its prices.
 
-    Attributes: launch: that it belongs to.
+    Attributes: launch: that it belongs to. pace_s: of the probe with a rank on every core, at which it is said.
     """
 
     launch: str
@@ -91,10 +90,11 @@ class Prediction:
     compute_s: float
     kinds: dict[str, float]
     sources: dict[str, float]
+    pace_s: float
 
     def to_dict(self) -> dict[str, Any]:
         case = {"model": self.case.subject.name, "label": self.case.label, "plan": self.case.plan.to_json()}
-        said = {"step_s": self.step_s, "compute_s": self.compute_s}
+        said = {"step_s": self.step_s, "compute_s": self.compute_s, "pace_s": self.pace_s}
         return {**case, "launch": self.launch, **said, "kinds": self.kinds, "sources": self.sources}
 
     @classmethod
@@ -107,6 +107,7 @@ class Prediction:
             compute_s=entry["compute_s"],
             kinds=entry["kinds"],
             sources=entry["sources"],
+            pace_s=entry["pace_s"],
         )
 
 
@@ -161,10 +162,14 @@ def calibrated(path: Path, setting: Setting, subjects: Sequence[Subject], asked:
 
 
 def predictions(path: Path, profiles: Mapping[str, Profile], subjects: Sequence[Subject]) -> list[Prediction]:
-    """Every case with what is said of it before anything is measured; as it was first said, if `path` is there."""
+    """Every case with what is said of it before anything is measured; as it was first said, if `path` is there.
+
+    All at one pace, the mean of what the calibrations saw: one that fell into a fast spell says nothing of the settings.
+    """
     if not path.is_file():
+        usual_s = statistics.mean(pace_of(profile) for profile in profiles.values())
         said = [
-            predicted(name, case, profile)
+            predicted(name, case, profile, usual_s / pace_of(profile))
             for name, profile in profiles.items()
             for subject in subjects
             for case in cases_of(subject, problem_of(subject, cluster_from_profile(profile, SETTINGS[name].ranks)))
@@ -174,19 +179,27 @@ def predictions(path: Path, profiles: Mapping[str, Profile], subjects: Sequence[
     return [Prediction.from_dict(entry) for entry in json.loads(path.read_text())]
 
 
-def predicted(launch_name: str, case: Case, profile: Profile) -> Prediction:
+def pace_of(profile: Profile) -> float:
+    assert profile.noise is not None, "a calibration knows its noise"
+    assert profile.noise.probe is not None, "a calibration has a probe"
+    return profile.noise.probe.together
+
+
+def predicted(launch_name: str, case: Case, profile: Profile, slow: float) -> Prediction:
+    """Args: slow: how many times as long all is said to take as in the profile."""
     evaluation = evaluate(question(launch_name, case, profile), case.plan, fold=False)
     kinds: dict[str, float] = {}
     for task, seconds in zip(evaluation.graph.tasks, task_durations_s(evaluation.graph, evaluation.timeline), strict=True):
-        kinds[kind_of(task.work)] = kinds.get(kind_of(task.work), 0.0) + float(seconds)
+        kinds[kind_of(task.work)] = kinds.get(kind_of(task.work), 0.0) + slow * float(seconds)
     interval = evaluation.result.step_s
     return Prediction(
         launch=launch_name,
         case=case,
-        step_s=(interval.median, interval.p05, interval.p95),
-        compute_s=sum(part.compute_s for part in evaluation.breakdown),
+        step_s=(slow * interval.median, slow * interval.p05, slow * interval.p95),
+        compute_s=slow * sum(part.compute_s for part in evaluation.breakdown),
         kinds=kinds,
         sources=dict(evaluation.result.cost_sources),
+        pace_s=slow * pace_of(profile),
     )
 
 
@@ -206,25 +219,30 @@ def record(
             with setting.launcher() as launcher:
                 seen = measure(folder / name, [entry.case for entry in chosen], setting.ranks, rounds, launcher, seed=number)
             said = {entry.case.name: entry for entry in chosen}
-            speed = slowness(profiles[name], *typical_speed(load_speeds(folder / name)))
-            assert speed is not None, "the calibration and the record have a probe"
-            measured = [row_of(folder.name, said[entry.case.name], entry, profiles[name], speed) for entry in seen]
+            measured = [row_of(folder.name, said[entry.case.name], entry, profiles[name]) for entry in seen]
             write_text_atomically(path, json.dumps([asdict(row) for row in measured]))
             shutil.rmtree(folder / name)
         if path.is_file():
             rows += [
-                CaseRow(**{**row, "speed": tuple(row["speed"]), "kinds": {k: tuple(v) for k, v in row["kinds"].items()}})
+                CaseRow(
+                    **{**row, "aa_at_speed": tuple(row["aa_at_speed"]), "kinds": {k: tuple(v) for k, v in row["kinds"].items()}}
+                )
                 for row in json.loads(path.read_text())
             ]
     return rows
 
 
-def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile, speed: Slowness) -> CaseRow:
-    """What one case took, beside what was said of it, and what is said of it at the speed of the record."""
+def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile) -> CaseRow:
+    """What one case took, beside what was said of it, and what is said of it at the pace beside it."""
     case, measurement = said.case, seen.measurement
+    slow = slowness(profile, measurement.pace_s, case.plan.world_size)
+    assert slow is not None, "the calibration and the record have a probe"
+    asked = question(said.launch, case, profile)
     floor = aa_floor([[float(value)] for value in measurement.step_s])
+    floor_at_speed = aa_floor([[float(value)] for value in measurement.step_s / slow.mean(axis=0)])
     taken = np.mean(np.stack([task_durations_s(seen.graph, timeline) for timeline in measurement.timelines]), axis=0)
-    kinds = {kind: [seconds, 0.0] for kind, seconds in said.kinds.items()}
+    since = float(slow.mean()) * pace_of(profile) / said.pace_s
+    kinds = {kind: [since * seconds, 0.0] for kind, seconds in said.kinds.items()}
     for task, seconds in zip(seen.graph.tasks, taken, strict=True):
         kinds[kind_of(task.work)][1] += float(seconds)
     return CaseRow(
@@ -237,13 +255,12 @@ def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile, spe
         predicted_s=said.step_s[0],
         low_s=said.step_s[1],
         high_s=said.step_s[2],
-        at_speed_s=evaluate(
-            at_speed(question(said.launch, case, profile), speed, case.plan.world_size), case.plan, samples=0, fold=False
-        ).result.step_s.median,
-        speed=(speed.alone, speed.together, speed.exchange),
+        at_speed_s=step_at_pace(asked, evaluate(asked, case.plan, samples=0, fold=False), slow),
+        slowness=float(slow.mean()),
         measured_s=measurement.mean_step_s,
         aa_median=floor.median,
         aa_p95=floor.p95,
+        aa_at_speed=(floor_at_speed.median, floor_at_speed.p95),
         compute_s=said.compute_s,
         cpu_s=sum(measurement.cpu_s) / (len(measurement.step_s) * STEPS),
         kinds={kind: (pair[0], pair[1]) for kind, pair in kinds.items()},

@@ -41,8 +41,6 @@ def validate(
     from parsim.commands.run_folder import write_json
     from parsim.commands.workflow import judge, measured, reopen, speed_of, warn_of_profile
     from parsim.commands.write_report import write_run_files
-    from parsim.execute.measurement import load_speeds
-    from parsim.execute.speed import typical_speed
 
     if target.is_dir():
         folder, asked, name = reopen(target)
@@ -59,7 +57,7 @@ def validate(
     seen = measured(folder, name, asked.evaluation)
     comparison = judge(asked.problem, asked.evaluation, seen)
     document = {"folder": str(folder.path), "plan": asked.evaluation.result.plan.summary(), **comparison.to_dict(tasks=tasks)}
-    speed = speed_of(asked, seen, typical_speed(load_speeds(folder.path)))
+    speed = speed_of(asked, seen)
     document["speed"] = speed
     document["warnings"] = [*changed_since, *([speed["warning"]] if speed and speed["warning"] else [])]
     record = record_of(asked, seen, comparison, session)

@@ -24,12 +24,11 @@ from parsim.report.tables import format_error
 from parsim.schedule.evaluate import Evaluation, evaluate, sampled_durations_s
 from parsim.schedule.problem import Problem
 from parsim.schedule.search import Search
-from parsim.schedule.speed import at_speed, differs, slowness
+from parsim.schedule.speed import differs, slowness, step_at_pace
 from parsim.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
     from parsim.execute.measurement import Measurement
-    from parsim.execute.speed import Speed
 
 PROGRESS = "parsim-progress "
 """Lines of a rank that start so carry one JSON object about how far it is."""
@@ -189,27 +188,23 @@ def judge(problem: Problem, evaluation: Evaluation, seen: Measurement) -> Compar
     return replace(comparison, interval_correction=None if found is None else found.to_dict())
 
 
-def speed_of(asked: Answer, seen: Measurement, now: Speed) -> dict[str, Any] | None:
-    """How fast the machine was beside the run, and what the profile says of the step at that speed; None if nobody looked.
-
-    Args:
-        now: typical of the run.
-    """
+def speed_of(asked: Answer, seen: Measurement) -> dict[str, Any] | None:
+    """How fast the cores were beside the run, and what the profile says of the step at that pace; None if nobody looked."""
     profile, plan = asked.problem.cluster.profile, asked.evaluation.result.plan
-    found = slowness(profile, *now)
-    if found is None:
+    slow = slowness(profile, seen.pace_s, plan.world_size)
+    if slow is None:
         return None
-    factor = found.computing(plan.world_size, profile)
-    predicted_s = evaluate(at_speed(asked.problem, found, plan.world_size), plan, samples=0, fold=False).result.step_s.median
+    factor = float(slow.mean())
+    unfolded = evaluate(asked.problem, plan, samples=0, fold=False)
+    predicted_s = step_at_pace(asked.problem, unfolded, slow)
     error = relative_error(predicted_s, seen.mean_step_s)
-    pace = f"{format_percent(abs(factor - 1))} {'longer' if factor > 1 else 'less'}"
-    text = (
-        f"computation took {pace} than while profile {profile.name} was measured; at that speed {format_seconds(predicted_s)}"
+    longer = f"{format_percent(abs(factor - 1))} {'longer' if factor > 1 else 'less'}"
+    text = f"the same work took {longer} than while profile {profile.name} was measured; then {format_seconds(predicted_s)}"
+    warning = (
+        f"the machine's speed has changed ({longer} for the same work): calibrate again" if differs(profile, factor) else ""
     )
-    warning = f"the machine's speed has changed ({pace} for the same work): calibrate again" if differs(profile, factor) else ""
     return {
-        "computation": factor,
-        "communication": found.exchange,
+        "slowness": factor,
         "predicted": predicted_s,
         "relative_error": error,
         "text": f"{text} are predicted ({format_error(error)})",

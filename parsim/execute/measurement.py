@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.errors import ExecutionError
-from parsim.execute.speed import Speed
 from parsim.execute.streams import TaskTime
 from parsim.graph.taskgraph import TaskGraph
 from parsim.timeline import Span, Timeline
@@ -26,6 +25,7 @@ class RankRecord:
         rounds: per round (start_s, end_s, steps). steps: task times of each recorded step.
         losses: mean loss per training step (last stage only; NaN elsewhere), already divided by the global batch.
         cpu_s: CPU seconds of this process per round. peak_bytes: live tensors of one step.
+        pace_s: how fast this rank's core was beside each round (`parsim.execute.probe`); empty if nobody looked.
         memory_lines: peak_bytes by line (`execute/memory_lines`); of a CPU rank alone.
     """
 
@@ -35,6 +35,7 @@ class RankRecord:
     losses: list[float]
     cpu_s: list[float]
     peak_bytes: int
+    pace_s: list[float] = field(default_factory=list)
     memory_lines: Mapping[str, int] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
@@ -52,6 +53,7 @@ class RankRecord:
             "losses": self.losses,
             "cpu_s": self.cpu_s,
             "peak_bytes": self.peak_bytes,
+            "pace_s": self.pace_s,
             "memory_lines": dict(self.memory_lines),
             "streams": streams,
             "recorded": len(self.steps),
@@ -77,7 +79,8 @@ class RankRecord:
             losses=facts["losses"],
             cpu_s=facts["cpu_s"],
             peak_bytes=int(facts["peak_bytes"]),
-            memory_lines=facts.get("memory_lines", {}),  # runs of before have none
+            pace_s=facts.get("pace_s", []),  # runs of before have none, nor
+            memory_lines=facts.get("memory_lines", {}),
         )
 
 
@@ -88,6 +91,8 @@ class Measurement:
     Attributes:
         step_s: float64 [rounds], the mean step of each round. steps: of all rounds together. timelines: one per recorded step.
         losses: per training step. peak_bytes: live tensors, per rank.
+        pace_s: float64 [ranks that looked, rounds], how fast their cores were (`parsim.execute.probe`): the first ranks, one
+            per core. None looked while training.
     """
 
     step_s: NDArray[np.float64]
@@ -96,21 +101,11 @@ class Measurement:
     losses: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     cpu_s: tuple[float, ...]
+    pace_s: NDArray[np.float64]
 
     @property
     def mean_step_s(self) -> float:
         return float(self.step_s.mean())
-
-
-def save_speeds(output: Path, rank: int, speeds: Sequence[Speed]) -> None:
-    """What the probe (`parsim.execute.probe`) took on this rank in each round of a job."""
-    (output / f"speed-rank{rank}.json").write_text(json.dumps(speeds))
-
-
-def load_speeds(output: Path) -> list[list[Speed]]:
-    """Per rank and round; empty for a job that was not measured in rounds."""
-    found = sorted(output.glob("speed-rank*.json"), key=lambda path: int(path.stem.removeprefix("speed-rank")))
-    return [[Speed(*entry) for entry in json.loads(path.read_text())] for path in found]
 
 
 def load_measurement(folder: Path, graph: TaskGraph) -> Measurement:
@@ -130,6 +125,7 @@ def load_measurement(folder: Path, graph: TaskGraph) -> Measurement:
         losses=tuple(float(loss) for loss in losses),
         peak_bytes=tuple(record.peak_bytes for record in records),
         cpu_s=tuple(float(np.sum(record.cpu_s)) for record in records),
+        pace_s=np.array([record.pace_s for record in records if record.pace_s], dtype=np.float64).reshape(-1, count),
     )
 
 

@@ -1,12 +1,12 @@
-"""How fast a rank computes at this moment: seconds of one small training step that never changes.
+"""How fast a rank's core is at this moment: the pace, which is the seconds of one small training step that never changes.
 
-A shared machine computes a fifth faster in one half hour than in the next, and every price of a profile holds for the minutes
-of its calibration. The same step, timed while calibrating and again beside a run, tells the two apart.
+A core of a shared machine takes half as long again in one second as in the next (another virtual machine works beside it, or
+does not), and how often changes from minute to minute. The same step, timed right before and after whatever is measured, while
+calibrating and beside a run, tells the machine from what it does.
 
 The step has what small models have: a convolution, batch and layer normalisation, attention, matrix products, forward and
-backward through the interpreter and autograd, and an update with momentum. Rank 0 makes it alone, then every core at once:
-cores that share caches or a memory slow one another by more in one half hour than in the next. Then all ranks exchange a small
-array.
+backward through the interpreter and autograd, and an update with momentum. All ranks that will work together make it at once:
+cores that share caches or a memory slow one another. Of ranks that share a core the first makes it, while the others wait.
 Leaves out that a machine may be slower at one kind of work only.
 """
 
@@ -14,19 +14,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parsim.execute.speed import Speed
-
-STEPS, WARM_STEPS = 8, 2
+STEPS, WARM_STEPS = 3, 1
 SAMPLES, CHANNELS, SIDE, HEADS, CLASSES = 8, 32, 8, 4, 10
 SEED = 0
-EXCHANGED_ELEMENTS, EXCHANGES, WARM_EXCHANGES = 1 << 16, 8, 2
 
 
 class SpeedProbe:
@@ -42,8 +37,14 @@ class SpeedProbe:
         self._optimizer = torch.optim.SGD(self._module.parameters(), lr=0.0, momentum=0.9, foreach=True)
 
     def seconds(self) -> float:
-        """Of one step: the median of a few, after some that warm up. A rank that shares its core with others must be alone."""
-        return _median_s(self._step, WARM_STEPS, STEPS)
+        """Of one step: the median of a few, after some that warm up."""
+        seconds = []
+        with torch.enable_grad():
+            for _ in range(WARM_STEPS + STEPS):
+                start_s = time.perf_counter()
+                self._step()
+                seconds.append(time.perf_counter() - start_s)
+        return statistics.median(seconds[WARM_STEPS:])
 
     def _step(self) -> None:
         self._optimizer.zero_grad()
@@ -52,35 +53,6 @@ class SpeedProbe:
         self._optimizer.step()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def measure_speed(probe: SpeedProbe | None, device: torch.device) -> Speed:
-    """How fast the machine is at this moment; called by every rank of the default group, with None where it has no core."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.barrier()
-    alone_s = probe.seconds() if probe is not None and rank == 0 else None
-    dist.barrier()
-    together_s = None if probe is None else probe.seconds()
-    if world_size == 1:
-        return Speed(alone_s, together_s, None)
-    array = torch.ones(EXCHANGED_ELEMENTS, device=device)
-
-    def exchange() -> None:
-        dist.all_reduce(array, op=dist.ReduceOp.MAX)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    dist.barrier()
-    return Speed(alone_s, together_s, _median_s(exchange, WARM_EXCHANGES, EXCHANGES))
-
-
-def _median_s(call: Callable[[], None], warm: int, kept: int) -> float:
-    seconds = []
-    for _ in range(warm + kept):
-        start_s = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start_s)
-    return statistics.median(seconds[warm:])
 
 
 class _Probe(nn.Module):

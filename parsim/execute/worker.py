@@ -25,14 +25,13 @@ from parsim.execute import checkpoint
 from parsim.execute.adaptive_run import Steering
 from parsim.execute.group import Place, Stream, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.job import Job, RunSpec
-from parsim.execute.measurement import RankRecord, save_speeds
+from parsim.execute.measurement import RankRecord
 from parsim.execute.memory_lines import StepWatch, watching
 from parsim.execute.pinning import prepare_rank
-from parsim.execute.probe import SpeedProbe, measure_speed
+from parsim.execute.probe import SpeedProbe
 from parsim.execute.reshard import reshard
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.score import score
-from parsim.execute.speed import Speed
 from parsim.execute.stage import StageReplica
 from parsim.execute.streams import TaskTime, make_streams
 from parsim.graph.layout import Layout
@@ -93,6 +92,7 @@ class RankRun:
         self.recorded: list[list[TaskTime]] = []
         self.rounds: list[tuple[float, float, int]] = []
         self.cpu_s: list[float] = []
+        self.pace_s: list[float] = []
         self.peak_bytes = 0
         self.memory_lines: dict[str, int] = {}
 
@@ -180,6 +180,7 @@ class RankRun:
             losses=self.losses,
             cpu_s=self.cpu_s,
             peak_bytes=self.peak_bytes,
+            pace_s=self.pace_s,
             memory_lines=self.memory_lines,
         )
 
@@ -222,8 +223,7 @@ def main(job_path: Path) -> None:
         assert only is not None, "a training job has as many ranks as its plan"
         runs = [_train(job, only, place, groups)]
     else:
-        speeds = _measure(job, runs, place, SpeedProbe(torch.device(place.device)) if pinning.first else None)
-        save_speeds(Path(job.output), place.rank, speeds)
+        _measure(job, runs, place, SpeedProbe(torch.device(place.device)) if pinning.first else None)
     for entry in runs:
         if entry is not None:
             entry.record().save(Path(job.output) / entry.run.name)
@@ -231,20 +231,20 @@ def main(job_path: Path) -> None:
     close_group(place)
 
 
-def _measure(job: Job, runs: Sequence[RankRun | None], place: Place, probe: SpeedProbe | None) -> list[Speed]:
-    """Warm every run up, then rounds in which every run in turn does its steps, so that drift meets all alike.
-
-    Returns how fast this rank was at the beginning of each round.
+def _measure(job: Job, runs: Sequence[RankRun | None], place: Place, probe: SpeedProbe | None) -> None:
+    """Warm every run up, then rounds in which every run in turn does its steps, so that drift meets all alike; before and after
+    them its ranks look how fast their cores are, those with a `probe`.
     """
-    speeds: list[Speed] = []
     for entry in runs:
         if entry is not None:
             for _ in range(job.warmup_steps):
                 entry.step(keep=False)
             entry.measure_memory()
     for number in range(job.rounds):
-        speeds.append(measure_speed(probe, torch.device(place.device)))
         for entry in runs:
+            looks = probe if entry is not None else None
+            dist.barrier()
+            before_s = looks.seconds() if looks is not None else 0.0
             dist.barrier()
             if entry is not None:
                 for _ in range(job.settle_steps):
@@ -252,13 +252,15 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: Place, probe: Spee
             dist.barrier()  # what one rank is ahead after settling belongs to no time
             if entry is not None:
                 entry.timed(job.steps)
+            dist.barrier()
+            if looks is not None and entry is not None:
+                entry.pace_s.append((before_s + looks.seconds()) / 2)
         if place.rank == 0:
             _say({"round": f"{number + 1}/{job.rounds}"})
     dist.barrier()
     for entry in runs:
         if entry is not None and job.keep_state:
             _save(Path(job.output) / entry.run.name / "checkpoints", entry)
-    return speeds
 
 
 def _train(job: Job, entry: RankRun, place: Place, groups: ProcessGroups) -> RankRun:

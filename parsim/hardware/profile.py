@@ -207,12 +207,12 @@ class Overlap(Record):
 
 
 class ProbeSeconds(Record):
-    """What the probe (`parsim.execute.probe`) took: on one rank alone, with a rank on every core, and an exchange of all ranks
-    (None: there was one)."""
+    """The pace (`parsim.execute.probe`) at which everything takes the seconds that the profile says: of one rank alone, and
+    with a rank on every core. rank_sigma: what of `Noise.rank_sigma` the pace beside each step does not explain."""
 
     alone: Positive
     together: Positive
-    exchange: Positive | None = None
+    rank_sigma: NonNegative = 0.0
 
 
 class Noise(Record):
@@ -223,7 +223,7 @@ class Noise(Record):
         measured_drift_sigma: what of it the calibration saw from round to round (None: it did not look); the rest is assumed.
         rank_sigma: relative spread of one rank's step against the other ranks' in the same step. Ranks that wait for
             one another wait for the slowest, so it lengthens the mean step.
-        probe: how fast the machine was while the profile was measured; None: not asked.
+        probe: how fast the cores were while the profile was measured; None: not asked.
     """
 
     drift_sigma: NonNegative

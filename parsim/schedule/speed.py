@@ -1,62 +1,68 @@
-"""The same question on a machine that is faster or slower than while it was calibrated, as the probe finds it."""
+"""What a profile says of a step at the pace of the cores meanwhile, as the probe (`parsim.execute.probe`) finds it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
-from parsim.costs.corrected import CommunicationClass, Corrections
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.costs.uncertainty import medians_s, rank_noise
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile
+from parsim.schedule.evaluate import NOISY_STEPS, REPEATED_STEPS, SEED, Evaluation
 from parsim.schedule.problem import Problem
+from parsim.simulate.steps import mean_step_s
+
+FloatArray = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slowness:
-    """How many times as long things take as while the profile was measured.
+def slowness(profile: Profile, pace_s: FloatArray, ranks: int) -> FloatArray | None:
+    """How many times as long things took on each rank as at the pace of the profile, float64 [ranks, rounds]; None where one
+    of the two did not probe.
 
-    Attributes: alone: computation of one rank alone. together: with a rank on every core. exchange: communication.
+    Args:
+        pace_s: float64 [cores, rounds], of the first rank on each core that the plan uses.
+
+    Against the pace with one rank alone, or with a rank on every core; between the two in proportion.
     """
-
-    alone: float
-    together: float
-    exchange: float = 1.0
-
-    def computing(self, ranks: int, profile: Profile) -> float:
-        """Of computation of so many ranks on the machine of the profile; between one and all its cores in proportion."""
-        cores = len(set(cluster_from_profile(profile).core_of_rank(len(profile.devices))))
-        share = 0.0 if cores <= 1 else (min(ranks, cores) - 1) / (cores - 1)
-        return self.alone + share * (self.together - self.alone)
-
-
-def slowness(profile: Profile, alone_s: float | None, together_s: float | None, exchange_s: float | None) -> Slowness | None:
-    """From what the probe takes now (`parsim.execute.probe.typical_speed`); None where one of the two did not probe."""
     known = None if profile.noise is None else profile.noise.probe
-    if known is None or alone_s is None or together_s is None:
+    if known is None or not pace_s.size:
         return None
-    exchange = 1.0 if exchange_s is None or known.exchange is None else exchange_s / known.exchange
-    return Slowness(alone=alone_s / known.alone, together=together_s / known.together, exchange=exchange)
+    whole = cluster_from_profile(profile)
+    cores, core_of_rank = len(set(whole.core_of_rank(whole.size))), np.array(whole.core_of_rank(ranks))
+    share = 0.0 if cores <= 1 else (len(pace_s) - 1) / (cores - 1)
+    then_s = known.alone + min(1.0, share) * (known.together - known.alone)
+    found: FloatArray = pace_s[core_of_rank % len(pace_s)] / then_s
+    return found
 
 
-def at_speed(problem: Problem, found: Slowness, ranks: int) -> Problem:
-    """Computation and communication of a plan of so many ranks take as many times as long, on top of what has been observed;
-    loading stays. Leaves out that ranks may differ, and large messages from small ones.
+def step_at_pace(problem: Problem, evaluation: Evaluation, slow: FloatArray) -> float:
+    """Seconds of the mean step of an evaluated plan, not folded, with its ranks as slow as they were: the mean over rounds, in
+    each of which every rank's tasks take as many times as long, and communication the mean over its ranks.
 
-    Raises CostError for a factor that is not a finite number above 0.
+    Args:
+        slow: float64 [ranks, rounds], from `slowness`.
+
+    The noise of single ranks is what the pace leaves of it. Leaves out that some work depends less on the pace than other, and
+    the profile's interval.
     """
-    before, everyone = problem.corrections, range(problem.cluster.size)
-    computing = found.computing(ranks, problem.cluster.profile)
-    links = dict(before.communication) or {CommunicationClass("all_reduce", tuple(everyone)): 1.0}
-    return replace(
-        problem,
-        corrections=Corrections(
-            ranks=tuple((rank, before.rank_factor(rank) * computing) for rank in everyone),
-            phases=before.phases,
-            communication=tuple((key, factor * found.exchange) for key, factor in links.items()),
-        ),
-    )
+    noise, compiled = problem.cluster.profile.noise, evaluation.compiled
+    columns, rounds = compiled.columns, slow.shape[1]
+    by_use = slow[columns.resource_rank[columns.uses.values]]
+    counts = np.diff(columns.uses.offsets)
+    factors = np.add.reduceat(by_use, columns.uses.offsets[:-1], axis=0).T / counts
+    times = medians_s(evaluation.estimates)[columns.unit] * factors
+    sigma = 0.0 if noise is None or noise.probe is None else noise.probe.rank_sigma
+    if sigma and columns.world_size > 1:
+        times = np.repeat(times, -(-NOISY_STEPS // rounds), axis=0)
+        computing = np.where(columns.communicates, -1, columns.first_rank)
+        times = times * rank_noise(computing, sigma, len(times), SEED)
+    between_s = problem.costs(columns.world_size).between_steps_s
+    step_s = mean_step_s(compiled, times, evaluation.overlap, steps=REPEATED_STEPS)
+    return float(step_s.mean()) + between_s * float(slow.mean())
 
 
 def differs(profile: Profile, factor: float) -> bool:
-    """Whether the machine is further from its speed of then than the profile's intervals count on: by two deviations."""
+    """Whether the machine is further from its pace of then than the profile's intervals count on: by two deviations."""
     return profile.noise is not None and abs(math.log(factor)) > 2 * profile.noise.drift_sigma

@@ -39,7 +39,6 @@ def turn(section: str, number: int, entries: list[dict[str, Any]]) -> dict[str, 
         "round": number,
         "time_s": 1.0,
         "seconds": 0.5,
-        "speeds": [[2e-3, 3e-3, None], [None, 3e-3, None]],
         "ranks": ranks,
     }
 
@@ -63,7 +62,6 @@ def test_turns_are_gathered_by_rank_and_kind_with_their_rounds(tmp_path: Path) -
     assert raw["ranks"][0]["sweeps"] == [{"value": number, "round": number} for number in range(3)]
     assert raw["ranks"][1]["sweeps"] == []
     assert [entry["round"] for entry in raw["turns"]] == [0, 1, 2]
-    assert [entry["speeds"] for entry in raw["turns"]] == [[[2e-3, 3e-3, None], [None, 3e-3, None]]] * 3
     (tmp_path / "turn-00001.json").write_text("{")
     with pytest.raises(ExecutionError, match=r"turn-00001.json.*calibrate again"):
         gather_raw(tmp_path)

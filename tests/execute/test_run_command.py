@@ -98,7 +98,7 @@ def test_calibrate_run_resume_validate(tmp_path: Path) -> None:
     assert again["speed"] is None  # training does not stop to look at the machine's speed
     measured = parsim("validate", longer, "--rounds", "4", "--out", tmp_path / "measured")
     speed = measured["speed"]
-    assert min(speed["computation"], speed["communication"]) > 0
+    assert speed["slowness"] > 0
     assert speed["relative_error"] == pytest.approx(speed["predicted"] / measured["measured"] - 1)
     known = parsim("coverage", profile, "--history", tmp_path / "here.history.jsonl")
     assert known["records"] == (1 if changed.updates else 2)

@@ -1,0 +1,113 @@
+"""How fast the cores were beside everything that is measured, and the same measurements as if they had always been as fast.
+
+A core of a shared machine flips between speeds every few seconds (`parsim.execute.probe`). What is measured in a fast spell and
+what is measured in a slow one can be compared, and added up, once each is divided by the pace beside it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from calibration.raw_points import entries_of
+from parsim.execute.probe import SpeedProbe
+
+PACE = "pace_s"
+"""Where an entry says how fast the cores were: the mean before and after it."""
+
+TIMES: Mapping[str, Sequence[str]] = {
+    "sweeps": ("seconds", "gap_s", "rest_s", "wall_s", "cpu_s"),
+    "optimizers": ("seconds",),
+    "operators": ("seconds",),
+    "collectives": ("seconds",),
+    "overlap": ("communication_s",),
+    "resume": ("seconds",),
+}
+"""What the pace lengthens, by kind of entry; shards are compared with what ran beside them."""
+
+Entry = dict[str, Any]
+
+
+class Pace(NamedTuple):
+    """On average over the calibration, of one rank alone and with a rank on every core."""
+
+    alone_s: float
+    together_s: float
+
+
+def paced(blocks: Iterable[Callable[[], list[Entry]]], probe: SpeedProbe | None) -> Iterator[Entry]:
+    """What this rank measured in one block after the other, each with its own core's pace."""
+    before_s = _seconds(probe)
+    for measure in blocks:
+        found = measure()
+        after_s = _seconds(probe)
+        yield from _marked(found, before_s, after_s)
+        before_s = after_s
+
+
+def paced_together(blocks: Iterable[Callable[[], list[Entry]]], probe: SpeedProbe | None) -> list[Entry]:
+    """The same for what all ranks measure together, with the mean pace over the cores; called by every rank."""
+    dist.barrier()
+    own, found = [_seconds(probe)], []
+    for measure in blocks:
+        found.append(measure())
+        dist.barrier()
+        own.append(_seconds(probe))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    looks = [[value for value in moment if value is not None] for moment in zip(*gathered, strict=True)]
+    means = [statistics.mean(values) if values else None for values in looks]
+    return [
+        entry
+        for entries, (before_s, after_s) in zip(found, pairwise(means), strict=True)
+        for entry in _marked(entries, before_s, after_s)
+    ]
+
+
+def _seconds(probe: SpeedProbe | None) -> float | None:
+    return None if probe is None else probe.seconds()
+
+
+def _marked(entries: Iterable[Entry], before_s: float | None, after_s: float | None) -> list[Entry]:
+    if before_s is None or after_s is None:
+        return list(entries)
+    return [{**entry, PACE: (before_s + after_s) / 2} for entry in entries]
+
+
+# --- afterwards -------------------------------------------------------------------------------------------------------
+
+
+def usual_pace(raw: Mapping[str, Any]) -> Pace | None:
+    """Mean over the whole training steps, which run all through the calibration; None where nobody looked."""
+    looks = [(sweep["ranks_active"], sweep[PACE]) for _, sweep in entries_of(raw, "sweeps") if PACE in sweep]
+    if not looks:
+        return None
+    levels = [active for active, _ in looks]
+    alone, together = ([pace for active, pace in looks if active == level] for level in (min(levels), max(levels)))
+    return Pace(statistics.mean(alone), statistics.mean(together))
+
+
+def at_one_pace(raw: Mapping[str, Any], usual: Pace | None) -> Mapping[str, Any]:
+    """The raw points as if the cores had gone at their usual pace; where nobody looked, as they are."""
+    if usual is None:
+        return raw
+
+    def steady(kind: str, entry: Entry) -> Entry:
+        if PACE not in entry or kind not in TIMES:
+            return entry
+        then_s = usual.alone_s if entry.get("ranks_active") == 1 else usual.together_s
+        return {**entry, **{key: _scaled(entry[key], then_s / entry[PACE]) for key in TIMES[kind]}}
+
+    ranks = [
+        {kind: [steady(kind, entry) for entry in found] if kind in TIMES else found for kind, found in rank.items()}
+        for rank in raw["ranks"]
+    ]
+    return {**raw, "ranks": ranks}
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    return [_scaled(part, factor) for part in value] if isinstance(value, list) else value * factor
