@@ -22,7 +22,7 @@ class CaseRow:
     Attributes:
         calibrated: the model's components were measured. launch: by the ranks it had; "four" shares cores.
         low_s, high_s: the predicted 90% interval of the mean step, as drawn.
-        slowness: how many times as long the probe beside its rounds took as while calibrating, on average over ranks and rounds.
+        slowness: how many times as long the probe beside its rounds took as while calibrating, mean over ranks and rounds.
             at_speed_s: predicted at that pace, round by round and rank by rank.
         aa_median, aa_p95: the case against itself. aa_at_speed: both of its rounds over the slowness beside them.
         compute_s, cpu_s: predicted computation, measured processor time of all ranks, per step.
