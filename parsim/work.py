@@ -101,10 +101,11 @@ class SendRecv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadBatch:
-    """The host makes `samples` samples (inputs, targets or both) ready on the device."""
+    """The host makes `samples` samples (inputs, targets or both) ready on the device, in `parts`: one per microbatch."""
 
     samples: int
     size_bytes: int
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -209,7 +209,7 @@ def estimate_mix(work: Mix, device: Device) -> Estimate:
 
 
 def estimate_load(work: LoadBatch, device: Device, cluster: Cluster) -> Estimate:
-    """The copy of a batch to the device: as measured, or host seconds per task plus bytes over bandwidth.
+    """The copy of a batch to the device, part by part: as measured, or host seconds per part plus bytes over bandwidth.
 
     The bandwidth is that of the slowest link from the device's socket where the topology names one (PCIe), otherwise the
     device's memory bandwidth. Leaves out decoding and augmentation (data is taken to be ready in host memory), and other
@@ -218,7 +218,7 @@ def estimate_load(work: LoadBatch, device: Device, cluster: Cluster) -> Estimate
     host = cluster.profile.host
     if host is not None and host.load_s is not None:
         return Estimate(
-            median_s=host.load_s + (host.load_seconds_per_byte or 0.0) * work.size_bytes,
+            median_s=work.parts * host.load_s + (host.load_seconds_per_byte or 0.0) * work.size_bytes,
             source="measured",
             parameters=(("load", LOAD_SIGMA),),
             detail="a line through the measured batches",
@@ -232,7 +232,7 @@ def estimate_load(work: LoadBatch, device: Device, cluster: Cluster) -> Estimate
     else:
         bandwidth, latency, what = device.type.memory_bandwidth_bytes_per_s, 0.0, "copy in host memory"
     return Estimate(
-        median_s=(host.task_s if host is not None else 0.0) + latency + work.size_bytes / bandwidth,
+        median_s=work.parts * ((host.task_s if host is not None else 0.0) + latency) + work.size_bytes / bandwidth,
         source="published",
         parameters=(("load", LOAD_SIGMA),),
         detail=f"{what}: bytes over bandwidth, not measured",

@@ -98,7 +98,8 @@ def _(work: SendRecv) -> str:
 
 @work_text.register
 def _(work: LoadBatch) -> str:
-    return f"load x{work.samples} {work.size_bytes} B"
+    parts = f" in {work.parts}" if work.parts > 1 else ""
+    return f"load x{work.samples} {work.size_bytes} B{parts}"
 
 
 @work_text.register
@@ -117,8 +118,8 @@ def parse_work(text: str) -> Work:
         return SendRecv(size_bytes=int(match[1]), source=int(match[2]), destination=int(match[3]))
     if match := re.fullmatch(r"mix (\d+) elements of (\d+)", text):
         return Mix(elements=int(match[1]), copies=int(match[2]))
-    if match := re.fullmatch(r"load x(\d+) (\d+) B", text):
-        return LoadBatch(samples=int(match[1]), size_bytes=int(match[2]))
+    if match := re.fullmatch(r"load x(\d+) (\d+) B(?: in (\d+))?", text):
+        return LoadBatch(samples=int(match[1]), size_bytes=int(match[2]), parts=int(match[3] or 1))
     if match := re.fullmatch(r"(\w+) (\d+) B over ([\d,]+)", text):
         group = tuple(int(rank) for rank in match[3].split(","))
         return Collective(operation=match[1], size_bytes=int(match[2]), group=group)

@@ -32,7 +32,7 @@ world_size 2
 
 PIPELINE = """\
 world_size 2
-0 r0.host | load x4 1024 B | - | stage=0 replica=0
+0 r0.host | load x4 1024 B in 2 | - | stage=0 replica=0
 1 r0.compute | forward a x2 | 0 | stage=0 replica=0 component=a microbatch=0
 2 r0.pp>1 r1.pp<0 | send_recv 256 B 0>1 | 1 | stage=0 replica=0 microbatch=0 value=a:0
 3 r0.compute | forward b x2 | 1 | stage=0 replica=0 component=b microbatch=0
@@ -45,7 +45,7 @@ world_size 2
 10 r0.compute | backward a x2 | 1,9,22 | stage=0 replica=0 component=a microbatch=0
 11 r0.compute | backward b x2 | 7,29 | stage=0 replica=0 component=b microbatch=1
 12 r0.compute | backward a x2 | 5,11,27 | stage=0 replica=0 component=a microbatch=1
-13 r1.host | load x4 32 B | - | stage=1 replica=0
+13 r1.host | load x4 32 B in 2 | - | stage=1 replica=0
 14 r1.compute | forward c x2 | 4 | stage=1 replica=0 component=c microbatch=0
 15 r1.compute | forward d x2 | 2,14 | stage=1 replica=0 component=d microbatch=0
 16 r1.compute | forward loss x2 | 13,15 | stage=1 replica=0 component=loss microbatch=0

@@ -241,6 +241,15 @@ def test_a_batch_comes_over_pcie_or_from_memory(v100: Cluster) -> None:
     load = cpu.estimate(LoadBatch(samples=1, size_bytes=10**9), 0)
     assert load.median_s == pytest.approx(0.1 + 1e-3, rel=1e-12)
     assert "not measured" in load.detail
+    parts = cpu.estimate(LoadBatch(samples=1, size_bytes=10**9, parts=4), 0)
+    assert parts.median_s == pytest.approx(0.1 + 4e-3, rel=1e-12)
+
+
+def test_a_measured_batch_takes_a_call_per_part() -> None:
+    host = HostOverhead(task_s=1e-3, step_s=0.0, load_s=3e-4, load_seconds_per_byte=1e-9, source="x")
+    cpu = Costs(MODEL, cluster_from_profile(gloo_profile(host=host)))
+    seconds = [cpu.estimate(LoadBatch(samples=8, size_bytes=10**6, parts=parts), 0).median_s for parts in (1, 4)]
+    assert seconds == pytest.approx([1.3e-3, 2.2e-3], rel=1e-12)
 
 
 # --- gloo fits --------------------------------------------------------------------------------------------------------

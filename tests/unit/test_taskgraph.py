@@ -23,6 +23,7 @@ WORKS: dict[str, Work] = {
     "all_gather 0 B over 1": Collective(operation="all_gather", group=(1,), size_bytes=0),
     "send_recv 256 B 0>1": SendRecv(source=0, destination=1, size_bytes=256),
     "load x16 49152 B": LoadBatch(samples=16, size_bytes=49152),
+    "load x16 49152 B in 4": LoadBatch(samples=16, size_bytes=49152, parts=4),
 }
 
 

@@ -89,7 +89,8 @@ def _add_load(draft: Draft, layout: Layout, rank: int) -> None:
         return
     plan = layout.plan
     samples = plan.microbatch_samples * plan.microbatches * layout.batch_ways(rank) // plan.mesh.tp
-    work = LoadBatch(samples=samples, size_bytes=sum(layout.model.value[name].size_bytes(samples) for name in values))
+    size_bytes = sum(layout.model.value[name].size_bytes(samples) for name in values)
+    work = LoadBatch(samples=samples, size_bytes=size_bytes, parts=plan.microbatches)
     origin = Origin(stage=plan.stage_of_rank(rank), replica=plan.replica_of_rank(rank))
     draft.add(("load", rank), work, [Resource(rank, HOST)], [], origin)
 
