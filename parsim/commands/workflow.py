@@ -17,9 +17,10 @@ from parsim.execute.environment import describe_environment
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.launch import launch
 from parsim.execute.same_machine import gpu_names, is_measured, profile_differences
+from parsim.hardware.profile import Profile
 from parsim.model.model import Model
 from parsim.plan.plan import Plan
-from parsim.report.compare import Comparison, compare, kind_intervals_s, relative_error
+from parsim.report.compare import Comparison, PaceComparison, compare, kind_intervals_s, relative_error
 from parsim.report.tables import format_error
 from parsim.schedule.evaluate import Evaluation, evaluate, sampled_durations_s
 from parsim.schedule.problem import Problem
@@ -185,31 +186,30 @@ def judge(problem: Problem, evaluation: Evaluation, seen: Measurement) -> Compar
         measured_memory_bytes=seen.peak_bytes if all(seen.peak_bytes) else (),
         kind_intervals=kind_intervals_s(evaluation.graph, durations),
     )
-    return replace(comparison, interval_correction=None if found is None else found.to_dict())
+    correction = None if found is None else found.to_dict()
+    return replace(comparison, interval_correction=correction, at_pace=at_pace(problem, evaluation, seen))
 
 
-def speed_of(asked: Answer, seen: Measurement) -> dict[str, Any] | None:
-    """How fast the cores were beside the run, and what the profile says of the step at that pace; None if nobody looked."""
-    profile, plan = asked.problem.cluster.profile, asked.evaluation.result.plan
-    slow = slowness(profile, seen.pace_s, plan.world_size)
+def at_pace(problem: Problem, evaluation: Evaluation, seen: Measurement) -> PaceComparison | None:
+    """What the profile says of the step at the pace of the cores beside the run; None if nobody looked."""
+    slow = slowness(problem.cluster.profile, seen.pace_s, evaluation.result.plan.world_size)
     if slow is None:
         return None
-    factor = float(slow.mean())
-    unfolded = evaluate(asked.problem, plan, samples=0, fold=False)
-    predicted_s = step_at_pace(asked.problem, unfolded, slow)
+    predicted_s = step_at_pace(problem, evaluation, slow)
     error = relative_error(predicted_s, seen.mean_step_s)
+    return PaceComparison(slowness=float(slow.mean()), predicted_s=predicted_s, relative_error=error)
+
+
+def speed_of(profile: Profile, found: PaceComparison | None) -> dict[str, Any] | None:
+    """The same for people, and a warning where the machine is no longer what the profile's intervals count on."""
+    if found is None:
+        return None
+    factor = found.slowness
     longer = f"{format_percent(abs(factor - 1))} {'longer' if factor > 1 else 'less'}"
-    text = f"the same work took {longer} than while profile {profile.name} was measured; then {format_seconds(predicted_s)}"
-    warning = (
-        f"the machine's speed has changed ({longer} for the same work): calibrate again" if differs(profile, factor) else ""
-    )
-    return {
-        "slowness": factor,
-        "predicted": predicted_s,
-        "relative_error": error,
-        "text": f"{text} are predicted ({format_error(error)})",
-        "warning": warning,
-    }
+    then = f"then {format_seconds(found.predicted_s)} are predicted ({format_error(found.relative_error)})"
+    text = f"the same work took {longer} than while profile {profile.name} was measured; {then}"
+    warning = f"the machine's speed has changed ({longer} for the same work): calibrate again"
+    return {**found.to_dict(), "text": text, "warning": warning if differs(profile, factor) else ""}
 
 
 def typical_step(seen: Measurement) -> int:

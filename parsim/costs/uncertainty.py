@@ -58,6 +58,7 @@ def rank_noise(ranks: NDArray[np.int64], sigma: float, draws: int, seed: int) ->
     One log-normal factor per draw and rank; tasks of rank -1 (communication) keep 1.
 
     Args:
+        ranks: int64 [n]; of ranks that share a core, which is slow or fast for all of them, the core.
         sigma: relative spread of a rank's step against the others'.
     """
     world = 1 + int(ranks.max(initial=-1))

@@ -109,6 +109,21 @@ class KindComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PaceComparison:
+    """The step as it is predicted at the pace of the cores beside the run (`parsim.schedule.speed`).
+
+    Attributes: slowness: how many times as long the probe took as while the profile was measured.
+    """
+
+    slowness: float
+    predicted_s: float
+    relative_error: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"slowness": self.slowness, "predicted": self.predicted_s, "relative_error": self.relative_error}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryComparison:
     """Peak memory of one rank."""
 
@@ -122,7 +137,9 @@ class MemoryComparison:
 class Comparison:
     """What `compare` found; `to_dict` is the JSON of `parsim validate`.
 
-    Attributes: interval_correction: how the predicted interval of the step was corrected (those of kinds never are).
+    Attributes:
+        interval_correction: how the predicted interval of the step was corrected (those of kinds never are).
+        at_pace: None where nobody looked how fast the cores were.
     """
 
     step: StepComparison
@@ -131,6 +148,7 @@ class Comparison:
     memory: tuple[MemoryComparison, ...]
     aa_floor: AAFloor | None
     interval_correction: Mapping[str, Any] | None = None
+    at_pace: PaceComparison | None = None
 
     @property
     def largest_errors(self) -> tuple[TaskComparison, ...]:
@@ -160,6 +178,8 @@ class Comparison:
         }
         if self.interval_correction is not None:
             document["interval_correction"] = dict(self.interval_correction)
+        if self.at_pace is not None:
+            document["at_pace"] = self.at_pace.to_dict()
         if tasks:
             document["tasks"] = [row.to_dict() for row in self.tasks]
         return document

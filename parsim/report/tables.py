@@ -99,10 +99,17 @@ def strategy_table(
     )
 
 
+PACE_NOTE = (
+    "at its pace: the error of what is predicted with the cores as fast as a probe beside the run found them "
+    "(times as long as while calibrating)"
+)
+
+
 def validation_table(
     runs: Sequence[tuple[str, str, Mapping[str, Any]]], *, title: str = "Predicted against measured"
 ) -> ReportTable:
     """One row per (model, strategy or plan, Comparison.to_dict()), each error with its A/A floor beside it."""
+    paced = any("at_pace" in comparison for _, _, comparison in runs)
     columns = (
         Column(name="model"),
         Column(name="plan", wraps=True),
@@ -110,6 +117,7 @@ def validation_table(
         Column(name="90% interval", numeric=True),
         Column(name="measured", numeric=True),
         Column(name="error", numeric=True),
+        *([Column(name="at its pace", numeric=True)] if paced else []),
         Column(name="A/A floor", numeric=True),
         Column(name="within"),
         Column(name="steps", numeric=True),
@@ -129,6 +137,7 @@ def validation_table(
                 interval_texts(interval)[1] if interval else NOTHING,
                 format_seconds(comparison["measured"]),
                 format_error(comparison["relative_error"]),
+                *([_at_pace(comparison)] if paced else []),
                 f"±{format_percent(floor['median'])} (p95 {format_percent(floor['p95'])})" if floor else NOTHING,
                 NOTHING if within is None else "yes" if within else "NO",
                 str(comparison["measured_step_s"]["steps"]),
@@ -137,10 +146,16 @@ def validation_table(
         )
     notes = (
         "error = (predicted - measured) / measured of the mean step; memory error: the worst rank's",
+        *([PACE_NOTE] if paced else []),
         "A/A floor: how far two halves of the same measurement lie apart (median and p95 over random halves of its rounds)",
         *correction_notes([comparison for _, _, comparison in runs]),
     )
     return ReportTable(title=title, columns=columns, rows=tuple(rows), notes=notes)
+
+
+def _at_pace(comparison: Mapping[str, Any]) -> str:
+    found = comparison.get("at_pace")
+    return f"{format_error(found['relative_error'])} (x{found['slowness']:.2f})" if found else NOTHING
 
 
 def correction_notes(results: Sequence[Mapping[str, Any]]) -> list[str]:

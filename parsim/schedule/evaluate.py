@@ -113,8 +113,7 @@ def evaluate(
     steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
     step_s = steady_s
     if sigma and plan.world_size > 1:
-        computing = np.where(columns.communicates, -1, columns.first_rank)
-        noisy = medians * rank_noise(computing, sigma, NOISY_STEPS, SEED)
+        noisy = medians * rank_noise(noisy_core(columns, overlap), sigma, NOISY_STEPS, SEED)
         step_s = float(mean_step_s(compiled, noisy, overlap, steps=REPEATED_STEPS).mean())
     step_s += costs.between_steps_s
     interval = Interval(median=step_s, p05=step_s, p95=step_s)
@@ -191,6 +190,12 @@ def _sampled_steps_s(
         return mean_step_s(compiled, draws, overlap, steps=REPEATED_STEPS)
     draws = sample_durations_s(estimates, samples, SEED)
     return mean_step_s(compiled, draws, overlap, steps=REPEATED_STEPS, unit=unit)
+
+
+def noisy_core(columns: Columns, overlap: OverlapFactors) -> NDArray[np.int64]:
+    """int64 [n]: whose noise each task has, for `rank_noise`: that of its rank's core, which ranks may share; -1: none."""
+    core_of_rank = np.array(overlap.core_of_rank or range(columns.world_size), dtype=np.int64)
+    return np.where(columns.communicates, -1, core_of_rank[columns.first_rank])
 
 
 def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArray[np.float64]:

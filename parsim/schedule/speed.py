@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from parsim.costs.uncertainty import medians_s, rank_noise
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile
-from parsim.schedule.evaluate import NOISY_STEPS, REPEATED_STEPS, SEED, Evaluation
+from parsim.schedule.evaluate import NOISY_STEPS, REPEATED_STEPS, SEED, Evaluation, noisy_core
 from parsim.schedule.problem import Problem
 from parsim.simulate.steps import mean_step_s
 
@@ -56,8 +56,7 @@ def step_at_pace(problem: Problem, evaluation: Evaluation, slow: FloatArray) -> 
     sigma = 0.0 if noise is None or noise.probe is None else noise.probe.rank_sigma
     if sigma and columns.world_size > 1:
         times = np.repeat(times, -(-NOISY_STEPS // rounds), axis=0)
-        computing = np.where(columns.communicates, -1, columns.first_rank)
-        times = times * rank_noise(computing, sigma, len(times), SEED)
+        times = times * rank_noise(noisy_core(columns, evaluation.overlap), sigma, len(times), SEED)
     between_s = problem.costs(columns.world_size).between_steps_s
     step_s = mean_step_s(compiled, times, evaluation.overlap, steps=REPEATED_STEPS)
     return float(step_s.mean()) + between_s * float(slow.mean())

@@ -80,6 +80,19 @@ def test_what_the_pace_leaves_of_the_ranks_noise_counts_and_not_all_of_it() -> N
         assert step_at_pace(problem, evaluation, even) == pytest.approx(expected, rel=1e-12)
 
 
+def test_ranks_on_one_core_are_slow_together() -> None:
+    """Two ranks that compute as much: with a core each the step is the slower one's, on one core it is their sum."""
+    known = profile_with(noise(None, rank_sigma=0.2))
+    devices = [device.model_copy(update={"core": 0}) for device in known.devices[:2]]
+    longer = []
+    for profile in (known, known.model_copy(update={"devices": devices})):
+        problem = problem_on(2, profile)
+        evaluation = evaluate(problem, plan_of(problem, "dp"), samples=0, fold=False)
+        longer.append(evaluation.result.step_s.median / evaluation.steady_step_s)
+    slower_of_two = 1 + 0.2 / math.sqrt(math.pi)
+    assert longer == pytest.approx([slower_of_two, 1.0], abs=0.04)
+
+
 def test_slowness_is_against_one_rank_alone_or_one_per_core() -> None:
     """Eight devices; then two ranks on each of two cores."""
     known = profile_with(noise(THEN))
