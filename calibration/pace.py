@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from calibration.raw_points import entries_of
 from parsim.execute.probe import SpeedProbe
 
 PACE = "pace_s"
-"""Where an entry says how fast the cores were: the mean before and after it."""
+"""Where an entry says how fast the cores were: [before, after] it."""
 
 TIMES: Mapping[str, Sequence[str]] = {
     "sweeps": ("seconds", "gap_s", "rest_s", "wall_s", "cpu_s"),
@@ -30,13 +32,6 @@ TIMES: Mapping[str, Sequence[str]] = {
 """What the pace lengthens, by kind of entry; shards are compared with what ran beside them."""
 
 Entry = dict[str, Any]
-
-
-class Pace(NamedTuple):
-    """On average over the calibration, of one rank alone and with a rank on every core."""
-
-    alone_s: float
-    together_s: float
 
 
 def paced(blocks: Iterable[Callable[[], list[Entry]]], probe: SpeedProbe | None) -> Iterator[Entry]:
@@ -75,24 +70,51 @@ def _seconds(probe: SpeedProbe | None) -> float | None:
 def _marked(entries: Iterable[Entry], before_s: float | None, after_s: float | None) -> list[Entry]:
     if before_s is None or after_s is None:
         return list(entries)
-    return [{**entry, PACE: (before_s + after_s) / 2} for entry in entries]
+    return [{**entry, PACE: [before_s, after_s]} for entry in entries]
 
 
 # --- afterwards -------------------------------------------------------------------------------------------------------
 
 
+class Pace(NamedTuple):
+    """Of the cores over a calibration.
+
+    Attributes:
+        alone_s, together_s: mean, of one rank alone and with a rank on every core.
+        told: the share of what a look beside a measurement differs by (its logarithm) that is true of the measurement: from
+            0 (noise) to 1. Of looks before and after that correlate by r their mean tells 2 r / (1 + r) (Spearman-Brown).
+    """
+
+    alone_s: float
+    together_s: float
+    told: float = 1.0
+
+
 def usual_pace(raw: Mapping[str, Any]) -> Pace | None:
-    """Mean over the whole training steps, which run all through the calibration; None where nobody looked."""
-    looks = [(sweep["ranks_active"], sweep[PACE]) for _, sweep in entries_of(raw, "sweeps") if PACE in sweep]
+    """From the whole training steps, which run all through the calibration; None where nobody looked."""
+    looks = [(sweep["ranks_active"], *sweep[PACE]) for _, sweep in entries_of(raw, "sweeps") if PACE in sweep]
     if not looks:
         return None
-    levels = [active for active, _ in looks]
-    alone, together = ([pace for active, pace in looks if active == level] for level in (min(levels), max(levels)))
-    return Pace(statistics.mean(alone), statistics.mean(together))
+    table = np.array(looks, dtype=np.float64)
+    active, paces = table[:, 0], table[:, 1:]
+    alone, together = (paces[active == level] for level in (active.min(), active.max()))
+    return Pace(float(alone.mean()), float(together.mean()), _told(np.log(together)))
+
+
+def _told(looks: NDArray[np.float64]) -> float:
+    """Args: looks: float64 [looks, 2], logarithms before and after."""
+    before, after = looks.T
+    if len(looks) < 2 or before.std() == 0 or after.std() == 0:
+        return 1.0
+    together = max(0.0, float(np.corrcoef(before, after)[0, 1]))
+    return 2 * together / (1 + together)
 
 
 def at_one_pace(raw: Mapping[str, Any], usual: Pace | None) -> Mapping[str, Any]:
-    """The raw points as if the cores had gone at their usual pace; where nobody looked, as they are."""
+    """The raw points as if the cores had gone at their usual pace; where nobody looked, as they are.
+
+    Of how far a look is from the usual pace counts what it tells: on a machine that is busy with other things it tells little.
+    """
     if usual is None:
         return raw
 
@@ -100,7 +122,8 @@ def at_one_pace(raw: Mapping[str, Any], usual: Pace | None) -> Mapping[str, Any]
         if PACE not in entry or kind not in TIMES:
             return entry
         then_s = usual.alone_s if entry.get("ranks_active") == 1 else usual.together_s
-        return {**entry, **{key: _scaled(entry[key], then_s / entry[PACE]) for key in TIMES[kind]}}
+        factor = (then_s / statistics.mean(entry[PACE])) ** usual.told
+        return {**entry, **{key: _scaled(entry[key], factor) for key in TIMES[kind]}}
 
     ranks = [
         {kind: [steady(kind, entry) for entry in found] if kind in TIMES else found for kind, found in rank.items()}

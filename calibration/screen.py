@@ -49,7 +49,7 @@ def screened(raw: Mapping[str, Any], models: Sequence[Model]) -> tuple[dict[str,
     def kept(entry: Entry, key: str) -> Entry | None:
         what = _what(entry, key, models)
         sifted = SIFTERS[key](entry, usual)
-        left = sifted.left if _is_time(entry.get(PACE, 1.0)) else 0
+        left = sifted.left if all(map(_is_time, entry.get(PACE, ()))) else 0
         total[what] += sifted.held
         bad[what] += sifted.held - left
         return sifted.entry if left else None

@@ -39,6 +39,10 @@ def calibrate(
     refit: Annotated[
         Path | None, typer.Option(metavar="PROFILE.json", help="Measure nothing: make this profile anew from its raw points.")
     ] = None,
+    refresh: Annotated[
+        Path | None,
+        typer.Option(metavar="PROFILE.json", help="Look for 20 s how fast the cores are by now; all prices follow."),
+    ] = None,
     overrides: Overrides = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -50,6 +54,11 @@ def calibrate(
     from calibration.calibrate import calibrate as measure
     from calibration.calibrate import refit as fit_again
 
+    if refresh is not None:
+        if out is not None or files or models or refit is not None:
+            raise typer.BadParameter("--refresh measures the pace alone: give it the profile and nothing else")
+        _refresh(refresh, as_json)
+        return
     if refit is not None:
         if out is not None or files or models:
             raise typer.BadParameter("--refit measures nothing: give it the profile alone, which it writes anew")
@@ -75,6 +84,18 @@ def calibrate(
     with progress(f"Calibrating {len(request.models)} model(s) on {request.nproc} {device} rank(s)") as say:
         profile = measure(request, out, on_line=say, leftover="require" if resume else "discard" if restart else "use")
     _show(profile, out, as_json)
+
+
+def _refresh(path: Path, as_json: bool) -> None:
+    from calibration.refresh import refresh, refreshed_text
+    from parsim.hardware.pace import slowness_today
+
+    with progress(f"Looking how fast the cores are, for {path}") as say:
+        profile = refresh(path, on_line=say)
+    if as_json:
+        print_json({"profile": str(path), "slowness": slowness_today(profile), "text": refreshed_text(profile)})
+    else:
+        print(f"{path}: {refreshed_text(profile)}")
 
 
 def _show(profile: Profile, out: Path, as_json: bool) -> None:

@@ -17,6 +17,7 @@ from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.device import Device
+from parsim.hardware.pace import slowness_today
 from parsim.hardware.topology import device_name
 from parsim.model.component import Component
 from parsim.model.model import Model
@@ -53,6 +54,9 @@ class Costs:
             CostError: no cost is known for it, or the rank or component does not exist.
         """
         estimate = self._by_profile(work, rank, concurrent)
+        if self._slowness != 1.0:
+            detail = f"{estimate.detail}; {self._slowness:.3g} times that at today's pace"
+            estimate = replace(estimate, median_s=self._slowness * estimate.median_s, detail=detail)
         if self._updates:
             estimate = corrected(estimate, self._updates, work, rank, since=self.cluster.profile.updates[-1].run)
         return corrected(estimate, self.corrections, work, rank) if self.corrections else estimate
@@ -78,13 +82,17 @@ class Costs:
     def between_steps_s(self) -> float:
         """Seconds of a rank between its steps, which belong to no task."""
         host = self.cluster.profile.host
-        return 0.0 if host is None else host.step_s
+        return 0.0 if host is None else self._slowness * host.step_s
 
     @property
     def resume_s(self) -> float:
         """Seconds by which computation takes longer after its rank has waited for communication."""
         host = self.cluster.profile.host
-        return 0.0 if host is None else host.resume_s
+        return 0.0 if host is None else self._slowness * host.resume_s
+
+    @cached_property
+    def _slowness(self) -> float:
+        return slowness_today(self.cluster.profile, self.ranks_active)
 
     @cached_property
     def _updates(self) -> Corrections:

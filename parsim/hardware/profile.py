@@ -215,6 +215,12 @@ class ProbeSeconds(Record):
     rank_sigma: NonNegative = 0.0
 
 
+class PaceToday(ProbeSeconds):
+    """The pace as `parsim calibrate --refresh` found it since: everything takes as many times as long."""
+
+    created: str
+
+
 class Noise(Record):
     """How unsteady the machine is.
 
@@ -301,7 +307,10 @@ class Update(Record):
 
 
 class Profile(Record):
-    """The whole file."""
+    """The whole file.
+
+    Attributes: today: the pace since the calibration (`parsim.hardware.pace`); None: as it was then.
+    """
 
     schema_version: Literal[1]
     name: str
@@ -320,6 +329,7 @@ class Profile(Record):
     noise: Noise | None = None
     host: HostOverhead | None = None
     updates: list[Update] = []
+    today: PaceToday | None = None
 
     @model_validator(mode="after")
     def _references_exist(self) -> Profile:

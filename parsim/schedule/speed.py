@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from parsim.costs.uncertainty import medians_s, rank_noise
 from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.pace import pace_s as pace_of_profile
 from parsim.hardware.profile import Profile
 from parsim.schedule.evaluate import NOISY_STEPS, REPEATED_STEPS, SEED, Evaluation, noisy_core
 from parsim.schedule.problem import Problem
@@ -26,13 +27,10 @@ def slowness(profile: Profile, pace_s: FloatArray, ranks: int) -> FloatArray | N
 
     Against the pace with one rank alone, or with a rank on every core; between the two in proportion.
     """
-    known = None if profile.noise is None else profile.noise.probe
-    if known is None or not pace_s.size:
+    then_s = pace_of_profile(profile, len(pace_s))
+    if then_s is None or not pace_s.size:
         return None
-    whole = cluster_from_profile(profile)
-    cores, core_of_rank = len(set(whole.core_of_rank(whole.size))), np.array(whole.core_of_rank(ranks))
-    share = 0.0 if cores <= 1 else (len(pace_s) - 1) / (cores - 1)
-    then_s = known.alone + min(1.0, share) * (known.together - known.alone)
+    core_of_rank = np.array(cluster_from_profile(profile).core_of_rank(ranks))
     found: FloatArray = pace_s[core_of_rank % len(pace_s)] / then_s
     return found
 

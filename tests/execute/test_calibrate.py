@@ -34,12 +34,14 @@ from calibration.measure_collectives import (
 from calibration.measure_components import DTYPES, make_case, optimizer_cases, sweep_record
 from calibration.measure_shards import Cut, run_parts, sweeps_of, useful_batches, useful_cuts
 from calibration.raw_points import RawPoints, load_raw, raw_path, save_raw
+from calibration.refresh import refresh
 from calibration.request import SIZES_BYTES, active_levels
 from calibration.surroundings import core_count
 from calibration.turns import Progress, Section, next_section
 from parsim.errors import ConfigError, ExecutionError, ProfileError
 from parsim.graph.taskgraph import work_text
 from parsim.hardware.compute_records import ComponentPoint
+from parsim.hardware.pace import slowness_today
 from parsim.hardware.profile import load_profile, save_profile
 from parsim.model.narrow import narrow
 from parsim.model.spec import ModelSpec, build_module, load_model
@@ -530,6 +532,10 @@ def test_quick_calibration_of_this_machine(tmp_path: Path, nproc: int) -> None:
     written = (tmp_path / "here.json").read_bytes()
     refit(tmp_path / "here.json")
     assert (tmp_path / "here.json").read_bytes() == written
+    today = refresh(tmp_path / "here.json", seconds=0.5)
+    assert 0.2 < slowness_today(today) < 5
+    assert load_profile(str(tmp_path / "here.json")) == today
+    assert today.model_copy(update={"today": None}) == profile
 
 
 @pytest.mark.slow
@@ -545,3 +551,12 @@ def test_a_failing_rank_leaves_no_file_and_one_message(tmp_path: Path) -> None:
         calibrate(CalibrationRequest(models=((MLP, (4,)),), device="cuda", quick=True), out)
     assert out.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["here.json"]
+
+
+def test_what_cannot_be_refreshed_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no file; --refresh takes a profile that `parsim calibrate` wrote"):
+        refresh(tmp_path / "dgx1-v100-32gb")
+    published = tmp_path / "published.json"
+    save_profile(load_profile("dgx1-v100-32gb"), published)
+    with pytest.raises(ConfigError, match="does not say how fast the cores were"):
+        refresh(published)

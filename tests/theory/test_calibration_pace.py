@@ -25,8 +25,10 @@ def flipping(rounds: int, *, noise: float = 0.0) -> dict[str, Any]:
             seconds = pace / 8e-3 * np.exp(noise * rng.standard_normal())
             what = {"model": 0, "samples": 4, "ranks_active": 2, "optimizer": "sgd", "round": number}
             rest = {"gap_s": 0.1 * seconds, "rest_s": 0.0, "wall_s": seconds, "cpu_s": seconds}
-            sweeps.append({**what, "seconds": [seconds], **rest, "pace_s": pace})
-        ranks.append({"sweeps": sweeps, "shards": [{"model": 0, "pace_s": SLOW_S, "parts": []}], "device": {"name": "x"}})
+            sweeps.append({**what, "seconds": [seconds], **rest, "pace_s": [pace, pace]})
+        ranks.append(
+            {"sweeps": sweeps, "shards": [{"model": 0, "pace_s": [SLOW_S, SLOW_S], "parts": []}], "device": {"name": "x"}}
+        )
     return {"ranks": ranks, "cases": []}
 
 
@@ -45,26 +47,56 @@ def test_at_one_pace_cores_that_flip_are_steady() -> None:
 
 
 def test_each_level_has_its_own_pace() -> None:
-    sweeps = [{"ranks_active": level, "pace_s": pace, "seconds": [1.0]} for level, pace in ((1, 4e-3), (2, 8e-3), (1, 6e-3))]
+    sweeps = [
+        {"ranks_active": level, "pace_s": [pace - 1e-3, pace + 1e-3], "seconds": [1.0]}
+        for level, pace in ((1, 4e-3), (2, 8e-3), (1, 6e-3))
+    ]
     raw = {"ranks": [{"sweeps": [{**sweep, "gap_s": 0, "rest_s": 0, "wall_s": 1, "cpu_s": 1} for sweep in sweeps]}]}
     assert usual_pace(raw) == Pace(5e-3, 8e-3)
     found = [sweep["seconds"][0] for sweep in at_one_pace(raw, usual_pace(raw))["ranks"][0]["sweeps"]]
     assert found == pytest.approx([5 / 4, 1.0, 5 / 6])
 
 
+def test_a_look_counts_for_what_it_tells() -> None:
+    """Looks that are all noise change nothing; of half noise, half of their distance counts, and the mean step stays."""
+    rng = np.random.default_rng(3)
+
+    def told(noise: float, speed: float = 0.2) -> tuple[Pace, list[float]]:
+        sweeps = []
+        for _ in range(4000):
+            true = 8e-3 * np.exp(speed * rng.standard_normal())
+            looks = (true * np.exp(noise * rng.standard_normal(2))).tolist()
+            rest = {"gap_s": 0.0, "rest_s": 0.0, "wall_s": 1.0, "cpu_s": 1.0}
+            sweeps.append({"ranks_active": 2, "pace_s": looks, "seconds": [true / 8e-3], **rest})
+        raw = {"ranks": [{"sweeps": sweeps}]}
+        usual = usual_pace(raw)
+        assert usual is not None
+        return usual, [sweep["seconds"][0] for sweep in at_one_pace(raw, usual)["ranks"][0]["sweeps"]]
+
+    assert told(0.0)[0].told == pytest.approx(1.0)
+    assert told(0.2, speed=0.0)[0].told < 0.1
+    usual, seconds = told(0.2)
+    assert usual.told == pytest.approx(2 / 3, abs=0.05)
+    assert np.std(np.log(seconds)) == pytest.approx(0.2 * np.sqrt(1 / 3), rel=0.1)
+    assert np.mean(seconds) == pytest.approx(np.mean(np.exp(0.2 * rng.standard_normal(4000))), rel=0.03)
+
+
 def test_every_timing_of_a_nested_entry_is_divided() -> None:
     raw = {
         "ranks": [
             {
-                "collectives": [{"seconds": [[1.0, 2.0], [3.0, 4.0]], "pace_s": 4e-3}],
-                "overlap": [{"computation": [1.5], "communication_s": [2.0, 4.0], "pace_s": 4e-3}, {"communication_s": [1.0]}],
+                "collectives": [{"seconds": [[1.0, 2.0], [3.0, 4.0]], "pace_s": [3e-3, 5e-3]}],
+                "overlap": [
+                    {"computation": [1.5], "communication_s": [2.0, 4.0], "pace_s": [3e-3, 5e-3]},
+                    {"communication_s": [1.0]},
+                ],
             }
         ]
     }
     (rank,) = at_one_pace(raw, Pace(1e-3, 2e-3))["ranks"]
     assert rank["collectives"][0]["seconds"] == [[0.5, 1.0], [1.5, 2.0]]
     assert rank["overlap"] == [
-        {"computation": [1.5], "communication_s": [1.0, 2.0], "pace_s": 4e-3},
+        {"computation": [1.5], "communication_s": [1.0, 2.0], "pace_s": [3e-3, 5e-3]},
         {"communication_s": [1.0]},
     ]
 
@@ -86,7 +118,7 @@ def test_where_nobody_looked_all_is_as_it_was() -> None:
     assert noise_of(raw).probe is None
 
 
-def test_a_stretch_has_the_mean_of_the_paces_before_and_after_it() -> None:
+def test_a_stretch_has_the_paces_before_and_after_it() -> None:
     class Clock(SpeedProbe):
         """Takes 1 ms, then 3, then 5."""
 
@@ -100,5 +132,5 @@ def test_a_stretch_has_the_mean_of_the_paces_before_and_after_it() -> None:
     blocks = [lambda: [{"a": 1}, {"a": 2}], lambda: [{"a": 3}]]
     found = list(paced(blocks, Clock()))
     assert [entry["a"] for entry in found] == [1, 2, 3]
-    assert [entry["pace_s"] for entry in found] == pytest.approx([2e-3, 2e-3, 4e-3])
+    assert [entry["pace_s"] for entry in found] == [pytest.approx(pair) for pair in ([1e-3, 3e-3], [1e-3, 3e-3], [3e-3, 5e-3])]
     assert list(paced(blocks, None)) == [{"a": 1}, {"a": 2}, {"a": 3}]

@@ -11,7 +11,8 @@ import torch
 
 from parsim.execute.probe import SpeedProbe
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import HostOverhead, Noise, ProbeSeconds, Profile, load_profile
+from parsim.hardware.pace import pace_s, slowness_today
+from parsim.hardware.profile import HostOverhead, Noise, PaceToday, ProbeSeconds, Profile, load_profile
 from parsim.plan.plan import Plan
 from parsim.schedule.evaluate import evaluate
 from parsim.schedule.families import FAMILIES
@@ -103,6 +104,39 @@ def test_slowness_is_against_one_rank_alone_or_one_per_core() -> None:
     crowded = known.model_copy(update={"devices": devices})
     looked = np.array([[3e-3, 6e-3], [3e-3, 9e-3]])
     assert slowness(crowded, looked, 4) == pytest.approx(np.array([[1, 2], [1, 3], [1, 2], [1, 3]]))
+
+
+def refreshed(profile: Profile, alone: float, together: float) -> Profile:
+    return profile.model_copy(update={"today": PaceToday(created="now", alone=alone, together=together)})
+
+
+@pytest.mark.parametrize("family", ["dp", "mp"])
+def test_a_profile_is_brought_to_todays_pace(family: str) -> None:
+    """Every price is as many times as long, one rank's by the pace of one alone; what a run finds is against today's."""
+    host = HostOverhead(task_s=1e-3, step_s=0.25, resume_s=0.01, load_s=0.1, source="throughput")
+    known = profile_with(noise(THEN, rank_sigma=0.1)).model_copy(update={"host": host})
+    known = known.model_copy(update={"devices": known.devices[:2]})
+    today = refreshed(known, alone=3e-3, together=3.6e-3)
+    then, now = problem_on(2, known), problem_on(2, today)
+    plan = plan_of(then, family)
+    before, after = (evaluate(problem, plan, samples=50, fold=False) for problem in (then, now))
+    assert after.result.step_s.median == pytest.approx(1.2 * before.result.step_s.median, rel=1e-12)
+    assert after.result.step_s.p95 == pytest.approx(1.2 * before.result.step_s.p95, rel=1e-12)
+    single = plan_of(problem_on(1, known), "single")
+    alone = [evaluate(problem, single, samples=0).result.step_s.median for problem in (then, now)]
+    assert alone[1] == pytest.approx(1.5 * alone[0], rel=1e-12)
+    looked = np.full((2, 1), 3.6e-3)
+    assert slowness(today, looked, 2) == pytest.approx(np.ones((2, 1)))
+    assert step_at_pace(now, after, np.ones((2, 1))) == pytest.approx(paced_s(then, plan, np.full((2, 1), 1.2)), rel=1e-12)
+
+
+def test_a_pace_without_one_to_compare_changes_nothing() -> None:
+    assert slowness_today(refreshed(profile_with(noise(None)), 1.0, 1.0)) == 1.0
+    assert slowness_today(profile_with(noise(THEN))) == 1.0
+    assert pace_s(profile_with(None)) is None
+    assert pace_s(profile_with(noise(THEN)), 1) == 2e-3
+    assert pace_s(refreshed(profile_with(noise(THEN)), 1e-3, 5e-3), 1) == 1e-3
+    assert pace_s(refreshed(profile_with(noise(THEN)), 1e-3, 5e-3)) == 5e-3
 
 
 def test_slowness_needs_both_probes() -> None:

@@ -1,0 +1,103 @@
+"""Bring a profile to today's pace without measuring anything anew: `python -m calibration.refresh JOB.json` is one rank of it.
+
+A machine that others share is a quarter faster or slower an hour later, at everything alike. The pace that the probe finds in
+some seconds, over the pace of the calibration, is that factor.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from calibration.leftover import alone as alone_with
+from parsim.errors import ConfigError
+from parsim.execute.environment import describe_environment
+from parsim.execute.group import close_group, init_group, read_place, worker_main
+from parsim.execute.launch import launch
+from parsim.execute.pinning import prepare_rank
+from parsim.execute.probe import SpeedProbe
+from parsim.execute.same_machine import profile_differences
+from parsim.files import write_text_atomically
+from parsim.hardware.pace import pace_s, slowness_today
+from parsim.hardware.profile import PaceToday, Profile, load_profile, save_profile
+from parsim.units import format_percent, format_seconds
+
+SECONDS = 20.0
+FOUND = "pace.json"
+
+
+def refresh(path: Path, *, seconds: float = SECONDS, on_line: Callable[[str], None] | None = None) -> Profile:
+    """Look at the pace of the cores for so long, and save the profile with it.
+
+    Raises:
+        ConfigError: no profile of this machine, or one without a pace. ProfileError: no profile. ExecutionError: a rank failed.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file; --refresh takes a profile that `parsim calibrate` wrote on this machine")
+    with alone_with(path):
+        profile = load_profile(str(path))
+        if profile.noise is None or profile.noise.probe is None:
+            raise ConfigError(f"{path} does not say how fast the cores were while it was measured; calibrate again")
+        if other := profile_differences(profile, describe_environment()):
+            raise ConfigError(f"{'; '.join(other)}; refreshing changes the pace alone")
+        kind = profile.device_types[profile.devices[0].type].kind
+        with tempfile.TemporaryDirectory() as folder:
+            job = Path(folder) / "job.json"
+            job.write_text(json.dumps({"seconds": seconds, "device": kind}))
+            launch(job, len(profile.devices), module="calibration.refresh", on_line=on_line)
+            found = json.loads((job.parent / FOUND).read_text())
+        created = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+        profile = profile.model_copy(update={"today": PaceToday(created=created, **found)})
+        save_profile(profile, path)
+    return profile
+
+
+def refreshed_text(profile: Profile) -> str:
+    """What has changed, for people."""
+    factor, now_s = slowness_today(profile), pace_s(profile) or 0.0
+    longer = f"{format_percent(abs(factor - 1))} {'longer' if factor > 1 else 'less'}"
+    seconds = f"{format_seconds(now_s)} for {format_seconds(now_s / factor)}"
+    return f"the same work takes {longer} than while it was measured ({seconds})"
+
+
+def main(job_path: Path) -> None:
+    """Look again and again: rank 0 alone, then the first rank on every core at once."""
+    asked: dict[str, Any] = json.loads(job_path.read_text())
+    place = read_place()
+    pinning = prepare_rank(place.local_rank, place.local_world_size, device=asked["device"])
+    place = init_group(asked["device"])
+    device = torch.device(place.device)
+    probe = SpeedProbe(device) if pinning.first else None
+    alone: list[float] = []
+    together: list[float] = []
+    end_s = time.monotonic() + asked["seconds"]
+    going = torch.ones(1, device=device)
+    while going.item():
+        dist.barrier()
+        if probe is not None and place.rank == 0:
+            alone.append(probe.seconds())
+        dist.barrier()
+        if probe is not None:
+            together.append(probe.seconds())
+        going.fill_(time.monotonic() < end_s)
+        dist.broadcast(going, src=0)
+    gathered: list[Any] = [None] * place.world_size
+    dist.all_gather_object(gathered, together)
+    if place.rank == 0:
+        looks = [seconds for rank in gathered for seconds in rank]
+        found = {"alone": statistics.mean(alone), "together": statistics.mean(looks)}
+        write_text_atomically(job_path.parent / FOUND, json.dumps(found))
+    close_group(place)
+
+
+if __name__ == "__main__":
+    worker_main(main)
