@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from calibration.pace import paced_together
+from calibration.pacing import paced_together
 from calibration.request import CalibrationRequest
 from calibration.turns import WARM_UP, Entries, Section
 from parsim.execute.convert import run_hop

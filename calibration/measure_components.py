@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from calibration.pace import paced
+from calibration.pacing import paced
 from calibration.pausing import Pausing
 from calibration.request import CalibrationRequest
 from calibration.turns import Entries, Section

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from calibration.operator_shapes import operator_launches
-from calibration.pace import paced
+from calibration.pacing import paced
 from calibration.request import CalibrationRequest
 from calibration.turns import Entries, Section
 from parsim.costs.launches import Launch

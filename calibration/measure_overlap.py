@@ -15,7 +15,7 @@ import torch.distributed as dist
 from calibration.measure_collectives import COLLECTIVES, Bench, merged_seconds
 from calibration.measure_components import Case, StepTimes
 from calibration.measure_resume import measure_resume
-from calibration.pace import paced_together
+from calibration.pacing import paced_together
 from calibration.request import CalibrationRequest
 from calibration.turns import WARM_UP, Entries, Section, in_turn
 from parsim.execute.probe import SpeedProbe

@@ -1,4 +1,4 @@
-"""How fast the cores were beside everything that is measured, and the same measurements as if they had always been as fast.
+"""Measurements as if the cores had always been as fast, from how fast they were beside each (`calibration.pacing`).
 
 A core of a shared machine flips between speeds every few seconds (`parsim.execute.probe`). What is measured in a fast spell and
 what is measured in a slow one can be compared, and added up, once each is divided by the pace beside it.
@@ -7,16 +7,13 @@ what is measured in a slow one can be compared, and added up, once each is divid
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from calibration.raw_points import entries_of
-from parsim.execute.probe import SpeedProbe
 
 PACE = "pace_s"
 """Where an entry says how fast the cores were: [before, after] it."""
@@ -32,48 +29,6 @@ TIMES: Mapping[str, Sequence[str]] = {
 """What the pace lengthens, by kind of entry; shards are compared with what ran beside them."""
 
 Entry = dict[str, Any]
-
-
-def paced(blocks: Iterable[Callable[[], list[Entry]]], probe: SpeedProbe | None) -> Iterator[Entry]:
-    """What this rank measured in one block after the other, each with its own core's pace."""
-    before_s = _seconds(probe)
-    for measure in blocks:
-        found = measure()
-        after_s = _seconds(probe)
-        yield from _marked(found, before_s, after_s)
-        before_s = after_s
-
-
-def paced_together(blocks: Iterable[Callable[[], list[Entry]]], probe: SpeedProbe | None) -> list[Entry]:
-    """The same for what all ranks measure together, with the mean pace over the cores; called by every rank."""
-    dist.barrier()
-    own, found = [_seconds(probe)], []
-    for measure in blocks:
-        found.append(measure())
-        dist.barrier()
-        own.append(_seconds(probe))
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    looks = [[value for value in moment if value is not None] for moment in zip(*gathered, strict=True)]
-    means = [statistics.mean(values) if values else None for values in looks]
-    return [
-        entry
-        for entries, (before_s, after_s) in zip(found, pairwise(means), strict=True)
-        for entry in _marked(entries, before_s, after_s)
-    ]
-
-
-def _seconds(probe: SpeedProbe | None) -> float | None:
-    return None if probe is None else probe.seconds()
-
-
-def _marked(entries: Iterable[Entry], before_s: float | None, after_s: float | None) -> list[Entry]:
-    if before_s is None or after_s is None:
-        return list(entries)
-    return [{**entry, PACE: [before_s, after_s]} for entry in entries]
-
-
-# --- afterwards -------------------------------------------------------------------------------------------------------
 
 
 class Pace(NamedTuple):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from calibration.drift import noise_of, rank_sigma
-from calibration.pace import Pace, at_one_pace, paced, usual_pace
+from calibration.pace import Pace, at_one_pace, usual_pace
+from calibration.pacing import paced
 from parsim.execute.probe import SpeedProbe
 
 FAST_S, SLOW_S = 6e-3, 10e-3
