@@ -484,7 +484,8 @@ def test_a_shard_takes_its_share_of_what_the_whole_takes_in_a_step() -> None:
 
 
 def check_complete(profile: Any, request: CalibrationRequest) -> int:
-    """Every (component, phase, batch, active ranks) has one point, with a positive median; returns how many there are."""
+    """Every (component, phase, batch, active ranks) has one point, with a positive median, or is said to be left out, as one
+    may be on a busy machine; returns how many there are."""
     points = profile.compute.components
     keys = {(p.fingerprint, p.model, p.component, p.phase, p.samples, p.ranks_active) for p in points}
     assert len(keys) == len(points)
@@ -493,8 +494,10 @@ def check_complete(profile: Any, request: CalibrationRequest) -> int:
         for component in model.components:
             for phase in ("forward", "backward"):
                 for samples in batches:
+                    named = f"left out {phase} of {component.name} of {model.name} at {samples} samples"
+                    said = any(named in warning for warning in profile.provenance.warnings)
                     for active in active_levels(request.nproc, 2):
-                        assert (component.fingerprint, model.name, component.name, phase, samples, active) in keys
+                        assert said or (component.fingerprint, model.name, component.name, phase, samples, active) in keys
     assert all(point.seconds > 0 and point.spread >= 0 for point in points)
     return len(points)
 
@@ -527,7 +530,7 @@ def test_quick_calibration_of_this_machine(tmp_path: Path, nproc: int) -> None:
     assert environment["seconds"] > 0
     assert profile.noise is not None
     assert profile.noise.probe is not None
-    assert 0 <= profile.noise.probe.rank_sigma <= 1.2 * profile.noise.rank_sigma + 0.02
+    assert 0.2 < profile.noise.probe.together / profile.noise.probe.alone < 5
     assert all(state["ticks"] for state in environment["sessions"][0].values())
     written = (tmp_path / "here.json").read_bytes()
     refit(tmp_path / "here.json")
