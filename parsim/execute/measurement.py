@@ -116,6 +116,7 @@ def load_measurement(folder: Path, graph: TaskGraph) -> Measurement:
     timelines = tuple(
         merge_times([record.steps[step] for record in records]) for step in range(min(len(r.steps) for r in records))
     )
+    looked = [record.pace_s for record in records if record.pace_s]
     finite = [record.losses for record in records if record.losses and not np.isnan(record.losses).all()]
     losses = np.nansum(finite, axis=0) if finite else np.array([])
     return Measurement(
@@ -125,7 +126,7 @@ def load_measurement(folder: Path, graph: TaskGraph) -> Measurement:
         losses=tuple(float(loss) for loss in losses),
         peak_bytes=tuple(record.peak_bytes for record in records),
         cpu_s=tuple(float(np.sum(record.cpu_s)) for record in records),
-        pace_s=np.array([record.pace_s for record in records if record.pace_s], dtype=np.float64).reshape(-1, count),
+        pace_s=np.array(looked, dtype=np.float64).reshape(len(looked), count),
     )
 
 

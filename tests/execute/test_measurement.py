@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,12 @@ def test_live_bytes_sees_what_autograd_keeps() -> None:
         loss.backward()
         del loss
         assert live.current_bytes == 80_000  # the weight and its gradient
+
+
+def test_a_run_that_recorded_nothing_can_be_loaded_for_its_comparison_to_say_so(tmp_path: Path) -> None:
+    stage = Stage(components=("c0", "loss"), ranks=(0,))
+    graph = lower(Plan(strategy="single", mesh=Mesh(), stages=(stage,), global_batch=4), chain_model((1e6,)))
+    replace(record(0), rounds=[], steps=[], losses=[], cpu_s=[]).save(tmp_path)
+    seen = load_measurement(tmp_path, graph)
+    assert len(seen.step_s) == len(seen.timelines) == 0
+    assert seen.pace_s.shape == (0, 0)
