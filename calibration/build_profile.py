@@ -104,7 +104,8 @@ def build_profile(given: RawPoints) -> Profile:
     """
     request, models = given.request, given.models
     seen, warnings = screened(given.raw, models)
-    raw = at_one_pace(seen, usual_pace(seen))
+    usual = usual_pace(seen)
+    raw = at_one_pace(seen, usual)
     facts = raw["ranks"][0]["device"]
     kind, device_type = request.device, "cpu-core" if request.device == "cpu" else facts["name"]
     environment = raw["environment"]
@@ -152,7 +153,7 @@ def build_profile(given: RawPoints) -> Profile:
             compositions=fit_compositions(measured, device_type, request.precision, source="composition"),
         ),
         overlap=overlap_factors([entry for _, entry in entries_of(raw, "overlap")], fits),
-        noise=noise_of(seen),
+        noise=noise_of(seen, usual, raw),
         host=host_overhead(raw, drift),
     )
 

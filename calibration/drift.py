@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from calibration.pace import at_one_pace, usual_pace
+from calibration.pace import Pace
 from calibration.raw_points import entries_of
 from parsim.hardware.profile import Noise, ProbeSeconds
 
@@ -106,25 +106,27 @@ def computation_drift(raw: Mapping[str, Any]) -> Drift:
     )
 
 
-def noise_of(raw: Mapping[str, Any]) -> Noise:
+def noise_of(raw: Mapping[str, Any], usual: Pace | None, steady: Mapping[str, Any]) -> Noise:
     """What the profile says of it, whatever the pace was; the drift is no less than MIN_DRIFT_SIGMA, for what is slower than
-    the calibration."""
+    the calibration.
+
+    Args: usual: the pace of the cores, None if nobody looked. steady: the points at that pace (`calibration.pace`).
+    """
     sigma = computation_drift(raw).sigma
     return Noise(
         drift_sigma=max(MIN_DRIFT_SIGMA, sigma),
         measured_drift_sigma=sigma,
         rank_sigma=rank_sigma(raw),
-        probe=probe_seconds(raw),
+        probe=probe_seconds(usual, steady),
         source="drift",
     )
 
 
-def probe_seconds(raw: Mapping[str, Any]) -> ProbeSeconds | None:
+def probe_seconds(usual: Pace | None, steady: Mapping[str, Any]) -> ProbeSeconds | None:
     """None if nobody looked at the pace."""
-    usual = usual_pace(raw)
     if usual is None:
         return None
-    return ProbeSeconds(alone=usual.alone_s, together=usual.together_s, rank_sigma=rank_sigma(at_one_pace(raw, usual)))
+    return ProbeSeconds(alone=usual.alone_s, together=usual.together_s, rank_sigma=rank_sigma(steady))
 
 
 def rank_sigma(raw: Mapping[str, Any]) -> float:

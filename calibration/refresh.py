@@ -18,18 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from calibration.leftover import alone as alone_with
+from calibration.leftover import alone
 from parsim.errors import ConfigError
-from parsim.execute.environment import describe_environment
 from parsim.execute.group import close_group, init_group, read_place, worker_main
 from parsim.execute.launch import launch
 from parsim.execute.pinning import prepare_rank
 from parsim.execute.probe import SpeedProbe
-from parsim.execute.same_machine import profile_differences
+from parsim.execute.same_machine import differences_from_here
 from parsim.files import write_text_atomically
-from parsim.hardware.pace import pace_s, slowness_today
+from parsim.hardware.pace import longer_text, pace_s, slowness_today
 from parsim.hardware.profile import PaceToday, Profile, load_profile, save_profile
-from parsim.units import format_percent, format_seconds
+from parsim.units import format_seconds
 
 SECONDS = 20.0
 FOUND = "pace.json"
@@ -43,11 +42,11 @@ def refresh(path: Path, *, seconds: float = SECONDS, on_line: Callable[[str], No
     """
     if not path.is_file():
         raise ConfigError(f"{path} is no file; --refresh takes a profile that `parsim calibrate` wrote on this machine")
-    with alone_with(path):
+    with alone(path):
         profile = load_profile(str(path))
-        if profile.noise is None or profile.noise.probe is None:
+        if pace_s(profile) is None:
             raise ConfigError(f"{path} does not say how fast the cores were while it was measured; calibrate again")
-        if other := profile_differences(profile, describe_environment()):
+        if other := differences_from_here(profile):
             raise ConfigError(f"{'; '.join(other)}; refreshing changes the pace alone")
         kind = profile.device_types[profile.devices[0].type].kind
         with tempfile.TemporaryDirectory() as folder:
@@ -64,9 +63,8 @@ def refresh(path: Path, *, seconds: float = SECONDS, on_line: Callable[[str], No
 def refreshed_text(profile: Profile) -> str:
     """What has changed, for people."""
     factor, now_s = slowness_today(profile), pace_s(profile) or 0.0
-    longer = f"{format_percent(abs(factor - 1))} {'longer' if factor > 1 else 'less'}"
     seconds = f"{format_seconds(now_s)} for {format_seconds(now_s / factor)}"
-    return f"the same work takes {longer} than while it was measured ({seconds})"
+    return f"the same work takes {longer_text(factor)} than while it was measured ({seconds})"
 
 
 def main(job_path: Path) -> None:
@@ -77,24 +75,24 @@ def main(job_path: Path) -> None:
     place = init_group(asked["device"])
     device = torch.device(place.device)
     probe = SpeedProbe(device) if pinning.first else None
-    alone: list[float] = []
-    together: list[float] = []
+    alone_s: list[float] = []
+    together_s: list[float] = []
     end_s = time.monotonic() + asked["seconds"]
     going = torch.ones(1, device=device)
     while going.item():
         dist.barrier()
         if probe is not None and place.rank == 0:
-            alone.append(probe.seconds())
+            alone_s.append(probe.seconds())
         dist.barrier()
         if probe is not None:
-            together.append(probe.seconds())
+            together_s.append(probe.seconds())
         going.fill_(time.monotonic() < end_s)
         dist.broadcast(going, src=0)
     gathered: list[Any] = [None] * place.world_size
-    dist.all_gather_object(gathered, together)
+    dist.all_gather_object(gathered, together_s)
     if place.rank == 0:
         looks = [seconds for rank in gathered for seconds in rank]
-        found = {"alone": statistics.mean(alone), "together": statistics.mean(looks)}
+        found = {"alone": statistics.mean(alone_s), "together": statistics.mean(looks)}
         write_text_atomically(job_path.parent / FOUND, json.dumps(found))
     close_group(place)
 

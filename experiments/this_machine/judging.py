@@ -74,9 +74,13 @@ class CaseRow:
         return line
 
 
+Groups = dict[str, Callable[[CaseRow], bool]]
+"""By name, which rows belong to it."""
+
+
 def judged(rows: Sequence[CaseRow]) -> dict[str, Any]:
     """All figures of the record, as plain JSON."""
-    groups: dict[str, Callable[[CaseRow], bool]] = {
+    groups: Groups = {
         "all": lambda row: True,
         "a core per rank": lambda row: row.launch == "two",
         "ranks share cores": lambda row: row.launch == "four",
@@ -88,34 +92,28 @@ def judged(rows: Sequence[CaseRow]) -> dict[str, Any]:
     }
     models = dict.fromkeys(row.model for row in rows)
     groups |= {name: (lambda row, name=name: row.model == name) for name in models}
-    labels = dict.fromkeys(row.label for row in rows)
-    records = dict.fromkeys(row.record for row in rows)
+    plans: Groups = {label: (lambda row, label=label: row.label == label) for label in dict.fromkeys(row.label for row in rows)}
+    records: Groups = {name: (lambda row, name=name: row.record == name) for name in dict.fromkeys(row.record for row in rows)}
+    paced = [row.at_its_speed for row in rows]
     return {
         "cases": len({(row.launch, row.model, row.label) for row in rows}),
         "records": len(records),
-        "errors": {name: errors_of([row for row in rows if chosen(row)]) for name, chosen in groups.items()},
-        "by plan": {label: errors_of([row for row in rows if row.label == label]) for label in labels},
-        "by record": {name: errors_of([row for row in rows if row.record == name]) for name in records},
-        "at the pace beside them": {
-            name: errors_of([row.at_its_speed for row in rows if chosen(row)]) for name, chosen in groups.items()
-        },
-        "by plan, at the pace beside them": {
-            label: errors_of([row.at_its_speed for row in rows if row.label == label]) for label in labels
-        },
-        "by record, at the pace beside them": {
-            name: errors_of([row.at_its_speed for row in rows if row.record == name]) for name in records
-        },
-        "less what all cases of a launch have in common": {
-            name: errors_of([row for row in without_common_factors(rows) if chosen(row)])
-            for name, chosen in itertools.islice(groups.items(), 4)
-        },
+        "errors": errors_by(rows, groups),
+        "by plan": errors_by(rows, plans),
+        "by record": errors_by(rows, records),
+        "at the pace beside them": errors_by(paced, groups),
+        "by plan, at the pace beside them": errors_by(paced, plans),
+        "by record, at the pace beside them": errors_by(paced, records),
+        "less what all cases of a launch have in common": errors_by(
+            without_common_factors(rows), dict(itertools.islice(groups.items(), 4))
+        ),
         "slowness": {
             f"{record} {launch}": statistics.mean(row.slowness for row in rows if (row.record, row.launch) == (record, launch))
             for record, launch in dict.fromkeys((row.record, row.launch) for row in rows)
         },
         "by kind": kinds_of(rows),
         "coverage": asdict(coverage_split([record_of(row) for row in rows])),
-        "coverage, at the pace beside them": asdict(coverage_split([record_of(row.at_its_speed) for row in rows])),
+        "coverage, at the pace beside them": asdict(coverage_split([record_of(row) for row in paced])),
         "choice": choice_of(rows),
         "processor time": processor_time(rows),
     }
@@ -143,6 +141,11 @@ def record_of(row: CaseRow) -> Record:
         ranks=row.ranks,
         aa_floor=row.aa_median,
     )
+
+
+def errors_by(rows: Sequence[CaseRow], groups: Groups) -> dict[str, dict[str, float] | None]:
+    """`errors_of` those rows of each group."""
+    return {name: errors_of([row for row in rows if chosen(row)]) for name, chosen in groups.items()}
 
 
 def errors_of(rows: Sequence[CaseRow]) -> dict[str, float] | None:

@@ -38,6 +38,7 @@ from parsim.execute.environment import describe_environment, machine_line
 from parsim.execute.launch import launch
 from parsim.files import write_csv, write_text_atomically
 from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.pace import pace_s
 from parsim.hardware.profile import Profile, load_profile
 from parsim.plan.plan import Plan
 from parsim.report.compare import aa_floor, task_durations_s
@@ -180,9 +181,9 @@ def predictions(path: Path, profiles: Mapping[str, Profile], subjects: Sequence[
 
 
 def pace_of(profile: Profile) -> float:
-    assert profile.noise is not None, "a calibration knows its noise"
-    assert profile.noise.probe is not None, "a calibration has a probe"
-    return profile.noise.probe.together
+    found_s = pace_s(profile)
+    assert found_s is not None, "a calibration has a probe"
+    return found_s
 
 
 def predicted(launch_name: str, case: Case, profile: Profile, slow: float) -> Prediction:

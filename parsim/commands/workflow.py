@@ -16,7 +16,8 @@ from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelErr
 from parsim.execute.environment import describe_environment
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.launch import launch
-from parsim.execute.same_machine import gpu_names, is_measured, profile_differences
+from parsim.execute.same_machine import differences_from_here
+from parsim.hardware.pace import longer_text
 from parsim.hardware.profile import Profile
 from parsim.model.model import Model
 from parsim.plan.plan import Plan
@@ -26,7 +27,7 @@ from parsim.schedule.evaluate import Evaluation, evaluate, sampled_durations_s
 from parsim.schedule.problem import Problem
 from parsim.schedule.search import Search
 from parsim.schedule.speed import differs, slowness, step_at_pace
-from parsim.units import format_percent, format_seconds
+from parsim.units import format_seconds
 
 if TYPE_CHECKING:
     from parsim.execute.measurement import Measurement
@@ -138,9 +139,7 @@ def device_kind(asked: Answer) -> str:
 
 def warn_of_profile(asked: Answer) -> list[str]:
     """What has changed since the profile was measured, also on stderr: what is now run is held against its predictions."""
-    profile = asked.problem.cluster.profile
-    gpus = gpu_names() if is_measured(profile) and device_kind(asked) == "cuda" else None
-    warnings = profile_differences(profile, describe_environment(), gpus)
+    warnings = differences_from_here(asked.problem.cluster.profile)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     return list(warnings)
@@ -205,7 +204,7 @@ def speed_of(profile: Profile, found: PaceComparison | None) -> dict[str, Any] |
     if found is None:
         return None
     factor = found.slowness
-    longer = f"{format_percent(abs(factor - 1))} {'longer' if factor > 1 else 'less'}"
+    longer = longer_text(factor)
     then = f"then {format_seconds(found.predicted_s)} are predicted ({format_error(found.relative_error)})"
     text = f"the same work took {longer} than while profile {profile.name} was measured; {then}"
     warning = f"the machine's speed has changed ({longer} for the same work): calibrate again"

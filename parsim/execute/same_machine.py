@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from parsim.execute.environment import describe_environment
 from parsim.hardware.profile import Profile
 
 
@@ -63,6 +64,13 @@ def profile_differences(profile: Profile, environment: Mapping[str, Any], gpus: 
             "times may differ, calibrate again to be sure"
         )
     return tuple(found)
+
+
+def differences_from_here(profile: Profile) -> tuple[str, ...]:
+    """`profile_differences` from the machine this runs on, whose GPUs are asked for if the profile is of GPUs."""
+    cuda = profile.device_types[profile.devices[0].type].kind == "cuda"
+    gpus = gpu_names() if is_measured(profile) and cuda else None
+    return profile_differences(profile, describe_environment(), gpus)
 
 
 def _processor(machine: str) -> tuple[str, int | None]:

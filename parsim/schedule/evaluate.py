@@ -113,8 +113,7 @@ def evaluate(
     steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
     step_s = steady_s
     if sigma and plan.world_size > 1:
-        noisy = medians * rank_noise(noisy_core(columns, overlap), sigma, NOISY_STEPS, SEED)
-        step_s = float(mean_step_s(compiled, noisy, overlap, steps=REPEATED_STEPS).mean())
+        step_s = unsteady_step_s(compiled, medians[None, :], overlap, sigma)
     step_s += costs.between_steps_s
     interval = Interval(median=step_s, p05=step_s, p95=step_s)
     parts = breakdown(compiled, timeline, ranks=folding.ranks)
@@ -192,10 +191,16 @@ def _sampled_steps_s(
     return mean_step_s(compiled, draws, overlap, steps=REPEATED_STEPS, unit=unit)
 
 
-def noisy_core(columns: Columns, overlap: OverlapFactors) -> NDArray[np.int64]:
-    """int64 [n]: whose noise each task has, for `rank_noise`: that of its rank's core, which ranks may share; -1: none."""
-    core_of_rank = np.array(overlap.core_of_rank or range(columns.world_size), dtype=np.int64)
-    return np.where(columns.communicates, -1, core_of_rank[columns.first_rank])
+def unsteady_step_s(compiled: CompiledGraph, rows_s: NDArray[np.float64], overlap: OverlapFactors, sigma: float) -> float:
+    """Seconds of the mean step over task times float64 [rows, n], under at least `NOISY_STEPS` draws of noise that the rows
+    share out. The noise is that of a rank's core, which ranks may share; one rank has nobody to wait for, and none."""
+    columns = compiled.columns
+    if sigma and columns.world_size > 1:
+        core_of_rank = np.array(overlap.core_of_rank or range(columns.world_size), dtype=np.int64)
+        core = np.where(columns.communicates, -1, core_of_rank[columns.first_rank])
+        rows_s = np.repeat(rows_s, -(-NOISY_STEPS // len(rows_s)), axis=0)
+        rows_s = rows_s * rank_noise(core, sigma, len(rows_s), SEED)
+    return float(mean_step_s(compiled, rows_s, overlap, steps=REPEATED_STEPS).mean())
 
 
 def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArray[np.float64]:

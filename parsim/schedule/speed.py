@@ -7,13 +7,12 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.costs.uncertainty import medians_s, rank_noise
+from parsim.costs.uncertainty import medians_s
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.pace import pace_s as pace_of_profile
 from parsim.hardware.profile import Profile
-from parsim.schedule.evaluate import NOISY_STEPS, REPEATED_STEPS, SEED, Evaluation, noisy_core
+from parsim.schedule.evaluate import Evaluation, unsteady_step_s
 from parsim.schedule.problem import Problem
-from parsim.simulate.steps import mean_step_s
 
 FloatArray = NDArray[np.float64]
 
@@ -46,18 +45,14 @@ def step_at_pace(problem: Problem, evaluation: Evaluation, slow: FloatArray) -> 
     the profile's interval.
     """
     noise, compiled = problem.cluster.profile.noise, evaluation.compiled
-    columns, rounds = compiled.columns, slow.shape[1]
+    columns = compiled.columns
     by_use = slow[columns.resource_rank[columns.uses.values]]
     counts = np.diff(columns.uses.offsets)
     factors = np.add.reduceat(by_use, columns.uses.offsets[:-1], axis=0).T / counts
     times = medians_s(evaluation.estimates)[columns.unit] * factors
     sigma = 0.0 if noise is None or noise.probe is None else noise.probe.rank_sigma
-    if sigma and columns.world_size > 1:
-        times = np.repeat(times, -(-NOISY_STEPS // rounds), axis=0)
-        times = times * rank_noise(noisy_core(columns, evaluation.overlap), sigma, len(times), SEED)
     between_s = problem.costs(columns.world_size).between_steps_s
-    step_s = mean_step_s(compiled, times, evaluation.overlap, steps=REPEATED_STEPS)
-    return float(step_s.mean()) + between_s * float(slow.mean())
+    return unsteady_step_s(compiled, times, evaluation.overlap, sigma) + between_s * float(slow.mean())
 
 
 def differs(profile: Profile, factor: float) -> bool:

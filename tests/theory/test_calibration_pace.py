@@ -104,7 +104,8 @@ def test_every_timing_of_a_nested_entry_is_divided() -> None:
 
 def test_the_profile_says_how_much_of_the_ranks_noise_the_pace_explains() -> None:
     raw = flipping(400, noise=0.05)
-    found = noise_of(raw)
+    usual = usual_pace(raw)
+    found = noise_of(raw, usual, at_one_pace(raw, usual))
     assert found.probe is not None
     assert found.rank_sigma == rank_sigma(raw) > 0.2
     assert found.probe.rank_sigma == pytest.approx(0.05, rel=0.1)
@@ -116,7 +117,7 @@ def test_where_nobody_looked_all_is_as_it_was() -> None:
         rank["sweeps"] = [{key: value for key, value in sweep.items() if key != "pace_s"} for sweep in rank["sweeps"]]
     assert usual_pace(raw) is None
     assert at_one_pace(raw, None) is raw
-    assert noise_of(raw).probe is None
+    assert noise_of(raw, None, raw).probe is None
 
 
 def test_a_stretch_has_the_paces_before_and_after_it() -> None:

@@ -115,7 +115,8 @@ def test_drift_is_the_spread_of_rounds_not_of_repeats() -> None:
     raw = {"ranks": [{"sweeps": sweeps}]}
     drift = computation_drift(raw)
     assert drift.sigma == pytest.approx(0.15, rel=0.1)
-    assert noise_of(raw).drift_sigma == noise_of(raw).measured_drift_sigma == drift.sigma
+    found_noise = noise_of(raw, None, raw)
+    assert found_noise.drift_sigma == found_noise.measured_drift_sigma == drift.sigma
     found = np.array([drift.factors[number] for number in range(300)])
     assert np.allclose(found, factors / factors.mean(), rtol=0.03)
 
