@@ -37,6 +37,13 @@ def test_the_shipped_profiles_are_what_the_tables_give(name: str, tmp_path: Path
     assert path.read_text() == (PROFILES / f"{name}.json").read_text()
 
 
+@pytest.mark.parametrize("path", sorted(PROFILES.glob("*.json")), ids=lambda path: path.stem)
+def test_the_shipped_profiles_are_written_as_a_profile_is_written_today(path: Path, tmp_path: Path) -> None:
+    """Seen without the tables too: a new field of a profile is a new field of the shipped ones."""
+    save_profile(load_profile(str(path)), tmp_path / path.name)
+    assert (tmp_path / path.name).read_text() == path.read_text()
+
+
 def test_profiles_cannot_be_built_without_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DataError, match=r"must name the folder that holds collectives\.csv"):
         build("dgx2-v100", tmp_path)
