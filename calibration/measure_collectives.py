@@ -22,7 +22,8 @@ from torch import Tensor
 from calibration.pacing import paced_together
 from calibration.request import CalibrationRequest
 from calibration.turns import WARM_UP, Entries, Section
-from parsim.execute.convert import run_hop
+from parsim.costs.collectives import packed_operation
+from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
 from parsim.execute.environment import memory_limit_bytes
 from parsim.execute.group import make_groups
 from parsim.execute.probe import SpeedProbe
@@ -141,10 +142,35 @@ def _all_reduce(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Call
 
 
 def _all_gather(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
-    return _hop(bench, "all_gather_dim:shard1/{n}>full/{n}", size_bytes // group.size(), group)
+    """As ZeRO puts its parameters together again: a part of a flat array to every rank."""
+    flat, chunk = _flat_and_chunk(bench, size_bytes, group)
+    return lambda: all_gather_flat(flat, chunk.clone(), group)
 
 
 def _reduce_scatter(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
+    """As ZeRO sums its gradients: of a flat array every rank gets its part of the sum."""
+    flat, chunk = _flat_and_chunk(bench, size_bytes, group)
+
+    def call() -> None:
+        own = torch.empty_like(chunk)
+        reduce_scatter_flat(own, flat, group)
+        chunk.copy_(own)
+
+    return call
+
+
+def _flat_and_chunk(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """A flat array of as many equal parts as there are ranks, and this rank's part of it."""
+    part = max(1, bench.elements(size_bytes) // group.size())
+    flat = bench.array(part * group.size())
+    return flat, flat[dist.get_rank(group) * part :][:part]
+
+
+def _all_gather_packed(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
+    return _hop(bench, "all_gather_dim:shard1/{n}>full/{n}", size_bytes // group.size(), group)
+
+
+def _reduce_scatter_packed(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
     return _hop(bench, "reduce_scatter_dim:partial/{n}>shard1/{n}", size_bytes, group)
 
 
@@ -169,7 +195,9 @@ def _hop(bench: Bench, text: str, held_bytes: int, group: dist.ProcessGroup) -> 
 COLLECTIVES: dict[str, Callable[[Bench, int, dist.ProcessGroup], Callable[[], None]]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
+    packed_operation("all_gather"): _all_gather_packed,
     "reduce_scatter": _reduce_scatter,
+    packed_operation("reduce_scatter"): _reduce_scatter_packed,
     "broadcast": _broadcast,
     "all_to_all": _all_to_all,
 }

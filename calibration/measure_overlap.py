@@ -21,6 +21,7 @@ from calibration.turns import WARM_UP, Entries, Section, in_turn
 from parsim.execute.probe import SpeedProbe
 from parsim.execute.streams import Operation, TaskTime, make_streams
 from parsim.units import KIB, MIB
+from parsim.work import COLLECTIVES as OPERATIONS
 
 SIZES_BYTES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 QUICK_SIZES_BYTES = (MIB, 4 * MIB)
@@ -76,7 +77,8 @@ def beside_steps(bench: Bench, *, quick: bool) -> tuple[tuple[str, int], ...]:
     """(operation, size) of what runs beside steps, as far as the arrays of the bench reach."""
     pairs = [("all_reduce", size) for size in (QUICK_SIZES_BYTES if quick else SIZES_BYTES)]
     if not quick:
-        pairs += [(operation, size) for operation in COLLECTIVES if operation != "all_reduce" for size in OTHERS_BYTES]
+        others = [operation for operation in OPERATIONS if operation != "all_reduce"]
+        pairs += [(operation, size) for operation in others for size in OTHERS_BYTES]
     room = bench.scratch.numel() * bench.dtype.itemsize // 2
     return tuple((operation, size) for operation, size in pairs if size <= room)
 

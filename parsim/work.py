@@ -42,6 +42,7 @@ _SHORT = {
 
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+PACKABLE = ("all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +72,24 @@ class OptimizerStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """A collective over the ranks of `group`; `size_bytes` is S, the whole array, as in nccl-tests."""
+    """A collective over the ranks of `group`; `size_bytes` is S, the whole array, as in nccl-tests.
+
+    `packed`: the parts of an all_gather or a reduce_scatter lie in the array with gaps (along a dim other than its first), so
+    that they are copied together before they are sent, or apart after; else each lies in one piece.
+    """
 
     operation: str
     group: tuple[int, ...]
     size_bytes: int
+    packed: bool = False
 
     def __post_init__(self) -> None:
         if self.operation not in COLLECTIVES:
             raise GraphError(f"unknown collective {self.operation!r}; known: {', '.join(COLLECTIVES)}")
         if len(set(self.group)) != len(self.group):
             raise GraphError(f"a group lists a rank twice: {self.group}; list every rank once")
+        if self.packed and self.operation not in PACKABLE:
+            raise GraphError(f"{self.operation} cannot be packed; of collectives {' and '.join(PACKABLE)} can")
         if not self.group or self.size_bytes < 0:
             raise GraphError(f"{self.operation} needs >= 1 rank and size_bytes >= 0, got {self.group}, {self.size_bytes}")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
-from parsim.work import COLLECTIVES, Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
+from parsim.work import COLLECTIVES, PACKABLE, Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 
 GRID_S = 1 / 1024
 
@@ -26,7 +26,9 @@ def random_work(random: Random, world_size: int) -> tuple[Work, tuple[Resource, 
     if kind == "collective" or (kind == "send_recv" and world_size == 1):
         group = tuple(random.sample(range(world_size), random.randint(1, world_size)))
         stream = random.choice(("dp", "dp", "tp", COMPUTE))
-        work = Collective(operation=random.choice(COLLECTIVES), group=group, size_bytes=random.randrange(1 << 20))
+        operation = random.choice(COLLECTIVES)
+        packed = operation in PACKABLE and random.random() < 0.5
+        work = Collective(operation=operation, group=group, size_bytes=random.randrange(1 << 20), packed=packed)
         return work, tuple(Resource(member, stream) for member in group)
     if kind == "send_recv":
         source, target = random.sample(range(world_size), 2)

@@ -34,6 +34,7 @@ __all__ = [
     "estimate_collective",
     "estimate_send_recv",
     "fitted_s",
+    "packed_operation",
     "protocol_lines",
     "regimes_s",
     "ring_all_reduce_s",
@@ -57,6 +58,8 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
             without this one): the T data-parallel groups of a mesh with T tensor shards, say. Costs fitted per group (gloo)
             know nothing of it.
 
+    Packing counts where it was measured (gloo); the link model leaves it out, a copy in the device's memory.
+
     Raises CostError if a group names a rank the cluster has not or one twice, if no link joins two members, or if neither a
     link model nor a fit for this operation and group size is in the profile.
     """
@@ -64,7 +67,7 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
     if len(work.group) == 1:
         return Estimate(median_s=0.0, source="fitted", detail="one rank: nothing to do")
     if cluster.profile.communication.link_model is None:
-        return _from_fits(work.operation, len(work.group), work.size_bytes, cluster)
+        return _from_fits(_fitted_operation(work, cluster), len(work.group), work.size_bytes, cluster)
     _check_concurrent(cluster, _hashable(concurrent), "a concurrent group")
     group = tuple(sorted(work.group))
     if work.operation == "broadcast":
@@ -207,6 +210,20 @@ def _link_estimate(
         detail=detail,
         extrapolated=outside,
     )
+
+
+def _fitted_operation(work: Collective, cluster: Cluster) -> str:
+    """That of a packed collective has a name of its own, where the profile has measured it apart."""
+    if work.packed:
+        name = packed_operation(work.operation)
+        if any(fit.operation == name for fit in cluster.profile.communication.fits):
+            return name
+    return work.operation
+
+
+def packed_operation(operation: str) -> str:
+    """The name in profiles of a collective with packing."""
+    return f"{operation}_packed"
 
 
 def _from_fits(operation: str, group_size: int, size_bytes: int, cluster: Cluster) -> Estimate:

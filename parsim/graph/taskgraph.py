@@ -88,7 +88,8 @@ def _(work: OptimizerStep) -> str:
 
 @work_text.register
 def _(work: Collective) -> str:
-    return f"{work.operation} {work.size_bytes} B over {','.join(map(str, work.group))}"
+    packed = " packed" if work.packed else ""
+    return f"{work.operation} {work.size_bytes} B over {','.join(map(str, work.group))}{packed}"
 
 
 @work_text.register
@@ -120,9 +121,9 @@ def parse_work(text: str) -> Work:
         return Mix(elements=int(match[1]), copies=int(match[2]))
     if match := re.fullmatch(r"load x(\d+) (\d+) B(?: in (\d+))?", text):
         return LoadBatch(samples=int(match[1]), size_bytes=int(match[2]), parts=int(match[3] or 1))
-    if match := re.fullmatch(r"(\w+) (\d+) B over ([\d,]+)", text):
+    if match := re.fullmatch(r"(\w+) (\d+) B over ([\d,]+)( packed)?", text):
         group = tuple(int(rank) for rank in match[3].split(","))
-        return Collective(operation=match[1], size_bytes=int(match[2]), group=group)
+        return Collective(operation=match[1], size_bytes=int(match[2]), group=group, packed=match[4] is not None)
     raise GraphError(f"cannot read work {text!r}; write it as work_text prints it")
 
 

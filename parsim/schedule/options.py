@@ -18,7 +18,7 @@ from parsim.costs.memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
 from parsim.graph.holding import alike, hold
 from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.layout import differentiable_components
-from parsim.graph.passes.convert import COLLECTIVE_OF_HOP, POINT_TO_POINT_HOPS
+from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective
 from parsim.model.component import Component, Value
 from parsim.model.narrow import narrow
 from parsim.model.precision import cast_bytes, component_in
@@ -157,12 +157,7 @@ class Prices:
                 self.work_s(SendRecv(source=source, destination=target, size_bytes=piece), 0)
                 for source, target in hop_pairs(hop, tp)
             )
-        share = 1 / tp if hop.operation == "all_to_all" else max(hop.source.ways, hop.target.ways) / tp
-        operation = COLLECTIVE_OF_HOP[hop.operation]
-        return max(
-            self.work_s(Collective(operation=operation, group=group, size_bytes=round(size_bytes * share)), 0)
-            for group in hop_groups(hop, tp)
-        )
+        return max(self.work_s(hop_collective(hop, group, size_bytes, tp), 0) for group in hop_groups(hop, tp))
 
     def synchronisation_s(self, component: Component, placement: Placement) -> float:
         """Summing the component's gradients over all ranks that hold them alike, with ZeRO gathering its parameters once."""

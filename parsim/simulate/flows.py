@@ -11,7 +11,7 @@ inside a node, which load the links of its rings.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from parsim.costs.collectives import estimate_collective, estimate_send_recv
@@ -85,8 +85,7 @@ def _transfer_s(work: Collective | SendRecv, cluster: Cluster) -> float:
 
 def _seconds(work: Collective | SendRecv, size_bytes: int, cluster: Cluster) -> float:
     if isinstance(work, Collective):
-        again = Collective(operation=work.operation, group=work.group, size_bytes=size_bytes)
-        return estimate_collective(again, cluster).median_s
+        return estimate_collective(replace(work, size_bytes=size_bytes), cluster).median_s
     transfer = SendRecv(source=work.source, destination=work.destination, size_bytes=size_bytes)
     return estimate_send_recv(transfer, cluster).median_s
 

@@ -7,6 +7,7 @@ import pytest
 
 from parsim.errors import GraphError, PlanError
 from parsim.graph.hops import hop_groups, hop_pairs
+from parsim.graph.passes.convert import hop_collective
 from parsim.plan.layout import HOPS, LOCAL_HOPS, Hop, conversion, parse_hop
 from tests.layouts import Array, every_hop, held, layouts, whole_array
 
@@ -91,6 +92,19 @@ def test_every_conversion_ends_in_what_the_target_layout_says(tp: int) -> None:
                 there = run(hop, there, tp)
                 if hop.target.form != "partial":
                     _assert_held(there, held(whole, hop.target, tp), f"{source} to {target} over {tp} at {hop}")
+
+
+def test_only_hops_along_a_dim_pack() -> None:
+    """What executes a hop copies its parts together (`run_hop`) where they do not lie in one piece."""
+    packs = {"all_gather_dim": True, "reduce_scatter_dim": True, "all_gather_batch": False, "reduce_scatter_batch": False}
+    seen = set()
+    for source in layouts(4, readable=False):
+        for target in layouts(4, readable=True):
+            for hop in conversion(source, target, 4):
+                if hop.operation in packs:
+                    seen.add(hop.operation)
+                    assert hop_collective(hop, (0, 1, 2, 3), 4096, 4).packed == packs[hop.operation]
+    assert seen == set(packs)
 
 
 def _assert_held(found: list[Array | None], expected: list[Array | None], what: str) -> None:

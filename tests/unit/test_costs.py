@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -11,7 +12,7 @@ from parsim.costs import Costs, Estimate, price
 from parsim.costs.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.compute import estimate_compute, estimate_optimizer
 from parsim.costs.estimate import OverlapFactors
-from parsim.errors import CostError
+from parsim.errors import CostError, GraphError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compute_records import ComponentPoint, Compute, OptimizerPoint
 from parsim.hardware.profile import (
@@ -154,6 +155,30 @@ def test_host_seconds_are_added_to_computation_only() -> None:
     assert slow.estimate(FORWARD, 0).source == plain.estimate(FORWARD, 0).source == "measured"
     collective = Collective(operation="all_reduce", group=(0, 1), size_bytes=100)
     assert slow.estimate(collective, 0) == plain.estimate(collective, 0)
+
+
+def test_what_is_packed_has_a_price_of_its_own_where_it_was_measured() -> None:
+    flat = Collective(operation="all_gather", group=(0, 1), size_bytes=100)
+    packed = dataclasses.replace(flat, packed=True)
+    profile = gloo_profile()
+    (reduce,) = profile.communication.fits
+    line = partial(Regime, max_size_bytes=None, seconds_per_byte=0.0)
+
+    def seconds(work: Collective, **latency_s: float) -> float:
+        fits = [
+            reduce.model_copy(update={"operation": name, "regimes": [line(latency_s=latency)]})
+            for name, latency in latency_s.items()
+        ]
+        known = profile.model_copy(update={"communication": profile.communication.model_copy(update={"fits": fits})})
+        return Costs(MODEL, cluster_from_profile(known)).estimate(work, 0).median_s
+
+    assert seconds(flat, all_gather=1e-3, all_gather_packed=2e-3) == 1e-3
+    assert seconds(packed, all_gather=1e-3, all_gather_packed=2e-3) == 2e-3
+    assert seconds(packed, all_gather=1e-3) == 1e-3, "a profile of old, or one that did not measure it"
+    with pytest.raises(CostError, match="no measured all_gather over 2 ranks"):
+        seconds(flat, all_gather_packed=2e-3)
+    with pytest.raises(GraphError, match="all_reduce cannot be packed; of collectives all_gather and reduce_scatter can"):
+        Collective(operation="all_reduce", group=(0, 1), size_bytes=100, packed=True)
 
 
 def test_overlap_factors_come_from_the_profile(v100: Cluster) -> None:

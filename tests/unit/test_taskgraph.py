@@ -21,6 +21,7 @@ WORKS: dict[str, Work] = {
     "optimizer 1000 elements in 3": OptimizerStep(elements=1000, tensors=3),
     "all_reduce 4000 B over 0,1": Collective(operation="all_reduce", group=(0, 1), size_bytes=4000),
     "all_gather 0 B over 1": Collective(operation="all_gather", group=(1,), size_bytes=0),
+    "all_gather 64 B over 0,1 packed": Collective(operation="all_gather", group=(0, 1), size_bytes=64, packed=True),
     "send_recv 256 B 0>1": SendRecv(source=0, destination=1, size_bytes=256),
     "load x16 49152 B": LoadBatch(samples=16, size_bytes=49152),
     "load x16 49152 B in 4": LoadBatch(samples=16, size_bytes=49152, parts=4),
@@ -36,13 +37,13 @@ def small_graph() -> TaskGraph:
     reduced = (Resource(0, "dp"), Resource(1, "dp"))
     works = list(WORKS.values())
     tasks = (
-        Task(index=0, work=works[6], resources=(host,), dependencies=(), origin=stage0),
+        Task(index=0, work=works[7], resources=(host,), dependencies=(), origin=stage0),
         Task(index=1, work=works[2], resources=(compute,), dependencies=(3, 5), origin=stage0),
         Task(index=2, work=works[0], resources=(compute,), dependencies=(0,), origin=forward),
         Task(index=3, work=works[1], resources=(compute,), dependencies=(2,), origin=forward),
         Task(
             index=4,
-            work=works[5],
+            work=works[6],
             resources=both,
             dependencies=(2,),
             origin=Origin(stage=0, replica=0, microbatch=0, value="layer1.0:0"),
