@@ -87,7 +87,7 @@ SOURCES: Mapping[str, tuple[str, str]] = {
     "host": (
         "measurement",
         "gaps between the tasks of a step, and what else a step takes, medians; loading a batch: a line through the medians of "
-        "all cases over their bytes",
+        "all cases over their bytes, and of further parts the median of loads right after one another; after a wait: median",
     ),
     "matmul": ("measurement", "square matrix product with every rank busy, best of a few"),
     "copy": ("measurement", "copy between two 64 MiB arrays with every rank busy, bytes read plus written, best of a few"),
@@ -369,13 +369,14 @@ def _optimizer_inside(raw: Mapping[str, Any], drift: Drift) -> dict[tuple[int, i
 
 def host_overhead(raw: Mapping[str, Any], drift: Drift) -> HostOverhead:
     sweeps = [sweep for _, sweep in entries_of(raw, "sweeps")]
-    latency_s, seconds_per_byte = loading(raw, drift)
+    latency_s, seconds_per_byte, part_s = loading(raw, drift)
     return HostOverhead(
         task_s=float(np.median([sweep["gap_s"] for sweep in sweeps])),
         step_s=float(np.median([sweep["rest_s"] for sweep in sweeps])),
         resume_s=resuming_s(raw),
         load_s=latency_s,
         load_seconds_per_byte=seconds_per_byte,
+        load_part_s=part_s,
         source="host",
     )
 
@@ -386,8 +387,9 @@ def resuming_s(raw: Mapping[str, Any]) -> float:
     return max(0.0, float(np.median(seconds))) if seconds else 0.0
 
 
-def loading(raw: Mapping[str, Any], drift: Drift) -> tuple[float, float]:
-    """Seconds of loading any batch, and per byte of it: a line through the cases with every rank active."""
+def loading(raw: Mapping[str, Any], drift: Drift) -> tuple[float, float, float]:
+    """Seconds of loading any batch, and per byte of it: a line through the cases with every rank active; and of each further
+    part right after the first, beside its bytes, the median over all cases (as much as a whole batch where nobody looked)."""
     works, tables = _works(raw), _tables(raw, drift)
     most = max(active for _, _, active in tables)
     points = [
@@ -397,7 +399,15 @@ def loading(raw: Mapping[str, Any], drift: Drift) -> tuple[float, float]:
         if isinstance(work, LoadBatch) and active == most and np.median(table[:, place]) > 0
     ]
     if not points:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     sizes, seconds = np.array(points).T
     latency_s, seconds_per_byte = fit_linear(np.column_stack([np.ones(len(sizes)), sizes]), seconds)
-    return float(latency_s), float(seconds_per_byte)
+    again = [
+        drift.steady(sweep["load_again_s"], sweep["round"]) - seconds_per_byte * work.size_bytes
+        for _, sweep in entries_of(raw, "sweeps")
+        if "load_again_s" in sweep
+        for work in works[sweep["model"], sweep["samples"]]
+        if isinstance(work, LoadBatch)
+    ]
+    part_s = max(0.0, float(np.median(again))) if again else latency_s
+    return float(latency_s), float(seconds_per_byte), float(part_s)

@@ -87,6 +87,13 @@ class Case:
         self.steps += 1
         return StepTimes(times, time.perf_counter() - start_s, time.process_time() - start_cpu_s)
 
+    def load_again_s(self) -> float:
+        """Seconds of a load that comes right after another."""
+        self.batch()
+        begin_s = time.perf_counter()
+        self.batch()
+        return time.perf_counter() - begin_s
+
 
 def one_rank_plan(model: Model, samples: int) -> Plan:
     stage = Stage(components=tuple(component.name for component in model.components), ranks=(0,))
@@ -259,7 +266,8 @@ def _steps(
         dist.barrier(group=group)
         step = case.step()
         if number >= warm:
-            found.append({"kind": "sweeps", "ranks_active": active, **sweep_record(case, step)})
+            again_s = case.load_again_s()
+            found.append({"kind": "sweeps", "ranks_active": active, **sweep_record(case, step), "load_again_s": again_s})
     if chosen is not None:
         what = {"optimizer": chosen.optimizer, "elements": chosen.elements, "tensors": chosen.tensors}
         found.append({"kind": "optimizers", "ranks_active": active, **what, "seconds": _timed(streams, chosen, group)})

@@ -3,6 +3,9 @@
 What the computation works on has left the caches by then, and where the core was idle it has to wake up: on a 2-core virtual
 machine every component took 0.04 to 0.25 ms longer after an exchange (2026-11-21, six models, 4 KiB to 1 MiB), the more the
 larger the message. Tensor parallelism and pipelines wait before most of their components.
+
+On a CPU seconds of the processor count: ranks that share a core take turns at it, and how long one waits for it says nothing of
+its work. Handing the communication over is part of them, which the thread that computes does; the wait is the communication's.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch.distributed as dist
 from calibration.measure_collectives import COLLECTIVES, Bench
 from calibration.measure_components import Case
 from calibration.turns import in_turn
-from parsim.execute.streams import Operation, TaskTime
+from parsim.execute.streams import Operation
 from parsim.graph.task import COMPUTE
 from parsim.units import KIB
 
@@ -38,20 +41,21 @@ def measure_resume(case: Case, bench: Bench) -> list[dict[str, Any]]:
     return [{"model": case.number, "samples": case.samples, "seconds": longer_s}]
 
 
-def _computing(case: Case, bench: Bench, before: Operation | None) -> list[TaskTime]:
+def _computing(case: Case, bench: Bench, before: Operation | None) -> list[float]:
+    """Seconds of every computation of one step."""
     dist.barrier(group=bench.everyone)
     case.streams.before = before
+    case.streams.computed_s.clear()
     try:
-        return case.step().tasks
+        tasks = case.step().tasks
     finally:
         case.streams.before = None
+    if bench.device.type == "cuda":
+        ordered = sorted((entry for entry in tasks if entry.stream == COMPUTE), key=lambda entry: entry.ready_s)
+        return [entry.end_s - entry.ready_s for entry in ordered]
+    return list(case.streams.computed_s)
 
 
-def resumed_s(plain: Sequence[TaskTime], paused: Sequence[TaskTime]) -> float:
+def resumed_s(plain: Sequence[float], paused: Sequence[float]) -> float:
     """Seconds per computation by which a step with pauses took longer than one without; the first one never waits."""
-    sums = []
-    for step in (plain, paused):
-        own = sorted((entry for entry in step if entry.stream == COMPUTE), key=lambda entry: entry.ready_s)[1:]
-        sums.append((sum(entry.end_s - entry.ready_s for entry in own), len(own)))
-    (plain_s, count), (paused_s, _) = sums
-    return (paused_s - plain_s) / max(1, count)
+    return (sum(paused[1:]) - sum(plain[1:])) / max(1, len(paused) - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from parsim.execute.streams import Operation, Streams, TaskTime
@@ -12,24 +13,37 @@ FIRST_CALL = 1_000_000_000
 
 
 class Pausing:
-    """Streams on which each computation can be made to wait for a call of `before` that begins when the last one has ended."""
+    """Streams on which each computation can be made to wait for a call of `before` that begins when the last one has ended.
+
+    Attributes: computed_s: processor seconds of each computation so far, and of handing over the call before it.
+    """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._last: int | None = None
         self._calls = 0
         self.before: Operation | None = None
+        self.computed_s: list[float] = []
 
     def submit(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
         self._streams.submit(task, stream, dependencies, operation)
 
     def compute(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
+        handing_s = time.thread_time()
         if self.before is not None and self._last is not None and stream == COMPUTE:
             call = FIRST_CALL + self._calls
             self._calls += 1
             self._streams.submit(call, "tp", [self._last], self.before)
             dependencies = [*dependencies, call]
-        self._streams.compute(task, stream, dependencies, operation)
+        handing_s = time.thread_time() - handing_s
+
+        def counted() -> None:
+            begin_s = time.thread_time()
+            operation()
+            if stream == COMPUTE:
+                self.computed_s.append(handing_s + time.thread_time() - begin_s)
+
+        self._streams.compute(task, stream, dependencies, counted)
         self._last = task
 
     def finish(self) -> list[TaskTime]:

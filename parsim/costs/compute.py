@@ -19,6 +19,7 @@ Leaves out: launch gaps between the kernels of one component, cache reuse across
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -164,7 +165,7 @@ def estimate_optimizer(
 ) -> Estimate:
     """Seconds of one optimizer step and of zeroing the gradients.
 
-    Measured: affine in elements and tensors through the points of this optimizer and device type. Else, on a device with
+    Measured: seconds per step, element and tensor through the points of this optimizer and device type. Else, on a device with
     published or fitted numbers: the bytes of the foreach operations over the memory bandwidth. Under autocast one more read and
     write of the gradients unscales them.
 
@@ -303,9 +304,12 @@ def _measured_optimizer(
         seconds = median(point.seconds for point in exact)
         how = f"measured at {work.elements} elements in {work.tensors} tensors"
     else:
-        per_element, per_tensor = _affine(points)
-        seconds = per_element * work.elements + per_tensor * work.tensors
-        how = f"{per_element:.3g} s per element + {per_tensor:.3g} s per tensor through {len(points)} measured steps"
+        per_step, per_element, per_tensor = _affine(points)
+        seconds = per_step + per_element * work.elements + per_tensor * work.tensors
+        how = (
+            f"{per_step:.3g} s + {per_element:.3g} s per element + {per_tensor:.3g} s per tensor "
+            f"through {len(points)} measured steps"
+        )
     return Estimate(
         median_s=seconds,
         source="measured",
@@ -316,22 +320,28 @@ def _measured_optimizer(
     )
 
 
-def _affine(points: Sequence[OptimizerPoint]) -> tuple[float, float]:
-    """Non-negative seconds per element and per tensor, least squares of the relative error.
+def _affine(points: Sequence[OptimizerPoint]) -> tuple[float, float, float]:
+    """Non-negative seconds per step, per element and per tensor, least squares of the relative error.
 
-    Where the points cannot tell the two apart, or one would be negative, all time goes to the better of them alone (to the
-    elements if equal).
+    Of the terms, whichever of them together miss least while none is negative; those that the points cannot tell apart are not
+    taken together. A constant is not looked for in fewer than four different steps.
     """
-    relative = np.array([[point.elements, point.tensors] for point in points], dtype=np.float64)
-    relative /= np.array([point.seconds for point in points])[:, None]
-    ones = np.ones(len(points))
-    if np.linalg.matrix_rank(relative) == 2:
-        both = np.linalg.lstsq(relative, ones, rcond=None)[0]
-        if both[0] >= 0 and both[1] >= 0:
-            return float(both[0]), float(both[1])
-    alone = [float(column.sum() / (column @ column)) for column in relative.T]
-    miss = [float(np.sum((relative[:, n] * alone[n] - 1) ** 2)) for n in (0, 1)]
-    return (alone[0], 0.0) if miss[0] <= miss[1] else (0.0, alone[1])
+    parts = np.array([[1, point.elements, point.tensors] for point in points], dtype=np.float64)
+    relative = parts / np.array([point.seconds for point in points])[:, None]
+    terms = (0, 1, 2) if len(np.unique(parts, axis=0)) > relative.shape[1] else (1, 2)
+    best, least = np.zeros(3), math.inf
+    for count in range(len(terms), 0, -1):
+        for chosen in itertools.combinations(terms, count):
+            columns = relative[:, chosen]
+            if np.linalg.matrix_rank(columns) < count:
+                continue
+            found = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)[0]
+            miss = float(np.sum((columns @ found - 1) ** 2))
+            if found.min() >= 0 and miss < least:
+                best, least = np.zeros(3), miss
+                best[list(chosen)] = found
+    per_step, per_element, per_tensor = best.tolist()
+    return per_step, per_element, per_tensor
 
 
 # --- fitted and published ---------------------------------------------------------------------------------------------

@@ -225,8 +225,9 @@ def estimate_load(work: LoadBatch, device: Device, cluster: Cluster) -> Estimate
     """
     host = cluster.profile.host
     if host is not None and host.load_s is not None:
+        part_s = host.load_s if host.load_part_s is None else host.load_part_s
         return Estimate(
-            median_s=work.parts * host.load_s + (host.load_seconds_per_byte or 0.0) * work.size_bytes,
+            median_s=host.load_s + (work.parts - 1) * part_s + (host.load_seconds_per_byte or 0.0) * work.size_bytes,
             source="measured",
             parameters=(("load", LOAD_SIGMA),),
             detail="a line through the measured batches",

@@ -246,6 +246,7 @@ class HostOverhead(Record):
         resume_s: by which computation takes longer after its rank has waited for communication, which finds other things in
             the caches.
         load_s, load_seconds_per_byte: of bringing a batch from the data in memory to the rank; None: not measured.
+        load_part_s: of each further part of a batch that comes right after the first, instead of load_s; None: as much.
     """
 
     task_s: NonNegative
@@ -253,6 +254,7 @@ class HostOverhead(Record):
     resume_s: NonNegative = 0.0
     load_s: NonNegative | None = None
     load_seconds_per_byte: NonNegative | None = None
+    load_part_s: NonNegative | None = None
     source: str
 
 

@@ -441,6 +441,22 @@ def test_measured_steps_are_affine_in_elements_and_tensors(
     assert not estimate.extrapolated
 
 
+@given(
+    per_step=st.floats(1e-5, 1e-3),
+    per_element=st.floats(1e-10, 1e-8),
+    per_tensor=st.floats(1e-6, 1e-4),
+    elements=st.integers(1000, 10_000_000),
+    tensors=st.integers(1, 300),
+)
+def test_four_measured_steps_tell_what_every_step_takes(
+    per_step: float, per_element: float, per_tensor: float, elements: int, tensors: int
+) -> None:
+    counts = [(10_000, 2), (200_000, 60), (1_000_000, 20), (10_000_000, 50)]
+    of = profile(optimizers=[step(e, t, per_step + per_element * e + per_tensor * t) for e, t in counts])
+    estimate = estimate_optimizer(OptimizerStep(elements=elements, tensors=tensors), "adam", device(of), of, "fp32")
+    assert estimate.median_s == pytest.approx(per_step + per_element * elements + per_tensor * tensors, rel=1e-6)
+
+
 def test_one_measured_step_is_scaled_by_elements_under_the_load_asked_for() -> None:
     of = profile(optimizers=[step(1000, 2, 1e-3), step(1000, 2, 2e-3, ranks_active=2)])
     work = OptimizerStep(elements=4000, tensors=3)

@@ -11,7 +11,7 @@ import torch
 from calibration.build_profile import resuming_s
 from calibration.measure_resume import resumed_s
 from calibration.pausing import Pausing
-from parsim.execute.streams import TaskTime, make_streams
+from parsim.execute.streams import make_streams
 from parsim.graph.task import COMPUTE
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import HostOverhead, load_profile
@@ -70,15 +70,8 @@ def test_units_that_resume_are_units_of_their_own() -> None:
 
 
 def test_what_a_step_with_pauses_takes_longer() -> None:
-    def step(seconds: list[float], pause_s: float) -> list[TaskTime]:
-        times, now_s = [], 0.0
-        for number, own_s in enumerate(seconds):
-            times.append(TaskTime(number, COMPUTE, now_s, now_s + own_s))
-            now_s += own_s + pause_s
-        return [*times, TaskTime(99, "host", 0.0, 5.0)]
-
-    assert resumed_s(step([1.0, 2.0, 3.0], 0.0), step([7.0, 2.5, 3.1], 4.0)) == pytest.approx(0.3)
-    assert resumed_s(step([1.0], 0.0), step([2.0], 4.0)) == 0.0, "the first never waits"
+    assert resumed_s([1.0, 2.0, 3.0], [7.0, 2.5, 3.1]) == pytest.approx(0.3)
+    assert resumed_s([1.0], [2.0]) == 0.0, "the first never waits"
 
 
 def test_the_median_counts_and_is_never_a_gain() -> None:
@@ -88,6 +81,13 @@ def test_the_median_counts_and_is_never_a_gain() -> None:
     assert resuming_s(raw(1e-4, 3e-4, 9.0)) == 3e-4
     assert resuming_s(raw(-1e-4, -3e-4, 9.0)) == 0.0
     assert resuming_s(raw()) == 0.0
+
+
+def _busy() -> None:
+    """Ten milliseconds of the processor's."""
+    end_s = time.thread_time() + 0.01
+    while time.thread_time() < end_s:
+        pass
 
 
 def test_computations_wait_for_the_call_before_them() -> None:
@@ -107,6 +107,12 @@ def test_computations_wait_for_the_call_before_them() -> None:
             assert sorted(times) == [0, 1, 2], "calls are nobody's task"
             gaps = [times[number].ready_s - times[number - 1].end_s for number in (1, 2)]
             assert all(gap > 0.019 for gap in gaps) if before else all(gap < 0.019 for gap in gaps)
+        assert len(streams.computed_s) == 6
+        assert max(streams.computed_s) < 0.019, "the wait is no work of the processor's"
+        streams.computed_s.clear()
+        streams.compute(3, COMPUTE, [], _busy)
+        assert streams.computed_s[0] >= 0.01
+        streams.finish()
     finally:
         streams.close()
     assert said == ["0", "1", "2", "0", "call", "1", "call", "2"]

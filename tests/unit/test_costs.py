@@ -277,6 +277,13 @@ def test_a_measured_batch_takes_a_call_per_part() -> None:
     assert seconds == pytest.approx([1.3e-3, 2.2e-3], rel=1e-12)
 
 
+def test_further_parts_of_a_batch_take_what_they_took_right_after_one_another() -> None:
+    host = HostOverhead(task_s=0.0, step_s=0.0, load_s=3e-4, load_seconds_per_byte=1e-9, load_part_s=1e-4, source="x")
+    cpu = Costs(MODEL, cluster_from_profile(gloo_profile(host=host)))
+    seconds = [cpu.estimate(LoadBatch(samples=8, size_bytes=10**6, parts=parts), 0).median_s for parts in (1, 4)]
+    assert seconds == pytest.approx([1.3e-3, 1.6e-3], rel=1e-12)
+
+
 # --- gloo fits --------------------------------------------------------------------------------------------------------
 
 
