@@ -80,8 +80,9 @@ def assert_equal_to_one_process(cases: list[Case], folder: Path, *, steps: int =
 
 
 @pytest.mark.xdist_group("launch")
-def test_plans_on_two_processes_equal_one_process(tmp_path: Path) -> None:
-    assert_equal_to_one_process(QUICK, tmp_path)
+@pytest.mark.parametrize("steps", [30, pytest.param(100, marks=pytest.mark.slow)])
+def test_plans_on_two_processes_equal_one_process(tmp_path: Path, steps: int) -> None:
+    assert_equal_to_one_process(QUICK, tmp_path, steps=steps)
 
 
 @pytest.mark.slow

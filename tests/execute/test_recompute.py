@@ -113,8 +113,9 @@ EVERY_MODEL = [
 
 
 @pytest.mark.xdist_group("launch")
-def test_plans_with_recomputation_equal_one_process(tmp_path: Path) -> None:
-    assert_equal_to_one_process(QUICK, tmp_path)
+@pytest.mark.parametrize("steps", [30, pytest.param(100, marks=pytest.mark.slow)])
+def test_plans_with_recomputation_equal_one_process(tmp_path: Path, steps: int) -> None:
+    assert_equal_to_one_process(QUICK, tmp_path, steps=steps)
 
 
 @pytest.mark.slow
@@ -124,9 +125,18 @@ def test_every_model_and_order_with_recomputation_equals_one_process(tmp_path: P
 
 
 @pytest.mark.xdist_group("launch")
-def test_dropout_draws_the_same_masks_with_recomputation_and_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        (("mlp", Mesh(dp=2)), ("vit", Mesh(pp=2))),
+        pytest.param((("bert", Mesh()), ("vgg", Mesh(dp=2))), marks=pytest.mark.slow),
+    ],
+    ids=lambda meshes: "-".join(name for name, _ in meshes),
+)
+def test_dropout_draws_the_same_masks_with_recomputation_and_without(
+    tmp_path: Path, meshes: tuple[tuple[str, Mesh], ...]
+) -> None:
     """The same ranks train on the same masks: their weights end equal, to the last bit."""
-    meshes = (("mlp", Mesh(dp=2)), ("vit", Mesh(pp=2)), ("bert", Mesh()), ("vgg", Mesh(dp=2)))
     steps = 10
     ends: list[dict[str, Tensor]] = []
     for way in ("none", "full"):

@@ -34,7 +34,7 @@ def test_awkward_modules(name: str, training: bool, granularity: str) -> None:
         assert_equal_to_module(module, tuple(torch.randn(batch, *shape) for shape in shapes), granularity)
 
 
-@pytest.mark.parametrize("granularity", ["block", "layer", "sublayer"])
+@pytest.mark.parametrize("granularity", ["block", "layer", pytest.param("sublayer", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SMALL)
 def test_zoo(name: str, granularity: str) -> None:
     spec = ModelSpec(name=name)

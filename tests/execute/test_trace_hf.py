@@ -67,7 +67,7 @@ def spec(request: pytest.FixtureRequest, tmp_path: Path) -> ModelSpec:
     return ModelSpec(name=str(path))
 
 
-@pytest.mark.parametrize("granularity", ["block", "layer", "sublayer"])
+@pytest.mark.parametrize("granularity", ["block", "layer", pytest.param("sublayer", marks=pytest.mark.slow)])
 def test_bitwise(spec: ModelSpec, granularity: str) -> None:
     """GPT-2 has dropout 0.1 by default, so the random numbers are compared too."""
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("granularity", ["layer", "sublayer"])
+@pytest.mark.parametrize("granularity", ["layer", pytest.param("sublayer", marks=pytest.mark.slow)])
 def test_shards_equal_the_whole(spec: ModelSpec, granularity: str) -> None:
     """GPT-2 without its dropout: with it nothing that follows a mask can be sharded."""
     kind = Path(spec.name).parent.name
