@@ -24,6 +24,7 @@ class CaseRow:
         low_s, high_s: the predicted 90% interval of the mean step, as drawn.
         slowness: how many times as long the probe beside its rounds took as while calibrating, mean over ranks and rounds.
             at_speed_s: predicted at that pace, round by round and rank by rank.
+        refreshed_s: predicted at the pace of 20 seconds right before the launch (`parsim calibrate --refresh`).
         aa_median, aa_p95: the case against itself. aa_at_speed: both of its rounds over the slowness beside them.
         compute_s, cpu_s: predicted computation, measured processor time of all ranks, per step.
         kinds: by kind of task, predicted (times the slowness) and measured seconds per step summed over its tasks.
@@ -40,6 +41,7 @@ class CaseRow:
     high_s: float
     slowness: float
     at_speed_s: float
+    refreshed_s: float
     measured_s: float
     aa_median: float
     aa_p95: float
@@ -57,6 +59,11 @@ class CaseRow:
         """The row with what is said at the pace beside it; the interval goes with it."""
         median, p95 = self.aa_at_speed
         return replace(self.times(self.at_speed_s / self.predicted_s), aa_median=median, aa_p95=p95)
+
+    @property
+    def as_refreshed(self) -> CaseRow:
+        """The row with what was said right before its launch; the interval goes with it."""
+        return self.times(self.refreshed_s / self.predicted_s)
 
     def times(self, factor: float) -> CaseRow:
         """The row with so many times the prediction and its interval."""
@@ -94,7 +101,7 @@ def judged(rows: Sequence[CaseRow]) -> dict[str, Any]:
     groups |= {name: (lambda row, name=name: row.model == name) for name in models}
     plans: Groups = {label: (lambda row, label=label: row.label == label) for label in dict.fromkeys(row.label for row in rows)}
     records: Groups = {name: (lambda row, name=name: row.record == name) for name in dict.fromkeys(row.record for row in rows)}
-    paced = [row.at_its_speed for row in rows]
+    paced, refreshed = [row.at_its_speed for row in rows], [row.as_refreshed for row in rows]
     return {
         "cases": len({(row.launch, row.model, row.label) for row in rows}),
         "records": len(records),
@@ -104,6 +111,8 @@ def judged(rows: Sequence[CaseRow]) -> dict[str, Any]:
         "at the pace beside them": errors_by(paced, groups),
         "by plan, at the pace beside them": errors_by(paced, plans),
         "by record, at the pace beside them": errors_by(paced, records),
+        "refreshed before the launch": errors_by(refreshed, dict(itertools.islice(groups.items(), 6))),
+        "by record, refreshed before the launch": errors_by(refreshed, records),
         "less what all cases of a launch have in common": errors_by(
             without_common_factors(rows), dict(itertools.islice(groups.items(), 4))
         ),
@@ -114,6 +123,7 @@ def judged(rows: Sequence[CaseRow]) -> dict[str, Any]:
         "by kind": kinds_of(rows),
         "coverage": asdict(coverage_split([record_of(row) for row in rows])),
         "coverage, at the pace beside them": asdict(coverage_split([record_of(row) for row in paced])),
+        "coverage, refreshed before the launch": asdict(coverage_split([record_of(row) for row in refreshed])),
         "choice": choice_of(rows),
         "processor time": processor_time(rows),
     }
@@ -221,9 +231,10 @@ def printed(document: dict[str, Any]) -> str:
     lines = [f"{document['machine']}, {document['date']}: {document['cases']} cases, {document['records']} records", ""]
     lines.append("| steps of | n | median | p95 | worst | bias | A/A median | A/A p95 | covered as drawn |")
     lines.append("|---|---|---|---|---|---|---|---|---|")
-    speed = "at the pace beside them"
+    speed, before = "at the pace beside them", "refreshed before the launch"
     common = "less what all cases of a launch have in common"
-    parts = ("errors", speed, common, "by plan", f"by plan, {speed}", "by record", f"by record, {speed}")
+    parts = ("errors", before, speed, common, "by plan", f"by plan, {speed}")
+    parts += ("by record", f"by record, {before}", f"by record, {speed}")
     for part in parts:
         lines.append(f"| *{part}* |")
         for name, row in document[part].items():
@@ -247,5 +258,5 @@ def printed(document: dict[str, Any]) -> str:
         )
     lines.append("by the probe, times as long as while calibrating, on average:")
     lines.append("; ".join(f"{name} {factor:.3f}" for name, factor in document["slowness"].items()))
-    lines += [f"{name}: {document[name]}" for name in ("coverage", "coverage, at the pace beside them")]
+    lines += [f"{name}: {document[name]}" for name in ("coverage", f"coverage, {before}", f"coverage, {speed}")]
     return "\n".join(lines)

@@ -5,8 +5,9 @@
 1. Calibrates the machine on half of the models: with a rank per core, with twice as many, and with two ranks in network
    namespaces of their own, joined by a link of 1 Gbit/s (where root can make such).
 2. Predicts every case (six models, plans on one to four processes) and writes the predictions down.
-3. Measures all cases in interleaved rounds, N records one after the other, each with launches of its own. A probe before and
-   after each round of each case tells how fast the cores were, and every case is said again at that pace: the second column.
+3. Measures all cases in interleaved rounds, N records one after the other, each with launches of its own. For 20 seconds before
+   each launch `parsim calibrate --refresh` looks how fast the cores are, and every case is said again with that. A probe before
+   and after each round of each case tells how fast the cores were, and every case is said once more at that pace.
 4. Judges: errors beside the A/A floor, coverage of the intervals, order of the plans, what the predicted choice costs.
 
 A step that is done (its file lies in DIR) is not done again, so a record that was stopped goes on, and more records can be
@@ -33,13 +34,14 @@ from measuring import STEPS, Seen, measure, progress
 from namespaces import possible, shaped_pair
 
 from calibration.calibrate import Launcher, calibrate
+from calibration.refresh import refresh
 from calibration.request import CalibrationRequest
 from parsim.execute.environment import describe_environment, machine_line
 from parsim.execute.launch import launch
 from parsim.files import write_csv, write_text_atomically
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.pace import pace_s
-from parsim.hardware.profile import Profile, load_profile
+from parsim.hardware.profile import PaceToday, Profile, load_profile, save_profile
 from parsim.plan.plan import Plan
 from parsim.report.compare import aa_floor, task_durations_s
 from parsim.schedule.evaluate import evaluate
@@ -217,10 +219,11 @@ def record(
         path = folder / f"{name}.json"
         chosen = [case for case in cases if case.launch == name]
         if chosen and not path.is_file():
+            today = pace_today(folder / f"{name}.pace.json", profiles)
             with setting.launcher() as launcher:
                 seen = measure(folder / name, [entry.case for entry in chosen], setting.ranks, rounds, launcher, seed=number)
             said = {entry.case.name: entry for entry in chosen}
-            measured = [row_of(folder.name, said[entry.case.name], entry, profiles[name]) for entry in seen]
+            measured = [row_of(folder.name, said[entry.case.name], entry, profiles[name], today) for entry in seen]
             write_text_atomically(path, json.dumps([asdict(row) for row in measured]))
             shutil.rmtree(folder / name)
         if path.is_file():
@@ -233,8 +236,18 @@ def record(
     return rows
 
 
-def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile) -> CaseRow:
-    """What one case took, beside what was said of it, and what is said of it at the pace beside it."""
+def pace_today(path: Path, profiles: Mapping[str, Profile]) -> PaceToday:
+    """The pace of the cores right now: a copy of a profile, with ranks on the loopback interface, refreshed at `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    usual = next(profile for name, profile in profiles.items() if SETTINGS[name].link_bytes_per_s is None)
+    save_profile(usual, path)
+    today = refresh(path).today
+    assert today is not None, "it was refreshed"
+    return today
+
+
+def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile, today: PaceToday) -> CaseRow:
+    """What one case took, beside what was said of it at first, with the pace right before, and at the pace beside it."""
     case, measurement = said.case, seen.measurement
     slow = slowness(profile, measurement.pace_s, case.plan.world_size)
     assert slow is not None, "the calibration and the record have a probe"
@@ -256,6 +269,9 @@ def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile) -> 
         predicted_s=said.step_s[0],
         low_s=said.step_s[1],
         high_s=said.step_s[2],
+        refreshed_s=evaluate(
+            question(said.launch, case, profile.model_copy(update={"today": today})), case.plan, samples=0, fold=False
+        ).result.step_s.median,
         at_speed_s=step_at_pace(asked, evaluate(asked, case.plan, samples=0, fold=False), slow),
         slowness=float(slow.mean()),
         measured_s=measurement.mean_step_s,
