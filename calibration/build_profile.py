@@ -374,6 +374,7 @@ def host_overhead(raw: Mapping[str, Any], drift: Drift) -> HostOverhead:
         task_s=float(np.median([sweep["gap_s"] for sweep in sweeps])),
         step_s=float(np.median([sweep["rest_s"] for sweep in sweeps])),
         resume_s=resuming_s(raw),
+        crowding=crowding(raw),
         load_s=latency_s,
         load_seconds_per_byte=seconds_per_byte,
         load_part_s=part_s,
@@ -385,6 +386,13 @@ def resuming_s(raw: Mapping[str, Any]) -> float:
     """By how much computation takes longer after a wait: median over models, rounds and ranks; 0 with one rank."""
     seconds = [entry["seconds"] for _, entry in entries_of(raw, "resume")]
     return max(0.0, float(np.median(seconds))) if seconds else 0.0
+
+
+def crowding(raw: Mapping[str, Any]) -> float:
+    """How many times as long computation takes with all ranks as with one on every core: median over models, rounds and ranks;
+    1 where no core is shared."""
+    ratios = [entry["ratio"] for _, entry in entries_of(raw, "crowding")]
+    return max(1.0, float(np.median(ratios))) if ratios else 1.0
 
 
 def loading(raw: Mapping[str, Any], drift: Drift) -> tuple[float, float, float]:

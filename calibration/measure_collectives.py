@@ -22,7 +22,7 @@ from torch import Tensor
 from calibration.pacing import paced_together
 from calibration.request import CalibrationRequest
 from calibration.turns import WARM_UP, Entries, Section
-from parsim.costs.collectives import packed_operation
+from parsim.costs.collectives import ON_ONE_CORE, packed_operation
 from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
 from parsim.execute.environment import memory_limit_bytes
 from parsim.execute.group import make_groups
@@ -51,7 +51,7 @@ MEMORY_SHARE = 0.25
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     """Attributes:
-    device: where the arrays live.
+    device: where the arrays live. cores: on which the ranks run; rank r and rank r + cores share one.
     dp: group of the collectives by ranks; sends: group by (source, destination); None where this rank is no member.
     scratch: the arrays to send are pieces of it, so that no measurement first touches memory.
     """
@@ -60,6 +60,7 @@ class Bench:
     world_size: int
     device: torch.device
     dtype: torch.dtype
+    cores: int
     dp: Mapping[tuple[int, ...], dist.ProcessGroup | None]
     sends: Mapping[tuple[int, int], dist.ProcessGroup | None]
     scratch: Tensor
@@ -98,6 +99,7 @@ def make_bench(device: torch.device, dtype: torch.dtype, cores: int, largest_byt
         world_size=world_size,
         device=device,
         dtype=dtype,
+        cores=cores,
         dp={ranks: groups.get(("dp", ranks)) for ranks in collectives},
         sends={pair: groups.get(stream) for pair, stream in sends.items()},
         scratch=torch.zeros(scratch_bytes(largest_bytes) // dtype.itemsize, dtype=dtype, device=device),
@@ -217,7 +219,7 @@ def _drop(_: object) -> None:
 
 
 class Item(NamedTuple):
-    """One thing to measure: an operation of COLLECTIVES over a group, or a send_recv from the first rank to the second."""
+    """One thing to measure: an operation of COLLECTIVES over a group, or a transfer from the first rank to the second."""
 
     operation: str
     ranks: tuple[int, ...]
@@ -240,7 +242,7 @@ def measure_item(bench: Bench, item: Item) -> list[list[float]] | None:
     The receiver of a transfer allocates its buffer within the measured time, as the executor does.
     """
     times: list[list[TaskTime]] = []
-    if item.operation == SEND_RECV:
+    if item.operation in (SEND_RECV, ON_ONE_CORE):
         source, destination = item.ranks
         group = bench.sends[source, destination]
         if group is not None:
@@ -367,7 +369,9 @@ def all_items(bench: Bench, sizes_bytes: Sequence[int]) -> Iterator[Item]:
     for size_bytes in sizes_bytes:
         for operation in COLLECTIVES:
             yield from (Item(operation, ranks, size_bytes) for ranks in bench.dp)
-        yield from (Item(SEND_RECV, pair, size_bytes) for pair in bench.sends)
+        for source, destination in bench.sends:
+            same = (source - destination) % bench.cores == 0
+            yield Item(ON_ONE_CORE if same else SEND_RECV, (source, destination), size_bytes)
 
 
 def items_of_round(items: Sequence[Item], number: int) -> list[Item]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from calibration.measure_collectives import COLLECTIVES, Bench, merged_seconds
 from calibration.measure_components import Case, StepTimes
+from calibration.measure_crowding import measure_crowding
 from calibration.measure_resume import measure_resume
 from calibration.pacing import paced_together
 from calibration.request import CalibrationRequest
@@ -46,7 +47,8 @@ def overlap_section(
 ) -> Section | None:
     """Steps of one model after the other, at its middle batch, beside every size; None with one rank.
 
-    Entries of `overlap`, rank 0's alone: see `measure_overlap`; and of `resume`: see `measure_resume`.
+    Entries of `overlap`, rank 0's alone: see `measure_overlap`; of `resume`: see `measure_resume`; and of `crowding`: see
+    `measure_crowding`.
     """
     if bench.world_size == 1:
         return None
@@ -62,7 +64,8 @@ def overlap_section(
         case = chosen[number % len(chosen)]
         blocks = [partial(measure_overlap, case, bench, operation, size_bytes) for operation, size_bytes in beside]
         (resumed,) = paced_together([partial(measure_resume, case, bench)], probe)
-        return {"overlap": paced_together(blocks, probe), "resume": [resumed]}
+        crowded = measure_crowding(case, bench)
+        return {"overlap": paced_together(blocks, probe), "resume": [resumed], "crowding": crowded}
 
     return Section(
         name="overlap",

@@ -83,7 +83,7 @@ def _what(entry: Entry, key: str, models: Sequence[Model]) -> str:
 
 
 def collective_text(operation: str, group: Sequence[int], size_bytes: int) -> str:
-    over = f"from rank {group[0]} to {group[1]}" if operation == "send_recv" else f"over {len(group)} ranks"
+    over = f"from rank {group[0]} to {group[1]}" if operation.startswith("send_recv") else f"over {len(group)} ranks"
     return f"{operation} of {format_bytes(size_bytes)} {over}"
 
 

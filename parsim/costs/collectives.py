@@ -43,6 +43,9 @@ __all__ = [
     "tree_all_reduce_s",
 ]
 
+ON_ONE_CORE = "send_recv_on_one_core"
+"""The name in profiles of a transfer between ranks that share a core."""
+
 EXTRAPOLATION_SIGMA = 0.25
 """Relative spread given to what was not measured: sizes outside the range, derived operations, relayed rings. Assumed."""
 
@@ -109,7 +112,7 @@ def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tu
     pair = (work.source, work.destination)
     _check_ranks(pair, cluster, "send_recv")
     if cluster.profile.communication.link_model is None:
-        return _from_fits("send_recv", 2, work.size_bytes, cluster)
+        return _from_fits(_fitted_transfer(pair, cluster), 2, work.size_bytes, cluster)
     _check_concurrent(cluster, _hashable(concurrent), "a concurrent transfer")
     model = link_model_of(cluster)
     crosses = cluster.places[pair[0]][0] != cluster.places[pair[1]][0]
@@ -219,6 +222,13 @@ def _fitted_operation(work: Collective, cluster: Cluster) -> str:
         if any(fit.operation == name for fit in cluster.profile.communication.fits):
             return name
     return work.operation
+
+
+def _fitted_transfer(pair: tuple[int, int], cluster: Cluster) -> str:
+    """Between ranks that share a core it has a name of its own, where that was measured: only one end works at a time."""
+    cores = cluster.core_of_rank(cluster.size)
+    known = any(fit.operation == ON_ONE_CORE for fit in cluster.profile.communication.fits)
+    return ON_ONE_CORE if known and cores[pair[0]] == cores[pair[1]] else "send_recv"
 
 
 def packed_operation(operation: str) -> str:

@@ -34,6 +34,7 @@ class Costs:
     Attributes:
         precision: a key of DeviceType.peak_flop_per_s, e.g. "fp32". optimizer: e.g. "sgd_momentum".
         ranks_active: how many ranks compute at once; measurements under that load are preferred (None: the heaviest load).
+        ranks: of the plan (None: all of the cluster); where they outnumber the cores, their computation is crowded.
         corrections: what a run has shown the profile to be wrong by, on top of what the profile's own updates say.
     """
 
@@ -42,6 +43,7 @@ class Costs:
     precision: str = "fp32"
     optimizer: str = "sgd_momentum"
     ranks_active: int | None = None
+    ranks: int | None = None
     corrections: Corrections = NO_CORRECTIONS
 
     def estimate(self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...] = ()) -> Estimate:
@@ -114,7 +116,21 @@ class Costs:
                 return estimate_send_recv(work, self.cluster, concurrent)
             case LoadBatch():
                 return estimate_load(work, self._device(rank), self.cluster)
+        if self._crowding != 1.0:
+            detail = f"{estimate.detail}; {self._crowding:.3g} times that where ranks share cores"
+            estimate = replace(estimate, median_s=self._crowding * estimate.median_s, detail=detail)
         return with_host_overhead(estimate, self.cluster)
+
+    @cached_property
+    def _crowding(self) -> float:
+        """How many times as long computation takes as with a rank on every core: as measured with all ranks of the profile, of
+        fewer in proportion to those beyond the cores."""
+        host, most = self.cluster.profile.host, len(self.cluster.profile.devices)
+        cores = len(set(self.cluster.core_of_rank(self.cluster.size)))
+        ranks = self.cluster.size if self.ranks is None else self.ranks
+        if host is None or not cores < min(ranks, most):
+            return 1.0
+        return 1.0 + (host.crowding - 1.0) * (ranks - cores) / (most - cores)
 
     @property
     def shared_cores(self) -> tuple[int, ...]:

@@ -245,6 +245,8 @@ class HostOverhead(Record):
     Attributes:
         resume_s: by which computation takes longer after its rank has waited for communication, which finds other things in
             the caches.
+        crowding: how many times as many processor seconds computation takes where all ranks of the profile share its cores as
+            with one rank on each; 1 where none is shared.
         load_s, load_seconds_per_byte: of bringing a batch from the data in memory to the rank; None: not measured.
         load_part_s: of each further part of a batch that comes right after the first, instead of load_s; None: as much.
     """
@@ -252,6 +254,7 @@ class HostOverhead(Record):
     task_s: NonNegative
     step_s: NonNegative
     resume_s: NonNegative = 0.0
+    crowding: Annotated[float, Field(ge=1)] = 1.0
     load_s: NonNegative | None = None
     load_seconds_per_byte: NonNegative | None = None
     load_part_s: NonNegative | None = None

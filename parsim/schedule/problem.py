@@ -89,7 +89,7 @@ class Problem:
 
     def costs(self, ranks: int) -> Costs:
         """Prices under the load of `ranks` ranks that compute at once, or of as many as have cores of their own: how ranks
-        on one core slow one another is the engines' part."""
+        on one core take turns is the engines' part."""
         if ranks not in self._costs:
             self._costs[ranks] = Costs(
                 model=self.model,
@@ -97,6 +97,7 @@ class Problem:
                 precision=self.precision,
                 optimizer=self.optimizer,
                 ranks_active=len(set(self.cluster.core_of_rank(ranks))),
+                ranks=ranks,
                 corrections=self.corrections,
             )
         return self._costs[ranks]

@@ -131,7 +131,7 @@ def test_arrays_to_send_are_aligned_apart_and_fit(size_bytes: int, precision: st
 
     dtype = DTYPES[precision]
     room = torch.empty(scratch_bytes(size_bytes) // dtype.itemsize, dtype=dtype)
-    bench = Bench(rank=0, world_size=1, device=torch.device("cpu"), dtype=dtype, dp={}, sends={}, scratch=room)
+    bench = Bench(rank=0, world_size=1, device=torch.device("cpu"), dtype=dtype, cores=1, dp={}, sends={}, scratch=room)
     count = bench.elements(size_bytes)
     item = Item("all_reduce", (0, 1), size_bytes)
     chain = [own.array(count) for own in chain_of(bench, item)]
@@ -152,7 +152,9 @@ def _exchanges(rank: int) -> int:
     made = 0
     for size_bytes in (4, 1000, 1024, 65_552):
         room = torch.ones(scratch_bytes(size_bytes) // 4, dtype=torch.float32)
-        bench = Bench(rank=rank, world_size=2, device=torch.device("cpu"), dtype=room.dtype, dp={}, sends={}, scratch=room)
+        bench = Bench(
+            rank=rank, world_size=2, device=torch.device("cpu"), dtype=room.dtype, cores=2, dp={}, sends={}, scratch=room
+        )
         for prepare in COLLECTIVES.values():
             prepare(bench, size_bytes, group)()
             made += 1

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from calibration.build_profile import resuming_s
+from calibration.build_profile import crowding, resuming_s
+from calibration.measure_crowding import crowded
 from calibration.measure_resume import resumed_s
 from calibration.pausing import Pausing
 from parsim.execute.streams import make_streams
@@ -116,3 +117,13 @@ def test_computations_wait_for_the_call_before_them() -> None:
     finally:
         streams.close()
     assert said == ["0", "1", "2", "0", "call", "1", "call", "2"]
+
+
+def test_crowding_is_the_median_of_ratios_and_never_a_gain() -> None:
+    def raw(*ratios: float) -> dict[str, object]:
+        return {"ranks": [{"crowding": [{"model": 0, "samples": 8, "ratio": ratio} for ratio in ratios]}, {}]}
+
+    assert crowding(raw(1.02, 1.06, 3.0)) == 1.06
+    assert crowding(raw(0.9, 0.98)) == 1.0
+    assert crowding(raw()) == 1.0
+    assert crowded([(1.0, 1.2), (2.0, 2.0), (1.0, 1 / 1.2)]) == pytest.approx(1.0)

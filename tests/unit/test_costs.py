@@ -277,6 +277,41 @@ def test_a_measured_batch_takes_a_call_per_part() -> None:
     assert seconds == pytest.approx([1.3e-3, 2.2e-3], rel=1e-12)
 
 
+def shared_cores(profile: Profile, *, ranks: int, cores: int) -> Profile:
+    """Its first ranks on so many cores, in turn."""
+    devices = [device.model_copy(update={"core": device.index % cores}) for device in profile.devices[:ranks]]
+    return profile.model_copy(update={"devices": devices})
+
+
+def test_crowded_ranks_compute_longer_in_proportion_to_those_beyond_the_cores() -> None:
+    """Four ranks of a profile on two cores; loading and communication have prices of their own."""
+    host = HostOverhead(task_s=0.0, step_s=0.0, crowding=1.2, load_s=1e-3, source="x")
+    profile = shared_cores(gloo_profile(host=host), ranks=4, cores=2)
+    cluster = cluster_from_profile(profile)
+    alone = Costs(MODEL, cluster_from_profile(gloo_profile())).estimate(FORWARD, 0).median_s
+    for ranks, factor in ((1, 1.0), (2, 1.0), (3, 1.1), (4, 1.2), (None, 1.2)):
+        assert Costs(MODEL, cluster, ranks=ranks).estimate(FORWARD, 0).median_s == pytest.approx(factor * alone)
+    assert Costs(MODEL, cluster, ranks=4).estimate(LoadBatch(samples=1, size_bytes=0), 0).median_s == 1e-3
+    assert Costs(MODEL, cluster_from_profile(profile, 2)).estimate(FORWARD, 0).median_s == pytest.approx(alone)
+
+
+def test_a_transfer_on_one_core_has_a_price_of_its_own() -> None:
+    profile = shared_cores(gloo_profile(), ranks=4, cores=2)
+    (reduce,) = profile.communication.fits
+    fits = [
+        reduce.model_copy(update={"operation": name, "regimes": [Regime(max_size_bytes=None, latency_s=s, seconds_per_byte=0)]})
+        for name, s in (("send_recv", 1e-3), ("send_recv_on_one_core", 2e-3))
+    ]
+
+    def seconds(destination: int, known: int) -> float:
+        communication = profile.communication.model_copy(update={"fits": fits[:known]})
+        cluster = cluster_from_profile(profile.model_copy(update={"communication": communication}))
+        return Costs(MODEL, cluster).estimate(SendRecv(source=0, destination=destination, size_bytes=8), 0).median_s
+
+    assert [seconds(1, 2), seconds(2, 2), seconds(3, 2)] == [1e-3, 2e-3, 1e-3]
+    assert seconds(2, 1) == 1e-3, "a profile of old"
+
+
 def test_further_parts_of_a_batch_take_what_they_took_right_after_one_another() -> None:
     host = HostOverhead(task_s=0.0, step_s=0.0, load_s=3e-4, load_seconds_per_byte=1e-9, load_part_s=1e-4, source="x")
     cpu = Costs(MODEL, cluster_from_profile(gloo_profile(host=host)))
