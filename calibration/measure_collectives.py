@@ -247,7 +247,8 @@ def measure_item(bench: Bench, item: Item) -> list[list[float]] | None:
         group = bench.sends[source, destination]
         if group is not None:
             stream = f"pp>{destination}" if bench.rank == source else f"pp<{source}"
-            times = _repeat(bench, [(stream, _transfer(bench, item, group))], group, item.repeats)
+            burn_s = BURN_S if item.operation == SEND_RECV else 0.0
+            times = _repeat(bench, [(stream, _transfer(bench, item, group))], group, item.repeats, burn_s)
     else:
         group = bench.dp[item.ranks]
         if group is not None:
@@ -272,12 +273,16 @@ def _transfer(bench: Bench, item: Item, group: dist.ProcessGroup) -> Callable[[]
 
 
 def _repeat(
-    bench: Bench, calls: Sequence[tuple[str, Callable[[], None]]], group: dist.ProcessGroup, repeats: int
+    bench: Bench,
+    calls: Sequence[tuple[str, Callable[[], None]]],
+    group: dist.ProcessGroup,
+    repeats: int,
+    burn_s: float = BURN_S,
 ) -> list[list[TaskTime]]:
     """Times of the calls in each repeat, on this rank; one more comes before them and warms up.
 
     Computation 2 i comes before call 2 i + 1 and computation 2 i + 2 after it, which waits for it: where that begins, the call
-    has ended.
+    has ended. Ranks that share a core compute nothing (`burn_s` 0): how they wait for one another's computation is simulated.
     """
     streams = make_streams(bench.device)
     operand = torch.ones(192, 192, dtype=bench.dtype, device=bench.device)
@@ -288,7 +293,7 @@ def _repeat(
             for number, (stream, call) in enumerate(calls):
                 streams.submit(2 * number + 1, stream, [2 * number], call)
             for number in range(len(calls) + 1):
-                streams.compute(2 * number, "compute", [2 * number - 1] if number else [], partial(_burn, operand))
+                streams.compute(2 * number, "compute", [2 * number - 1] if number else [], partial(_burn, operand, burn_s))
             times = {entry.task: entry for entry in streams.finish()}
             if repeat > 0:
                 kept.append([times[2 * n + 1]._replace(end_s=times[2 * n + 2].ready_s) for n in range(len(calls))])
@@ -297,9 +302,9 @@ def _repeat(
     return kept
 
 
-def _burn(operand: Tensor) -> None:
-    """Keep the device busy for about BURN_S (on CUDA: give it a few kernels)."""
-    end = time.perf_counter() + BURN_S
+def _burn(operand: Tensor, burn_s: float) -> None:
+    """Keep the device busy for about so long (on CUDA: give it a few kernels)."""
+    end = time.perf_counter() + burn_s
     product = operand
     while time.perf_counter() < end:
         product = operand @ operand
