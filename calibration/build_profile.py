@@ -87,7 +87,8 @@ SOURCES: Mapping[str, tuple[str, str]] = {
     "host": (
         "measurement",
         "gaps between the tasks of a step, and what else a step takes, medians; loading a batch: a line through the medians of "
-        "all cases over their bytes, and of further parts the median of loads right after one another; after a wait: median",
+        "all cases over their bytes, and of further parts the median of loads right after one another; what computation costs "
+        "more after a wait and where all ranks share the cores: medians of processor seconds",
     ),
     "matmul": ("measurement", "square matrix product with every rank busy, best of a few"),
     "copy": ("measurement", "copy between two 64 MiB arrays with every rank busy, bytes read plus written, best of a few"),

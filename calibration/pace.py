@@ -19,7 +19,7 @@ PACE = "pace_s"
 """Where an entry says how fast the cores were: [before, after] it."""
 
 TIMES: Mapping[str, Sequence[str]] = {
-    "sweeps": ("seconds", "gap_s", "rest_s", "wall_s", "cpu_s"),
+    "sweeps": ("seconds", "gap_s", "rest_s", "wall_s", "cpu_s", "load_again_s"),
     "optimizers": ("seconds",),
     "operators": ("seconds",),
     "collectives": ("seconds",),
@@ -78,7 +78,7 @@ def at_one_pace(raw: Mapping[str, Any], usual: Pace | None) -> Mapping[str, Any]
             return entry
         then_s = usual.alone_s if entry.get("ranks_active") == 1 else usual.together_s
         factor = (then_s / statistics.mean(entry[PACE])) ** usual.told
-        return {**entry, **{key: _scaled(entry[key], factor) for key in TIMES[kind]}}
+        return {**entry, **{key: _scaled(entry[key], factor) for key in TIMES[kind] if key in entry}}
 
     ranks = [
         {kind: [steady(kind, entry) for entry in found] if kind in TIMES else found for kind, found in rank.items()}

@@ -52,9 +52,20 @@ def test_each_level_has_its_own_pace() -> None:
         {"ranks_active": level, "pace_s": [pace - 1e-3, pace + 1e-3], "seconds": [1.0]}
         for level, pace in ((1, 4e-3), (2, 8e-3), (1, 6e-3))
     ]
-    raw = {"ranks": [{"sweeps": [{**sweep, "gap_s": 0, "rest_s": 0, "wall_s": 1, "cpu_s": 1} for sweep in sweeps]}]}
+    raw = {
+        "ranks": [
+            {
+                "sweeps": [
+                    {**sweep, "gap_s": 0, "rest_s": 0, "wall_s": 1, "cpu_s": 1, "load_again_s": sweep["seconds"][0]}
+                    for sweep in sweeps
+                ]
+            }
+        ]
+    }
     assert usual_pace(raw) == Pace(5e-3, 8e-3)
-    found = [sweep["seconds"][0] for sweep in at_one_pace(raw, usual_pace(raw))["ranks"][0]["sweeps"]]
+    steady = at_one_pace(raw, usual_pace(raw))["ranks"][0]["sweeps"]
+    found = [sweep["seconds"][0] for sweep in steady]
+    assert found == [sweep["load_again_s"] for sweep in steady]
     assert found == pytest.approx([5 / 4, 1.0, 5 / 6])
 
 
