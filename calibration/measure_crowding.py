@@ -6,7 +6,7 @@ training steps of four ranks took 0 to 8% more seconds of the processor each tha
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -49,4 +49,4 @@ def _computing_s(case: Case, bench: Bench, active: int) -> float:
 
 def crowded(pairs: Sequence[tuple[float, float]]) -> float:
     """The geometric mean of the ratios of (uncrowded, crowded) seconds."""
-    return math.exp(sum(math.log(many / few) for few, many in pairs) / len(pairs))
+    return statistics.geometric_mean(many / few for few, many in pairs)

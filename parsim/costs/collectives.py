@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 ON_ONE_CORE = "send_recv_on_one_core"
-"""The name in profiles of a transfer between ranks that share a core."""
+"""The name in profiles of a transfer between ranks that share a core: only one end works at a time."""
 
 EXTRAPOLATION_SIGMA = 0.25
 """Relative spread given to what was not measured: sizes outside the range, derived operations, relayed rings. Assumed."""
@@ -70,7 +70,8 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
     if len(work.group) == 1:
         return Estimate(median_s=0.0, source="fitted", detail="one rank: nothing to do")
     if cluster.profile.communication.link_model is None:
-        return _from_fits(_fitted_operation(work, cluster), len(work.group), work.size_bytes, cluster)
+        names = (packed_operation(work.operation), work.operation) if work.packed else (work.operation,)
+        return _from_fits(names, len(work.group), work.size_bytes, cluster)
     _check_concurrent(cluster, _hashable(concurrent), "a concurrent group")
     group = tuple(sorted(work.group))
     if work.operation == "broadcast":
@@ -112,7 +113,9 @@ def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tu
     pair = (work.source, work.destination)
     _check_ranks(pair, cluster, "send_recv")
     if cluster.profile.communication.link_model is None:
-        return _from_fits(_fitted_transfer(pair, cluster), 2, work.size_bytes, cluster)
+        cores = cluster.core_of_rank(cluster.size)
+        names = (ON_ONE_CORE, "send_recv") if cores[pair[0]] == cores[pair[1]] else ("send_recv",)
+        return _from_fits(names, 2, work.size_bytes, cluster)
     _check_concurrent(cluster, _hashable(concurrent), "a concurrent transfer")
     model = link_model_of(cluster)
     crosses = cluster.places[pair[0]][0] != cluster.places[pair[1]][0]
@@ -215,28 +218,15 @@ def _link_estimate(
     )
 
 
-def _fitted_operation(work: Collective, cluster: Cluster) -> str:
-    """That of a packed collective has a name of its own, where the profile has measured it apart."""
-    if work.packed:
-        name = packed_operation(work.operation)
-        if any(fit.operation == name for fit in cluster.profile.communication.fits):
-            return name
-    return work.operation
-
-
-def _fitted_transfer(pair: tuple[int, int], cluster: Cluster) -> str:
-    """Between ranks that share a core it has a name of its own, where that was measured: only one end works at a time."""
-    cores = cluster.core_of_rank(cluster.size)
-    known = any(fit.operation == ON_ONE_CORE for fit in cluster.profile.communication.fits)
-    return ON_ONE_CORE if known and cores[pair[0]] == cores[pair[1]] else "send_recv"
-
-
 def packed_operation(operation: str) -> str:
     """The name in profiles of a collective with packing."""
     return f"{operation}_packed"
 
 
-def _from_fits(operation: str, group_size: int, size_bytes: int, cluster: Cluster) -> Estimate:
+def _from_fits(names: Sequence[str], group_size: int, size_bytes: int, cluster: Cluster) -> Estimate:
+    """By the first of these operations that the profile has measured at all: the special one, then the one it is a case of."""
+    measured = {fit.operation for fit in cluster.profile.communication.fits}
+    operation = next((name for name in names if name in measured), names[-1])
     fits = [fit for fit in cluster.profile.communication.fits if fit.operation == operation]
     match = next((fit for fit in fits if fit.group_size == group_size), None)
     if match is None:

@@ -23,7 +23,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from statistics import median
 from typing import NamedTuple
 
@@ -304,7 +304,7 @@ def _measured_optimizer(
         seconds = median(point.seconds for point in exact)
         how = f"measured at {work.elements} elements in {work.tensors} tensors"
     else:
-        per_step, per_element, per_tensor = _affine(points)
+        per_step, per_element, per_tensor = _affine(tuple((point.elements, point.tensors, point.seconds) for point in points))
         seconds = per_step + per_element * work.elements + per_tensor * work.tensors
         how = (
             f"{per_step:.3g} s + {per_element:.3g} s per element + {per_tensor:.3g} s per tensor "
@@ -320,14 +320,16 @@ def _measured_optimizer(
     )
 
 
-def _affine(points: Sequence[OptimizerPoint]) -> tuple[float, float, float]:
-    """Non-negative seconds per step, per element and per tensor, least squares of the relative error.
+@lru_cache(maxsize=64)
+def _affine(points: tuple[tuple[int, int, float], ...]) -> tuple[float, float, float]:
+    """Non-negative seconds per step, per element and per tensor through (elements, tensors, seconds), least squares of the
+    relative error. A search asks for the same points again and again.
 
     Of the terms, whichever of them together miss least while none is negative; those that the points cannot tell apart are not
     taken together. A constant is not looked for in fewer than four different steps.
     """
-    parts = np.array([[1, point.elements, point.tensors] for point in points], dtype=np.float64)
-    relative = parts / np.array([point.seconds for point in points])[:, None]
+    parts = np.array([[1, elements, tensors] for elements, tensors, _ in points], dtype=np.float64)
+    relative = parts / np.array([seconds for *_, seconds in points])[:, None]
     terms = (0, 1, 2) if len(np.unique(parts, axis=0)) > relative.shape[1] else (1, 2)
     best, least = np.zeros(3), math.inf
     for count in range(len(terms), 0, -1):
