@@ -45,7 +45,6 @@ def _computing(case: Case, bench: Bench, before: Operation | None) -> list[float
     """Seconds of every computation of one step."""
     dist.barrier(group=bench.everyone)
     case.streams.before = before
-    case.streams.computed_s.clear()
     try:
         tasks = case.step().tasks
     finally:
@@ -53,7 +52,7 @@ def _computing(case: Case, bench: Bench, before: Operation | None) -> list[float
     if bench.device.type == "cuda":
         ordered = sorted((entry for entry in tasks if entry.stream == COMPUTE), key=lambda entry: entry.ready_s)
         return [entry.end_s - entry.ready_s for entry in ordered]
-    return list(case.streams.computed_s)
+    return case.streams.computed_s
 
 
 def resumed_s(plain: Sequence[float], paused: Sequence[float]) -> float:

@@ -15,7 +15,8 @@ FIRST_CALL = 1_000_000_000
 class Pausing:
     """Streams on which each computation can be made to wait for a call of `before` that begins when the last one has ended.
 
-    Attributes: computed_s: processor seconds of each computation so far, and of handing over the call before it.
+    Attributes: computed_s: processor seconds of each computation of the step at hand or just finished, and of handing over the
+        call before it.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -29,6 +30,8 @@ class Pausing:
         self._streams.submit(task, stream, dependencies, operation)
 
     def compute(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
+        if self._last is None:
+            self.computed_s = []
         handing_s = time.thread_time()
         if self.before is not None and self._last is not None and stream == COMPUTE:
             call = FIRST_CALL + self._calls

@@ -58,7 +58,7 @@ def validate(
     comparison = judge(asked.problem, asked.evaluation, seen)
     document = {"folder": str(folder.path), "plan": asked.evaluation.result.plan.summary(), **comparison.to_dict(tasks=tasks)}
     speed = speed_of(asked.problem.cluster.profile, comparison.at_pace)
-    document["speed"] = speed
+    document["at_pace"] = speed
     document["warnings"] = [*changed_since, *([speed["warning"]] if speed and speed["warning"] else [])]
     record = record_of(asked, seen, comparison, session)
     document["history"] = remember(asked, record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import ProbeSeconds, Profile
+from parsim.hardware.profile import ProbePace, ProbeSeconds, Profile
 from parsim.units import format_percent
 
 
@@ -40,5 +40,5 @@ def _share(profile: Profile, active: int | None) -> float:
     return 0.0 if cores <= 1 else 1.0 if active is None else min(1.0, (active - 1) / (cores - 1))
 
 
-def _between(known: ProbeSeconds, share: float) -> float:
+def _between(known: ProbePace, share: float) -> float:
     return known.alone + share * (known.together - known.alone)

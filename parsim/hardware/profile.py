@@ -206,16 +206,21 @@ class Overlap(Record):
     source: str
 
 
-class ProbeSeconds(Record):
-    """The pace (`parsim.execute.probe`) at which everything takes the seconds that the profile says: of one rank alone, and
-    with a rank on every core. rank_sigma: what of `Noise.rank_sigma` the pace beside each step does not explain."""
+class ProbePace(Record):
+    """Seconds of the probe (`parsim.execute.probe`): of one rank alone, and with a rank on every core."""
 
     alone: Positive
     together: Positive
+
+
+class ProbeSeconds(ProbePace):
+    """The pace at which everything takes the seconds that the profile says. rank_sigma: what of `Noise.rank_sigma` the pace
+    beside each step does not explain."""
+
     rank_sigma: NonNegative = 0.0
 
 
-class PaceToday(ProbeSeconds):
+class PaceToday(ProbePace):
     """The pace as `parsim calibrate --refresh` found it since: everything takes as many times as long."""
 
     created: str

@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from parsim.hardware.compute_records import OperatorFit, OperatorSurface
+from parsim.hardware.pace import longer_text, slowness_today
 from parsim.hardware.profile import Profile
 from parsim.report.tables import NOTHING, Column, ReportTable
 from parsim.units import format_bytes, format_count, format_percent, format_seconds
@@ -55,7 +56,12 @@ def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTa
         host = f"{format_seconds(profile.host.task_s)} per task, {format_seconds(profile.host.step_s)} per step"
         if profile.host.resume_s:
             host += f", {format_seconds(profile.host.resume_s)} after a wait"
+        if profile.host.crowding > 1:
+            host += f"; computing x{profile.host.crowding:.3g} where ranks share a core"
         rows.append(("host", NOTHING, host, NOTHING))
+    if profile.today is not None:
+        what = f"{longer_text(slowness_today(profile))} for the same work, as of {profile.today.created}"
+        rows.append(("today", NOTHING, what, NOTHING))
     columns = (
         Column(name="kind"),
         Column(name="points", numeric=True),

@@ -95,9 +95,9 @@ def test_calibrate_run_resume_validate(tmp_path: Path) -> None:
     changed = load_profile(str(profile))
     assert len(changed.updates) == (1 if twice["update"]["changes"] else 0)
     assert abs(twice["update"]["relative_error_after"]) <= max(abs(twice["relative_error"]), twice["aa_floor"]["median"]) + 1e-9
-    assert again["speed"] is None  # training does not stop to look at the machine's speed
+    assert again["at_pace"] is None  # training does not stop to look at the machine's speed
     measured = parsim("validate", longer, "--rounds", "4", "--out", tmp_path / "measured")
-    speed = measured["speed"]
+    speed = measured["at_pace"]
     assert speed["slowness"] > 0
     assert speed["relative_error"] == pytest.approx(speed["predicted"] / measured["measured"] - 1)
     known = parsim("coverage", profile, "--history", tmp_path / "here.history.jsonl")

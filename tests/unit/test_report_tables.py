@@ -39,7 +39,7 @@ def comparison() -> dict[str, Any]:
 
 
 def profile() -> Profile:
-    """Calibrated on one machine: components, optimizer, collectives, drift, overlap, host."""
+    """Calibrated on one machine: components, optimizer, collectives, drift, overlap, host; and refreshed."""
     number = {"value": 1e9, "source": "s"}
     common = {"device_type": "cpu", "seconds": 1e-3, "repeats": 9, "source": "s"}
     component = {**common, "fingerprint": "f", "model": "m", "precision": "fp32"}
@@ -70,9 +70,10 @@ def profile() -> Profile:
             "devices": [{"index": 0, "type": "cpu"}, {"index": 1, "type": "cpu"}],
             "communication": {"backend": "gloo", "points": [{**reduce, "size_bytes": size} for size in (1024, 2**20, 2**25)]},
             "compute": {"components": points, "optimizers": [{**optimizer, "elements": count} for count in (1000, 2_500_000)]},
-            "noise": {"drift_sigma": 0.05, "source": "s"},
+            "noise": {"drift_sigma": 0.05, "probe": {"alone": 0.01, "together": 0.01}, "source": "s"},
+            "today": {"alone": 0.0125, "together": 0.0125, "created": "2026-01-02"},
             "overlap": {"compute_factor": 1.2, "communication_factor": 1.35, "source": "s"},
-            "host": {"task_s": 2.5e-5, "step_s": 3e-4, "source": "s"},
+            "host": {"task_s": 2.5e-5, "step_s": 3e-4, "resume_s": 1e-4, "crowding": 1.08, "source": "s"},
         }
     )
 
