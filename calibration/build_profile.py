@@ -11,7 +11,7 @@ from calibration.communication_points import collective_points, overlap_factors
 from calibration.drift import Drift, FloatArray, computation_drift, noise_of, robust_sigma
 from calibration.fit_collectives import fit_linear, fit_regimes
 from calibration.fit_composition import fit_compositions, measured_parts
-from calibration.fit_surfaces import fit_surfaces
+from calibration.fit_surfaces import consistent_operators, fit_surfaces
 from calibration.pace import at_one_pace, usual_pace
 from calibration.raw_points import RawPoints, entries_of
 from calibration.request import CalibrationRequest
@@ -122,7 +122,7 @@ def build_profile(given: RawPoints) -> Profile:
     points, odd_collectives = consistent_collectives(collective_points(raw))
     fits = fit_regimes(points, source="collective_fit") if points else []
     components, odd_components = consistent_components(component_points(raw, request, models, device_type, drift))
-    operators = operator_points(raw, request, device_type)
+    operators, odd_operators = consistent_operators(operator_points(raw, request, device_type))
     surfaces = fit_surfaces(operators, source="operator_fit")
     measured = measured_parts(components, models, SurfaceModel(tuple(surfaces), tuple(operators))) if surfaces else []
     return Profile(
@@ -135,7 +135,7 @@ def build_profile(given: RawPoints) -> Profile:
             machine=f"{environment['processor']}, {environment['cores']} cores, {environment['system']}",
             versions=environment["versions"],
             environment=provenance_environment(seen),
-            warnings=[*warnings, *odd_components, *odd_collectives, *doubts(seen, request)],
+            warnings=[*warnings, *odd_components, *odd_operators, *odd_collectives, *doubts(seen, request)],
         ),
         sources={key: SourceEntry(kind=kind, text=text) for key, (kind, text) in SOURCES.items()},  # type: ignore[arg-type]
         device_types={device_type: entry},

@@ -68,7 +68,7 @@ def fit_linear(columns: FloatArray, seconds: FloatArray) -> FloatArray:
 
 
 def rounded(value: float) -> float:
-    """Six significant digits: more would only record the arithmetic of one machine."""
+    """Six significant digits: more would only record the arithmetic of one machine, as the last of them may already."""
     return float(f"{value:.6g}")
 
 

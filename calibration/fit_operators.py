@@ -304,5 +304,5 @@ def _log_seconds(kernels: Sequence[Kernel], coefficients: Mapping[str, float]) -
 
 
 def round_to_six(value: float) -> float:
-    """Six significant digits: more would only record the arithmetic of one machine."""
+    """Six significant digits: more would only record the arithmetic of one machine, as the last of them may already."""
     return float(f"{value:.6g}")

@@ -6,18 +6,21 @@ of a point's own error. A fit depends on the points alone and on nothing random.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from calibration.fit_operators import FOLDS, MIN_POINTS, NORMAL_MAD, round_to_six
+from calibration.screen import launch_text
 from parsim.costs.surfaces import distances, log_sizes, stacked_terms
 from parsim.errors import ProfileError
 from parsim.hardware.compute_records import OperatorPoint, OperatorSurface
+from parsim.units import format_seconds
 
 FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 PASSES = 6
 ROBUST_SIGMAS = 1.5
 EDGE_SHARE = 0.25
@@ -25,40 +28,63 @@ MIN_SIGMA_PER_DOUBLING = 0.05
 """Assumed least growth of sigma per doubling beyond the data."""
 
 LESS_TIME = 0.2
-"""A launch that takes less than this part of the time of another of which no term is larger was not measured well."""
+"""A launch that takes less than this part of the time of another of which no term is larger contradicts it."""
+MAX_LEFT_OUT = 0.25
+"""Of the launches of one surface; where more contradict others, no one can tell which of them are right."""
 
 
 def fit_surfaces(points: Sequence[OperatorPoint], source: str) -> list[OperatorSurface]:
-    """One surface per kind, function, phase, device type and precision.
+    """One surface per kind, function, phase, device type and precision, of points that `consistent_operators` let pass.
 
-    Raises ProfileError for fewer than 8 points of one, or points that `check_operator_points` refuses.
+    Raises ProfileError for fewer than 8 points of one, or seconds that are not positive numbers.
     """
-    check_operator_points(points)
-    groups: dict[tuple[str, ...], list[OperatorPoint]] = {}
-    for point in points:
-        key = (point.kind, point.function, point.phase, point.precision, point.device_type)
-        groups.setdefault(key, []).append(point)
-    return [_surface(group, source) for _, group in sorted(groups.items())]
-
-
-def check_operator_points(points: Iterable[OperatorPoint]) -> None:
-    """Raises ProfileError for seconds that are not positive numbers, or that fall to less than a fifth while no term falls."""
-    groups: dict[tuple[str, ...], list[OperatorPoint]] = {}
     for point in points:
         if not (np.isfinite(point.seconds) and point.seconds > 0):
             raise ProfileError(f"{_name(point)} took {point.seconds} s; a time is a positive number: calibrate again")
-        groups.setdefault((point.kind, point.function, point.phase, point.precision, point.device_type), []).append(point)
-    for group in groups.values():
-        _, terms = stacked_terms(group[0].kind, [_sizes(point) for point in group])
-        seconds = np.array([point.seconds for point in group])
-        covered = (terms[:, None, :] >= terms[None, :, :]).all(axis=2) & (seconds[:, None] < LESS_TIME * seconds[None, :])
-        bad = [(int(more), int(less)) for more, less in np.argwhere(covered)]
-        if len(bad) > len(group) // MIN_POINTS:
-            more, less = (group[number] for number in bad[0])
-            raise ProfileError(
-                f"{_name(more)} took {more.seconds:.3g} s, less than a fifth of the {less.seconds:.3g} s of {_name(less)}, "
-                f"which is no larger, and {len(bad) - 1} more pairs like it; something else ran meanwhile: calibrate again"
+    return [_surface([points[number] for number in group], source) for _, group in sorted(_groups(points).items())]
+
+
+def consistent_operators(points: Sequence[OperatorPoint]) -> tuple[list[OperatorPoint], list[str]]:
+    """Without launches that contradict others of their surface, and one warning for each of them.
+
+    Of launches that contradict one another that goes which contradicts most, of several the slowest: what disturbs a
+    measurement makes it longer. Raises ProfileError where more than a quarter would go, or fewer than a fit needs be left.
+    """
+    warnings: dict[int, str] = {}
+    for group in _groups(points).values():
+        _, terms = stacked_terms(points[group[0]].kind, [_sizes(points[number]) for number in group])
+        seconds = np.array([points[number].seconds for number in group])
+        no_less: BoolArray = np.logical_and.reduce(terms[:, None, :] >= terms[None, :, :], axis=2)
+        against = no_less & (seconds[:, None] < LESS_TIME * seconds[None, :])
+        against |= against.T
+        said = len(warnings)
+        while against.any():
+            worst = max(range(len(group)), key=lambda place: (against[place].sum(), seconds[place]))
+            other = int(np.argmax(against[worst]))
+            less = "less" if no_less[other, worst] else "more"
+            warnings[group[worst]] = (
+                f"left out {_name(points[group[worst]])}: {format_seconds(seconds[worst])}, contradicted by the "
+                f"{format_seconds(seconds[other])} of one of no {less} work"
             )
+            against[worst] = against[:, worst] = False
+        odd = len(warnings) - said
+        if odd > MAX_LEFT_OUT * len(group) or len(group) - odd < MIN_POINTS <= len(group):
+            first = points[group[0]]
+            raise ProfileError(
+                f"{odd} of {len(group)} launches of {first.kind} {first.function} {first.phase} contradict others "
+                f"({list(warnings.values())[-1]}); at most a quarter may, and a fit needs {MIN_POINTS}; something else ran "
+                "meanwhile: calibrate again"
+            )
+    return [point for number, point in enumerate(points) if number not in warnings], list(warnings.values())
+
+
+def _groups(points: Sequence[OperatorPoint]) -> dict[tuple[str, ...], list[int]]:
+    """Numbers of the points of each surface."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for number, point in enumerate(points):
+        key = (point.kind, point.function, point.phase, point.precision, point.device_type)
+        found.setdefault(key, []).append(number)
+    return found
 
 
 def cross_validated(terms: FloatArray, seconds: FloatArray) -> FloatArray:
@@ -147,5 +173,4 @@ def _sizes(point: OperatorPoint) -> Mapping[str, float]:
 
 
 def _name(point: OperatorPoint) -> str:
-    sizes = " ".join(f"{name}={size}" for name, size in point.shape.items())
-    return f"{point.kind} {point.function} {point.phase} ({sizes})"
+    return launch_text(point.kind, point.function, point.phase, point.shape)

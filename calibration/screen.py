@@ -76,6 +76,8 @@ def _is_time(value: object) -> bool:
 def _what(entry: Entry, key: str, models: Sequence[Model]) -> str:
     if key == "collectives":
         return collective_text(entry["operation"], entry["group"], entry["size_bytes"])
+    if key == "operators":
+        return launch_text(entry["kind"], entry["function"], entry["phase"], entry["sizes"])
     name = f"{models[entry['model']].name} at {entry['samples']} samples"
     return (
         f"{name} beside {entry['operation']} of {format_bytes(entry['size_bytes'])}" if key == "overlap" else f"{name} ({key})"
@@ -85,6 +87,10 @@ def _what(entry: Entry, key: str, models: Sequence[Model]) -> str:
 def collective_text(operation: str, group: Sequence[int], size_bytes: int) -> str:
     over = f"from rank {group[0]} to {group[1]}" if operation.startswith("send_recv") else f"over {len(group)} ranks"
     return f"{operation} of {format_bytes(size_bytes)} {over}"
+
+
+def launch_text(kind: str, function: str, phase: str, sizes: Mapping[str, int]) -> str:
+    return f"{kind} {function} {phase} ({' '.join(f'{name}={size}' for name, size in sizes.items())})"
 
 
 def _usually_zero(raw: Mapping[str, Any]) -> dict[Hashable, list[bool]]:
@@ -122,12 +128,29 @@ def _sift_overlap(entry: Entry, usual: object) -> Sifted:
     return Sifted(entry, 1, int(all(map(_is_time, [*factors, *entry["communication_s"]]))))
 
 
+def _sift_operator(entry: Entry, usual: object) -> Sifted:
+    seconds = list(filter(_is_time, entry["seconds"]))
+    return Sifted({**entry, "seconds": seconds}, len(entry["seconds"]), len(seconds))
+
+
+def _sift_resume(entry: Entry, usual: object) -> Sifted:
+    # a difference, which noise may make negative
+    return Sifted(entry, 1, int(math.isfinite(entry["seconds"])))
+
+
+def _sift_crowding(entry: Entry, usual: object) -> Sifted:
+    return Sifted(entry, 1, int(_is_time(entry["ratio"])))
+
+
 SIFTERS: Mapping[str, Callable[[Entry, Mapping[Hashable, Sequence[bool]]], Sifted]] = {
     "sweeps": _sift_sweep,
     "optimizers": _sift_optimizer,
     "shards": _sift_shards,
     "collectives": _sift_collective,
     "overlap": _sift_overlap,
+    "operators": _sift_operator,
+    "resume": _sift_resume,
+    "crowding": _sift_crowding,
 }
 """By kind of entry. Entries of other kinds pass as they are."""
 

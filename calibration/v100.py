@@ -5,18 +5,20 @@
 
 DIR holds collectives.csv, datasheet.csv, operators.csv and throughput.csv (id, source, ... per row). The profiles keep every
 number that a fit of links or operators used, in SI units, with its source; `--refit` reads nothing else and says whether they
-come out the same.
+come out the same: exactly on the processor that made them, within `REFIT_TOLERANCE` on others.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from calibration.fit_operators import fit_operators, read_operator_points
 from calibration.v100_links import SOURCES as LINK_SOURCES
@@ -50,6 +52,9 @@ MEMORY_ROWS = {
 }
 VTRAIN = "github VIA-Research/vTrain"
 CONTEXT_BYTES = 700 * MIB
+REFIT_TOLERANCE = 3e-4
+"""Relative, of each number of a fit: searches end elsewhere with the last bits of another processor's arithmetic. The fits of
+an AMD EPYC and of an Intel Xeon lie up to 3.1e-5 apart (2026-11-22)."""
 DRIFT_SIGMA = 0.03
 
 SOURCES = {
@@ -253,6 +258,17 @@ def _host_links() -> list[LinkEntry]:
     return [*gpus, *switches, LinkEntry(a="socket0", b="socket1", kind="smp")]
 
 
+def largest_difference(first: Any, second: Any) -> float:
+    """The largest relative difference between numbers of two JSON documents; infinite where they differ otherwise."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping) and first.keys() == second.keys():
+        return max((largest_difference(first[key], second[key]) for key in first), default=0.0)
+    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        return max(map(largest_difference, first, second), default=0.0)
+    if isinstance(first, float) and isinstance(second, float) and first * second > 0:
+        return abs(first - second) / min(abs(first), abs(second))
+    return 0.0 if first == second else math.inf
+
+
 # --- command line -----------------------------------------------------------------------------------------------------
 
 
@@ -289,8 +305,10 @@ def _refit_file(path: Path, out: Path | None) -> int:
     if out is not None:
         save_profile(again, out / path.name)
         print(f"wrote {out / path.name}")
-    same = again == profile
-    print(f"{path.name}: the fits are {'reproduced exactly' if same else 'NOT the same as in the file'}")
+    difference = largest_difference(profile.model_dump(mode="json"), again.model_dump(mode="json"))
+    same = difference <= REFIT_TOLERANCE
+    within = "exactly" if difference == 0 else f"to {difference:.1e}, which is another processor's arithmetic"
+    print(f"{path.name}: the fits are {f'reproduced {within}' if same else 'NOT the same as in the file'}")
     return 0 if same or out is not None else 1
 
 

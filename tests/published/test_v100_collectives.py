@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from calibration.v100 import MEMORY_ROWS, build, main, refit
+from calibration.v100 import MEMORY_ROWS, REFIT_TOLERANCE, build, largest_difference, main, refit
 from calibration.v100_links import fit_link_model
 from parsim.costs.collectives import estimate_collective
 from parsim.errors import DataError
@@ -82,18 +82,31 @@ def test_a_relayed_ring_against_the_log_it_was_fitted_to(profile: Profile, clust
 
 def test_the_link_fit_is_reproduced_from_the_profile_alone(profile: Profile) -> None:
     model, rates = fit_link_model(profile)
-    assert model == profile.communication.link_model
+    assert profile.communication.link_model is not None
+    assert largest_difference(model.model_dump(), profile.communication.link_model.model_dump()) <= REFIT_TOLERANCE
     for kind, (rate, source) in rates.items():
-        assert profile.link_kinds[kind].bandwidth_bytes_per_s.value == rate
+        assert profile.link_kinds[kind].bandwidth_bytes_per_s.value == pytest.approx(rate, rel=REFIT_TOLERANCE)
         assert profile.link_kinds[kind].bandwidth_bytes_per_s.source == source
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(MEMORY_ROWS))
-def test_refitting_reproduces_the_whole_profile_bit_for_bit(name: str) -> None:
+def test_refitting_reproduces_the_whole_profile(name: str) -> None:
     profile = load_profile(name)
     again = refit(profile)
-    assert json.dumps(again.model_dump(mode="json")) == json.dumps(profile.model_dump(mode="json"))
+    assert largest_difference(again.model_dump(mode="json"), profile.model_dump(mode="json")) <= REFIT_TOLERANCE
+    assert again == refit(profile), "bit for bit on one machine"
+
+
+def test_documents_differ_by_their_worst_number_or_altogether() -> None:
+    document = {"name": "a", "fits": [{"rate": 2.0, "points": 3, "note": None}, {"rate": -1e9}], "none": 0.0}
+    assert largest_difference(document, document) == 0.0
+    assert largest_difference(document, {**document, "fits": [document["fits"][0], {"rate": -1.001e9}]}) == pytest.approx(1e-3)
+    for changed in ({"name": "b"}, {"none": 1e-12}, {"fits": []}, {"fits": [{"rate": 2.0}, {"rate": -1e9}]}, {"more": 1}):
+        assert largest_difference(document, {**document, **changed}) == math.inf
+    for rate in (-2.0, 2, None, "2.0"):
+        fits = [{"rate": rate, "points": 3, "note": None}, {"rate": -1e9}]
+        assert largest_difference(document, {**document, "fits": fits}) == (0.0 if rate == 2 else math.inf)
 
 
 @pytest.mark.slow
@@ -101,7 +114,7 @@ def test_refit_command_tells_a_changed_profile(profile: Profile, tmp_path: Path,
     path = tmp_path / "mine.json"
     save_profile(profile, path)
     assert main(["--refit", str(path)]) == 0
-    assert "reproduced exactly" in capsys.readouterr().out
+    assert "the fits are reproduced" in capsys.readouterr().out
     points = list(profile.communication.points)
     points[10] = points[10].model_copy(update={"seconds": points[10].seconds * 3})
     changed = profile.model_copy(update={"communication": profile.communication.model_copy(update={"points": points})})
@@ -115,7 +128,8 @@ def test_refit_command_tells_a_changed_profile(profile: Profile, tmp_path: Path,
 @pytest.mark.parametrize("name", sorted(MEMORY_ROWS))
 def test_building_again_gives_the_shipped_profile(name: str) -> None:
     built, shipped = build(DATA, name), load_profile(name)
-    assert built.model_copy(update={"provenance": shipped.provenance}) == shipped
+    built = built.model_copy(update={"provenance": shipped.provenance})
+    assert largest_difference(built.model_dump(mode="json"), shipped.model_dump(mode="json")) <= REFIT_TOLERANCE
 
 
 def test_missing_tables_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

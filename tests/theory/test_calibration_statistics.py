@@ -308,6 +308,9 @@ def test_gradient_totals_join_the_sizes() -> None:
 # --- nonsense ---------------------------------------------------------------------------------------------------------
 
 
+PRODUCT = {"kind": "matmul", "function": "linear", "phase": "forward", "round": 0}
+
+
 def raw_of_steps(rounds: int = 4) -> dict[str, Any]:
     """Two ranks, two batches of one model with three tasks (the last does not run), and one all_reduce."""
     sweeps = [
@@ -326,6 +329,9 @@ def raw_of_steps(rounds: int = 4) -> dict[str, Any]:
                 "shards": [{"model": 0, "samples": 4, "round": 0, "parts": [["c", "r", 2, "forward", 1e-3, 2e-3]]}],
                 "collectives": [call],
                 "overlap": [{**factors, "computation": [1.2, None], "communication_s": []}],
+                "operators": [{**PRODUCT, "sizes": {"rows": 8, "columns": 4}, "seconds": [1e-5, 2e-5]}],
+                "resume": [{"model": 0, "samples": 4, "round": 0, "seconds": -2e-5}],
+                "crowding": [{"model": 0, "samples": 4, "round": 0, "ratio": 1.1}],
                 "others": ["pass as they are"],
             }
         ]
@@ -358,6 +364,12 @@ def test_sane_timings_pass_as_they_are() -> None:
             lambda entry, value: entry["computation"].__setitem__(0, value),
             "1 of 2 timings of mlp at 4 samples beside",
         ),
+        (
+            "operators",
+            lambda entry, value: entry["seconds"].__setitem__(1, value),
+            "1 of 4 timings of matmul linear forward (rows=8 columns=4)",
+        ),
+        ("crowding", lambda entry, value: entry.__setitem__("ratio", value), "1 of 2 timings of mlp at 4 samples (crowding)"),
     ],
 )
 def test_planted_nonsense_is_left_out_and_said(key: str, plant: Any, words: str, nonsense: float) -> None:
@@ -375,6 +387,16 @@ def test_planted_nonsense_is_left_out_and_said(key: str, plant: Any, words: str,
     assert "nan" not in text
     assert "inf" not in text
     assert "-0.001" not in text
+
+
+@pytest.mark.parametrize("nonsense", [math.nan, math.inf, -math.inf])
+def test_a_difference_may_be_negative_but_is_a_number(nonsense: float) -> None:
+    raw = copy.deepcopy(raw_of_steps())
+    raw["ranks"] = [raw["ranks"][0], copy.deepcopy(raw["ranks"][1])]
+    raw["ranks"][0]["resume"][0]["seconds"] = nonsense
+    found, (warning,) = screened(raw, MODELS)
+    assert "1 of 2 timings of mlp at 4 samples (resume)" in warning
+    assert [rank["resume"] for rank in found["ranks"]] == [[], raw["ranks"][1]["resume"]]
 
 
 def test_too_few_steps_are_said_and_too_few_of_a_model_are_an_error() -> None:

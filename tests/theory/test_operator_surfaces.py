@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibration.fit_composition import MIN_COMPONENTS, Measured, fit_compositions, without_model
-from calibration.fit_surfaces import check_operator_points, fit_surfaces
+from calibration.fit_surfaces import consistent_operators, fit_surfaces
 from calibration.operator_shapes import MAX_ELEMENTS, MAX_FLOP, operator_launches
 from parsim.costs.composition import KINDS, Parts, component_parts, composed_s
 from parsim.costs.launches import Launch, component_launches
@@ -22,6 +23,15 @@ from parsim.model.component import Component, Operator, Parameter
 from parsim.work import Phase
 
 LAUNCHES = operator_launches(quick=False)
+SQUARES = [
+    Launch(
+        kind="matmul",
+        function="linear",
+        phase="forward",
+        sizes=(("problems", 1.0), *((name, 2.0**k) for name in ("rows", "columns", "depth"))),
+    )
+    for k in range(14)
+]
 Device = Callable[[str, Mapping[str, float]], float]
 
 
@@ -132,9 +142,35 @@ def test_a_time_that_is_none_is_refused(seconds: float) -> None:
 
 
 def test_times_that_fall_with_the_work_are_refused() -> None:
-    with pytest.raises(ProfileError, match=r"less than a fifth of the .* something else ran meanwhile"):
-        check_operator_points(linear_points(lambda kind, sizes: 1 / product_s(kind, sizes)))
-    check_operator_points(linear_points(noise=0.2))
+    with pytest.raises(ProfileError, match=r"\d+ of \d+ launches of matmul linear forward contradict .*calibrate again"):
+        consistent_operators(linear_points(lambda kind, sizes: 1 / product_s(kind, sizes)))
+
+
+def test_launches_that_something_held_up_are_left_out_and_said() -> None:
+    """One that took a hundred times as long contradicts every larger one that did not, and goes instead of all of those."""
+    points = linear_points(noise=0.2)
+    assert consistent_operators(points) == (points, [])
+    small = min(range(len(points)), key=lambda number: product_s("matmul", points[number].shape))
+    held_up = [*points]
+    held_up[small] = points[small].model_copy(update={"seconds": 100 * points[small].seconds})
+    kept, (warning,) = consistent_operators(held_up)
+    assert kept == [entry for number, entry in enumerate(points) if number != small]
+    sizes = " ".join(f"{name}={size}" for name, size in points[small].shape.items())
+    assert warning.startswith(f"left out matmul linear forward ({sizes}): ")
+    assert warning.endswith("of one of no less work")
+    other = [entry.model_copy(update={"phase": "backward", "seconds": entry.seconds / 20}) for entry in points]
+    assert consistent_operators([*points, *other]) == ([*points, *other], []), "of one kind and phase only"
+
+
+@given(st.dictionaries(st.integers(0, 13), st.floats(-3, 3), max_size=2))
+def test_none_of_what_is_left_contradicts_another(hit: dict[int, float]) -> None:
+    points = [point(launch, 1e-5 * 2**k * 10 ** hit.get(k, 0.0)) for k, launch in enumerate(SQUARES)]
+    kept, warnings = consistent_operators(points)
+    assert len(kept) + len(warnings) == len(points)
+    assert len(warnings) <= len(hit)
+    assert all(later.seconds >= 0.2 * earlier.seconds for earlier, later in combinations(kept, 2))
+    back, none = consistent_operators(kept)
+    assert (back, none) == (kept, [])
 
 
 def test_too_few_points_are_refused() -> None:
