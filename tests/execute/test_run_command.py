@@ -104,7 +104,7 @@ def test_calibrate_run_resume_validate(tmp_path: Path) -> None:
     assert known["records"] == (1 if changed.updates else 2)
 
 
-ALONE = """\
+BY_TURNS = """\
 [model]
 name = "vit_small"
 args = {{ hidden = 32, layers = 2, patch = 8 }}
@@ -121,16 +121,17 @@ epochs = 40
 [plan]
 strategy = "custom"
 mesh = {{ tp = 2 }}
-placements = {{ "*" = "place:0" }}
+placements = {{ "*attention*" = "place:1", "*" = "place:0" }}
 """
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_an_adaptive_run_leaves_a_bad_plan_and_trains_as_without(tmp_path: Path) -> None:
-    """Everything on rank 0 while rank 1 looks on: the search knows better, and no loss tells that the plan changed."""
+    """Attention on rank 1, all else on rank 0, never both at work: the search knows better however busy the machine is, and no
+    loss tells that the plan changed."""
     profile, file = tmp_path / "here.json", tmp_path / "run.toml"
-    file.write_text(ALONE.format(profile=profile))
+    file.write_text(BY_TURNS.format(profile=profile))
     parsim("calibrate", file, "--out", profile, "--quick", "--nproc", "2")
     straight = parsim("run", file, "--nproc", "2", "--out", tmp_path / "straight")
     adaptive = parsim("run", file, "--nproc", "2", "--out", tmp_path / "adaptive", "--adaptive", "--window", "8")
