@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import socket
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from calibration.communication_points import all_reduce_sizes
+from calibration.measure_allocator import measure_allocator, reading_bytes
 from calibration.measure_collectives import affordable_sizes, collective_section, make_bench
 from calibration.measure_components import DTYPES, Case, component_section, make_case
 from calibration.measure_device import measure_device
@@ -45,6 +47,14 @@ def main(job_path: Path) -> None:
     facts = measure_device(device, dtype, name=environment["processor"])
     asked = request.measured_models
     models = [Model.load(job_path.parent / f"model-{number}.json") for number in range(len(asked))]
+    first = {spec: number for number, (spec, _, _) in reversed(list(enumerate(asked)))}
+    trials = [
+        partial(make_case, number, spec, models[number], samples, request, device)
+        for spec, number in first.items()
+        for samples in sorted({min(asked[number][1]), max(asked[number][1])})
+    ]
+    read_bytes = reading_bytes(first, request.seed)
+    beside = [{**entry, "reading_bytes": read_bytes} for entry in measure_allocator(trials, facts.context_bytes)]
     cases = [
         make_case(number, spec, model, samples, request, device)
         for number, ((spec, batches, _), model) in enumerate(zip(asked, models, strict=True))
@@ -68,7 +78,7 @@ def main(job_path: Path) -> None:
         overlap_section(cases, bench, request, probe),
     )
     gathered: list[Any] = [None] * place.world_size
-    mine = {"device": facts.to_dict(), "pinning": pinnings[place.rank]}
+    mine = {"device": facts.to_dict(), "pinning": pinnings[place.rank], "allocator": beside}
     dist.gather_object(mine, gathered if place.rank == 0 else None)
     if place.rank == 0:
         start = {"ranks": gathered, "cases": [_case_entry(case) for case in cases], "environment": environment}

@@ -19,21 +19,28 @@ from calibration.screen import consistent_collectives, consistent_components, sc
 from calibration.surroundings import core_count, doubts, provenance_environment
 from parsim.costs.surfaces import SurfaceModel
 from parsim.graph.taskgraph import parse_work
+from parsim.hardware.allocator import ALLOCATORS, Allocator
 from parsim.hardware.compute_records import ComponentPoint, Compute, OperatorPoint, OptimizerPoint
 from parsim.hardware.profile import (
+    AllocatorEntry,
     Communication,
     DeviceEntry,
     DeviceTypeEntry,
     HostOverhead,
     Profile,
     Provenance,
+    Quantiles,
     Sourced,
     SourceEntry,
 )
 from parsim.model.model import Model
 from parsim.model.narrow import narrow
+from parsim.units import MIB
 from parsim.work import Compute as ComputeWork
 from parsim.work import LoadBatch, OptimizerStep, Work
+
+LIBRARY_MARGIN_BYTES = 16 * MIB
+"""By which models that were not calibrated may lie beyond those that were. Assumed."""
 
 SOURCES: Mapping[str, tuple[str, str]] = {
     "steps": (
@@ -94,6 +101,12 @@ SOURCES: Mapping[str, tuple[str, str]] = {
     "copy": ("measurement", "copy between two 64 MiB arrays with every rank busy, bytes read plus written, best of a few"),
     "memory": ("measurement", "physical memory (or the control group's limit) divided by the ranks of this machine"),
     "memory_gpu": ("measurement", "total memory as the driver reports it"),
+    "allocator": (
+        "measurement",
+        "peak of the process (of the GPU) in training steps, less its live tensors and the context: the least, median and most "
+        "of the smallest and the largest batch of every model (the least without what reading samples loads), 16 MiB wider; "
+        "the share lost between blocks is assumed",
+    ),
     "context": ("measurement", "memory in use after importing torch and joining the process group, before the first model"),
 }
 
@@ -117,6 +130,7 @@ def build_profile(given: RawPoints) -> Profile:
         memory_bandwidth_bytes_per_s=Sourced(value=_over_ranks(raw, "copy_bytes_per_s"), source="copy"),
         context_bytes=Sourced(value=_over_ranks(raw, "context_bytes"), source="context"),
         peak_flop_per_s={request.precision: Sourced(value=_over_ranks(raw, "peak_flop_per_s"), source="matmul")},
+        allocator=allocator_entry([entry for _, entry in entries_of(raw, "allocator")], ALLOCATORS[kind]),
     )
     drift = computation_drift(raw)
     points, odd_collectives = consistent_collectives(collective_points(raw))
@@ -166,6 +180,23 @@ def device_entries(pinnings: Sequence[Mapping[str, Any]], device_type: str) -> l
         DeviceEntry(index=rank, type=device_type, core=pinning.get("core") if shared else None)
         for rank, pinning in enumerate(pinnings)
     ]
+
+
+def allocator_entry(seen: Sequence[Mapping[str, Any]], assumed: Allocator) -> AllocatorEntry | None:
+    """What is held beside tensors: the share that is lost as assumed, which small models do not tell, and what is left of the
+    cases seen. From the least of them, had their samples come without libraries that read them, to the most, and somewhat
+    beyond both, as other models may. None where none was seen."""
+    if not seen:
+        return None
+    lost = assumed.lost_share
+    libraries = [entry["beside_bytes"] - lost.median * entry["dynamic_bytes"] for entry in seen]
+    unread = [library - entry["reading_bytes"] for library, entry in zip(libraries, seen, strict=True)]
+    low, high = min(unread) - LIBRARY_MARGIN_BYTES, max(libraries) + LIBRARY_MARGIN_BYTES
+    return AllocatorEntry(
+        library_bytes=Quantiles(p05=max(0.0, low), median=max(0.0, float(np.median(libraries))), p95=max(0.0, high)),
+        lost_share=Quantiles(p05=lost.p05, median=lost.median, p95=lost.p95),
+        source="allocator",
+    )
 
 
 def _over_ranks(raw: Mapping[str, Any], key: str) -> float:

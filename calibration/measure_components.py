@@ -241,14 +241,14 @@ def _visit(
     streams: Streams,
     probe: SpeedProbe | None,
 ) -> Iterator[dict[str, Any]]:
-    """Steps of one case: with every rank active (the first warms the caches), then once at each lower level."""
+    """Steps of one case: with every rank active, then one at each lower level."""
     for active in sorted(levels, reverse=True):
         dist.barrier()
         group = levels[active]
         if group is not None:
-            warm, kept = (WARM_STEPS, KEPT_STEPS) if active == max(levels) else (0, 1)
+            kept = KEPT_STEPS if active == max(levels) else 1
             dist.barrier(group=group)
-            yield from paced([partial(_steps, case, active, group, chosen, streams, warm, kept)], probe)
+            yield from paced([partial(_steps, case, active, group, chosen, streams, kept)], probe)
 
 
 def _steps(
@@ -257,15 +257,14 @@ def _steps(
     group: dist.ProcessGroup,
     chosen: OptimizerCase | None,
     streams: Streams,
-    warm: int,
     kept: int,
 ) -> list[dict[str, Any]]:
-    """Those that are kept, and the chosen part of an optimizer after them; `kind` says which of the two."""
+    """Those that are kept, after some that warm the caches, then the chosen part of an optimizer; `kind` says which."""
     found = []
-    for number in range(warm + kept):
+    for number in range(WARM_STEPS + kept):
         dist.barrier(group=group)
         step = case.step()
-        if number >= warm:
+        if number >= WARM_STEPS:
             again_s = case.load_again_s()
             found.append({"kind": "sweeps", "ranks_active": active, **sweep_record(case, step), "load_again_s": again_s})
     if chosen is not None:

@@ -1,69 +1,38 @@
-"""How much more does a process hold than its live tensors? One line per model and batch.
+"""How much more does a rank hold than its live tensors and the framework's context? One line per model and batch.
 
     python experiments/memory/resident.py MODEL SAMPLES
 
-The peak of the resident set in plain training steps, less what the process held once torch had run a matrix product and a
-convolution, beside the peak of live tensors. Linux alone: it reads /proc.
+A process of its own, pinned and set as a rank is, measured as a calibration does (`calibration.measure_allocator`), so that
+models that were not calibrated can be held against the line `allocator` of a profile. Linux alone: it reads /proc.
 """
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from functools import partial
 
 import torch
-from torch import Tensor
 
-from parsim.execute.environment import resident_bytes
-from parsim.execute.optimizer import distinct, flat_gradients
-from parsim.execute.stage import seeded_module
-from parsim.model.live_memory import LiveBytes
-from parsim.model.losses import loss_sum
-from parsim.model.spec import ModelSpec, example_batch, loss_of
+from calibration.measure_allocator import measure_allocator
+from calibration.measure_components import make_case
+from calibration.measure_device import context_bytes
+from calibration.request import CalibrationRequest
+from parsim.execute.pinning import prepare_rank
+from parsim.model.spec import ModelSpec, load_model
 from parsim.units import MIB
-
-ROUNDS = 5
-STEPS_PER_ROUND = 3
 
 
 def main(name: str, samples: int) -> None:
-    side = torch.randn(64, 64, requires_grad=True)
-    kernel = torch.randn(4, 3, 3, 3, requires_grad=True)
-    ((side @ side).sum() + torch.nn.functional.conv2d(torch.randn(1, 3, 8, 8), kernel).sum()).backward()  # type: ignore[no-untyped-call]
-    before = resident_bytes()
-    spec = ModelSpec(name=name)
-    module = seeded_module(spec, 0, torch.float32, torch.device("cpu"))
-    parameters = distinct(module.parameters())
-    gradients = flat_gradients(parameters)
-    optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
-    inputs, target = example_batch(spec, samples)
-
-    def step() -> None:
-        loss_sum(loss_of(spec), module(*inputs), target).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        gradients.zero_()
-
-    step()
-    state: list[Tensor] = [entry["momentum_buffer"] for entry in optimizer.state.values()]
-    with LiveBytes() as live:
-        for tensor in (*parameters, gradients, *module.buffers(), *inputs, target, *state):
-            live.track(tensor)
-        step()
-    beside = []
-    for _ in range(ROUNDS):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak of the resident set starts anew
-        for _ in range(STEPS_PER_ROUND):
-            step()
-        beside.append(peak_resident_bytes() - before - live.peak_bytes)
-    found = ", ".join(f"{size / MIB:.0f}" for size in beside)
-    print(f"{name}, {samples} samples: live tensors {live.peak_bytes / MIB:.1f} MiB; beside them, by round: {found} MiB")
-
-
-def peak_resident_bytes() -> int:
-    """Of this process, since it was last cleared."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
+    prepare_rank(0, 1, device="cpu")
+    device, spec = torch.device("cpu"), ModelSpec(name=name)
+    model, request = load_model(spec), CalibrationRequest(models=((spec, (samples,)),))
+    context = context_bytes(device)
+    (entry,) = measure_allocator([partial(make_case, 0, spec, model, samples, request, device)], context)
+    live, dynamic, beside = (entry[key] / MIB for key in ("live_bytes", "dynamic_bytes", "beside_bytes"))
+    print(
+        f"{name}, {samples} samples: live tensors {live:.1f} MiB, {dynamic:.1f} of which come and go; beside them and the "
+        f"context of {context / MIB:.0f} MiB: {beside:.0f} MiB"
+    )
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from measuring import STEPS, Seen, measure, progress
 from namespaces import possible, shaped_pair
 
 from calibration.calibrate import Launcher, calibrate
+from calibration.raw_points import raw_path
 from calibration.refresh import refresh
 from calibration.request import CalibrationRequest
 from parsim.execute.environment import describe_environment, machine_line
@@ -219,7 +220,7 @@ def record(
         path = folder / f"{name}.json"
         chosen = [case for case in cases if case.launch == name]
         if chosen and not path.is_file():
-            today = pace_today(folder / f"{name}.pace.json", profiles)
+            today = pace_today(folder / f"{name}.pace.json", profiles, folder.parent)
             with setting.launcher() as launcher:
                 seen = measure(folder / name, [entry.case for entry in chosen], setting.ranks, rounds, launcher, seed=number)
             said = {entry.case.name: entry for entry in chosen}
@@ -236,11 +237,12 @@ def record(
     return rows
 
 
-def pace_today(path: Path, profiles: Mapping[str, Profile]) -> PaceToday:
+def pace_today(path: Path, profiles: Mapping[str, Profile], calibrations: Path) -> PaceToday:
     """The pace of the cores right now: a copy of a profile, with ranks on the loopback interface, refreshed at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    usual = next(profile for name, profile in profiles.items() if SETTINGS[name].link_bytes_per_s is None)
+    name, usual = next(entry for entry in profiles.items() if SETTINGS[entry[0]].link_bytes_per_s is None)
     save_profile(usual, path)
+    shutil.copyfile(raw_path(calibrations / f"{name}.json"), raw_path(path))
     today = refresh(path).today
     assert today is not None, "it was refreshed"
     return today

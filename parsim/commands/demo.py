@@ -153,16 +153,17 @@ def _what_if(model: str, optimizer: str) -> tuple[RunConfig, Search]:
 
 def _print_strategies(config: RunConfig, found: Search, title: str) -> None:
     from parsim.report.tables import strategy_table
+    from parsim.schedule.search import same_program
 
     chosen = None if found.chosen is None else found.chosen.result.to_dict()
     print_tables([strategy_table([entry.result.to_dict() for entry in found.candidates], chosen=chosen, title=title)])
     if found.chosen is None:
         print(f"{config.model.name}: no plan fits.")
         return
-    result = found.chosen.result
-    runner_up = next((entry.result for entry in found.candidates[1:] if entry.result.fits), None)
+    first, *others = (entry.result for entry in found.candidates if entry.result.fits)
+    runner_up = next((other for other in others if not same_program(other.plan, first.plan)), None)
     why = f"; {runner_up.strategy} is {runner_up.reason}" if runner_up is not None else ""
-    print(f"chosen: {result.plan.summary()}{why}\n")
+    print(f"chosen: {first.plan.summary()}{why}\n")
 
 
 def _calibrate(path: Path, nproc: int) -> Profile:
@@ -257,7 +258,7 @@ def _summary(what_if: Sequence[tuple[RunConfig, Search]], real: Sequence[tuple[A
     lines = []
     for config, found in what_if:
         if found.chosen is not None:
-            result = found.chosen.result
+            result = found.candidates[0].result
             step = format_seconds(result.step_s.median)
             lines.append(f"{config.model.name} on 8 V100s: {result.plan.summary()} is fastest, {step} a step (predicted).")
     for asked, runs in real:

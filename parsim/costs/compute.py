@@ -42,6 +42,7 @@ from parsim.hardware.device import Device
 from parsim.hardware.profile import Profile
 from parsim.model.component import Component
 from parsim.model.narrow import narrow
+from parsim.units import format_seconds
 from parsim.work import Compute, OptimizerStep, Phase
 
 DEFAULT_DRIFT_SIGMA = 0.05
@@ -307,7 +308,7 @@ def _measured_optimizer(
         per_step, per_element, per_tensor = _affine(tuple((point.elements, point.tensors, point.seconds) for point in points))
         seconds = per_step + per_element * work.elements + per_tensor * work.tensors
         how = (
-            f"{per_step:.3g} s + {per_element:.3g} s per element + {per_tensor:.3g} s per tensor "
+            f"{format_seconds(per_step)} + {format_seconds(per_element)} per element + {format_seconds(per_tensor)} per tensor "
             f"through {len(points)} measured steps"
         )
     return Estimate(

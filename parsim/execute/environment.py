@@ -11,7 +11,7 @@ from typing import Any
 
 from parsim.execute.pinning import available_cores
 from parsim.execute.priority import is_granted
-from parsim.units import format_bytes
+from parsim.units import KIB, format_bytes
 
 PACKAGES = (
     "parsim",
@@ -96,6 +96,22 @@ def resident_bytes() -> int:
     """Resident set of this process; 0 where /proc is not there."""
     status = Path("/proc/self/statm")
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.is_file() else 0
+
+
+def forget_peak() -> bool:
+    """Let `peak_resident_bytes` start anew; False where the system keeps no peak, or does not forget it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return peak_resident_bytes() > 0
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident set of this process so far, or since `forget_peak`; 0 where /proc does not tell."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    return next((int(line.split()[1]) * KIB for line in lines if line.startswith("VmHWM:")), 0)
 
 
 def machine_line(environment: dict[str, Any]) -> str:

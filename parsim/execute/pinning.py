@@ -78,3 +78,9 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return all([mallopt(M_MMAP_MAX, 0), mallopt(M_TRIM_THRESHOLD, -1), mallopt(M_ARENA_MAX, ARENAS)])
+
+
+def give_back_freed_memory() -> bool:
+    """Let the system have the pages of freed memory again, once; False where there is no glibc or nothing to give back."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    return trim is not None and bool(trim(0))

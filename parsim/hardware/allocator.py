@@ -1,7 +1,7 @@
 """What a rank holds beyond its tensors and the framework's context: lost between an allocator's blocks, and taken by libraries.
 
-Nobody can count it beforehand, so it is an interval. Both rows are assumptions, not measured on the machine that is planned
-for: that of a CPU is read off one machine (`experiments/memory/resident.py`), that of CUDA rests on no measurement.
+Nobody can count it beforehand, so it is an interval. A calibration measures it (`calibration.measure_allocator`); for profiles
+without, the rows below are assumptions: that of a CPU is read off one machine, that of CUDA rests on no measurement.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from parsim.hardware.profile import DeviceTypeEntry, Quantiles
 from parsim.units import MIB
 
 
@@ -44,3 +45,14 @@ ALLOCATORS: Mapping[str, Allocator] = {
     "cuda": Allocator(library_bytes=Spread(32 * MIB, 256 * MIB, 1024 * MIB), lost_share=Spread(0.0, 0.02, 0.1)),
 }
 """By the kind of device. CUDA: cuDNN and cuBLAS scratch around a convolution algorithm's usual upper limit."""
+
+
+def allocator_of(entry: DeviceTypeEntry) -> Allocator:
+    """As the profile has it, or as assumed of its kind."""
+    if entry.allocator is None:
+        return ALLOCATORS[entry.kind]
+    return Allocator(library_bytes=_spread(entry.allocator.library_bytes), lost_share=_spread(entry.allocator.lost_share))
+
+
+def _spread(quantiles: Quantiles) -> Spread:
+    return Spread(quantiles.p05, quantiles.median, quantiles.p95)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
 from parsim.errors import ProfileError
-from parsim.hardware.allocator import ALLOCATORS
+from parsim.hardware.allocator import allocator_of
 from parsim.hardware.device import Device, DeviceType
 from parsim.hardware.fabric import cluster_links, node_links
 from parsim.hardware.network import Network, load_network, shipped_networks
@@ -151,7 +151,7 @@ def _devices(profile: Profile, nodes: int) -> dict[int, Device]:
             peak_flop_per_s={precision: number.value for precision, number in entry.peak_flop_per_s.items()},
             memory_bandwidth_bytes_per_s=entry.memory_bandwidth_bytes_per_s.value,
             context_bytes=int(entry.context_bytes.value),
-            allocator=ALLOCATORS[entry.kind],
+            allocator=allocator_of(entry),
         )
         for name, entry in profile.device_types.items()
     }

@@ -53,12 +53,37 @@ class Provenance(Record):
     warnings: list[str] = []
 
 
+class Quantiles(Record):
+    """Of one number."""
+
+    p05: NonNegative
+    median: NonNegative
+    p95: NonNegative
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Quantiles:
+        if not self.p05 <= self.median <= self.p95:
+            raise ValueError(f"p05 {self.p05:g}, median {self.median:g}, p95 {self.p95:g} must not descend")
+        return self
+
+
+class AllocatorEntry(Record):
+    """What a rank holds beside its tensors and the context, as measured (`parsim.hardware.allocator.Allocator`)."""
+
+    library_bytes: Quantiles
+    lost_share: Quantiles
+    source: str
+
+
 class DeviceTypeEntry(Record):
+    """`allocator`: None where nobody measured it, so that what is assumed of its kind holds."""
+
     kind: Literal["cuda", "cpu"]
     memory_bytes: Sourced
     memory_bandwidth_bytes_per_s: Sourced
     context_bytes: Sourced
     peak_flop_per_s: dict[str, Sourced]
+    allocator: AllocatorEntry | None = None
 
 
 class DeviceEntry(Record):

@@ -214,13 +214,14 @@ def _reason(entry: Evaluation, first: Evaluation, recompute: Recompute) -> str:
     again = f"; recomputes {len(plan.recomputed)} of {len(plan.components)} components" if plan.recompute != NONE else ""
     if entry is first:
         return f"fastest plan that fits{again}"
-    if _same_program(entry.result.plan, first.result.plan):
+    if same_program(entry.result.plan, first.result.plan):
         return f"the same plan as {first.result.strategy}"
     slower = entry.result.step_s.median - first.result.step_s.median
     return f"slower by {format_seconds(slower)} ({100 * slower / first.result.step_s.median:.0f}%){_where(entry, first)}{again}"
 
 
-def _same_program(one: Plan, other: Plan) -> bool:
+def same_program(one: Plan, other: Plan) -> bool:
+    """Whether two plans differ in the name of their strategy at most."""
     return replace(one, strategy=other.strategy) == other
 
 
