@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/this_machine"))
     parser.add_argument("--models", help="some of them, by name")
     parser.add_argument("--launches", help="some of them: two, four, shaped")
-    parser.add_argument("--records", type=int, default=5)
+    parser.add_argument("--records", type=int, default=5, help="0: calibrate and predict alone")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
@@ -136,6 +136,9 @@ def main() -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     profiles = {name: calibrated(asked.out / f"{name}.json", SETTINGS[name], subjects, asked) for name in wanted}
     said = predictions(asked.out / "predictions.json", profiles, subjects)
+    if records == 0:
+        progress(f"calibrated, and predicted {len(said)} cases: {asked.out / 'predictions.json'}")
+        return
     rows: list[CaseRow] = []
     for number in range(1, records + 1):
         rows += record(asked.out / f"record-{number}", said, profiles, rounds, asked.seed + number)
