@@ -47,13 +47,12 @@ def main(job_path: Path) -> None:
     facts = measure_device(device, dtype, name=environment["processor"])
     asked = request.measured_models
     models = [Model.load(job_path.parent / f"model-{number}.json") for number in range(len(asked))]
-    first = {spec: number for number, (spec, _, _) in reversed(list(enumerate(asked)))}
     trials = [
         partial(make_case, number, spec, models[number], samples, request, device)
-        for spec, number in first.items()
-        for samples in sorted({min(asked[number][1]), max(asked[number][1])})
+        for number, (spec, batches) in enumerate(request.models)  # at the first granularity
+        for samples in sorted({min(batches), max(batches)})
     ]
-    read_bytes = reading_bytes(first, request.seed)
+    read_bytes = reading_bytes((spec for spec, _ in request.models), request.seed)
     beside = [{**entry, "reading_bytes": read_bytes} for entry in measure_allocator(trials, facts.context_bytes)]
     cases = [
         make_case(number, spec, model, samples, request, device)

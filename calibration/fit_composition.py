@@ -9,7 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from calibration.fit_operators import NORMAL_MAD, round_to_six
+from calibration.fit_collectives import rounded
+from calibration.fit_operators import NORMAL_MAD
 from calibration.fit_surfaces import FloatArray, fit_terms
 from parsim.costs.composition import KINDS, Parts, component_parts
 from parsim.costs.surfaces import SurfaceModel
@@ -88,8 +89,8 @@ def fit_compositions(measured: Sequence[Measured], device_type: str, precision: 
             precision=precision,
             device_type=device_type,
             **_named(fitted[phase]),
-            component_sigma=round_to_six(component_sigma[phase]),
-            step_sigma=round_to_six(step_sigma),
+            component_sigma=rounded(component_sigma[phase]),
+            step_sigma=rounded(step_sigma),
             models=models,
             points=sum(entry.phase == phase for entry in measured),
             source=source,
@@ -124,7 +125,7 @@ def _terms(parts: Parts) -> list[float]:
 
 
 def _named(coefficients: NDArray[np.float64]) -> dict[str, Any]:
-    component, launch, parameter, activation, *factors = (round_to_six(value) for value in coefficients.tolist())
+    component, launch, parameter, activation, *factors = (rounded(value) for value in coefficients.tolist())
     return {
         "component_s": component,
         "launch_s": launch,

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from calibration.fit_collectives import rounded
 from parsim.costs.operators import FAMILIES, Kernel, backward_kernels, forward_kernels, kernel_seconds
 from parsim.errors import DataError, ProfileError
 from parsim.hardware.compute_records import OperatorFit, OperatorPoint
@@ -260,7 +261,7 @@ def _fit_group(points: Sequence[OperatorPoint], device_type: str, peak: float, b
         precision=points[0].precision,
         device_type=device_type,
         coefficients=_fit_coefficients(kernels, log_seconds, peak, bandwidth),
-        relative_sigma=round_to_six(NORMAL_MAD * float(np.median(np.abs(held_out)))),
+        relative_sigma=rounded(NORMAL_MAD * float(np.median(np.abs(held_out)))),
         min_flop=min(flop),
         max_flop=max(flop),
         points=len(points),
@@ -285,7 +286,7 @@ def _fit_coefficients(
     result = least_squares(
         residuals, START[index], bounds=(LOWER[index], UPPER[index]), loss="soft_l1", f_scale=0.2, max_nfev=500
     )
-    return {name: round_to_six(value) for name, value in coefficients(result.x).items()}
+    return {name: rounded(value) for name, value in coefficients(result.x).items()}
 
 
 def _free(kernels: Sequence[Kernel]) -> list[str]:
@@ -301,8 +302,3 @@ def _free(kernels: Sequence[Kernel]) -> list[str]:
 
 def _log_seconds(kernels: Sequence[Kernel], coefficients: Mapping[str, float]) -> NDArray[np.float64]:
     return np.log([kernel_seconds(kernel, coefficients) for kernel in kernels])
-
-
-def round_to_six(value: float) -> float:
-    """Six significant digits: more would only record the arithmetic of one machine, as the last of them may already."""
-    return float(f"{value:.6g}")

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from calibration.fit_operators import FOLDS, MIN_POINTS, NORMAL_MAD, round_to_six
+from calibration.fit_collectives import rounded
+from calibration.fit_operators import FOLDS, MIN_POINTS, NORMAL_MAD
 from calibration.screen import launch_text
 from parsim.costs.surfaces import distances, log_sizes, stacked_terms
 from parsim.errors import ProfileError
@@ -143,7 +144,7 @@ def _surface(points: Sequence[OperatorPoint], source: str) -> OperatorSurface:
     )
     reach = float(np.quantile(gaps, 0.9))
     coefficients = fit_terms(terms, seconds)
-    kept = {name: round_to_six(value) for name, value in zip(names, coefficients.tolist(), strict=True) if value > 0}
+    kept = {name: rounded(value) for name, value in zip(names, coefficients.tolist(), strict=True) if value > 0}
     return OperatorSurface(
         kind=first.kind,
         function=first.function,
@@ -151,9 +152,9 @@ def _surface(points: Sequence[OperatorPoint], source: str) -> OperatorSurface:
         precision=first.precision,
         device_type=first.device_type,
         seconds_per_term=kept,
-        relative_sigma=round_to_six(sigma),
-        reach_doublings=round_to_six(reach),
-        sigma_per_doubling=round_to_six(_growth(terms, seconds, shapes, sigma)),
+        relative_sigma=rounded(sigma),
+        reach_doublings=rounded(reach),
+        sigma_per_doubling=rounded(_growth(terms, seconds, shapes, sigma)),
         points=len(points),
         source=source,
     )
