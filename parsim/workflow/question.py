@@ -129,7 +129,11 @@ def question_of(
         raise ConfigError(_missing_text(name, cluster, global_batch))
     held = None if isinstance(cluster, str | Path) else cluster
     profile = str(cluster) if held is None else held.profile.name
-    document = {"model": {"name": name}, "cluster": {"profile": profile}, "training": {"global_batch": global_batch}}
+    document: dict[str, dict[str, Any]] = {
+        "model": {"name": name},
+        "cluster": {"profile": profile},
+        "training": {"global_batch": global_batch},
+    }
     text = "\n".join(table_text(key, section) for key, section in document.items())
     config = importable(parse_config(text, changes, where=f"{name} on {profile}"), Path.cwd())
     if held is not None:
@@ -174,6 +178,8 @@ def taken_defaults(
 ) -> tuple[tuple[str, Any], ...]:
     """The keys that the question left open and that a prediction depends on, with the values taken for them."""
     found: list[tuple[str, Any]] = []
+    if cluster is None and config.cluster.devices is None:
+        found.append((DEVICES, None))
     for table, key, _ in _PREDICTED_FROM:
         section = getattr(config, table)
         if table == "plan" and config.plan.plan_path is not None:
@@ -182,8 +188,6 @@ def taken_defaults(
             continue
         if key not in section.model_fields_set:
             found.append((f"{table}.{key}", getattr(section, key)))
-    if cluster is None and config.cluster.devices is None:
-        found.append((DEVICES, None))
     if model is None and config.model.name in ZOO:
         from parsim.model.spec import resolve
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,21 +55,24 @@ def on_this_machine(config: RunConfig, model: Model | None = None) -> RunConfig:
 
 
 def cache_path(config: RunConfig) -> Path:
-    """Where a calibration for this question is kept: named after the machine, torch and the model."""
+    """Where a calibration for this question is kept: the name stands for the machine, torch, the model, batch and optimizer."""
     from parsim.execute.processes.environment import describe_environment
+    from parsim.execute.processes.same_machine import gpu_names
 
-    environment = describe_environment()
-    key = f"{config.model_spec.to_dict()} {config.model.granularity} {config.training.global_batch} {config.training.optimizer}"
-    device = device_here()
-    words = (
-        environment["processor"] if device == "cpu" else "cuda",
-        f"{environment['cores']}-cores",
-        f"torch-{environment['versions'].get('torch', 'none')}",
-        Path(config.model.name).stem if config.model.name.endswith(".json") else config.model.name,
-        hashlib.sha256(key.encode()).hexdigest()[:8],
+    environment, device = describe_environment(), device_here()
+    key = (
+        environment["processor"],
+        environment["cores"],
+        environment["communication_priority"],
+        environment["versions"].get("torch"),
+        gpu_names() if device == "cuda" else device,
+        config.model_spec.to_dict(),
+        config.model.granularity,
+        config.training.global_batch,
+        config.training.optimizer,
+        config.cluster.devices,
     )
-    name = "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", str(word)).strip("-") for word in words)
-    return profiles_folder() / f"{name}.json"
+    return profiles_folder() / f"{THIS_MACHINE}-{hashlib.sha256(repr(key).encode()).hexdigest()[:8]}.json"
 
 
 def _found(config: RunConfig, model: Model | None) -> Path | None:
@@ -79,11 +81,12 @@ def _found(config: RunConfig, model: Model | None) -> Path | None:
     from parsim.workflow.load import model_of
 
     asked: Model | None = None
+    own = cache_path(config) if model is None else None
     for path, profile in _kept_profiles():
         if profile.device_types[profile.devices[0].type].kind != device_here() or differences_from_here(profile):
             continue
         asked = asked or model or model_of(config)
-        if serves(profile, config, asked):
+        if path == own or serves(profile, config, asked):
             return path
     return None
 

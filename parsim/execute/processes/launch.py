@@ -121,8 +121,8 @@ def _environment(mark: str, extra: Mapping[str, str] | None) -> dict[str, str]:
 def _import_folders() -> list[str]:
     """Where this process finds modules beside the installed ones, for the ranks: PYTHONPATH, the folder of a script, the
     current directory, and that of a run file."""
-    installed = {Path(place).resolve() for place in (*sysconfig.get_paths().values(), *site.getsitepackages())}
-    installed.add(Path(site.getusersitepackages()).resolve())
+    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
+    installed = {Path(place).resolve() for place in (*places, *site.getsitepackages(), site.getusersitepackages())}
     found = []
     for entry in sys.path:
         folder = Path(entry or os.curdir).resolve()
