@@ -48,6 +48,9 @@ TORCH_FREE = (
     "parsim.graph.taskgraph",
     "parsim.schedule.search",
     "parsim.predict.evaluate",
+    "parsim.workflow.public.functions",
+    "parsim.workflow.simulation",
+    "parsim.workflow.train",
 )
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ConfigError, PlanError
 from parsim.execute.job import AdaptiveSpec, Job
-from parsim.execute.measurement import Measurement
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.workflow.ask import (
@@ -32,6 +31,9 @@ from parsim.workflow.public.prediction import Prediction
 from parsim.workflow.record_validation import record_of, remember, updatable, update_profile
 from parsim.workflow.run_folder import RunFolder, new_folder, write_json
 from parsim.workflow.write_report import write_run_files
+
+if TYPE_CHECKING:
+    from parsim.execute.measurement import Measurement
 
 RUN = "run"
 """Name of the only run of a job."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import parsim as ps
+from parsim.cli import main
 from parsim.errors import ConfigError, ModelError
 from parsim.workflow.import_folder import importable
 from parsim.workflow.question import assumed_text, is_run_file, question_from_file, question_of
@@ -32,20 +33,30 @@ def net(width=8):
 """
 
 
-def parsim(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "parsim", *arguments], capture_output=True, text=True, timeout=200, check=False, cwd=folder
-    )
+Call = Callable[..., tuple[int, str, str]]
 
 
-def refused(*arguments: str, folder: Path) -> str:
+@pytest.fixture
+def parsim(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+    """Call `parsim ARGS` in tmp_path; returns the exit status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        captured = capsys.readouterr()
+        return int(ending.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def refused(parsim: Call, *arguments: str) -> str:
     """The one message of a command that ends with status 1."""
-    done = parsim(folder, *arguments)
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
-    lines = [line for line in done.stderr.splitlines() if not line.endswith("...")]
-    assert len(lines) == 1, done.stderr
+    status, out, err = parsim(*arguments)
+    assert (status, out) == (1, "")
+    lines = [line for line in err.splitlines() if not line.endswith("...")]
+    assert len(lines) == 1, err
     return lines[0]
 
 
@@ -98,33 +109,33 @@ def test_what_is_said_is_not_assumed() -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
-def test_plan_and_simulate_take_a_model_instead_of_a_file(command: str, tmp_path: Path) -> None:
+def test_plan_and_simulate_take_a_model_instead_of_a_file(command: str, parsim: Call) -> None:
     arguments = ("mlp", "--on", "dgx1-v100-32gb", "--batch", "64", "--set", "plan.strategy=dp", "--set", "cluster.devices=4")
-    document: dict[str, Any] = json.loads(parsim(tmp_path, command, *arguments, "--json").stdout)
+    document: dict[str, Any] = json.loads(parsim(command, *arguments, "--json")[1])
     result = document["chosen"] if command == "plan" else document
     assert result["strategy"] == "dp"
     assert len(result["peak_memory_bytes"]) == 4
     assert document["assumed"]["training.precision"] == "fp32"
     assert "plan.strategy" not in document["assumed"]
-    text = parsim(tmp_path, command, *arguments).stdout
+    text = parsim(command, *arguments)[1]
     assert [line for line in text.splitlines() if line.startswith("assumed: precision fp32, optimizer sgd_momentum")]
 
 
-def test_wrong_questions_have_one_message_with_the_fix(tmp_path: Path) -> None:
+def test_wrong_questions_have_one_message_with_the_fix(parsim: Call, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(RUN.format(model="resnet50"))
-    beside = refused("plan", "run.toml", "--on", "dgx2-v100", folder=tmp_path)
+    beside = refused(parsim, "plan", "run.toml", "--on", "dgx2-v100")
     assert "run.toml is a run file" in beside
     assert "--set cluster.profile=dgx2-v100" in beside
-    assert "--set training.global_batch=8" in refused("simulate", "run.toml", "--batch", "8", folder=tmp_path)
-    unknown = refused("plan", "resnt50", "--on", "dgx2-v100", "--batch", "8", folder=tmp_path)
+    assert "--set training.global_batch=8" in refused(parsim, "simulate", "run.toml", "--batch", "8")
+    unknown = refused(parsim, "plan", "resnt50", "--on", "dgx2-v100", "--batch", "8")
     assert "unknown model 'resnt50'; did you mean resnet50" in unknown
-    missing = refused("plan", "resnet50", folder=tmp_path)
+    missing = refused(parsim, "plan", "resnet50")
     assert "--on CLUSTER (cluster=) and --batch N (global_batch=) are missing" in missing
     assert "parsim plan resnet50 --on dgx1-v100-32gb --batch 1024" in missing
-    assert "--batch N (global_batch=) is missing" in refused("simulate", "resnet50", "--on", "dgx2-v100", folder=tmp_path)
-    assert "no run file" in refused("plan", "none.toml", folder=tmp_path)
-    assert "unknown profile 'dgx3'" in refused("plan", "resnet50", "--on", "dgx3", "--batch", "8", folder=tmp_path)
-    wrong = refused("plan", "resnet50", "--on", "dgx2-v100", "--batch", "-8", folder=tmp_path)
+    assert "--batch N (global_batch=) is missing" in refused(parsim, "simulate", "resnet50", "--on", "dgx2-v100")
+    assert "no run file" in refused(parsim, "plan", "none.toml")
+    assert "unknown profile 'dgx3'" in refused(parsim, "plan", "resnet50", "--on", "dgx3", "--batch", "8")
+    wrong = refused(parsim, "plan", "resnet50", "--on", "dgx2-v100", "--batch", "-8")
     assert "training.global_batch = -8: must be >= 1" in wrong
 
 
@@ -157,7 +168,7 @@ def test_a_factory_beside_the_run_file_is_found(tmp_path: Path, monkeypatch: pyt
     assert question_from_file(kept / "config.toml").config == question.config
 
 
-def test_another_module_of_that_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_module_of_that_name_is_refused(parsim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python would hand out the module that was imported first, and the wrong model would be planned."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("first", "second"):
@@ -170,14 +181,16 @@ def test_another_module_of_that_name_is_refused(tmp_path: Path, monkeypatch: pyt
         ps.plan(tmp_path / "second" / "run.toml", settings=settings)
 
 
-def test_an_import_folder_without_the_module_is_refused(tmp_path: Path) -> None:
+def test_an_import_folder_without_the_module_is_refused(parsim, tmp_path: Path) -> None:
     config = question_of("json:loads", cluster="dgx1-v100-32gb", global_batch=8, settings={"model.input_shape": [3]}).config
     model = config.model.model_copy(update={"import_folder": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"holds no json\.py"):
         importable(config.model_copy(update={"model": model}), tmp_path)
 
 
-def test_neither_a_name_nor_a_model_is_refused() -> None:
+def test_neither_a_name_nor_a_model_is_refused(
+    parsim,
+) -> None:
     wrong: Any = 3
     with pytest.raises(ModelError, match="int is no model: give the name of one, a run file"):
         question_of(wrong, cluster="dgx1-v100-32gb", global_batch=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,8 @@ def asked(model: str = "mlp", batch: int = 16, **settings: object) -> RunConfig:
 def measured_profile(model: Model, samples: tuple[int, ...], optimizer: str) -> Profile:
     """A profile of this machine as a calibration writes it, with these points alone."""
     environment = describe_environment()
-    base = load_profile("dgx1-v100-32gb").model_dump(mode="json")
+    text = load_profile("dgx1-v100-32gb").model_dump_json().replace('"gpu', '"cpu')
+    base = json.loads(text)
     kind = next(iter(base["device_types"]))
     base["device_types"][kind]["kind"] = "cpu"
     point = {"device_type": kind, "seconds": 0.001, "spread": 0.0, "repeats": 3, "source": next(iter(base["sources"]))}

@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
+BELONGS = ("parsim", "calibration", "hardware_profiles", "pyproject.toml", "README.md")
+
 PLAN = """
 import parsim as ps
 answer = ps.plan("resnet50", cluster="dgx1-v100-32gb", global_batch=1024)

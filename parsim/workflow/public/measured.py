@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.execute.measurement import Measurement
 from parsim.report.compare import Comparison
 from parsim.units import format_percent, format_seconds
 from parsim.workflow.public.frames import breakdown_frame, frame, timeline_frame
@@ -15,6 +14,8 @@ from parsim.workflow.public.prediction import Prediction
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from parsim.execute.measurement import Measurement
 
 KIND_COLUMNS = (
     "kind",
