@@ -113,6 +113,20 @@ def test_calibration_is_imported_only_when_used() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_experiments_and_benchmarks_import_no_command() -> None:
+    """What they share with the commands is in `parsim.workflow`."""
+    folders = ("experiments", "benchmarks", "calibration", "examples")
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert files
+    wrong = [
+        f"{relative(path)}:{line} imports {module}"
+        for path in files
+        for line, module in imported_modules(path)
+        if module == "parsim.cli" or module.split(".")[:2] == ["parsim", "commands"]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_import_cycle_between_modules() -> None:
     """Imports at module level only: those inside functions run later."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from parsim.errors import ConfigError
+from parsim.errors import ConfigError, ModelError
 from parsim.model.model import Model
 from parsim.model.zoo import ZOO
 from parsim.workflow.config import RunConfig, load_config, parse_config
@@ -118,6 +118,8 @@ def question_of(
         return question_from_file(Path(model), changes)
     given: Given = "name"
     value: Model | None = None
+    if example_inputs is not None and isinstance(model, str | Path | Model):
+        raise ConfigError(f"example_inputs are for an nn.Module, and {model!r} is none; drop them")
     if isinstance(model, Model):
         given, value, name = "model", model, model.name
     elif isinstance(model, str | Path):
@@ -156,9 +158,11 @@ def question_of(
 
 
 def is_run_file(name: str | Path) -> bool:
-    """Whether a first argument means a run file and not a model: it ends in .toml, or is a file that is no JSON."""
+    """Whether a first argument means a run file and not a model: it ends in .toml, or is there and no JSON."""
     path = Path(name)
-    return path.suffix == FILE_SUFFIX or path.is_dir() or (path.is_file() and path.suffix != ".json" and str(name) not in ZOO)
+    if str(name) in ZOO or ":" in str(name):
+        return False
+    return path.suffix == FILE_SUFFIX or path.is_dir() or (path.is_file() and path.suffix != ".json")
 
 
 def traced_model(module: Any, example_inputs: Any, config: RunConfig) -> Model:
@@ -222,7 +226,10 @@ def _check_known(name: str) -> None:
     from parsim.model.spec import is_config, zoo_row
 
     if ":" not in name and not is_config(name):
-        zoo_row(name)
+        try:
+            zoo_row(name)
+        except ModelError as error:
+            raise ModelError(f"{error}, or a run file (RUN{FILE_SUFFIX})") from error
 
 
 def _missing_text(name: str, cluster: object, global_batch: object) -> str:

@@ -239,6 +239,13 @@ def test_where_nothing_fits_the_answer_says_so_and_chosen_is_an_error() -> None:
     assert "No plan fits" in answer.sentence()
 
 
+def test_a_key_given_twice_is_refused() -> None:
+    with pytest.raises(ps.ParsimError, match=r"settings\['plan\.strategy'\] = 'hp', but plan\.strategy = 'dp'"):
+        ps.plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, strategy="dp", settings={"plan.strategy": "hp"})
+    with pytest.raises(ps.ParsimError, match=r"example_inputs are for an nn\.Module"):
+        ps.plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, example_inputs=3)
+
+
 def test_what_was_found_before_takes_nothing_beside_it(answer: ps.Answer) -> None:
     with pytest.raises(ps.ParsimError, match="strategy was given beside an Answer"):
         ps.simulate(answer, strategy="dp")

@@ -129,6 +129,8 @@ def test_wrong_questions_have_one_message_with_the_fix(parsim: Call, tmp_path: P
     assert "--set training.global_batch=8" in refused(parsim, "simulate", "run.toml", "--batch", "8")
     unknown = refused(parsim, "plan", "resnt50", "--on", "dgx2-v100", "--batch", "8")
     assert "unknown model 'resnt50'; did you mean resnet50" in unknown
+    assert "or a run file (RUN.toml)" in unknown
+    assert "no run file" in refused(parsim, "validate", "nowhere")
     missing = refused(parsim, "plan", "resnet50")
     assert "--on CLUSTER (cluster=) and --batch N (global_batch=) are missing" in missing
     assert "parsim plan resnet50 --on dgx1-v100-32gb --batch 1024" in missing
@@ -140,9 +142,13 @@ def test_wrong_questions_have_one_message_with_the_fix(parsim: Call, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("name", "is_file"), [("run.toml", True), ("resnet50", False), ("pkg.mod:make", False), ("config.json", False)]
+    ("name", "is_file"),
+    [("run.toml", True), ("resnet50", False), ("mlp", False), ("pkg.mod:make", False), ("config.json", False)],
 )
-def test_what_the_first_argument_means(name: str, is_file: bool) -> None:
+def test_what_the_first_argument_means(name: str, is_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a folder has the name of a model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mlp").mkdir()
     assert is_run_file(name) is is_file
 
 

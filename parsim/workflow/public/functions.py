@@ -20,7 +20,7 @@ from parsim.workflow.public.calibration import Calibration
 from parsim.workflow.public.cost_table import CostTable
 from parsim.workflow.public.measured import Measured
 from parsim.workflow.public.prediction import Prediction
-from parsim.workflow.question import Question, is_run_file, question_of
+from parsim.workflow.question import Question, is_run_file, question_from_file, question_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,7 +89,7 @@ def plan(
         "model.args": None if args is None else dict(args),
         "model.input_shape": None if input_shape is None else list(input_shape),
     }
-    question = _question(model, cluster, global_batch, {**keys, **(settings or {})}, overrides, example_inputs)
+    question = _question(model, cluster, global_batch, _merged(keys, settings), overrides, example_inputs)
     return _ask(question, top=top)
 
 
@@ -109,8 +109,8 @@ def simulate(
     """Simulate one step of one plan, task by task: the best plan of a strategy, or one that was found before.
 
     Args:
-        model, cluster, global_batch, strategy, example_inputs, settings, overrides: as `plan` takes them; or an Answer (its
-            chosen plan) or a Prediction, which need nothing beside them.
+        model, cluster, global_batch, strategy, example_inputs, settings, overrides: as `plan` takes them; or an Answer (the
+            plan it chose, or the fastest that does not fit) or a Prediction, which need nothing beside them.
         engine: "static" (arrays) or "dynamic" (processes); both give the same timeline.
         scenario: path of a scenario.toml: stragglers, links, failures; needs engine="dynamic".
         whole_run: to the end of training, by the scenario's table [run].
@@ -131,11 +131,20 @@ def simulate(
     path = None if scenario is None else Path(scenario)
     check_options(engine, path, whole_run)
     if isinstance(model, Answer | Prediction):
-        _check_nothing_beside(model, cluster=cluster, global_batch=global_batch, strategy=strategy, settings=settings)
-        asked = model.chosen if isinstance(model, Answer) else model
+        _check_nothing_beside(
+            model,
+            cluster=cluster,
+            global_batch=global_batch,
+            strategy=strategy,
+            settings=settings,
+            overrides=overrides or None,
+            example_inputs=example_inputs,
+        )
+        asked = model.prediction if isinstance(model, Answer) else model
     else:
-        keys = {"plan.strategy": None if strategy is None else str(strategy), **(settings or {})}
-        asked = _ask(_question(model, cluster, global_batch, keys, overrides, example_inputs)).prediction
+        keys = {"plan.strategy": None if strategy is None else str(strategy)}
+        question = _question(model, cluster, global_batch, _merged(keys, settings), overrides, example_inputs)
+        asked = _ask(question).prediction
     with progress(f"Simulating {asked.plan.summary()}"):
         return simulate_prediction(asked, engine=engine, scenario=path, whole_run=whole_run)
 
@@ -229,7 +238,7 @@ def validate(
         name = asked.problem.model.name
         asked = asked if place is None else replace(asked, config=with_history(asked.config, place))
     else:
-        question = _question(target, None, None, {}, overrides, None)
+        question = question_from_file(Path(target), overrides)
         if place is not None:
             question = replace(question, config=with_history(question.config, place))
         if update:
@@ -418,6 +427,15 @@ def load_cluster(
     return cluster_from_profile(loaded, devices, nodes=nodes, network=network)
 
 
+def _merged(keys: Settings, settings: Settings | None) -> Settings:
+    """The arguments that have a key of a run file, and further keys. Raises ConfigError for a key given twice."""
+    given = {key: value for key, value in keys.items() if value is not None}
+    for key, value in (settings or {}).items():
+        if key in given:
+            raise ConfigError(f"settings[{key!r}] = {value!r}, but {key} = {given[key]!r} was given as an argument; drop one")
+    return {**given, **(settings or {})}
+
+
 def _question(
     model: AskedModel,
     cluster: AskedCluster | None,
@@ -455,7 +473,7 @@ def _predicted(
 ) -> tuple[Prediction, str]:
     """What to run, and a name for its folder; `before` checks the config before anything is searched."""
     if isinstance(model, Answer | Prediction):
-        _check_nothing_beside(model, cluster=cluster, global_batch=global_batch, settings=settings)
+        _check_nothing_beside(model, cluster=cluster, global_batch=global_batch, settings=settings, overrides=overrides or None)
         asked = model.chosen if isinstance(model, Answer) else model
         return asked, asked.problem.model.name
     question = _question(model, cluster, global_batch, settings or {}, overrides, None)
