@@ -60,7 +60,7 @@ def list_text() -> str:
 
     if torch.version.cuda is None:
         raise ConfigError(
-            f"torch {torch.__version__} was built without CUDA and knows no CUDA kernel; install a CUDA build (no GPU is needed)"
+            f"torch {torch.__version__} was built without CUDA and knows no CUDA kernel; install a CUDA build; it needs no GPU"
         )
     lines = [f"# torch {torch.__version__}, CUDA {torch.version.cuda}; made by python -m calibration.cuda_operators --write"]
     for key in KEYS:

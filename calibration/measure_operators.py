@@ -31,7 +31,7 @@ from calibration.pacing import paced
 from calibration.request import CalibrationRequest
 from calibration.turns import Entries, Section
 from parsim.costs.launches import Launch
-from parsim.execute.event_clock import Driver, Group, driver_of, timed_groups, warm_up
+from parsim.execute.event_clock import Driver, Group, driver_of, products, timed_groups, warm_up
 from parsim.execute.probe import SpeedProbe
 from parsim.units import MIB
 
@@ -53,7 +53,6 @@ FREE_SHARE = 0.7
 CHAINED, CHAINED_BYTES = 8, 4 * MIB
 """So many calls stand between two events where the operands of one are no larger: an event takes about as long as a small
 kernel."""
-WARM_SIDE = 4096
 
 aten: Any = torch.ops.aten
 
@@ -373,7 +372,7 @@ def operator_section(
         dist.barrier(group=group)
         pool = kept or Pool(dtype, device, seed, pool_bytes(reach, dtype, device))
         if driver is not None:
-            warm_up(driver, warming(dtype, device))
+            warm_up(driver, products(dtype, device))
         blocks = [partial(_visits, launches[first : first + PACED], pool, driver) for first in range(0, len(launches), PACED)]
         with torch.no_grad():
             found = list(paced(blocks, probe))
@@ -407,12 +406,6 @@ def pool_bytes(reach: Reach, dtype: torch.dtype, device: torch.device) -> int:
     found = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
     cache_bytes = found or ASSUMED_L2_BYTES
     return max(POOL_BYTES, int(CACHES * cache_bytes), LARGEST_ARRAYS * reach.max_elements * dtype.itemsize)
-
-
-def warming(dtype: torch.dtype, device: torch.device) -> Call:
-    """Products that keep a GPU busy for some milliseconds."""
-    left, right = (torch.ones(WARM_SIDE, WARM_SIDE, dtype=dtype, device=device) for _ in range(2))
-    return lambda: torch.mm(left, right)
 
 
 def _visits(launches: Sequence[Launch], pool: Pool, driver: Driver | None) -> list[dict[str, Any]]:

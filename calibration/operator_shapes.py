@@ -107,7 +107,7 @@ GPU_MAX_FLOP = 1e13
 """A product of 8192 x 12288 by 12288 x 49152: 0.2 s at 50 Tflop/s."""
 GPU_MOST_ELEMENTS = 2**30
 ARRAYS_PER_LAUNCH = 12
-"""Of the largest size, that measuring one launch holds: the pool of its operands, what it makes, and what its backward saved."""
+"""Of the largest size, that measuring one launch holds: the pool, what it makes, and what its backward saved."""
 
 
 def gpu_reach(free_bytes: int, element_bytes: int, *, fused_attention: bool = True) -> Reach:

@@ -29,6 +29,8 @@ HOLD_MARGIN = 1.5
 WARM_S = 1.1
 """Of sustained work before anything is timed: clocks rise within milliseconds, and fall with power and heat within a second."""
 
+WARM_SIDE = 4096
+
 CYCLES = 20_000_000
 """Of the sleep kernel that tells how many cycles one second has."""
 
@@ -62,7 +64,7 @@ class CudaDriver:
         self._device = device
         self._cycles_per_s = 1e9
         for _ in range(2):  # the first one loads the kernel
-            start, end = self.mark(), None
+            start = self.mark()
             torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
             end = self.mark()
             self.synchronize()
@@ -154,3 +156,9 @@ def warm_up(driver: Driver, work: Operation, seconds: float = WARM_S) -> None:
     while driver.now_s() - begin_s < seconds:
         work()
         driver.synchronize()
+
+
+def products(dtype: torch.dtype, device: torch.device) -> Operation:
+    """Work that keeps a GPU busy for some milliseconds: matrix products."""
+    left, right = (torch.ones(WARM_SIDE, WARM_SIDE, dtype=dtype, device=device) for _ in range(2))
+    return lambda: torch.mm(left, right)
