@@ -3,9 +3,9 @@
 A collective starts when its last rank is ready (its dependencies ended and its stream free) and ends when the last rank goes on
 with what waited for it. Ranks of one host share a monotonic clock; several hosts are left out. Every call stands between two
 computations, as in training: the caches are not warm with the message, and a rank that is done computes on at once, on the core
-that its peer's message still needs. On GPUs the computation is a kernel that waits: it lasts until the host has queued the call.
-That is why some calls take several times as long as most (on a 2-core virtual machine one
-in ten waits a few milliseconds for the core), and why it is their mean that counts: each of them holds up the step.
+that its peer's message still needs. That is why some calls take several times as long as most (on a 2-core virtual machine one
+in ten waits a few milliseconds for the core), and why it is their mean that counts: each of them holds up the step. On GPUs the
+computation is a kernel that waits, and lasts until the host has queued the call.
 """
 
 from __future__ import annotations

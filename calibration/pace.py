@@ -3,8 +3,8 @@
 A core of a shared machine flips between speeds every few seconds (`parsim.execute.probe`). What is measured in a fast spell and
 what is measured in a slow one can be compared, and added up, once each is divided by the pace beside it.
 
-Where a GPU computes, two paces are looked at, and each scales its own times alone: that of the GPU what it computes, that of the
-host what the host does (queue, load, and what else a step takes). What links carry goes at neither.
+Where a GPU computes, two paces are looked at, and each scales its own times alone: the GPU's what it computes, the host's what
+the host does (queue, load, and what else a step takes). What links carry goes at neither.
 """
 
 from __future__ import annotations
