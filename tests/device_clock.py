@@ -28,7 +28,7 @@ class VirtualDevice:
     def kernel(self, seconds: float, name: str = "kernel") -> Callable[[], None]:
         return lambda: self.launch(seconds, name)
 
-    # --- as `parsim.execute.event_clock.Driver` ---
+    # --- as `parsim.execute.processes.event_clock.Driver` ---
 
     def now_s(self) -> float:
         return self.host_s

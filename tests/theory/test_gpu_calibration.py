@@ -14,15 +14,15 @@ pytest.importorskip("torch")
 
 import torch
 
-from calibration.arithmetic import DTYPES, OPERATOR_DTYPES, arithmetic_settings, autocast, set_arithmetic
-from calibration.measure_allocator import GpuMemory
-from calibration.measure_components import StepTimes, make_case, pausing_streams, sweep_record
-from calibration.pace import HOST_PACE, PACE, Pace, at_one_pace, usual_pace
-from calibration.pausing import Pausing
-from calibration.request import PRECISIONS, CalibrationRequest
+from calibration.measure.allocator import GpuMemory
+from calibration.measure.arithmetic import DTYPES, OPERATOR_DTYPES, arithmetic_settings, autocast, set_arithmetic
+from calibration.measure.components import StepTimes, make_case, pausing_streams, sweep_record
+from calibration.measure.delayed_streams import Pausing
+from calibration.rounds.pace import HOST_PACE, PACE, Pace, at_one_pace, usual_pace
+from calibration.rounds.request import PRECISIONS, CalibrationRequest
 from parsim.errors import ConfigError
-from parsim.execute.event_clock import FIRST_HOLD_S
-from parsim.execute.probe import CORE_SIZE, SpeedProbe
+from parsim.execute.processes.event_clock import FIRST_HOLD_S
+from parsim.execute.processes.speed_probe import CORE_SIZE, SpeedProbe
 from parsim.execute.streams import Operation, TaskTime
 from parsim.graph.task import COMPUTE
 from parsim.model.spec import ModelSpec, load_model
@@ -88,7 +88,7 @@ def test_held_computation_takes_the_devices_seconds_however_slow_the_host(kernel
 
 def test_what_the_host_could_not_queue_in_time_is_noticed_and_held_longer_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
     device = VirtualDevice(launch_s=0.5 * FIRST_HOLD_S)
-    monkeypatch.setattr("calibration.pausing.time.perf_counter", device.now_s)
+    monkeypatch.setattr("calibration.measure.delayed_streams.time.perf_counter", device.now_s)
     streams = Pausing(EventStreams(device), device)  # type: ignore[arg-type]
     kernels = [[1e-6] * 8]
     found = run(streams, kernels, device, holding=True)

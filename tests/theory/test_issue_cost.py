@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibration.fit_composition import Measured, fit_compositions
-from parsim.costs.composition import Parts, composed_issue_s
-from parsim.costs.compute import estimate_compute
+from calibration.fit.composition import Measured, fit_compositions
+from parsim.costs.compute.composition import Parts, composed_issue_s
+from parsim.costs.compute.compute import estimate_compute
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compute_records import ComponentPoint, OptimizerPoint
 from parsim.hardware.profile import HostOverhead, Noise, PaceToday, ProbeSeconds, Profile, load_profile
 from parsim.model.model import Model
-from parsim.plan.mesh import Mesh
-from parsim.plan.plan import Plan, Stage
-from parsim.schedule.evaluate import evaluate
-from parsim.schedule.problem import Problem
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import Compute, OptimizerStep, Phase
 from tests.models import chain_model
 
@@ -87,7 +87,7 @@ def test_a_step_is_no_shorter_than_the_host_and_no_shorter_than_the_device(
 ) -> None:
     """The mean step of one rank is at least either sum, and exactly the sum of the larger of each task."""
     profile = measured(device, list(host), task_s=task_s)
-    problem = Problem(model=MODEL, cluster=cluster_from_profile(profile, 1), global_batch=SAMPLES)
+    problem = PlanningProblem(model=MODEL, cluster=cluster_from_profile(profile, 1), global_batch=SAMPLES)
     step_s = evaluate(problem, single_plan(MODEL), samples=0).steady_step_s
     assert step_s >= max(sum(device), sum(host))
     tasks = sum(max(one, other) + task_s for one, other in zip(device, host, strict=True))
@@ -95,7 +95,7 @@ def test_a_step_is_no_shorter_than_the_host_and_no_shorter_than_the_device(
     assert tasks - 1e-12 <= step_s <= tasks + loading_s + 1e-12
 
 
-def loading(problem: Problem) -> tuple[object, int]:
+def loading(problem: PlanningProblem) -> tuple[object, int]:
     graph = evaluate(problem, single_plan(MODEL), samples=0).graph
     return next(task.work for task in graph.tasks if type(task.work).__name__ == "LoadBatch"), 0
 
@@ -107,7 +107,7 @@ def test_what_the_host_queues_in_less_time_changes_nothing(device: list[float]) 
     steps = []
     for issue_s in ([None] * COUNT, [0.5 * seconds for seconds in device]):
         profile = measured(device, list(issue_s))
-        problem = Problem(model=MODEL, cluster=cluster_from_profile(profile, 1), global_batch=SAMPLES)
+        problem = PlanningProblem(model=MODEL, cluster=cluster_from_profile(profile, 1), global_batch=SAMPLES)
         steps.append(evaluate(problem, single_plan(MODEL), samples=0).steady_step_s)
     assert steps[0] == steps[1]
 

@@ -11,10 +11,10 @@ pytest.importorskip("torch")
 
 import torch
 
-from calibration.measure_operators import ALIGNMENT_BYTES, CHAINED, KEPT_CALLS, VISITS, Pool, by_events
-from calibration.operator_shapes import CPU_REACH, GPU_MAX_FLOP, Reach, gpu_reach, operator_launches
-from parsim.costs.launches import Launch, component_launches
-from parsim.costs.surfaces import distances, log_sizes
+from calibration.measure.operator_shapes import CPU_REACH, GPU_MAX_FLOP, Reach, gpu_reach, operator_launches
+from calibration.measure.operators import ALIGNMENT_BYTES, CHAINED, KEPT_CALLS, VISITS, Pool, by_events
+from parsim.costs.compute.launches import Launch, component_launches
+from parsim.costs.compute.surfaces import distances, log_sizes
 from parsim.model.spec import ModelSpec, load_model
 from parsim.work import Phase
 from tests.device_clock import VirtualDevice

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from calibration.cuda_operators import LIST_PATH, cuda_kernels, list_text, without_cuda_kernel
+from calibration.measure.cuda_operators import LIST_PATH, cuda_kernels, list_text, without_cuda_kernel
 from parsim.errors import ConfigError
 
 pytest.importorskip("torch")
@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from calibration.measure_operators import VISITS, Pool
+from calibration.measure.operators import VISITS, Pool
 from parsim.model.spec import ModelSpec, build_module, example_batch
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,279 @@
+"""What this machine has, which commands will therefore work, and how to get what is missing.
+
+`look` asks the machine and torch once; `checks_of` and `commands_of` judge what it found, without asking again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from parsim.execute.processes.environment import describe_environment, machine_line, memory_limit_bytes
+from parsim.hardware.profile import shipped_profiles
+from parsim.report.tables import NOTHING, Column, ReportTable
+from parsim.units import GIB, format_bytes, format_percent
+
+COMFORTABLE_MEMORY_BYTES = 4 * GIB
+LEAST_GPU_BYTES = 4 * GIB
+"""Free, for a small model, its copies at several batches, and the operators that are timed."""
+OTHERS_SHARE = 0.1
+"""Of a GPU's memory: more than this in use before anything starts is another program's."""
+
+WITH_TORCH = "pip install 'parsim[torch]'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """As torch sees it, before this process has used it."""
+
+    name: str
+    free_bytes: int
+    total_bytes: int
+
+    @property
+    def in_use(self) -> float:
+        """Share of its memory that something holds already."""
+        return 1.0 - self.free_bytes / self.total_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What commands depend on.
+
+    Attributes:
+        torch: its version, "" without it. cuda_build: the version of CUDA that torch was built with, "" for a CPU build.
+        backends: of torch.distributed. gpu_error: why torch could not say what its GPUs have, "" where it could.
+    """
+
+    torch: str = ""
+    cuda_build: str = ""
+    backends: tuple[str, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+    gpu_error: str = ""
+    transformers: bool = False
+    cores: int = 1
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One ability: `ok`, what was found, and the way to it where it is missing ("" when nothing is to be done)."""
+
+    name: str
+    ok: bool
+    found: str
+    fix: str = ""
+
+
+def examine() -> dict[str, Any]:
+    """Plain JSON: environment, checks and commands (see Check; a command's name is how it is called).
+
+    Imports torch where it is installed, to ask it for devices and backends.
+    """
+    environment = describe_environment()
+    found = look(environment)
+    return {
+        "environment": environment,
+        "checks": [asdict(check) for check in checks_of(found)],
+        "commands": [asdict(check) for check in commands_of(found)],
+    }
+
+
+def look(environment: dict[str, Any]) -> Found:
+    """What this machine has. environment: see `describe_environment`."""
+    here = {
+        "transformers": importlib.util.find_spec("transformers") is not None,
+        "cores": len(environment["affinity"]),
+        "memory_bytes": memory_limit_bytes(),
+    }
+    if importlib.util.find_spec("torch") is None:
+        return Found(**here)
+    import torch
+    import torch.distributed as dist
+
+    backends = tuple(name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name))
+    gpus, error = [], ""
+    try:
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            gpus.append(Gpu(name=torch.cuda.get_device_name(index), free_bytes=free, total_bytes=total))
+    except RuntimeError as failure:  # a driver that is too old, or a GPU that is lost
+        error = str(failure).splitlines()[0]
+    cuda = torch.version.cuda or ""
+    return Found(**here, torch=torch.__version__, cuda_build=cuda, backends=backends, gpus=tuple(gpus), gpu_error=error)
+
+
+# --- abilities --------------------------------------------------------------------------------------------------------
+
+
+def checks_of(found: Found) -> tuple[Check, ...]:
+    """What is there, and how to get what is not."""
+    return (
+        Check(name="simulate and plan", ok=True, found=f"profiles: {', '.join(shipped_profiles())}"),
+        _torch_check(found),
+        _gloo_check(found),
+        _gpu_check(found),
+        _hugging_face_check(found),
+        _cores_check(found),
+        _memory_check(found),
+    )
+
+
+def _torch_check(found: Found) -> Check:
+    return Check(
+        name="trace models (torch)",
+        ok=bool(found.torch),
+        found=f"torch {found.torch}" if found.torch else "torch is not installed",
+        fix="" if found.torch else f"{WITH_TORCH}; without it, plan from a preset or from a Model saved as JSON",
+    )
+
+
+def _gloo_check(found: Found) -> Check:
+    there = "gloo" in found.backends
+    return Check(
+        name="train on CPU processes",
+        ok=there,
+        found="gloo" if there else "no gloo in torch.distributed" if found.torch else "torch is not installed",
+        fix="" if there else f"install a torch built with gloo: {WITH_TORCH}",
+    )
+
+
+def _gpu_check(found: Found) -> Check:
+    lacks = next(_lacks_of_gpus(found), None)
+    if lacks is not None:
+        return Check(name="train on GPUs", ok=False, found=lacks[0], fix=lacks[1])
+    names = ", ".join(dict.fromkeys(gpu.name for gpu in found.gpus))
+    free = min(gpu.free_bytes for gpu in found.gpus)
+    return Check(name="train on GPUs", ok=True, found=f"{len(found.gpus)} x {names}, {format_bytes(free)} free, NCCL")
+
+
+def _lacks_of_gpus(found: Found) -> Iterator[tuple[str, str]]:
+    """What keeps this machine from computing on GPUs, and what to do; the first thing first."""
+    if not found.torch:
+        yield "torch is not installed", WITH_TORCH
+    elif not found.cuda_build:
+        yield f"torch {found.torch} was built without CUDA", "install a CUDA build of torch; until then, CPU processes"
+    elif found.gpu_error:
+        yield (
+            f"torch cannot use the GPU: {found.gpu_error}",
+            "mend the driver (nvidia-smi says what it sees); until then, CPU processes",
+        )
+    elif not found.gpus:
+        yield (
+            "torch sees no GPU",
+            "on a machine with NVIDIA GPUs, install the driver; look at CUDA_VISIBLE_DEVICES; until then, CPU processes",
+        )
+    elif "nccl" not in found.backends:
+        yield "no NCCL in torch.distributed", "install a CUDA build of torch for Linux, which brings NCCL"
+
+
+def _hugging_face_check(found: Found) -> Check:
+    return Check(
+        name="models from a Hugging Face config.json",
+        ok=found.transformers,
+        found="transformers" if found.transformers else "transformers is not installed",
+        fix="" if found.transformers else "pip install 'parsim[hf]'",
+    )
+
+
+def _cores_check(found: Found) -> Check:
+    return Check(
+        name="one core per process",
+        ok=found.cores >= 2,
+        found=f"{found.cores} cores; `parsim run --nproc` above that shares them, and each rank slows down accordingly",
+        fix="" if found.cores >= 2 else "two ranks will share one core: expect half the speed, not a wrong answer",
+    )
+
+
+def _memory_check(found: Found) -> Check:
+    enough = found.memory_bytes >= COMFORTABLE_MEMORY_BYTES
+    return Check(
+        name="memory for the demo",
+        ok=enough,
+        found=f"{format_bytes(found.memory_bytes)} for this process",
+        fix="" if enough else f"the demo wants about {format_bytes(COMFORTABLE_MEMORY_BYTES)}; close other programs",
+    )
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def commands_of(found: Found) -> tuple[Check, ...]:
+    """Whether each command works here, by what that command needs."""
+    torch, gloo, memory = _torch_check(found), _gloo_check(found), _memory_check(found)
+    return (
+        Check(name="plan, simulate, cost, sweep, report, compare", ok=True, found="models with a preset, or saved as JSON"),
+        _needing("plan any other model", torch, found=torch.found),
+        _needing("calibrate --device cpu", torch, gloo, found=f"up to {found.cores} ranks with a core each"),
+        _needing("run, validate on CPU processes", torch, gloo, found=f"{found.cores} cores"),
+        _needing("demo", torch, gloo, memory, found=memory.found),
+        *(_on_gpus(found, name) for name in ("calibrate --device cuda", "run, validate on GPUs")),
+    )
+
+
+def _needing(name: str, *needed: Check, found: str) -> Check:
+    lacking = next((check for check in needed if not check.ok), None)
+    return (
+        Check(name=name, ok=True, found=found)
+        if lacking is None
+        else Check(name=name, ok=False, found=lacking.found, fix=lacking.fix)
+    )
+
+
+def _on_gpus(found: Found, name: str) -> Check:
+    """A rank per GPU, each with room for a model; the line names a GPU that others use."""
+    lacks = next(_lacks_of_gpus(found), None)
+    if lacks is not None:
+        return Check(name=name, ok=False, found=lacks[0], fix=lacks[1])
+    room = [gpu for gpu in found.gpus if gpu.free_bytes >= LEAST_GPU_BYTES]
+    if len(room) < len(found.gpus):
+        least = min(found.gpus, key=lambda gpu: gpu.free_bytes)
+        what = f"{len(found.gpus) - len(room)} of {len(found.gpus)} GPUs have less than {format_bytes(LEAST_GPU_BYTES)} free"
+        return Check(
+            name=name,
+            ok=False,
+            found=f"{what} ({least.name}: {format_bytes(least.free_bytes)} of {format_bytes(least.total_bytes)})",
+            fix="end what else runs on them, or leave them out with CUDA_VISIBLE_DEVICES",
+        )
+    ranks = f"--nproc up to {len(found.gpus)}, a GPU each"
+    if max(gpu.in_use for gpu in found.gpus) > OTHERS_SHARE:
+        most = max(found.gpus, key=lambda gpu: gpu.in_use)
+        used = f"{format_percent(most.in_use)} of the memory of a {most.name} is in use"
+        return Check(
+            name=name, ok=True, found=f"{ranks}; {used}: what is timed there shares the GPU", fix="end what else runs on it"
+        )
+    return Check(name=name, ok=True, found=ranks)
+
+
+# --- for people -------------------------------------------------------------------------------------------------------
+
+
+def tables(findings: dict[str, Any]) -> tuple[ReportTable, ...]:
+    """The findings of `examine` for people."""
+    environment = findings["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    checks = ReportTable(
+        title=machine_line(environment),
+        columns=(Column(name="ability"), Column(name="ok"), Column(name="found", wraps=True), Column(name="fix", wraps=True)),
+        rows=tuple(
+            (check["name"], "yes" if check["ok"] else "NO", check["found"], check["fix"] or NOTHING)
+            for check in findings["checks"]
+        ),
+        notes=(f"{environment['system']}; {versions}",),
+    )
+    commands = ReportTable(
+        title="Commands",
+        columns=(
+            Column(name="command"),
+            Column(name="works here"),
+            Column(name="found", wraps=True),
+            Column(name="fix", wraps=True),
+        ),
+        rows=tuple(
+            (entry["name"], "yes" if entry["ok"] else "NO", entry["found"], entry["fix"] or NOTHING)
+            for entry in findings["commands"]
+        ),
+    )
+    return checks, commands
