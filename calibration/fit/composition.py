@@ -92,7 +92,8 @@ def fit_compositions(measured: Sequence[Measured], device_type: str, precision: 
             precision=precision,
             device_type=device_type,
             **_named(fitted[phase]),
-            **_issuing(measured, phase),
+            issue_component_s=None if issues is None else issues[0],
+            issue_launch_s=None if issues is None else issues[1],
             component_sigma=rounded(component_sigma[phase]),
             step_sigma=rounded(step_sigma),
             models=models,
@@ -100,6 +101,7 @@ def fit_compositions(measured: Sequence[Measured], device_type: str, precision: 
             source=source,
         )
         for phase in PHASES
+        for issues in (_issuing(measured, phase),)
     ]
 
 
@@ -139,15 +141,15 @@ def _named(coefficients: NDArray[np.float64]) -> dict[str, Any]:
     }
 
 
-def _issuing(measured: Sequence[Measured], phase: str) -> dict[str, float]:
-    """What the host takes per component and per launch to queue them on a GPU: a line through the components; nothing where it
+def _issuing(measured: Sequence[Measured], phase: str) -> tuple[float, float] | None:
+    """What the host takes per component and per launch to queue them on a GPU: a line through the components; None where it
     was not measured apart."""
     known = [(entry.parts, entry.issue_s) for entry in measured if entry.phase == phase and entry.issue_s]
     if not known:
-        return {}
+        return None
     terms = np.array([[parts.components, float(parts.launches)] for parts, _ in known])
     component, launch = fit_terms(terms, np.array([issue_s for _, issue_s in known])).tolist()
-    return {"issue_component_s": rounded(component), "issue_launch_s": rounded(launch)}
+    return rounded(component), rounded(launch)
 
 
 def _held_out(measured: Sequence[Measured]) -> tuple[dict[str, float], float]:

@@ -98,8 +98,10 @@ class GpuMemory(NamedTuple):
     def read(cls, stats: Mapping[str, Any], driver_bytes: int) -> GpuMemory:
         """Args: stats: of `torch.cuda.memory_stats`. driver_bytes: now; it has not fallen since the peak, for nothing reserved
         was given back."""
-        peaks = (int(stats.get(f"{name}_bytes.all.peak", 0)) for name in ("requested", "allocated", "reserved"))
-        return cls(*peaks, driver_bytes)
+        requested, allocated, reserved = (
+            int(stats.get(f"{name}_bytes.all.peak", 0)) for name in ("requested", "allocated", "reserved")
+        )
+        return cls(requested, allocated, reserved, driver_bytes)
 
     def in_order(self, live_bytes: int) -> bool:
         """Whether each contains the one before; where not, another process came between."""

@@ -65,7 +65,7 @@ def arithmetic_settings() -> dict[str, Any]:
         "cudnn_deterministic": cudnn.deterministic,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cuda_version": torch.version.cuda,
-        "cudnn_version": cudnn.version() if cudnn.is_available() else None,
+        "cudnn_version": cudnn.version() if cudnn.is_available() else None,  # type: ignore[no-untyped-call]
     }
     variables = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF")
     found["variables"] = {name: os.environ[name] for name in variables if name in os.environ}

@@ -175,10 +175,10 @@ def _attention(function: str) -> Callable[[Sizes, str, Pool], Call]:
         heads = math.gcd(s["problems"], 4)
         batch, positions, depth = s["problems"] // heads, s["queries"], s["depth"]
         together = (pool.fresh if phase == "forward" else pool.take)(batch, positions, 3, heads, depth)
-        leaves = [_leaf(part) for part in together.permute(2, 0, 3, 1, 4)]
+        query, key, value = (_leaf(part) for part in together.permute(2, 0, 3, 1, 4))
         return _under_autograd(
-            lambda: torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal),
-            leaves,
+            lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal),
+            (query, key, value),
             None if phase == "forward" else lambda: pool.fresh(batch, positions, heads, depth).transpose(1, 2),
         )
 

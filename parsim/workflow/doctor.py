@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from parsim.execute.processes.environment import describe_environment, machine_line, memory_limit_bytes
@@ -21,16 +21,20 @@ LEAST_GPU_BYTES = 4 * GIB
 OTHERS_SHARE = 0.1
 """Of a GPU's memory: more than this in use before anything starts is another program's."""
 
+CALIBRATE_ON_GPUS = "calibrate --device cuda"
+"""The name of its line."""
+
 WITH_TORCH = "pip install 'parsim[torch]'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """As torch sees it, before this process has used it."""
+    """As torch sees it, before this process has used it. capability: its generation, (8, 0) for an A100."""
 
     name: str
     free_bytes: int
     total_bytes: int
+    capability: tuple[int, int] = (0, 0)
 
     @property
     def in_use(self) -> float:
@@ -83,26 +87,32 @@ def examine() -> dict[str, Any]:
 
 def look(environment: dict[str, Any]) -> Found:
     """What this machine has. environment: see `describe_environment`."""
-    here = {
-        "transformers": importlib.util.find_spec("transformers") is not None,
-        "cores": len(environment["affinity"]),
-        "memory_bytes": memory_limit_bytes(),
-    }
+    here = Found(
+        transformers=importlib.util.find_spec("transformers") is not None,
+        cores=len(environment["affinity"]),
+        memory_bytes=memory_limit_bytes(),
+    )
     if importlib.util.find_spec("torch") is None:
-        return Found(**here)
+        return here
     import torch
     import torch.distributed as dist
 
-    backends = tuple(name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name))
     gpus, error = [], ""
     try:
         for index in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(index)
-            gpus.append(Gpu(name=torch.cuda.get_device_name(index), free_bytes=free, total_bytes=total))
+            name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+            gpus.append(Gpu(name=name, free_bytes=free, total_bytes=total, capability=capability))
     except RuntimeError as failure:  # a driver that is too old, or a GPU that is lost
         error = str(failure).splitlines()[0]
-    cuda = torch.version.cuda or ""
-    return Found(**here, torch=torch.__version__, cuda_build=cuda, backends=backends, gpus=tuple(gpus), gpu_error=error)
+    return replace(
+        here,
+        torch=torch.__version__,
+        cuda_build=torch.version.cuda or "",
+        backends=tuple(name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)),
+        gpus=tuple(gpus),
+        gpu_error=error,
+    )
 
 
 # --- abilities --------------------------------------------------------------------------------------------------------
@@ -209,7 +219,7 @@ def commands_of(found: Found) -> tuple[Check, ...]:
         _needing("calibrate --device cpu", torch, gloo, found=f"up to {found.cores} ranks with a core each"),
         _needing("run, validate on CPU processes", torch, gloo, found=f"{found.cores} cores"),
         _needing("demo", torch, gloo, memory, found=memory.found),
-        *(_on_gpus(found, name) for name in ("calibrate --device cuda", "run, validate on GPUs")),
+        *(_on_gpus(found, name) for name in (CALIBRATE_ON_GPUS, "run, validate on GPUs")),
     )
 
 
