@@ -45,6 +45,8 @@ from parsim.hardware.pace import slowness_today
 from parsim.hardware.profile import load_profile, save_profile
 from parsim.model.shard.narrow import narrow
 from parsim.model.spec import ModelSpec, build_module, load_model
+from parsim.units import GIB
+from parsim.workflow.doctor import Found, Gpu
 from tests.execute.forked import run_ranks
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
@@ -428,9 +430,7 @@ def test_shards_compute_their_piece_and_leave_the_module_as_it_was() -> None:
 
     from parsim.execute.streams import make_streams
     from parsim.model.autograd.cut import forward_component
-    from parsim.workflow.doctor import Found, Gpu
-from parsim.units import GIB
-from parsim.work import Phase
+    from parsim.work import Phase
 
     request, cpu = CalibrationRequest(models=((GPT, (2,)),), precision="fp64"), torch.device("cpu")
     model = load_model(GPT, granularity="sublayer")
