@@ -27,12 +27,12 @@ from calibration.turns import Entries, Section
 from parsim.data import BatchOrder, Dataset
 from parsim.data.for_model import dataset_for
 from parsim.errors import DataError
+from parsim.execute.loading import batch_values
 from parsim.execute.optimizer import flat_gradients, make_optimizer
 from parsim.execute.probe import SpeedProbe
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica
 from parsim.execute.streams import Streams, TaskTime, make_streams
-from parsim.execute.worker import batch_values
 from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
 from parsim.graph.task import COMPUTE

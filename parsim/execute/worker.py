@@ -13,18 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
-from parsim.data import BatchOrder, Dataset, part
+from parsim.data import BatchOrder, Dataset
 from parsim.data.for_model import dataset_for
 from parsim.execute import checkpoint
 from parsim.execute.adaptive_run import Steering
 from parsim.execute.group import Place, Stream, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.job import Job, RunSpec
+from parsim.execute.loading import Loader
 from parsim.execute.measurement import RankRecord
 from parsim.execute.memory_lines import StepWatch, watching
 from parsim.execute.pinning import prepare_rank
@@ -33,7 +32,8 @@ from parsim.execute.reshard import reshard
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.score import score
 from parsim.execute.stage import StageReplica
-from parsim.execute.streams import TaskTime, make_streams
+from parsim.execute.streams import make_streams
+from parsim.execute.task_time import TaskTime
 from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
 from parsim.graph.taskgraph import TaskGraph
@@ -86,7 +86,15 @@ class RankRun:
         self.streams = make_streams(device)
         self.program = RankProgram(graph, self.stage, self.streams, groups)
         self.data = run_dataset(run, "train")
-        self.order = BatchOrder(n=len(self.data), global_batch=run.plan.global_batch, seed=run.seed)
+        self.loader = Loader(
+            self.data,
+            BatchOrder(n=len(self.data), global_batch=run.plan.global_batch, seed=run.seed),
+            layout,
+            place.rank,
+            dtype=DTYPES[run.dtype],
+            device=device,
+            pin=Tensor.pin_memory if self.streams.loads_ahead else None,
+        )
         self.step_number = 0
         self.losses: list[float] = []
         self.recorded: list[list[TaskTime]] = []
@@ -109,32 +117,22 @@ class RankRun:
         reshard(self.stage, after.stage)
         checkpoint.restore_rng(random, str(self.stage.device))
         after.step_number, after.losses, after.rounds, after.cpu_s = self.step_number, self.losses, self.rounds, self.cpu_s
-        self.streams.close()
+        self.close()
         return after
+
+    def close(self) -> None:
+        """End what runs beside the rank's own thread."""
+        self.loader.close()
+        self.streams.close()
 
     def step(self, *, keep: bool) -> None:
         """One training step on the next global batch; `keep` its task times and its loss."""
-        indices = self.order.indices(self.step_number)
-        plan, rank = self.layout.plan, self.stage.rank
-        wanted = tuple(self.layout.batch_layouts(rank))
-        ways = self.layout.batch_ways(rank)
-
-        def batch(microbatch: int) -> Mapping[str, Tensor]:
-            whole = part(
-                indices,
-                replica=plan.replica_of_rank(rank),
-                dp=plan.mesh.dp,
-                microbatch=microbatch,
-                microbatches=plan.microbatches,
-            )
-            size = len(whole) * ways // plan.mesh.tp
-            first = plan.shard_of_rank(rank) // ways * size
-            return batch_values(self.data, whole[first : first + size], wanted, DTYPES[self.run.dtype], self.stage.device)
-
-        loss, times = self.program.step(batch)
+        batch = self.loader.batch(self.step_number)
+        following = self.loader.following(self.step_number + 1) if self.streams.loads_ahead else None
+        loss, times = self.program.step(batch, following)
         self.step_number += 1
         if keep:
-            self.losses.append(loss / plan.global_batch if self.stage.loss_counts else float("nan"))
+            self.losses.append(loss / self.run.plan.global_batch if self.stage.loss_counts else float("nan"))
             if len(self.recorded) < RECORDED_STEPS:
                 self.recorded.append(times)
 
@@ -190,17 +188,6 @@ def run_dataset(run: RunSpec, split: str) -> Dataset:
     return dataset_for(run.model, run.dataset, root=run.data_root, split=split, seed=run.seed)
 
 
-def batch_values(
-    data: Dataset, indices: NDArray[np.int64], wanted: Sequence[str], dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """The values a stage reads of one microbatch: "input:0" and "target", as far as wanted."""
-    inputs, targets = data.batch(indices)
-    values = {"input:0": torch.from_numpy(inputs), "target": torch.from_numpy(targets)}
-    if values["input:0"].is_floating_point():
-        values["input:0"] = values["input:0"].to(dtype)
-    return {name: values[name].to(device, non_blocking=True) for name in wanted}
-
-
 def main(job_path: Path) -> None:
     """The whole life of a rank."""
     job = Job.load(job_path)
@@ -227,7 +214,7 @@ def main(job_path: Path) -> None:
     for entry in runs:
         if entry is not None:
             entry.record().save(Path(job.output) / entry.run.name)
-            entry.streams.close()
+            entry.close()
     close_group(place)
 
 
