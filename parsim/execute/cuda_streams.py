@@ -201,9 +201,9 @@ class CudaStreams(Generic[S, E]):
         while self._ready:
             entry = heapq.heappop(self._ready)
             queue = self._queues[entry.stream]
-            queue.popleft()
-            del self._missing[entry.number]
             self._enqueue(entry.task, entry.stream, entry.dependencies, entry.operation, self._stream(entry.stream))
+            queue.popleft()  # only now, so that the next one is looked at once
+            del self._missing[entry.number]
             self._look_at(queue)
 
     def _enqueue(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation, on: S) -> None:

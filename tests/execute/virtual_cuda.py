@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.cuda._sanitizer import EventHandler, SynchronizationError
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -161,9 +162,6 @@ class VirtualDriver:
             self.handler._handle_memory_deallocation(key)
 
 
-SENT = ("send", "allreduce_", "broadcast_", "recv_")
-
-
 class _Launches(TorchDispatchMode):
     """Every torch call that is no view: what it reads and writes."""
 
@@ -198,6 +196,8 @@ class _Launches(TorchDispatchMode):
 def _communicated(name: str, args: Any) -> tuple[list[Tensor], list[Tensor]]:
     """What a collective or a transfer reads and writes."""
     if name == "send":
+        return _tensors(args[0]), []
+    if name == "broadcast_" and dist.ProcessGroup.unbox(args[1]).rank() == args[2]:
         return _tensors(args[0]), []
     if name in ("allreduce_", "broadcast_", "recv_"):
         return [], _tensors(args[0])
