@@ -21,7 +21,7 @@ from parsim.execute.stage import StageReplica
 
 
 def reshard(old: StageReplica, new: StageReplica) -> None:
-    """Give `new` the weights, buffers and optimizer state of `old`. Every rank calls it at once, between two steps."""
+    """Give `new` the weights, buffers, optimizer state and loss scale of `old`. Every rank calls it at once, between two steps."""
     state = old.state()
     catalogue = _catalogue(state)
     for name in [parameter.name for parameter in old.layout.model.parameters]:
@@ -39,6 +39,7 @@ def reshard(old: StageReplica, new: StageReplica) -> None:
         buffers[name] = join(name, found)
     new.load_buffers(buffers)
     new.finish_loading()
+    new.loss_scale = old.loss_scale
 
 
 class _Kind(NamedTuple):

@@ -61,6 +61,7 @@ class RankProgram:
         for task in local:
             stream = next(resource.stream for resource in task.resources if resource.rank == rank)
             self._tasks.append((task, stream, tuple(index for index in task.dependencies if index in indices)))
+        self._updates = any(isinstance(task.work, OptimizerStep) for task in local)
         self._ending_gradients, self._ending_parameters = _endings(self._tasks)
         self._store = Store(stage.layout, rank, local, streams)
         self._reading: dict[tuple[str, str], Reading] = {
@@ -103,6 +104,8 @@ class RankProgram:
             elif stream in (COMPUTE, HOST):
                 operation = self._ended(task, self._operation(task, batch))
                 streams.compute(task.index, stream, before, self._watched(task, operation))
+        if not self._updates:
+            self._stage.overflowed()
         if load is not None and following is not None:
             streams.load_ahead(*load, lambda: self._load_ahead(following))
         times = streams.finish()
@@ -190,9 +193,11 @@ class RankProgram:
         }
         given = [inputs[value] for value in runnable.input_names]
         if layout.recomputes(name):
-            outputs, self._kept[name, microbatch] = forward_keeping_inputs(runnable, given, self._stage.device)
+            with self._stage.computing():
+                outputs, self._kept[name, microbatch] = forward_keeping_inputs(runnable, given, self._stage.device)
         else:
-            outputs, record = forward_component(runnable, given)
+            with self._stage.computing():
+                outputs, record = forward_component(runnable, given)
             if name in layout.differentiable:
                 self._records[name, microbatch] = record
         if name == LOSS and self._stage.loss_counts:
@@ -203,7 +208,8 @@ class RankProgram:
     def _recompute(self, task: Task) -> None:
         name, microbatch = _component_of(task)
         kept = self._kept.pop((name, microbatch))
-        self._records[name, microbatch] = recompute(self._stage.runnables[name], kept, self._stage.device)
+        with self._stage.computing():
+            self._records[name, microbatch] = recompute(self._stage.runnables[name], kept, self._stage.device)
 
     def _backward(self, task: Task) -> None:
         """Gradients of a value from readers that make it alike add up inside the backwards, see `backward_component`."""

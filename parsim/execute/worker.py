@@ -26,6 +26,7 @@ from parsim.execute.job import Job, RunSpec
 from parsim.execute.loading import Loader
 from parsim.execute.measurement import RankRecord
 from parsim.execute.memory_lines import StepWatch, watching
+from parsim.execute.numerics import numerics_of, set_switches
 from parsim.execute.pinning import prepare_rank
 from parsim.execute.probe import SpeedProbe
 from parsim.execute.reshard import reshard
@@ -39,9 +40,9 @@ from parsim.graph.lower import lower
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.component import LOSS
 from parsim.model.model import Model
+from parsim.model.number_formats import number_format
 from parsim.plan.plan import Plan
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 RECORDED_STEPS = 64
 """Task times are kept of at most this many steps per run."""
 SAY_EVERY_S = 1.0
@@ -57,11 +58,19 @@ class ProcessGroups:
         self.mine: dict[Stream, dist.ProcessGroup] = {}
         self._made: set[Stream] = set()
 
-    def make(self, graph: TaskGraph) -> None:
-        """Make what the graph needs and nobody has made yet."""
-        new = [stream for stream in required_groups(graph) if stream not in self._made]
+    def make(self, graph: TaskGraph, precision: str) -> None:
+        """Make what the graph, trained in that precision, needs and nobody has made yet."""
+        needed = required_groups(graph)
+        if number_format(precision).scales_loss:
+            needed.append(agreement(graph.world_size))
+        new = [stream for stream in needed if stream not in self._made]
         self._made.update(new)
         self.mine.update(make_groups(new))
+
+
+def agreement(world_size: int) -> Stream:
+    """The stream on which all ranks of a plan find out whether the gradients of any have overflowed."""
+    return "scale", tuple(range(world_size))
 
 
 class RankRun:
@@ -71,6 +80,7 @@ class RankRun:
         self, run: RunSpec, layout: Layout, graph: TaskGraph, place: Place, groups: Mapping[Stream, dist.ProcessGroup]
     ) -> None:
         device = torch.device(place.device)
+        numerics = numerics_of(run, device)
         self.run = run
         self.layout = layout
         self.stage = StageReplica(
@@ -79,10 +89,14 @@ class RankRun:
             place.rank,
             optimizer=run.optimizer,
             learning_rate=run.learning_rate,
-            dtype=DTYPES[run.dtype],
+            dtype=numerics.weights,
             seed=run.seed,
             device=device,
+            numerics=numerics,
         )
+        if numerics.loss_scale is not None:
+            group = groups[agreement(run.plan.world_size)]
+            self.stage.agree = lambda flag: dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         self.streams = make_streams(device)
         self.program = RankProgram(graph, self.stage, self.streams, groups)
         self.data = run_dataset(run, "train")
@@ -91,7 +105,7 @@ class RankRun:
             BatchOrder(n=len(self.data), global_batch=run.plan.global_batch, seed=run.seed),
             layout,
             place.rank,
-            dtype=DTYPES[run.dtype],
+            dtype=numerics.weights,
             device=device,
             pin=Tensor.pin_memory if self.streams.loads_ahead else None,
         )
@@ -111,7 +125,7 @@ class RankRun:
         """
         layout = Layout(plan, self.layout.model)
         graph = lower(plan, layout.model)
-        groups.make(graph)
+        groups.make(graph, self.run.precision)
         random = checkpoint.rng_state(str(self.stage.device))
         after = RankRun(replace(self.run, plan=plan), layout, graph, place, groups.mine)
         reshard(self.stage, after.stage)
@@ -194,13 +208,14 @@ def main(job_path: Path) -> None:
     started = read_place()
     pinning = prepare_rank(started.local_rank, started.local_world_size, device=job.device)
     place = init_group(job.device, timeout_s=job.timeout_s)
+    set_switches(tf32=any(run.precision == "tf32" for run in job.runs))
     plans = []
     for run in job.runs:
         layout = Layout(run.plan, Model.load(Path(run.model_path)))
         plans.append((run, layout, lower(run.plan, layout.model)))
     groups = ProcessGroups()
-    for _, _, graph in plans:
-        groups.make(graph)
+    for run, _, graph in plans:
+        groups.make(graph, run.precision)
     runs = [
         RankRun(run, layout, graph, place, groups.mine) if place.rank < run.plan.world_size else None
         for run, layout, graph in plans

@@ -19,7 +19,7 @@ from tests.execute.virtual_cuda import Hazard, VirtualDriver
 PLANS = {
     "single": case(MLP, Mesh()),
     "dp": case(VIT, Mesh(dp=2), optimizer="adam"),
-    "dp microbatches": case(RESNET, Mesh(dp=2), batch=4, microbatches=2),
+    "dp microbatches": case(RESNET, Mesh(dp=2), batch=2, microbatches=2),
     "zero 1": case(VIT, Mesh(dp=2), zero_stage=1),
     "zero 2": case(VIT, Mesh(dp=2), zero_stage=2, microbatches=2),
     "zero 3": case(VIT, Mesh(dp=2), zero_stage=3, microbatches=2, optimizer="adam"),
@@ -29,7 +29,7 @@ PLANS = {
     "zero-bubble": case(VIT, Mesh(pp=2), microbatches=4, order="zero-bubble"),
     "recompute": case(VIT, Mesh(pp=2), microbatches=2, recompute="full"),
 }
-MIXED = 12
+MIXED = 6
 
 
 def run(of: Case, rank: int, **faults: object) -> VirtualDriver:
@@ -58,18 +58,19 @@ def test_no_access_of_a_mixed_plan_is_unordered(seed: int, processes: int) -> No
 
 
 @pytest.mark.parametrize("name", ["dp", "zero 1", "zero 3", "1f1b"])
-def test_a_wait_that_is_missing_is_found(name: str) -> None:
-    """Nearly every wait can be left out of one step to be seen as a race; the rest is ordered by others."""
-    waits = run(PLANS[name], 0).waits
-    assert waits > 2
-    chosen = random.Random(0).sample(range(waits), min(waits, 8))
-    found = [number for number in chosen if run(PLANS[name], 0, skipped_waits=frozenset({number})).errors]
-    assert len(found) >= len(chosen) // 2, f"{len(found)} of {len(chosen)} planted races were found"
+def test_a_stream_that_does_not_wait_is_found(name: str) -> None:
+    whole = run(PLANS[name], 0)
+    waiting = sorted({entry[1] for entry in whole.log if entry[0] == "wait"})
+    assert len(waiting) > 1
+    for stream in waiting:
+        assert run(PLANS[name], 0, careless=frozenset({stream})).errors, f"stream {stream} waits for nobody"
 
 
-def test_without_any_wait_all_plans_but_a_single_rank_race() -> None:
-    for name in ("dp", "zero 2", "gpipe"):
-        assert run(PLANS[name], 0, skipped_waits=frozenset(range(10**5))).errors
+def test_single_waits_that_are_missing_are_found() -> None:
+    """Some waits are ordered by others too; of 1F1B's, those for a microbatch that arrives are not."""
+    waits = run(PLANS["1f1b"], 0).waits
+    found = [number for number in range(waits) if run(PLANS["1f1b"], 0, skipped_waits=frozenset({number})).errors]
+    assert len(found) > waits // 3
 
 
 @pytest.mark.parametrize("name", ["zero 2", "1f1b"])
