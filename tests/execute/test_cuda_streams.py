@@ -38,9 +38,7 @@ def one_rank_graph(random: Random) -> TaskGraph:
         resource = Resource(0, stream)
         tasks.append(Task(index=number, work=work, resources=(resource,), dependencies=before, origin=Origin(stage=0)))
         order.setdefault(resource, []).append(number)
-    return TaskGraph(
-        tasks=tuple(tasks), world_size=1, issue_order={resource: tuple(row) for resource, row in order.items()}
-    )
+    return TaskGraph(tasks=tuple(tasks), world_size=1, issue_order={resource: tuple(row) for resource, row in order.items()})
 
 
 def issue(streams: CudaStreams, graph: TaskGraph, seconds: Sequence[float], driver: VirtualDriver) -> list[TaskTime]:
