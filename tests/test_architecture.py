@@ -39,15 +39,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = ("torch", "cvxpy", "plotly", "simpy", "numba", "pandas", "transformers", "sklearn")
 TORCH_FREE = (
-    "parsim.config",
+    "parsim.workflow.config",
     "parsim.cli",
     "parsim.model.model",
     "parsim.model.spec",
     "parsim.hardware.cluster",
-    "parsim.plan.plan",
+    "parsim.plans.plan",
     "parsim.graph.taskgraph",
     "parsim.schedule.search",
-    "parsim.schedule.evaluate",
+    "parsim.predict.evaluate",
 )
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from parsim.data import BatchOrder, Dataset, part
-from parsim.graph.layout import Layout
+from parsim.graph.plan_index import PlanIndex
 
 Pin = Callable[[Tensor], Tensor]
 
@@ -48,7 +48,7 @@ class Loader:
         self,
         data: Dataset,
         order: BatchOrder,
-        layout: Layout,
+        layout: PlanIndex,
         rank: int,
         *,
         dtype: torch.dtype,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from parsim.execute.cuda_driver import TorchCudaDriver
 from parsim.execute.cuda_streams import CudaStreams
-from parsim.execute.priority import take_priority
+from parsim.execute.processes.priority import take_priority
 from parsim.execute.task_time import Operation, TaskTime
 
 __all__ = ["Operation", "Streams", "TaskTime", "ThreadStreams", "make_streams"]
@@ -60,7 +60,7 @@ class Streams(Protocol):
 
 class ThreadStreams:
     """For CPU ranks: one thread per communication stream, blocked inside the collective without holding the interpreter, and
-    before the computation where the system lets it (`parsim.execute.priority`).
+    before the computation where the system lets it (`parsim.execute.processes.priority`).
 
     Loading takes the time of the core that computes: it runs in its turn.
     """

@@ -19,29 +19,29 @@ from torch import Tensor
 
 from parsim.data import BatchOrder, Dataset
 from parsim.data.for_model import dataset_for
-from parsim.execute import checkpoint
 from parsim.execute.adaptive_run import Steering
-from parsim.execute.group import Place, Stream, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.loading import Loader
 from parsim.execute.measurement import RankRecord
 from parsim.execute.memory_lines import StepWatch, watching
 from parsim.execute.numerics import numerics_of, set_switches
-from parsim.execute.pinning import prepare_rank
-from parsim.execute.probe import SpeedProbe
-from parsim.execute.reshard import reshard
+from parsim.execute.processes.group import ProcessPlace, Stream, close_group, init_group, make_groups, read_place, worker_main
+from parsim.execute.processes.pinning import prepare_rank
+from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.score import score
 from parsim.execute.stage import StageReplica
+from parsim.execute.state import checkpoint
+from parsim.execute.state.reshard import reshard
 from parsim.execute.streams import make_streams
 from parsim.execute.task_time import TaskTime
-from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.component import LOSS
 from parsim.model.model import Model
 from parsim.model.number_formats import number_format
-from parsim.plan.plan import Plan
+from parsim.plans.plan import Plan
 
 RECORDED_STEPS = 64
 """Task times are kept of at most this many steps per run."""
@@ -77,7 +77,7 @@ class RankRun:
     """One run of the job on this rank: its program, its data, and where it stands."""
 
     def __init__(
-        self, run: RunSpec, layout: Layout, graph: TaskGraph, place: Place, groups: Mapping[Stream, dist.ProcessGroup]
+        self, run: RunSpec, layout: PlanIndex, graph: TaskGraph, place: ProcessPlace, groups: Mapping[Stream, dist.ProcessGroup]
     ) -> None:
         device = torch.device(place.device)
         numerics = numerics_of(run, device)
@@ -118,12 +118,12 @@ class RankRun:
         self.peak_bytes = 0
         self.memory_lines: dict[str, int] = {}
 
-    def switched(self, plan: Plan, place: Place, groups: ProcessGroups) -> RankRun:
+    def switched(self, plan: Plan, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
         """The same training under another plan: weights, optimizer state, buffers, random state, data order and records stay.
 
         Every rank calls it at the same step.
         """
-        layout = Layout(plan, self.layout.model)
+        layout = PlanIndex(plan, self.layout.model)
         graph = lower(plan, layout.model)
         groups.make(graph, self.run.precision)
         random = checkpoint.rng_state(str(self.stage.device))
@@ -211,7 +211,7 @@ def main(job_path: Path) -> None:
     set_switches(tf32=any(run.precision == "tf32" for run in job.runs))
     plans = []
     for run in job.runs:
-        layout = Layout(run.plan, Model.load(Path(run.model_path)))
+        layout = PlanIndex(run.plan, Model.load(Path(run.model_path)))
         plans.append((run, layout, lower(run.plan, layout.model)))
     groups = ProcessGroups()
     for run, _, graph in plans:
@@ -233,7 +233,7 @@ def main(job_path: Path) -> None:
     close_group(place)
 
 
-def _measure(job: Job, runs: Sequence[RankRun | None], place: Place, probe: SpeedProbe | None) -> None:
+def _measure(job: Job, runs: Sequence[RankRun | None], place: ProcessPlace, probe: SpeedProbe | None) -> None:
     """Warm every run up, then rounds in which every run in turn does its steps, so that drift meets all alike; before and after
     them its ranks look how fast their cores are, those with a `probe`.
     """
@@ -265,7 +265,7 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: Place, probe: Spee
             _save(Path(job.output) / entry.run.name / "checkpoints", entry)
 
 
-def _train(job: Job, entry: RankRun, place: Place, groups: ProcessGroups) -> RankRun:
+def _train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
     """Train to step `job.steps`, with checkpoints and switches of plan; then score the result on the test samples."""
     folder = Path(job.output) / "checkpoints"
     if job.resume:
@@ -315,7 +315,7 @@ def _train(job: Job, entry: RankRun, place: Place, groups: ProcessGroups) -> Ran
     return entry
 
 
-def _steer(job: Job, steering: Steering, entry: RankRun, place: Place, groups: ProcessGroups) -> RankRun:
+def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
     """Show the controller the last window; change plan if it says so."""
     assert job.adaptive is not None
     rounds = entry.rounds[-job.adaptive.window_steps :]
@@ -330,7 +330,7 @@ def _steer(job: Job, steering: Steering, entry: RankRun, place: Place, groups: P
     return entry.switched(plan, place, groups)
 
 
-def _keep_if_better(job: Job, entry: RankRun, place: Place, best: float) -> float:
+def _keep_if_better(job: Job, entry: RankRun, place: ProcessPlace, best: float) -> float:
     """At the end of an epoch: a checkpoint under `best/` if the model scores better than ever before."""
     folder = Path(job.output) / "best"
     _save(folder / "new", entry)
@@ -361,7 +361,7 @@ def _save(folder: Path, entry: RankRun) -> None:
     )
 
 
-def _speaker(layout: Layout) -> tuple[int, float]:
+def _speaker(layout: PlanIndex) -> tuple[int, float]:
     """The last rank whose loss counts, and the share of the batch that it sees."""
     plan, placement = layout.plan, layout.placement[LOSS]
     mesh = plan.mesh

@@ -20,8 +20,8 @@ from parsim.execute.cuda_streams import CudaStreams
 from parsim.execute.loading import Loader
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.stage import StageReplica
-from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
+from parsim.graph.plan_index import PlanIndex
 from tests.execute.equality import Case
 from tests.execute.virtual_cuda import VirtualDriver
 
@@ -40,7 +40,7 @@ def fake_group(rank: int, world_size: int) -> Iterator[None]:
 def interpret(case: Case, rank: int, driver: VirtualDriver, *, steps: int = 2) -> None:
     """`steps` steps of `rank`, every torch call of which is a launch on the driver's current stream."""
     model = case.model
-    layout = Layout(case.plan, model)
+    layout = PlanIndex(case.plan, model)
     graph = lower(case.plan, model)
     with fake_group(rank, case.plan.world_size):
         groups = {entry: dist.new_group(list(entry[1])) for entry in required_groups(graph)}

@@ -9,7 +9,7 @@ import torch
 
 from parsim.execute.cuda_streams import CudaStreams
 from parsim.graph.task import COMPUTE
-from parsim.plan.mesh import Mesh
+from parsim.plans.mesh import Mesh
 from tests.execute.equality import Case
 from tests.execute.interpreted import interpret
 from tests.execute.mixed import random_case

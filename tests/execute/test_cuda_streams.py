@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.costs.estimate import OverlapFactors
+from parsim.engines import static
+from parsim.engines.compile import compile_graph
+from parsim.engines.steps import mean_step_s
 from parsim.execute.cuda_streams import CudaStreams
 from parsim.execute.task_time import TaskTime
 from parsim.graph.columns import columns_of
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
-from parsim.simulate import static
-from parsim.simulate.compile import compile_graph
-from parsim.simulate.steps import mean_step_s
 from parsim.work import Collective, Compute, LoadBatch, Phase
 from tests.execute.virtual_cuda import VirtualDriver
 from tests.strategies import random_durations_s

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parsim.errors import CostError, ExecutionError
-from parsim.execute.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import RunSpec
 from parsim.execute.loss_scale import LossScale, overflow_flag
 from parsim.execute.master_weights import MasterWeights
 from parsim.execute.numerics import numerics_of, set_switches, switches
 from parsim.execute.reference import largest_difference, train_reference
 from parsim.execute.stage import StageReplica
+from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.execute.worker import run_dataset
-from parsim.graph.layout import Layout
+from parsim.graph.plan_index import PlanIndex
 from parsim.model.number_formats import FORMATS, check_executable, number_format
-from parsim.plan.mesh import Mesh
+from parsim.plans.mesh import Mesh
 from tests.execute.equality import Case, compare_case, run_cases
 from tests.execute.test_equality import BERT, GPT, MLP, VGG, VIT, case
 
@@ -225,7 +225,7 @@ def test_state_goes_from_any_precision_to_any_other() -> None:
             precision=precision,
         )
         numerics = numerics_of(run, CPU)
-        layout = Layout(of.plan, of.model)
+        layout = PlanIndex(of.plan, of.model)
         return StageReplica(
             of.spec,
             layout,
