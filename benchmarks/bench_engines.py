@@ -14,11 +14,10 @@ from machine import machine_line, seconds
 
 from parsim.analyze.breakdown import breakdown
 from parsim.costs.estimate import OverlapFactors
+from parsim.engines import dynamic, static
+from parsim.engines.compile import compile_graph
 from parsim.graph.task import COMPUTE, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
-from parsim.engines import dynamic
-from parsim.engines import static
-from parsim.engines.compile import compile_graph
 from parsim.work import Collective, Compute, Phase
 
 RANKS = 8

@@ -17,6 +17,8 @@ from machine import machine_line, seconds
 
 from parsim.analyze.breakdown import breakdown
 from parsim.costs.uncertainty.draws import medians_s
+from parsim.engines.compile import compile_graph
+from parsim.engines.static import simulate, step_times_s
 from parsim.graph.expand import lower_columns
 from parsim.graph.fold import folding_of
 from parsim.graph.plan_index import PlanIndex
@@ -28,8 +30,6 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.engines.compile import compile_graph
-from parsim.engines.static import simulate, step_times_s
 
 PROFILE, NETWORK, PER_NODE = "dgx1-v100-32gb", "infiniband-100g", 8
 MICROBATCHES = 64

@@ -1,5 +1,8 @@
-"""One measuring rank: `torchrun ... -m calibration JOB.json`. JOB.json is a CalibrationRequest; the models lie beside it as
-`model-N.json`; rank 0 leaves what does not change there (START), and one file for every turn (see `calibration.rounds.turns`)."""
+"""One measuring rank: `torchrun ... -m calibration JOB.json`.
+
+JOB.json is a CalibrationRequest; the models lie beside it as `model-N.json`. Rank 0 writes what does not change (START),
+and one file for every turn (see `calibration.rounds.turns`).
+"""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ from parsim.hardware.profile import (
 from parsim.model.model import Model
 from parsim.model.shard.narrow import narrow
 from parsim.units import MIB
-from parsim.work import ComputeRecords as ComputeWork
-from parsim.work import LoadBatch, OptimizerStep, Work
+from parsim.work import Compute, LoadBatch, OptimizerStep, Work
 
 LIBRARY_MARGIN_BYTES = 16 * MIB
 """By which models that were not calibrated may lie beyond those that were. Assumed."""
@@ -253,7 +252,7 @@ def component_points(
         model = models[number]
         seconds, spread = typical_step(table)
         for place, work in enumerate(works[number, samples]):
-            if isinstance(work, ComputeWork) and seconds[place] > 0:
+            if isinstance(work, Compute) and seconds[place] > 0:
                 points.append(
                     ComponentPoint(
                         fingerprint=model.component(work.component).fingerprint,

@@ -1,4 +1,5 @@
-"""Fit the composition (`parsim.costs.compute.composition`) to measured components, one model left out at a time for its spread."""
+"""Fit the composition (`parsim.costs.compute.composition`) to measured components, one model left out at a time for its
+spread."""
 
 from __future__ import annotations
 

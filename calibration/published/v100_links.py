@@ -42,9 +42,9 @@ SOURCES = {
     ),
     "fit-links": SourceEntry(
         kind="derived",
-        text="fitted to the vtrain points by calibration.published.v100_links. LL: slope from nccl-log-8, latency = NCCL's constant plus "
-        "the launch that the fitted Simple latency has beyond NCCL's; no process-per-GPU time below 1 MiB was found. Trees: "
-        "the fitted ring times NCCL's ratio of tree to ring",
+        text="fitted to the vtrain points by calibration.published.v100_links. LL: slope from nccl-log-8, latency = "
+        "NCCL's constant plus the launch that the fitted Simple latency has beyond NCCL's; no process-per-GPU time below "
+        "1 MiB was found. Trees: the fitted ring times NCCL's ratio of tree to ring",
     ),
     "fit-relay": SourceEntry(
         kind="derived", text="fitted to the nccl-log-4-pcie points by calibration.published.v100_links; another box"

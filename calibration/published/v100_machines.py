@@ -67,7 +67,8 @@ SOURCES = {
     ),
     "fit-nvswitch": SourceEntry(
         kind="derived",
-        text="rate of a lane: slope of the dgx2-log points from 32 MiB up, six lanes per GPU (calibration.published.v100_machines)",
+        text="rate of a lane: slope of the dgx2-log points from 32 MiB up, six lanes per GPU "
+        "(calibration.published.v100_machines)",
     ),
     "dgx2-pcie": SourceEntry(
         kind="assumption",

@@ -1,7 +1,7 @@
 """Measurements as if the cores had always been as fast, from how fast they were beside each (`calibration.rounds.speed_probe`).
 
-A core of a shared machine flips between speeds every few seconds (`parsim.execute.processes.speed_probe`). What is measured in a fast spell and
-what is measured in a slow one can be compared, and added up, once each is divided by the pace beside it.
+A core of a shared machine flips between speeds every few seconds (`parsim.execute.processes.speed_probe`). What is measured
+in a fast spell and what is measured in a slow one can be compared, and added up, once each is divided by the pace beside it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ class RawPoints:
     """Everything a profile is computed from.
 
     Attributes:
-        raw: what the ranks left (see `calibration.rounds.turns.gather_raw`). The other fields are as `build_profile` takes them.
+        raw: what the ranks left (see `calibration.rounds.turns.gather_raw`). The other fields are as `build_profile` takes
+        them.
     """
 
     raw: Mapping[str, Any]

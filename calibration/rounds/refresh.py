@@ -1,4 +1,5 @@
-"""Bring a profile to today's pace without measuring anything anew: `python -m calibration.rounds.refresh JOB.json` is one rank of it.
+"""Bring a profile to today's pace without measuring anything anew: `python -m calibration.rounds.refresh JOB.json` is one
+rank of it.
 
 A machine that others share is a quarter faster or slower an hour later, at everything alike. The pace that the probe finds in
 some seconds, over the pace of the calibration, is that factor. As in the calibration the probe looks before and after training

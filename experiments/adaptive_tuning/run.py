@@ -28,11 +28,14 @@ from parsim.model.spec import ModelSpec, load_model
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import Plan
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.families import dp_plans
 from parsim.schedule.live.controller import Controller, ControllerConfig, SwitchCost
 from parsim.schedule.live.planning import PricedPlan, pool_planner, priced, switch_cost
 from parsim.schedule.live.scenario import (
-    PoolCourse,
     Disturbance,
+    PoolCourse,
     TuningScenario,
     best_static,
     course_of,
@@ -44,9 +47,6 @@ from parsim.schedule.live.scenario import (
 from parsim.schedule.live.scenario import (
     Path as Drive,
 )
-from parsim.predict.evaluate import evaluate
-from parsim.schedule.families import dp_plans
-from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.stages import balanced_plan
 
 PROFILE, DEVICES = "dgx1-v100-32gb", 8

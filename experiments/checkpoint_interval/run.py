@@ -18,14 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-from parsim.files import write_csv
-from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
-from parsim.model.spec import ModelSpec, load_model
-from parsim.predict.evaluate import evaluate
-from parsim.schedule.families import dp_plans
-from parsim.predict.forecast import Played
-from parsim.predict.planning_problem import PlanningProblem
 from parsim.engines.scenario.checkpointing import (
     daly_interval_s,
     interval_times,
@@ -35,6 +27,14 @@ from parsim.engines.scenario.checkpointing import (
 )
 from parsim.engines.scenario.scenario import FailureAt, Failures, Run, parse_scenario
 from parsim.engines.scenario.whole_run import Training
+from parsim.files import write_csv
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.profile import load_profile
+from parsim.model.spec import ModelSpec, load_model
+from parsim.predict.evaluate import evaluate
+from parsim.predict.forecast import Played
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.families import dp_plans
 from parsim.units import format_seconds
 
 HOUR_S = 3600.0

@@ -26,7 +26,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from parsim.workflow.ask import measured, reopen
 from parsim.costs.feedback.run_corrections import CommunicationClass, Corrections, class_of
 from parsim.costs.feedback.updates import updates_of
 from parsim.files import write_csv
@@ -34,11 +33,12 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.spec import ModelSpec, load_model
 from parsim.plans.plan import Plan
-from parsim.report.compare import aa_floor
 from parsim.predict.evaluate import evaluate
-from parsim.schedule.families import FAMILIES
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.report.compare import aa_floor
+from parsim.schedule.families import FAMILIES
 from parsim.schedule.live.updating import updated
+from parsim.workflow.ask import measured, reopen
 from tests.slow_machines import Machine, after_run, error
 
 MODELS = {"resnet50": 256, "vit_b_16": 128, "bert": 64}

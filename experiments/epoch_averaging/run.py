@@ -26,7 +26,7 @@ from parsim.files import write_csv
 from parsim.virtual.arrivals import train_by_arrival
 from parsim.virtual.local import LocalOptimizer, LocalTraining
 from parsim.virtual.problems import LearningProblem, load_problem, perceptron
-from parsim.virtual.rounds import TrainingOutcome, Partition, RoundRule, train_in_rounds
+from parsim.virtual.rounds import Partition, RoundRule, TrainingOutcome, train_in_rounds
 
 TOLERANCE = 0.02
 SPECIFIED = {

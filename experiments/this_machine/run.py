@@ -44,10 +44,10 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.pace import pace_s
 from parsim.hardware.profile import PaceToday, Profile, load_profile, save_profile
 from parsim.plans.plan import Plan
-from parsim.report.compare import aa_floor, task_durations_s
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.speed import slowness, step_at_pace
+from parsim.report.compare import aa_floor, task_durations_s
 from parsim.work import kind_of
 
 BUDGETS = ("compute", "shard", "operator", "collective", "overlap")

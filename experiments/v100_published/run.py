@@ -31,10 +31,10 @@ from calibration.published.v100_throughput import (
     without_efficiency,
 )
 from parsim.costs.uncertainty.draws import medians_s
+from parsim.engines.steps import mean_step_s
 from parsim.errors import DataError
 from parsim.hardware.profile import Profile, load_profile
 from parsim.predict.evaluate import REPEATED_STEPS, Evaluation
-from parsim.engines.steps import mean_step_s
 from parsim.units import MIB
 
 PROFILE = "dgx1-v100-32gb"

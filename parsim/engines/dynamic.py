@@ -8,8 +8,8 @@ Every task is a countdown of what blocks it, then a timer; every resource an in-
 its head ends. While one rank computes and communicates at once (`overlap`), its computation runs at rate 1 / compute and
 its communication at 1 / communication; a collective or a transfer goes at the rate of its slowest rank. Ranks on one core share
 it. Under `conditions`
-(a scenario) stragglers and links slow tasks too: `parsim.engines.scenario.paces`. A task that nothing slows ends exactly when the
-static engine says.
+(a scenario) stragglers and links slow tasks too: `parsim.engines.scenario.paces`. A task that nothing slows ends exactly
+when the static engine says.
 
 Programs add repeats, of which one step after the other is opened and closed, and resources that serve by arrival: those who
 come in one instant are lined up when everything else of the instant has happened.

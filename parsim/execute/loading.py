@@ -40,8 +40,9 @@ class Loader:
     """The batches of `rank` under the plan of `layout`.
 
     Args:
-        dtype: of inputs that are numbers. pin: a copy of a tensor in memory from which the device copies by itself, for one that
-            loads ahead; None for one that reads in its turn.
+        dtype: of inputs that are numbers.
+        pin: copies a tensor to memory from which the device copies by itself, for one that loads ahead; None for one that
+            reads in its turn.
     """
 
     def __init__(

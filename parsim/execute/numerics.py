@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from parsim.execute.job import RunSpec
-from parsim.execute.loss_scale import LossScale
+from parsim.execute.state.loss_scale import LossScale
 from parsim.model.number_formats import check_executable, number_format
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -24,7 +24,7 @@ _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
     """Attributes:
-    weights: type of parameters, gradients and inputs. autocast: the type forwards run in where autocast lets them; None: as is.
+    weights: type of parameters, gradients and inputs. autocast: the type that forwards run in where autocast allows it.
     tf32: matmuls and convolutions of a GPU may use it.
     master_weights: the optimizer updates copies in fp32. loss_scale: at the beginning; None: the loss is not scaled.
     """

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from parsim.data import BatchOrder, Dataset, part
-from parsim.execute.master_weights import MASTER, MasterWeights
 from parsim.execute.numerics import Numerics
 from parsim.execute.stage import recorded_programs, seeded_module
+from parsim.execute.state.master_weights import MASTER, MasterWeights
 from parsim.execute.state.optimizer import make_optimizer
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Component

@@ -260,8 +260,8 @@ class RankProgram:
         return tensor
 
     def _buffer(self, instance: Instance) -> Tensor:
-        """Room for what another rank sends, allocated on the stream that receives it: whoever had this memory before has read it
-        there, or the allocator waits for those that `Streams.used` named."""
+        """Room for what another rank sends, allocated on the stream that receives it. The allocator gives it memory that no
+        stream named by `Streams.used` still reads."""
         shape, dtype = self._stage.local_shape(instance.item.value, instance.layout)
         buffer = torch.empty(shape, dtype=dtype, device=self._stage.device)
         self.watch.received(buffer)

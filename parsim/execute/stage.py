@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parsim.execute.loss_scale import overflow_flag
-from parsim.execute.master_weights import MASTER, MasterWeights
 from parsim.execute.numerics import Numerics
 from parsim.execute.state.checkpoint import RankState, restore_optimizer, restore_tensors
 from parsim.execute.state.fragments import Fragment, fragment_of, is_per_element
+from parsim.execute.state.loss_scale import overflow_flag
+from parsim.execute.state.master_weights import MASTER, MasterWeights
 from parsim.execute.state.optimizer import flat_gradients, make_optimizer
 from parsim.execute.state.zero import DividedBucket
 from parsim.graph.parameter_buckets import Bucket

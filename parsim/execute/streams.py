@@ -1,10 +1,11 @@
 """How one rank issues its tasks: computation in the calling thread, communication on streams of its own, in issue order.
 
-CPU ranks have threads (`ThreadStreams`), GPU ranks CUDA streams (`parsim.execute.cuda_streams`). Both give the same contract.
-`submit` never waits; `compute` runs the operation after its dependencies; `finish` returns when everything submitted has ended. Each task leaves a `TaskTime`: `ready_s` is when this rank could start it (its
-dependencies here ended and its stream free), `end_s` when it ended here. What a thread takes to wake up and to get the
-processor lies within the time of a communication (others wait for it meanwhile) and between computations. Who waits for whom
-across ranks is decided when the ranks' records are merged.
+CPU ranks have threads (`ThreadStreams`), GPU ranks CUDA streams (`parsim.execute.cuda.streams`). Both give the same contract.
+`submit` never waits; `compute` runs the operation after its dependencies; `finish` returns when everything submitted has
+ended. Each task leaves a `TaskTime`: `ready_s` is when this rank could start it (its dependencies here ended and its stream
+free), `end_s` when it ended here. What a thread takes to wake up and to get the processor lies within the time of a
+communication (others wait for it meanwhile) and between computations. Who waits for whom across ranks is decided when the
+ranks' records are merged.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from parsim.execute.cuda_driver import TorchCudaDriver
-from parsim.execute.cuda_streams import CudaStreams
+from parsim.execute.cuda.driver import TorchCudaDriver
+from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.processes.priority import take_priority
 from parsim.execute.task_time import Operation, TaskTime
 

@@ -44,8 +44,8 @@ class OperatorPoint(ProfileRecord):
     """One published or measured kernel.
 
     Published: kind and shape as in `parsim.model.component.Operator`, with the batch in `samples`. Measured on this machine:
-    kind, function and sizes as in `parsim.costs.compute.launches` (samples 1), the median over repeats with `ranks_active` ranks
-    computing at once.
+    kind, function and sizes as in `parsim.costs.compute.launches` (samples 1), the median over repeats with `ranks_active`
+    ranks computing at once.
     """
 
     kind: str
@@ -63,7 +63,8 @@ class OperatorPoint(ProfileRecord):
 
 
 class OperatorFit(ProfileRecord):
-    """Fitted time of one kernel of `kind` in `phase`: see `parsim.costs.compute.operators` for the formula its coefficients enter."""
+    """Fitted time of one kernel of `kind` in `phase`: see `parsim.costs.compute.operators` for the formula its coefficients
+    enter."""
 
     kind: str
     phase: Literal["forward", "backward_input", "backward_weight"]

@@ -3,7 +3,7 @@
 fp32, fp64    everything in that type; fp32 is IEEE's: no TF32 in matmuls and convolutions.
 tf32          as fp32, but matmuls and convolutions of a GPU round their operands to 10 bits of mantissa.
 amp_fp16      weights, gradients and optimizer state in fp32; PyTorch's autocast computes what it can in half precision;
-amp_bf16      fp16 scales the loss, so that small gradients do not vanish (`parsim.execute.loss_scale`).
+amp_bf16      fp16 scales the loss, so that small gradients do not vanish (`parsim.execute.state.loss_scale`).
 bf16          weights, gradients and activations in bf16; with master weights the optimizer updates copies in fp32.
 fp8           priced where a profile knows it; nothing here runs it.
 """

@@ -1,4 +1,5 @@
-"""What a profile says of a step at the pace of the cores meanwhile, as the probe (`parsim.execute.processes.speed_probe`) finds it."""
+"""What a profile says of a step at the pace of the cores meanwhile, as the probe (`parsim.execute.processes.speed_probe`)
+finds it."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 uniform    every component is cut over all tp ranks where one of its rules allows it, and replicated where none does;
            which of its rules, a shortest path over the conversions between them decides
-adaptive   one stage, tp over all devices: every component takes any placement, by `parsim.schedule.placement.exact`; batch over all
-           ranks (dp), cut over all (mp) and over some (hp) are among them, so mixing costs nothing in generality
+adaptive   one stage, tp over all devices: every component takes any placement, by `parsim.schedule.placement.exact`; batch
+           over all ranks (dp), cut over all (mp) and over some (hp) are among them, so mixing costs nothing in generality
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parsim.data import BatchOrder
 from parsim.data.for_model import dataset_for
-from parsim.execute.cuda_streams import CudaStreams
+from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.loading import Loader
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.stage import StageReplica

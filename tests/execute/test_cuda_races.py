@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from parsim.execute.cuda_streams import CudaStreams
+from parsim.execute.cuda.streams import CudaStreams
 from parsim.graph.task import COMPUTE
 from parsim.plans.mesh import Mesh
 from tests.execute.equality import Case

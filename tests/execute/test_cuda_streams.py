@@ -14,7 +14,7 @@ from parsim.costs.estimate import OverlapFactors
 from parsim.engines import static
 from parsim.engines.compile import compile_graph
 from parsim.engines.steps import mean_step_s
-from parsim.execute.cuda_streams import CudaStreams
+from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.task_time import TaskTime
 from parsim.graph.columns import columns_of
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task

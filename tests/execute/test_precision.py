@@ -13,12 +13,12 @@ from torch import nn
 
 from parsim.errors import CostError, ExecutionError
 from parsim.execute.job import RunSpec
-from parsim.execute.loss_scale import LossScale, overflow_flag
-from parsim.execute.master_weights import MasterWeights
 from parsim.execute.numerics import numerics_of, set_switches, switches
 from parsim.execute.reference import largest_difference, train_reference
 from parsim.execute.stage import StageReplica
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
+from parsim.execute.state.loss_scale import LossScale, overflow_flag
+from parsim.execute.state.master_weights import MasterWeights
 from parsim.execute.worker import run_dataset
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.number_formats import FORMATS, check_executable, number_format

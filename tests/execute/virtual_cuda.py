@@ -44,7 +44,7 @@ class Hazard(Exception):
 
 @dataclass
 class VirtualDriver:
-    """See `parsim.execute.cuda_streams.Driver`.
+    """See `parsim.execute.cuda.streams.Driver`.
 
     Attributes:
         record_s: what the host takes to issue anything. log: what was asked, in order.

@@ -133,7 +133,9 @@ def test_presets_need_no_torch() -> None:
 
 
 def test_trace_is_a_function_whatever_is_imported() -> None:
-    program = "import parsim.model.tracing.trace, parsim.model; assert parsim.model.tracing.trace.__name__ == 'trace', parsim.model.tracing.trace"
+    program = (
+        "import parsim.model.tracing.trace, parsim.model; assert parsim.model.trace.__name__ == 'trace', parsim.model.trace"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -1,7 +1,8 @@
 """What a collective or a transfer costs: closed forms over the links of the machine, or piecewise lines measured per group.
 
 A profile says which: where it holds a link model (NCCL on NVLink or PCIe), times follow from rings packed on the links of a
-node (`parsim.costs.communication.intranode`) and, across nodes, from the network that joins them (`parsim.costs.communication.internode`); otherwise (gloo)
+node (`parsim.costs.communication.intranode`) and, across nodes, from the network that joins them
+(`parsim.costs.communication.internode`); otherwise (gloo)
 from `CollectiveFit`s. Only all_reduce was measured on the DGX-1V that the link model stands for: the other operations are
 derived from the same links by their closed forms and carry a wider uncertainty for it.
 

@@ -5,8 +5,8 @@ Ring: all members in one ring (one per network card and more), which crosses fro
     seconds = base + (steps - crossings) * hop inside + crossings * hop between + traffic * max(inside, between) * S
 
 with steps and traffic of `ring_steps` and `ring_traffic` over all n ranks, crossings = ring_steps over the K nodes, and the
-seconds per byte of the busiest link inside the nodes and between them (`parsim.costs.communication.traffic`), each over the protocol's
-efficiency.
+seconds per byte of the busiest link inside the nodes and between them (`parsim.costs.communication.traffic`), each over the
+protocol's efficiency.
 
 Tree (all_reduce): a chain inside each node and a double binary tree over the nodes, which pass the array up and down:
 

@@ -5,9 +5,10 @@ Three sources, never mixed silently:
                sample counts the time is interpolated linearly. A shard has a fingerprint of its own; where it was not
                measured, but the whole or a larger shard of it was, its time is that times the ratio the operators give.
     fitted     the sum over the component's operators of the fitted kernel times: by surfaces measured on this machine and what
-               whole components were seen to add (`parsim.costs.compute.surfaces`, `.composition`); else by the formula fitted to
-               published kernels (`parsim.costs.compute.operators`), over the efficiency that whole models were found to have on such a
-               device, where the profile holds one.
+               whole components were seen to add (`parsim.costs.compute.surfaces`, `.composition`); else by the formula
+               fitted to
+               published kernels (`parsim.costs.compute.operators`), over the efficiency that whole models were found to have
+               on such a device, where the profile holds one.
     published  an operator kind without a fit, on a device whose peaks come from a datasheet or paper: a roofline at a stated
                efficiency and a large uncertainty.
 

@@ -1,6 +1,7 @@
 """What a run shows a profile to be wrong by, without the run's noise: factors of ranks, phases and classes of communication.
 
-`parsim.costs.feedback.run_corrections.learn` takes a window at its word, as a controller that averages many must. Here one run is all there
+`parsim.costs.feedback.run_corrections.learn` takes a window at its word, as a controller that averages many must. Here one
+run is all there
 is, so a factor is learnt only where it is more than noise, twice: it lies further from what held before than two standard
 errors of its mean over the steps, and it explains more of the step than the difference between halves of the measurement (the
 A/A floor). What is learnt is shrunk by its own standard error. A factor that held before stays until a run contradicts it as
@@ -9,8 +10,8 @@ clearly (hysteresis), and goes when it no longer explains more than the floor.
 Factors are absolute: on the profile as it was calibrated, whatever held before. So updates do not compound, and one learnt
 after the cause is gone undoes the one before.
 
-Leaves out: errors that tasks do not show (time between tasks; see `parsim.schedule.live.updating`), loading, and that a factor may
-depend on sizes.
+Leaves out: errors that tasks do not show (time between tasks; see `parsim.schedule.live.updating`), loading, and that a
+factor may depend on sizes.
 """
 
 from __future__ import annotations

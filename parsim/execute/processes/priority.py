@@ -7,8 +7,8 @@ add. On a 2-core virtual machine steps of two ranks got 17 to 54% shorter (`expe
 
 All of them have one priority: gloo's loop over its sockets and the threads that use them wait for one another by looking again
 and again, and one that came before the other would look for ever. What the computation holds none of them may wait for: see
-`parsim.execute.processes.pinning.keep_freed_memory`. A call in a thousand still takes 50 to 100 ms, when one looks for a whole time
-slice.
+`parsim.execute.processes.pinning.keep_freed_memory`. A call in a thousand still takes 50 to 100 ms, when one looks for a
+whole time slice.
 
 It takes root, CAP_SYS_NICE or a limit `rtprio` of 1 (`ulimit -r`). Elsewhere everything works as usual, more slowly.
 """

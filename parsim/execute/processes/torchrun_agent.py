@@ -1,4 +1,5 @@
-"""torchrun, with its verdict as data: `python -m parsim.execute.processes.torchrun_agent FAILURES.json <arguments of torchrun>`.
+"""torchrun, with its verdict as data: `python -m parsim.execute.processes.torchrun_agent FAILURES.json <arguments of
+torchrun>`.
 
 Runs `torch.distributed.run` in this process unchanged. If ranks fail, FAILURES.json says which, in the order torchrun
 noticed, with exit status and process number, so that nobody has to read it out of a log. This process dies with the one that

@@ -5,7 +5,8 @@ A checkpoint is a folder `step-00000020/` in which each rank writes two files of
 is written to a temporary file, forced to disk and renamed. The checkpoint exists once all ranks' pairs are there, agree and
 are whole; until then, or when one is damaged, the one before counts. No rank waits for another.
 
-A rank that holds a piece of a tensor writes it under the name of the whole and says which piece (`parsim.execute.state.fragments`);
+A rank that holds a piece of a tensor writes it under the name of the whole and says which piece
+(`parsim.execute.state.fragments`);
 reading puts the whole together, so that any plan of the model can resume from any other's checkpoint.
 
 Leaves out: the position in the data, which needs no state but step and seed (`parsim.data.BatchOrder`).

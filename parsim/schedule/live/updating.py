@@ -51,7 +51,8 @@ def updated(
 ) -> Updated:
     """The problem's profile after a run of `plan`.
 
-    Task times teach the factors of ranks, phases and communication (`parsim.costs.feedback.refit`). If the step is still off by more
+    Task times teach the factors of ranks, phases and communication (`parsim.costs.feedback.refit`). If the step is still off
+    by more
     than the floor, the time lies between the tasks, which the profile counts to the computation: all ranks' factors are scaled
     until the step fits.
 

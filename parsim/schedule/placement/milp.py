@@ -5,8 +5,8 @@
     e              what of the gradient synchronisation outlasts the backward: at least
                    sum of sync over components <= i  -  sum of backward over components < i, for every i
 
-Every choice returned is evaluated again by `parsim.schedule.placement.objective`; a status of the solver that is not "optimal" is
-passed on as what it is.
+Every choice returned is evaluated again by `parsim.schedule.placement.objective`. A status of the solver
+that is not "optimal" is passed on unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a choice of placements costs under the model of `parsim.schedule.placement.placement_problem`, and how any solver answers.
+"""What a choice of placements costs under the model of `parsim.schedule.placement.placement_problem`, and how any solver
+answers.
 
     step = sum of forward and backward, conversions included, + what of the gradient synchronisation outlasts the backward
 

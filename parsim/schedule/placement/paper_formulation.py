@@ -3,7 +3,8 @@
     min over strategies  sum_i  max over devices j of D(s_i) [ t_comp(i, s_i, j) + t_comm(i, s_i, j) ]
     s.t.                 sum_i mem(i, s_i, j) <= M_j   for every device j
 
-It is a multiple-choice knapsack. It leaves out what `parsim.schedule.placement.placement_problem` adds: conversions between neighbours, overlap of
+It is a multiple-choice knapsack. It leaves out what `parsim.schedule.placement.placement_problem` adds: conversions between
+neighbours, overlap of
 gradient synchronisation, pipelining. Where t_comp does not depend on the strategy it degenerates to the least t_comm of every
 component.
 

@@ -1,4 +1,6 @@
-"""fp32 copies of half-precision weights, which the optimizer updates: an update smaller than a weight's last digit adds up there.
+"""fp32 copies of half-precision weights, which the optimizer updates.
+
+An update that is smaller than a weight's last digit adds up in the copy.
 
 The optimizer knows the copies alone. A checkpoint holds them as an entry of the optimizer's state, `MASTER`.
 """

@@ -1,7 +1,9 @@
-"""How a GPU rank issues its tasks: a CUDA stream per resource, in issue order; events carry the dependencies, the host runs ahead.
+"""How a GPU rank issues its tasks: a CUDA stream per resource, in issue order.
+
+Events carry the dependencies, so the host runs ahead of the GPU.
 
 Everything is said to a `Driver`, so that the order of launches, waits and records can be checked without a GPU: the real
-driver is `parsim.execute.cuda_driver`, tests have one with virtual time that feeds torch's CUDA sanitizer.
+driver is `parsim.execute.cuda.driver`, tests have one with virtual time that feeds torch's CUDA sanitizer.
 
 A communication may be submitted before what it needs has been enqueued: it waits here, first in first out per stream, until
 the last of its dependencies is enqueued. Every task is looked at once per dependency, so a step costs time linear in its tasks

@@ -13,7 +13,7 @@ URGENT, USUAL = -1, 0
 
 
 class TorchCudaDriver:
-    """See `parsim.execute.cuda_streams.Driver`."""
+    """See `parsim.execute.cuda.streams.Driver`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
