@@ -24,7 +24,7 @@ _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
     """Attributes:
-    weights: type of parameters, gradients and inputs. autocast: the type that forwards run in where autocast allows it.
+    weights: type of parameters, gradients and inputs. autocast: the type of forwards where autocast applies; None: without.
     tf32: matmuls and convolutions of a GPU may use it.
     master_weights: the optimizer updates copies in fp32. loss_scale: at the beginning; None: the loss is not scaled.
     """

@@ -75,3 +75,8 @@ def check_executable(precision: str, dtype: str, device_kind: str) -> None:
             f'training.dtype = {dtype!r} and training.precision = {precision!r} contradict each other; set dtype = "float32", '
             'or precision = "fp32"'
         )
+
+
+def recorded_weights(precision: str) -> str:
+    """The type, as torch names it, in which a Model of this precision is recorded."""
+    return "bfloat16" if number_format(precision).weight_bytes == 2 else "float32"
