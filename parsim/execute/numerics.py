@@ -36,7 +36,7 @@ class Numerics:
     loss_scale: LossScale | None = None
 
     def computing(self, device: torch.device) -> AbstractContextManager[object]:
-        """Around every forward of a component. The cache of cast weights lives as long, so a cast is counted where it is used."""
+        """Around every forward of a component. The cache of cast weights lives as long."""
         return _NOTHING if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
 
 

@@ -248,6 +248,21 @@ def _build_fake(spec: ModelSpec) -> nn.Module:
         return build_module(spec)
 
 
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """`module.to(dtype)` for one that may be fake: numbers that are not whole change their type, tied weights stay tied."""
+    from torch import nn
+
+    cast: dict[int, Tensor] = {}
+    for owner in module.modules():
+        for holder in (owner._parameters, owner._buffers):
+            for key, value in holder.items():
+                if value is not None and value.is_floating_point():
+                    if id(value) not in cast:
+                        own = value.detach().to(dtype)
+                        cast[id(value)] = nn.Parameter(own, value.requires_grad) if isinstance(value, nn.Parameter) else own
+                    holder[key] = cast[id(value)]
+
+
 def example_batch(
     spec: ModelSpec, samples: int, seed: int = 0, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -335,7 +350,7 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -
     kind = interface_of(spec)
     module = _build_fake(spec)
     if weights != "float32":
-        module = module.to(getattr(torch, weights))
+        _cast(module, getattr(torch, weights))
     example = torch.zeros((2, *kind.input_shape), dtype=torch.long if kind.inputs == "tokens" else getattr(torch, weights))
     arguments = ", ".join(f"{name}={value}" for name, value in spec.args)
     return model_of(

@@ -119,7 +119,7 @@ MISTAKES = [
     (["plan.mesh.px=3"], r"unknown key plan.mesh.px .*did you mean"),
     (["training.optimizer=adma"], r"training.optimizer = 'adma' is unknown; did you mean adam"),
     (["training.precision=fp9"], r"training.precision = 'fp9' is unknown.*fp8"),
-    (["training.master_weights=true"], r"training.master_weights = true has a meaning with precision = .bf16. alone"),
+    (["training.master_weights=true"], r"training.master_weights = true belongs to precision = .bf16. alone"),
     (["training.dtype=float64", "training.precision=bf16"], r"training.dtype = 'float64' and training.precision = 'bf16'"),
     (["training.dataset=imagenet"], r"training.dataset = 'imagenet' is unknown.*digits"),
     (["training.global_batch=many"], r"training.global_batch = 'many': must be a whole number; for example global_batch = "),

@@ -193,7 +193,7 @@ def estimate_optimizer(
     if points and number_format(precision).weight_bytes < 4:
         raise CostError(
             f"the profile measured {optimizer} on {device.type.name} with weights of 4 bytes, and precision {precision!r} has "
-            f'{number_format(precision).weight_bytes}; set precision = "fp32" or "amp_bf16", or use a profile with published peaks'
+            f'{number_format(precision).weight_bytes}; set precision = "amp_bf16", or use a profile with published peaks'
         )
     if points:
         return _measured_optimizer(work, optimizer, _under_load(points, ranks_active), drift)
