@@ -128,7 +128,7 @@ class _Updater:
         self._optimizer = make_optimizer(optimizer, self._stepped().values(), learning_rate)
         first = numerics.loss_scale
         self._scaler = (
-            None if first is None else torch.amp.GradScaler("cpu", init_scale=first.scale, growth_interval=first.growth_steps)  # type: ignore[attr-defined]
+            None if first is None else torch.amp.GradScaler("cpu", init_scale=first.scale, growth_interval=first.growth_steps)
         )
         self._replicas: dict[str, Tensor] = {}
 

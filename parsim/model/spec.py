@@ -254,7 +254,8 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
 
     cast: dict[int, Tensor] = {}
     for owner in module.modules():
-        for holder in (owner._parameters, owner._buffers):
+        holders: tuple[dict[str, Any], dict[str, Any]] = owner._parameters, owner._buffers
+        for holder in holders:
             for key, value in holder.items():
                 if value is not None and value.is_floating_point():
                     if id(value) not in cast:

@@ -177,7 +177,7 @@ def visible_gpus() -> int:
 
 
 def nearest_that_fits(asked: Answer) -> str:
-    """The fastest plan that the search found to need less memory than the one that ran out of it, for people; "" without one."""
+    """The fastest plan of the search that needs less memory than the one that ran out of it, in words; "" without a search."""
     if asked.search is None:
         return ""
     failed = max(asked.evaluation.result.peak_memory_bytes)

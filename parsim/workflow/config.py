@@ -276,7 +276,7 @@ def _check_plan_section(config: RunConfig) -> None:
     plan, cluster, training = config.plan, config.cluster, config.training
     if training.master_weights is not None and training.precision != "bf16":
         raise ConfigError(
-            f'training.master_weights = {str(training.master_weights).lower()} has a meaning with precision = "bf16" alone, and '
+            f'training.master_weights = {str(training.master_weights).lower()} belongs to precision = "bf16" alone, and '
             f'training.precision = {training.precision!r}: drop master_weights, or set precision = "bf16"'
         )
     if training.dtype != "float32" and training.precision != "fp32":

@@ -30,9 +30,9 @@ def check_alone(rank: int, device: str, used_bytes: int) -> None:
     """Raise ExecutionError if somebody else's memory lies on a GPU on which this rank has only its context."""
     if used_bytes > OTHERS_BYTES:
         raise ExecutionError(
-            f"rank {rank} finds {format_bytes(used_bytes)} of {device} in use before it has allocated anything: another process "
-            "computes there (`nvidia-smi` names it), which would slow every step and take the plan's memory; end it, or leave "
-            "this GPU out with CUDA_VISIBLE_DEVICES"
+            f"rank {rank} finds {format_bytes(used_bytes)} of {device} in use before it has allocated anything: another "
+            "process computes there (`nvidia-smi` names it), which would slow every step and take the plan's memory; end it, "
+            "or leave this GPU out with CUDA_VISIBLE_DEVICES"
         )
 
 
@@ -60,8 +60,9 @@ def out_of_memory(
     name = max(seen, key=lambda line: seen[line] - foreseen[line])
     if seen[name] <= foreseen[name]:
         return OutOfMemoryError(
-            f"{where}, {format_bytes(sum(predicted.values()))} of tensors predicted: no line was short, so memory beside tensors "
-            f"(context, communicators, what the allocator loses, other processes) takes more than predicted. {kept}"
+            f"{where}, {format_bytes(sum(predicted.values()))} of tensors predicted: no line was short, so memory "
+            "beside tensors (context, communicators, what the allocator loses, other processes) takes more than predicted. "
+            f"{kept}"
         )
     largest = max(rest, key=lambda line: rest[line]) if name == REST and rest else ""
     detail = f" (predicted mostly as {largest}, {format_bytes(rest[largest])})" if largest else ""
@@ -87,8 +88,8 @@ def lost_device(rank: int, device: str, step: int, error: BaseException, kept: s
     """The message for a rank whose device is lost."""
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ExecutionError(
-        f"rank {rank} lost {device} in step {step}: {said}. {kept} `nvidia-smi` and the system log (Xid) say whether the GPU is "
-        "well"
+        f"rank {rank} lost {device} in step {step}: {said}. {kept} `nvidia-smi` and the system log (Xid) say whether the "
+        "GPU is well"
     )
 
 
