@@ -67,10 +67,11 @@ def test_a_stream_that_does_not_wait_is_found(name: str) -> None:
 
 
 def test_single_waits_that_are_missing_are_found() -> None:
-    """Some waits are ordered by others too; of 1F1B's, those for a microbatch that arrives are not."""
-    waits = run(PLANS["1f1b"], 0).waits
-    found = [number for number in range(waits) if run(PLANS["1f1b"], 0, skipped_waits=frozenset({number})).errors]
-    assert len(found) > waits // 3
+    """Some waits are ordered by others too; those for a microbatch that arrives are not."""
+    waits = run(PLANS["gpipe"], 0).waits
+    chosen = random.Random(0).sample(range(waits), 6)
+    found = [number for number in chosen if run(PLANS["gpipe"], 0, skipped_waits=frozenset({number})).errors]
+    assert len(found) >= 2, f"{len(found)} of {len(chosen)} of {waits} waits"
 
 
 @pytest.mark.parametrize("name", ["zero 2", "1f1b"])
