@@ -41,6 +41,11 @@ class Journal:
             os.fsync(file.fileno())
         self.rows[row[CASE]] = dict(row)
 
+    def forget(self, cases: Iterable[str]) -> None:
+        """Let these cases run again. Their rows stay in the file; of several rows of a case the last counts."""
+        for case in list(cases):
+            del self.rows[case]
+
     def add_missing(self, rows: Iterable[Row]) -> None:
         """Append those whose cases are not there yet."""
         for row in rows:

@@ -16,7 +16,7 @@ from parsim.errors import ExecutionError
 
 ALIGNMENT_BYTES = 256
 CACHE_MULTIPLE = 4
-MAX_SETS = 256
+MAX_SETS = 1024
 
 
 def set_count(set_bytes: int, cache_bytes: int, limit_bytes: int) -> int:

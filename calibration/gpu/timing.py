@@ -2,7 +2,8 @@
 
 1. The calls run until the device has been busy for `warm_s`: clocks rise, libraries choose their kernels.
 2. A burst is a sleep kernel and then groups of calls with a mark between the groups. The sleep is as long as the host needs to
-   enqueue the burst. If the device had left the sleep before the host was done, the burst is thrown away and the sleep grows.
+   enqueue the burst. If the device had left the sleep before the host was done, the burst is thrown away; the next one is half
+   as long, behind a sleep twice as long.
 3. Bursts follow one another until the timed calls alone have taken `least_s`.
 
 A group holds so many calls that the cost of its mark, about a microsecond, does not count. Leaves out what the host takes for a
@@ -62,11 +63,14 @@ class Timing:
         return asdict(self)
 
 
-def time_calls(driver: Driver, calls: Sequence[Call], *, least_s: float = 1.0, warm_s: float = 0.2) -> Timing:
+def time_calls(
+    driver: Driver, calls: Sequence[Call], *, least_s: float = 1.0, warm_s: float = 0.2, behind_sleep: bool = True
+) -> Timing:
     """Seconds of one call, where `calls` are taken in turns (each on operands of its own, see `pools`).
 
     Args:
         least_s: device seconds of timed calls at least. warm_s: of calls before them, on the host's clock.
+        behind_sleep: False for calls that wait for the device (copies of pageable memory): no sleep can precede them.
 
     Raises: ExecutionError without a call, or if no sleep is long enough for the host to enqueue a burst.
     """
@@ -80,9 +84,10 @@ def time_calls(driver: Driver, calls: Sequence[Call], *, least_s: float = 1.0, w
     spent_s, sleep_s, repeated = 0.0, _sleep_s(enqueue_s * group * most), 0
     while spent_s < least_s or len(seconds) < MIN_GROUPS:
         groups = min(most, max(MIN_GROUPS, math.ceil((least_s - spent_s) / (estimate_s * group))))
-        found, late = _burst(driver, turns, group, groups, sleep_s)
+        found, late = _burst(driver, turns, group, groups, sleep_s if behind_sleep else None)
         if late:
             repeated += 1
+            most = max(MIN_GROUPS, most // 2)
             if repeated > MAX_TRIES:
                 raise ExecutionError(
                     f"the device left a sleep of {sleep_s:.3g} s before the host had enqueued {group * groups} calls, "
@@ -103,7 +108,7 @@ def time_calls(driver: Driver, calls: Sequence[Call], *, least_s: float = 1.0, w
         calls=group * len(seconds),
         groups=len(seconds),
         sustained_s=spent_s,
-        queued=driver.queues,
+        queued=driver.queues and behind_sleep,
         repeated_bursts=repeated,
     )
 
@@ -139,14 +144,15 @@ def _warm(driver: Driver, turns: _Turns, warm_s: float) -> tuple[float, float]:
         count = min(2 * count, QUEUE_CALLS)
 
 
-def _burst(driver: Driver, turns: _Turns, group: int, groups: int, sleep_s: float) -> tuple[list[float], bool]:
-    """Seconds of every group, and whether the device began before the host was done."""
-    driver.sleep(sleep_s)
+def _burst(driver: Driver, turns: _Turns, group: int, groups: int, sleep_s: float | None) -> tuple[list[float], bool]:
+    """Seconds of every group, and whether the device began before the host was done. None: without a sleep."""
+    if sleep_s is not None:
+        driver.sleep(sleep_s)
     marks = [driver.mark()]
     for _ in range(groups):
         turns.run(group)
         marks.append(driver.mark())
-    late = driver.queues and driver.passed(marks[0])
+    late = sleep_s is not None and driver.queues and driver.passed(marks[0])
     driver.wait()
     seconds = [driver.seconds(begin, end) for begin, end in pairwise(marks)]
     driver.forget()
