@@ -1,7 +1,8 @@
 """Programs in interleaved rounds: in each round every program has a turn, the executor two, in an order drawn for the round.
 
-A turn is one step that is not timed (unless steps are long), then some that are, between two waits for the device. So what the machine does meanwhile
-falls on all programs alike, and the executor's two turns say how far two measurements of one program differ (A/A).
+A turn is one step that is not timed (unless steps are long), then some that are, between two waits for the device. So what the
+machine does meanwhile falls on all programs alike, and the executor's two turns say how far two measurements of one program
+differ (A/A).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from calibration.gpu.programme import failure
 AGAIN = " again"
 WARM_STEPS = 3
 LONG_STEP_S, LONG_STEPS = 0.1, 2
-"""A step that takes so long needs fewer in a turn, and none before them: what the program before left in the caches is little."""
+"""Steps that take so long: fewer in a turn, and none before them, since what another program left in the caches hardly counts."""
 
 
 def interleaved(driver: Driver, programs: Sequence[Program], scope: Scope, *, seed: int, remaining_s: float) -> dict[str, Any]:

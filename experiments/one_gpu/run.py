@@ -149,7 +149,6 @@ def show(folder: Path, *, as_json: bool) -> int:
     if not path.is_file():
         print(f"error: there are no rows in {folder}; measure first, with --out {folder}", file=sys.stderr)
         return 1
-    rows: list[Row] = read_rows(path)
     results, text = analyse(read_rows(path))
     write_text_atomically(folder / "results.json", json.dumps(results, indent=1))
     write_text_atomically(folder / "RESULTS.md", text)
