@@ -14,10 +14,10 @@ from machine import machine_line, seconds
 
 from parsim.analyze.breakdown import breakdown
 from parsim.costs.estimate import OverlapFactors
+from parsim.engines import dynamic, static
+from parsim.engines.compile import compile_graph
 from parsim.graph.task import COMPUTE, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
-from parsim.simulate import dynamic, static
-from parsim.simulate.compile import compile_graph
 from parsim.work import Collective, Compute, Phase
 
 RANKS = 8
@@ -61,7 +61,8 @@ begun = time.perf_counter()
 import numba
 imported = time.perf_counter()
 from parsim.graph.taskgraph import from_text
-from parsim.simulate import kernels, static
+from parsim.engines import kernels
+from parsim.engines import static
 graph = from_text("world_size 1\\n0 r0.compute | forward a x1 | - | stage=0\\n")
 began = time.perf_counter()
 static.step_times_s(graph, [[1.0]], steps=1)

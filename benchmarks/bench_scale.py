@@ -16,20 +16,20 @@ from deep_gpt import deep_gpt, even_plan
 from machine import machine_line, seconds
 
 from parsim.analyze.breakdown import breakdown
-from parsim.costs.uncertainty import medians_s
+from parsim.costs.uncertainty.draws import medians_s
+from parsim.engines.compile import compile_graph
+from parsim.engines.static import simulate, step_times_s
 from parsim.graph.expand import lower_columns
 from parsim.graph.fold import folding_of
-from parsim.graph.layout import Layout
+from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
 from parsim.model.presets import load_preset
-from parsim.plan.mesh import Mesh
-from parsim.plan.plan import Plan
-from parsim.schedule.evaluate import evaluate
-from parsim.schedule.problem import Problem
-from parsim.simulate.compile import compile_graph
-from parsim.simulate.static import simulate, step_times_s
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
 
 PROFILE, NETWORK, PER_NODE = "dgx1-v100-32gb", "infiniband-100g", 8
 MICROBATCHES = 64
@@ -44,9 +44,9 @@ def cluster(ranks: int) -> Cluster:
     return cluster_from_profile(load_profile(PROFILE), nodes=nodes, network=NETWORK if nodes > 1 else None)
 
 
-def problem(model: Model, machine: Cluster, plan: Plan) -> Problem:
+def problem(model: Model, machine: Cluster, plan: Plan) -> PlanningProblem:
     """One that has been asked nothing yet."""
-    return Problem(model=model, cluster=machine, global_batch=plan.global_batch, precision="amp_fp16", optimizer="adam")
+    return PlanningProblem(model=model, cluster=machine, global_batch=plan.global_batch, precision="amp_fp16", optimizer="adam")
 
 
 def row(what: str, model: Model, plan: Plan, draws: int, base_s: float | None) -> float:
@@ -73,7 +73,7 @@ def parts(model: Model, plan: Plan) -> None:
     machine = cluster(plan.world_size)
     asked = problem(model, machine, plan)
     costs = asked.costs(plan.world_size)
-    layout = Layout(plan, model)
+    layout = PlanIndex(plan, model)
     folding = folding_of(layout, costs)
     columns = lower_columns(plan, model, layout, folding)
     estimates = asked.price(columns.units, plan.mesh)
@@ -82,7 +82,7 @@ def parts(model: Model, plan: Plan) -> None:
     timeline = simulate(compiled, medians)
     fresh = problem(model, machine, plan)
     times = {
-        "plan over model (layout)": seconds(lambda: Layout(plan, model).buckets),
+        "plan over model (layout)": seconds(lambda: PlanIndex(plan, model).buckets),
         "which ranks stand for which": seconds(lambda: folding_of(layout, costs)),
         "lowering": seconds(lambda: lower_columns(plan, model, layout, folding)),
         "pricing": seconds(lambda: problem(model, machine, plan).price(columns.units, plan.mesh)),
@@ -102,7 +102,7 @@ def parts(model: Model, plan: Plan) -> None:
 def lowering(model: Model) -> None:
     """Lowering without folding: its rate, and its own profile."""
     plan = even_plan(model, Mesh(pp=8, dp=4, tp=8), microbatches=MICROBATCHES)
-    layout = Layout(plan, model)
+    layout = PlanIndex(plan, model)
     size = lower_columns(plan, model, layout).size
     elapsed = seconds(lambda: lower_columns(plan, model, layout))
     print(f"\nLowering every rank ({plan.mesh}): {size:,} tasks, {size / elapsed / 1e6:.2f} M tasks/s\n")

@@ -19,14 +19,14 @@ from parsim.algorithms.graphs import mixing_graph
 from parsim.virtual.clock import random_stragglers
 from parsim.virtual.gossip import GossipRule, GossipRun, train_on_graph
 from parsim.virtual.local import LocalOptimizer, LocalTraining
-from parsim.virtual.problems import Problem, load_problem, perceptron
+from parsim.virtual.problems import LearningProblem, load_problem, perceptron
 from parsim.virtual.rounds import Partition
 
 BATCH = 8
 GRAPHS = ("ring", "one_peer_exponential", "exponential", "complete")
 
 
-def trained(problem: Problem, name: str, n: int, epochs: int) -> tuple[GossipRun, float]:
+def trained(problem: LearningProblem, name: str, n: int, epochs: int) -> tuple[GossipRun, float]:
     """A run of an MLP with 64 hidden units, and the wall seconds it took."""
     model = perceptron(problem, (64,), seed=0, dtype=problem.inputs.dtype)
     training = LocalTraining(model, problem, LocalOptimizer(learning_rate=0.1))

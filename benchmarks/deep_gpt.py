@@ -8,9 +8,9 @@ from typing import Any
 
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec, load_model
-from parsim.plan.mesh import Mesh
-from parsim.plan.placement import BATCH, REPLICATE, Placement
-from parsim.plan.plan import Plan, Stage
+from parsim.plans.mesh import Mesh
+from parsim.plans.placement import BATCH, REPLICATE, Placement
+from parsim.plans.plan import Plan, Stage
 
 
 def deep_gpt(layers: int, *, hidden: int = 2048, heads: int = 16, vocab: int = 51200, seq: int = 1024) -> Model:

@@ -1,4 +1,4 @@
 """Measuring a machine, and fitting what was measured. Imports parsim; parsim never imports it (the command line apart).
 
-`calibration.calibrate.calibrate` is the way in; `python -m calibration JOB.json` is one rank of the measuring job.
+`calibration.rounds.calibrate.calibrate` is the way in; `python -m calibration JOB.json` is one rank of the measuring job.
 """

@@ -1,5 +1,8 @@
-"""One measuring rank: `torchrun ... -m calibration JOB.json`. JOB.json is a CalibrationRequest; the models lie beside it as
-`model-N.json`; rank 0 leaves what does not change there (START), and one file for every turn (see `calibration.turns`)."""
+"""One measuring rank: `torchrun ... -m calibration JOB.json`.
+
+JOB.json is a CalibrationRequest; the models lie beside it as `model-N.json`. Rank 0 writes what does not change (START),
+and one file for every turn (see `calibration.rounds.turns`).
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from calibration.communication_points import all_reduce_sizes
-from calibration.measure_allocator import measure_allocator, reading_bytes
-from calibration.measure_collectives import affordable_sizes, collective_section, make_bench
-from calibration.measure_components import DTYPES, Case, component_section, make_case
-from calibration.measure_device import measure_device
-from calibration.measure_operators import operator_section
-from calibration.measure_overlap import overlap_section
-from calibration.measure_shards import shard_section
-from calibration.request import CalibrationRequest, active_levels
-from calibration.surroundings import core_count
-from calibration.turns import START, take_turns
-from parsim.execute.environment import describe_environment
-from parsim.execute.group import Place, close_group, init_group, make_groups, read_place, worker_main
-from parsim.execute.pinning import Pinning, prepare_rank
-from parsim.execute.probe import SpeedProbe
+from calibration.measure.allocator import measure_allocator, reading_bytes
+from calibration.measure.collectives import affordable_sizes, collective_section, make_bench
+from calibration.measure.communication_points import all_reduce_sizes
+from calibration.measure.components import DTYPES, Case, component_section, make_case
+from calibration.measure.device import measure_device
+from calibration.measure.operators import operator_section
+from calibration.measure.overlap import overlap_section
+from calibration.measure.shards import shard_section
+from calibration.rounds.environment import core_count
+from calibration.rounds.request import CalibrationRequest, active_levels
+from calibration.rounds.turns import START, take_turns
+from parsim.execute.processes.environment import describe_environment
+from parsim.execute.processes.group import ProcessPlace, close_group, init_group, make_groups, read_place, worker_main
+from parsim.execute.processes.pinning import Pinning, prepare_rank
+from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.files import write_text_atomically
 from parsim.graph.taskgraph import work_text
 from parsim.model.model import Model
@@ -87,7 +90,7 @@ def main(job_path: Path) -> None:
     close_group(place)
 
 
-def _pinnings(own: Pinning, place: Place) -> list[dict[str, Any]]:
+def _pinnings(own: Pinning, place: ProcessPlace) -> list[dict[str, Any]]:
     """How every rank is pinned, and on which host: hosts are numbered, their names are nobody's business."""
     found: list[Any] = [None] * place.world_size
     dist.all_gather_object(found, (socket.gethostname(), asdict(own)))
@@ -100,7 +103,7 @@ def _case_entry(case: Case) -> dict[str, Any]:
     return {"model": case.number, "samples": case.samples, "tasks": [work_text(task.work) for task in case.graph.tasks]}
 
 
-def _say(place: Place, line: str) -> None:
+def _say(place: ProcessPlace, line: str) -> None:
     if place.rank == 0:
         print(line, flush=True)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parsim.costs.corrected import CommunicationClass, ComputeClass, Corrections, WorkClass
+from parsim.costs.feedback.run_corrections import CommunicationClass, ComputeClass, Corrections, WorkClass
 from parsim.errors import ScheduleError
-from parsim.plan.mesh import Mesh
-from parsim.plan.plan import Plan, Stage
-from parsim.schedule.adaptive import Choice, Controller, ControllerConfig, Observation
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
+from parsim.schedule.live.controller import Controller, ControllerConfig, Observation, PlanChoice
 from parsim.work import Phase
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -50,12 +50,12 @@ class Toy:
     plans: tuple[ToyPlan, ...]
     cost_s: float = 10.0
 
-    def plan_for(self, corrections: Corrections, current: Plan) -> Choice:
+    def plan_for(self, corrections: Corrections, current: Plan) -> PlanChoice:
         steps = {entry.plan: entry.step_s(corrections) for entry in self.plans}
         if current not in steps:
             raise ScheduleError("unknown plan")
         best = min(self.plans, key=lambda entry: entry.step_s(corrections))
-        return Choice(plan=best.plan, step_s=steps[best.plan], current_step_s=steps[current], expected=best.expected)
+        return PlanChoice(plan=best.plan, step_s=steps[best.plan], current_step_s=steps[current], expected=best.expected)
 
     def controller(self, config: ControllerConfig) -> Controller:
         first = self.plans[0]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from parsim.model.model import Model
-from parsim.plan.mesh import Mesh
-from parsim.plan.pipeline import CHUNKED_ORDERS, PIPELINE_ORDERS
-from parsim.plan.placement import BATCH, REPLICATE, Placement
-from parsim.plan.plan import Plan, Stage
+from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import CHUNKED_ORDERS, PIPELINE_ORDERS
+from parsim.plans.placement import BATCH, REPLICATE, Placement
+from parsim.plans.plan import Plan, Stage
 from tests.models import sharded_model
 
 MODEL = sharded_model()

@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from parsim.costs.corrected import Corrections
-from parsim.costs.uncertainty import medians_s, rank_noise
-from parsim.costs.updates import without_updates
+from parsim.costs.feedback.run_corrections import Corrections
+from parsim.costs.feedback.updates import without_updates
+from parsim.costs.uncertainty.draws import medians_s, rank_noise
+from parsim.engines import static
+from parsim.engines.steps import mean_step_s
 from parsim.hardware.profile import Profile
-from parsim.plan.plan import Plan
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import REPEATED_STEPS, evaluate
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.report.compare import aa_floor
-from parsim.schedule.evaluate import REPEATED_STEPS, evaluate
-from parsim.schedule.problem import Problem
-from parsim.schedule.updating import Updated, updated
-from parsim.simulate import static
-from parsim.simulate.steps import mean_step_s
+from parsim.schedule.live.updating import Updated, updated
 from parsim.timeline import Timeline
 
 STEPS, ROUNDS = 20, 5
@@ -26,7 +26,7 @@ STEPS, ROUNDS = 20, 5
 class Machine:
     """What really happens: the profile's durations times `factors`, with noise of tasks and of ranks."""
 
-    problem: Problem
+    problem: PlanningProblem
     plan: Plan
     factors: Corrections
     sigma: float = 0.03

@@ -25,15 +25,18 @@ from numpy.typing import NDArray
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.spec import ModelSpec, load_model
-from parsim.plan.mesh import Mesh
-from parsim.plan.pipeline import PIPELINE_ORDERS
-from parsim.plan.plan import Plan
-from parsim.schedule.adaptive import Controller, ControllerConfig, SwitchCost
-from parsim.schedule.adaptive_planning import PricedPlan, pool_planner, priced, switch_cost
-from parsim.schedule.adaptive_scenario import (
-    Course,
+from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import PIPELINE_ORDERS
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.families import dp_plans
+from parsim.schedule.live.controller import Controller, ControllerConfig, SwitchCost
+from parsim.schedule.live.planning import PricedPlan, pool_planner, priced, switch_cost
+from parsim.schedule.live.scenario import (
     Disturbance,
-    Scenario,
+    PoolCourse,
+    TuningScenario,
     best_static,
     course_of,
     disturbed,
@@ -41,12 +44,9 @@ from parsim.schedule.adaptive_scenario import (
     oracle,
     stay,
 )
-from parsim.schedule.adaptive_scenario import (
+from parsim.schedule.live.scenario import (
     Path as Drive,
 )
-from parsim.schedule.evaluate import evaluate
-from parsim.schedule.families import dp_plans
-from parsim.schedule.problem import Problem
 from parsim.schedule.stages import balanced_plan
 
 PROFILE, DEVICES = "dgx1-v100-32gb", 8
@@ -82,7 +82,7 @@ class Case:
     """One course of events with what every policy is compared by."""
 
     model: str
-    course: Course
+    course: PoolCourse
     cost_s: SwitchCost
     oracle_s: float
     stay_s: float
@@ -106,7 +106,7 @@ class Case:
         )
 
 
-def scenarios(slowdown: float, shift: int) -> list[Scenario]:
+def scenarios(slowdown: float, shift: int) -> list[TuningScenario]:
     """What may happen in 100 windows of 100 steps, 20 windows to an epoch; `shift` windows later, 0 to 19."""
     link = ("gpu0", "gpu3")
 
@@ -130,7 +130,7 @@ def scenarios(slowdown: float, shift: int) -> list[Scenario]:
         "rank 2 takes 2.5 5-45, link slow from 45": (tired(2, 2.5, 5, 45), slow(45)),
     }
     return [
-        Scenario(
+        TuningScenario(
             name=name,
             windows=100,
             steps_per_window=100,
@@ -143,7 +143,7 @@ def scenarios(slowdown: float, shift: int) -> list[Scenario]:
     ]
 
 
-def candidates(problem: Problem) -> Iterator[Plan]:
+def candidates(problem: PlanningProblem) -> Iterator[Plan]:
     """Replicas, and pipelines of every depth with stages balanced for the problem's machine."""
     yield from dp_plans(problem)
     for pp, microbatches, order in itertools.product((2, 4, 8), (1, 2, 4, 8, 16, 32, 64), PIPELINE_ORDERS):
@@ -152,7 +152,7 @@ def candidates(problem: Problem) -> Iterator[Plan]:
             yield balanced_plan(problem, "custom", mesh, microbatches=microbatches, pipeline_order=order)
 
 
-def pool_of(problem: Problem, courses: Sequence[Scenario], top: int) -> list[PricedPlan]:
+def pool_of(problem: PlanningProblem, courses: Sequence[TuningScenario], top: int) -> list[PricedPlan]:
     """The `top` plans under every state of the machine that occurs; the first is the best on the undisturbed one."""
     states = dict.fromkeys(scenario.active(window) for scenario in courses for window in range(scenario.windows))
     plans: dict[Plan, None] = {}
@@ -164,7 +164,7 @@ def pool_of(problem: Problem, courses: Sequence[Scenario], top: int) -> list[Pri
     return [priced(problem, plan) for plan in plans]
 
 
-def chosen(slowdown: float, shift: int, quick: bool) -> list[Scenario]:
+def chosen(slowdown: float, shift: int, quick: bool) -> list[TuningScenario]:
     found = scenarios(slowdown, shift)
     return [found[place] for place in (0, 3, 4, 9)] if quick else found
 
@@ -173,7 +173,7 @@ def chosen(slowdown: float, shift: int, quick: bool) -> list[Scenario]:
 class Question:
     """A model, how slow its links get, the plans worth having in its scenarios, and what switching costs."""
 
-    problem: Problem
+    problem: PlanningProblem
     slowdown: float
     quick: bool
     pool: tuple[PricedPlan, ...]
@@ -184,7 +184,7 @@ def questions(quick: bool) -> list[Question]:
     made: list[Question] = []
     for name, batch, slowdown in QUESTIONS[: 1 if quick else None]:
         cluster = cluster_from_profile(load_profile(PROFILE), DEVICES)
-        problem = Problem(model=load_model(ModelSpec(name=name)), cluster=cluster, global_batch=batch)
+        problem = PlanningProblem(model=load_model(ModelSpec(name=name)), cluster=cluster, global_batch=batch)
         pool = pool_of(problem, chosen(slowdown, 0, quick), top=3 if quick else 5)
         cost_s = switch_cost(problem, rebuild_s=REBUILD_S)
         made.append(Question(problem=problem, slowdown=slowdown, quick=quick, pool=tuple(pool), cost_s=cost_s))
@@ -309,7 +309,7 @@ def by_scenario(judged_on: Sequence[Case], policies: dict[str, Judged]) -> list[
 def probing(judged_on: Sequence[Case], probe_s: float | None, *, epoch_probes: bool) -> list[Case]:
     """The same cases where communication is timed on purpose otherwise (None: never)."""
 
-    def otherwise(course: Course) -> Course:
+    def otherwise(course: PoolCourse) -> PoolCourse:
         return replace(course, scenario=replace(course.scenario, probe_s=probe_s, epoch_probes=epoch_probes))
 
     return [replace(case, course=otherwise(case.course)) for case in judged_on]

@@ -18,23 +18,23 @@ from pathlib import Path
 
 import numpy as np
 
-from parsim.files import write_csv
-from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
-from parsim.model.spec import ModelSpec, load_model
-from parsim.schedule.evaluate import evaluate
-from parsim.schedule.families import dp_plans
-from parsim.schedule.forecast import Played
-from parsim.schedule.problem import Problem
-from parsim.simulate.checkpointing import (
+from parsim.engines.scenario.checkpointing import (
     daly_interval_s,
     interval_times,
     machine_mtbf_s,
     one_draw_many_times,
     young_interval_s,
 )
-from parsim.simulate.scenario import FailureAt, Failures, Run, parse_scenario
-from parsim.simulate.whole_run import Training
+from parsim.engines.scenario.scenario import FailureAt, Failures, Run, parse_scenario
+from parsim.engines.scenario.whole_run import Training
+from parsim.files import write_csv
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.profile import load_profile
+from parsim.model.spec import ModelSpec, load_model
+from parsim.predict.evaluate import evaluate
+from parsim.predict.forecast import Played
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.families import dp_plans
 from parsim.units import format_seconds
 
 HOUR_S = 3600.0
@@ -114,7 +114,7 @@ def cases(quick: bool) -> list[Case]:
 def resnet50() -> Case:
     """90 epochs of 1,281,167 images on the eight V100s of the shipped profile, weights and momentum written at 50 MB/s."""
     cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), 8)
-    problem = Problem(model=load_model(ModelSpec(name="resnet50")), cluster=cluster, global_batch=1024)
+    problem = PlanningProblem(model=load_model(ModelSpec(name="resnet50")), cluster=cluster, global_batch=1024)
     plan = next(plan for plan in dp_plans(problem) if plan.world_size == 8)
     text = """
     [run]

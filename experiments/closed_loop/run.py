@@ -26,19 +26,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from parsim.commands.workflow import measured, reopen
-from parsim.costs.corrected import CommunicationClass, Corrections, class_of
-from parsim.costs.updates import updates_of
+from parsim.costs.feedback.run_corrections import CommunicationClass, Corrections, class_of
+from parsim.costs.feedback.updates import updates_of
 from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.spec import ModelSpec, load_model
-from parsim.plan.plan import Plan
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.report.compare import aa_floor
-from parsim.schedule.evaluate import evaluate
 from parsim.schedule.families import FAMILIES
-from parsim.schedule.problem import Problem
-from parsim.schedule.updating import updated
+from parsim.schedule.live.updating import updated
+from parsim.workflow.ask import measured, reopen
 from tests.slow_machines import Machine, after_run, error
 
 MODELS = {"resnet50": 256, "vit_b_16": 128, "bert": 64}
@@ -105,7 +105,7 @@ def simulated(name: str, batch: int, seeds: range) -> Iterator[dict[str, object]
     """Every family's first plan on 2 and 4 devices, each rank slowed in turn, and drifts of everything."""
     profile = load_profile("dgx1-v100-32gb")
     for devices in (2, 4):
-        problem = Problem(
+        problem = PlanningProblem(
             model=load_model(ModelSpec(name=name)), cluster=cluster_from_profile(profile, devices), global_batch=batch
         )
         for family in ("dp", "mp", "hp") if devices > 2 else ("dp", "mp"):
@@ -127,7 +127,7 @@ def slowed(devices: int, slow: int) -> Corrections:
     return Corrections(ranks=tuple((rank, SLOWER if rank == slow else 1.0) for rank in range(devices)))
 
 
-def drifted(problem: Problem, plan: Plan, factor: float) -> Corrections:
+def drifted(problem: PlanningProblem, plan: Plan, factor: float) -> Corrections:
     """Computation and communication alike."""
     units = evaluate(problem, plan, samples=0, fold=False).compiled.columns.units
     links = dict.fromkeys(class_of(unit.work, unit.rank) for unit in units)
@@ -152,7 +152,7 @@ def judged(machine: Machine, seed: int) -> dict[str, object]:
     }
 
 
-def on(problem: Problem, profile: Any) -> Problem:
+def on(problem: PlanningProblem, profile: Any) -> PlanningProblem:
     return replace(problem, cluster=replace(problem.cluster, profile=profile))
 
 

@@ -12,7 +12,7 @@ from models import mlp
 from parsim.algorithms.ada import Ada
 from parsim.algorithms.graphs import MixingGraph, mixing_graph
 from parsim.algorithms.spectral import spectral_gap
-from parsim.virtual.gossip import GossipRule, GossipRun, Recording, train_on_graph
+from parsim.virtual.gossip import GossipRule, GossipRun, StatisticsRecording, train_on_graph
 from parsim.virtual.rounds import Partition
 
 N, BATCH = 16, 8
@@ -68,7 +68,7 @@ SCHEDULES: dict[str, Graph] = {
 
 def trained(graph: Graph, sharding: str, seed: int, epochs: int) -> GossipRun:
     partition = Partition(workers=N, epochs=epochs, batch=BATCH, sharding=sharding, seed=seed)
-    return train_on_graph(mlp(seed), partition, GossipRule(graph=graph), recording=Recording())
+    return train_on_graph(mlp(seed), partition, GossipRule(graph=graph), recording=StatisticsRecording())
 
 
 def repeated(graph: Graph, sharding: str, seeds: range, epochs: int) -> Row:

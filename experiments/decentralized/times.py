@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from parsim.algorithms.arrivals import merge_events
 from parsim.algorithms.graphs import MixingGraph, mixing_graph
-from parsim.costs.collectives import estimate_collective, estimate_send_recv
+from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
+from parsim.costs.communication.exchange import exchange_seconds
 from parsim.costs.costs import Costs
-from parsim.costs.exchange import exchange_seconds
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.spec import ModelSpec, load_model

@@ -25,8 +25,8 @@ from parsim.algorithms.periods import at_end, every_epochs, every_steps, post_lo
 from parsim.files import write_csv
 from parsim.virtual.arrivals import train_by_arrival
 from parsim.virtual.local import LocalOptimizer, LocalTraining
-from parsim.virtual.problems import Problem, load_problem, perceptron
-from parsim.virtual.rounds import Outcome, Partition, RoundRule, train_in_rounds
+from parsim.virtual.problems import LearningProblem, load_problem, perceptron
+from parsim.virtual.rounds import Partition, RoundRule, TrainingOutcome, train_in_rounds
 
 TOLERANCE = 0.02
 SPECIFIED = {
@@ -42,7 +42,7 @@ MERGES: dict[str, dict[str, float]] = {"half": {}, "running": {}, "staleness": {
 Row = dict[str, Any]
 
 
-def task(problem: Problem, seed: int, learning_rate: float = 0.1) -> LocalTraining:
+def task(problem: LearningProblem, seed: int, learning_rate: float = 0.1) -> LocalTraining:
     model = perceptron(problem, (64,), seed=seed, dtype=problem.inputs.dtype)
     return LocalTraining(model, problem, LocalOptimizer(learning_rate=learning_rate))
 
@@ -51,19 +51,19 @@ def partition(workers: int, epochs: int, seed: int, **settings: Any) -> Partitio
     return Partition(workers=workers, epochs=epochs, batch=16, keep_remainder=True, seed=seed, **settings)
 
 
-def averaged(problem: Problem, part: Partition, **rule: Any) -> Outcome:
+def averaged(problem: LearningProblem, part: Partition, **rule: Any) -> TrainingOutcome:
     """Synchronous averaging at every epoch's end, unless `rule` says otherwise."""
     rule.setdefault("period", every_epochs(1, part.steps_per_epoch(problem)))
     return train_in_rounds(task(problem, part.seed), part, RoundRule(**rule))
 
 
-def merged(problem: Problem, part: Partition, kind: str, **settings: Any) -> Outcome:
+def merged(problem: LearningProblem, part: Partition, kind: str, **settings: Any) -> TrainingOutcome:
     """Merging in arrival order."""
     rule = MergeRule(kind=kind, workers=part.workers, buffer=max(1, part.workers // 2), **MERGES[kind])
     return train_by_arrival(task(problem, part.seed), part, rule, **settings)
 
 
-def repeated(run: Callable[[int], Outcome], seeds: int, **labels: Any) -> Row:
+def repeated(run: Callable[[int], TrainingOutcome], seeds: int, **labels: Any) -> Row:
     """Mean and deviation of the final score over seeds, beside `labels`."""
     scores = np.array([run(seed).score for seed in range(seeds)])
     row = {
@@ -76,7 +76,7 @@ def repeated(run: Callable[[int], Outcome], seeds: int, **labels: Any) -> Row:
     return row
 
 
-def scaling_table(problem: Problem, seeds: int, workers: tuple[int, ...], epochs: tuple[int, ...]) -> list[Row]:
+def scaling_table(problem: LearningProblem, seeds: int, workers: tuple[int, ...], epochs: tuple[int, ...]) -> list[Row]:
     """Accuracy against workers: a fixed number of epochs over the data, split among more and more of them."""
     rows = []
     for count in workers:
@@ -84,7 +84,7 @@ def scaling_table(problem: Problem, seeds: int, workers: tuple[int, ...], epochs
             kinds = ["average", "half"] if count == 1 else ["average", *MERGES]
             for kind in kinds if length == epochs[0] else ["average"]:
 
-                def run(seed: int, kind: str = kind, count: int = count, length: int = length) -> Outcome:
+                def run(seed: int, kind: str = kind, count: int = count, length: int = length) -> TrainingOutcome:
                     part = partition(count, length, seed)
                     return averaged(problem, part) if kind == "average" else merged(problem, part, kind)
 
@@ -95,7 +95,7 @@ def scaling_table(problem: Problem, seeds: int, workers: tuple[int, ...], epochs
     return rows
 
 
-def period_table(problem: Problem, seeds: int, epochs: int, workers: int = 8) -> list[Row]:
+def period_table(problem: LearningProblem, seeds: int, epochs: int, workers: int = 8) -> list[Row]:
     """How often to average, and the outer optimizer: accuracy beside the number of exchanges."""
     steps = partition(workers, epochs, 0).steps_per_epoch(problem)
     rules: dict[str, dict[str, Any]] = {
@@ -125,7 +125,7 @@ def averaged_exchanges(rule: dict[str, Any], epochs: int, steps: int) -> int:
     return int(period.count(total)) + (not period.due(total - 1))
 
 
-def federated_table(problem: Problem, seeds: int, epochs: int, workers: int = 8) -> list[Row]:
+def federated_table(problem: LearningProblem, seeds: int, epochs: int, workers: int = 8) -> list[Row]:
     """Shards that are not alike, averages weighted or not, workers that sit out, all with an average per epoch."""
     uneven = tuple(float(2**place) for place in range(workers // 2)) * 2
     settings: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -150,7 +150,9 @@ def federated_table(problem: Problem, seeds: int, epochs: int, workers: int = 8)
     ]
 
 
-def straggler_table(problem: Problem, seeds: int, epochs: int, workers: int = 8) -> tuple[list[Row], dict[str, list[Row]]]:
+def straggler_table(
+    problem: LearningProblem, seeds: int, epochs: int, workers: int = 8
+) -> tuple[list[Row], dict[str, list[Row]]]:
     """One worker at half speed. All run until the synchronous epochs are over, in units of a fast worker's epoch."""
 
     def step_s(worker: int, epoch: int) -> float:
@@ -160,7 +162,7 @@ def straggler_table(problem: Problem, seeds: int, epochs: int, workers: int = 8)
     rows, curves = [], {}
     for kind in ("average", *MERGES):
 
-        def run(seed: int, kind: str = kind) -> Outcome:
+        def run(seed: int, kind: str = kind) -> TrainingOutcome:
             part = partition(workers, epochs, seed)
             if kind == "average":
                 rule = RoundRule(period=every_epochs(1, part.steps_per_epoch(problem)))
@@ -185,7 +187,7 @@ def regression_table(seeds: int, epochs: int) -> list[Row]:
     """R^2 on diabetes against workers, mean squared error, SGD 0.01."""
     problem = load_problem("diabetes", dtype=torch.float64)
 
-    def run(seed: int, workers: int, kind: str) -> Outcome:
+    def run(seed: int, workers: int, kind: str) -> TrainingOutcome:
         part = partition(workers, epochs, seed)
         training = task(problem, seed, 0.01)
         if kind == "average":

@@ -11,11 +11,11 @@ from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
-from parsim.plan.mesh import Mesh
-from parsim.plan.placement import BATCH, REPLICATE, Placement
-from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
-from parsim.plan.recompute import NONE, Recompute
-from parsim.schedule.problem import Problem
+from parsim.plans.mesh import Mesh
+from parsim.plans.placement import BATCH, REPLICATE, Placement
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.plans.recompute import NONE, Recompute
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.tensor import uniform_placements
 
 BATCH_SAMPLES = 32
@@ -87,7 +87,7 @@ def plans(model: Model) -> Iterator[Case]:
     yield Case("pp 1f1b, recomputed", staged(model, Mesh(pp=2), microbatches=8, recompute="full"), "adam")
     yield Case("replicated", staged(model, Mesh(tp=2), placements=dict.fromkeys(names_of(model), REPLICATE)), "sgd")
     if any(component.shardings for component in model.components):
-        priced = Problem(
+        priced = PlanningProblem(
             model=model, cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 2), global_batch=BATCH_SAMPLES
         )
         cut = uniform_placements(priced, Mesh(tp=2))

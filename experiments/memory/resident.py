@@ -2,7 +2,7 @@
 
     python experiments/memory/resident.py MODEL SAMPLES
 
-A process of its own, pinned and set as a rank is, measured as a calibration does (`calibration.measure_allocator`), so that
+A process of its own, pinned and set as a rank is, measured as a calibration does (`calibration.measure.allocator`), so that
 models that were not calibrated can be held against the line `allocator` of a profile. Linux alone: it reads /proc.
 """
 
@@ -13,11 +13,11 @@ from functools import partial
 
 import torch
 
-from calibration.measure_allocator import measure_allocator
-from calibration.measure_components import make_case
-from calibration.measure_device import context_bytes
-from calibration.request import CalibrationRequest
-from parsim.execute.pinning import prepare_rank
+from calibration.measure.allocator import measure_allocator
+from calibration.measure.components import make_case
+from calibration.measure.device import context_bytes
+from calibration.rounds.request import CalibrationRequest
+from parsim.execute.processes.pinning import prepare_rank
 from parsim.model.spec import ModelSpec, load_model
 from parsim.units import MIB
 

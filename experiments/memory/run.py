@@ -26,12 +26,12 @@ from lines import LINES, by_line, table
 
 from parsim.execute.autocast_step import autocast_peak_bytes
 from parsim.execute.job import Job, RunSpec
-from parsim.execute.launch import launch
 from parsim.execute.measurement import RankRecord
+from parsim.execute.processes.launch import launch
 from parsim.files import write_csv
 from parsim.model.spec import load_model
-from parsim.plan.mesh import Mesh
-from parsim.schedule.problem import Problem
+from parsim.plans.mesh import Mesh
+from parsim.predict.planning_problem import PlanningProblem
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
 def measure(question: Question) -> Iterator[dict[str, Any]]:
     """All plans of one model in one launch; per plan the rank whose error is largest."""
     model = load_model(question.spec, granularity=question.granularity)
-    base = Problem(model=model, cluster=two_processes(), global_batch=BATCH_SAMPLES)
+    base = PlanningProblem(model=model, cluster=two_processes(), global_batch=BATCH_SAMPLES)
     cases = list(plans(model))
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
@@ -119,7 +119,9 @@ def under_autocast(question: Question) -> Iterator[dict[str, Any]]:
     """One plain step in this process under the CPU's autocast to bfloat16, at two batches: plans are executed in fp32 alone."""
     model = load_model(question.spec, granularity=question.granularity)
     for samples in (BATCH_SAMPLES // 4, BATCH_SAMPLES):
-        problem = Problem(model=model, cluster=two_processes(), global_batch=samples, precision="amp_bf16", optimizer="sgd")
+        problem = PlanningProblem(
+            model=model, cluster=two_processes(), global_batch=samples, precision="amp_bf16", optimizer="sgd"
+        )
         plan = replace(staged(model, Mesh()), global_batch=samples)
         (memory,) = problem.memory(plan)
         predicted, measured = sum(memory.tensor_lines.values()), autocast_peak_bytes(question.spec, samples)

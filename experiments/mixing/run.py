@@ -20,8 +20,8 @@ from parsim.files import write_csv
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.spec import ModelSpec, load_model
-from parsim.plan.plan import Plan
-from parsim.schedule.problem import Problem
+from parsim.plans.plan import Plan
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.search import search
 from parsim.units import GIB
 
@@ -73,7 +73,7 @@ def row(name: str, granularity: str, batch: int, limit_gib: float, optimizer: st
     """One case: milliseconds per step of each family's best plan that fits, by how much mixing is faster than all, and
     the best plan of one stage with a placement for every component."""
     cluster = with_memory(cluster_from_profile(load_profile("dgx1-v100-32gb"), 8), limit_gib)
-    problem = Problem(
+    problem = PlanningProblem(
         model=load_model(ModelSpec(name=name), granularity=granularity),
         cluster=cluster,
         global_batch=batch,

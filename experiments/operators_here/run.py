@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from calibration.calibrate import CalibrationRequest, calibrate
-from calibration.fit_composition import fit_compositions, measured_parts, without_model
+from calibration.fit.composition import fit_compositions, measured_parts, without_model
+from calibration.rounds.calibrate import CalibrationRequest, calibrate
+from parsim.costs.compute.surfaces import surface_models
 from parsim.costs.costs import Costs
-from parsim.costs.surfaces import surface_models
-from parsim.costs.uncertainty import sample_durations_s
+from parsim.costs.uncertainty.draws import sample_durations_s
 from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compute_records import ComponentPoint

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from parsim.algorithms.decoupled_program import TickModules, tick_durations_s, tick_program
 from parsim.algorithms.graphs import mixing_graph
 from parsim.algorithms.program import simulate_program
-from parsim.algorithms.programs import TickModules, tick_durations_s, tick_program
 from parsim.algorithms.staleness import ModuleTimes, balanced_speedup, decoupling, stage_seconds
 from parsim.files import write_csv
 from parsim.virtual.agent import TickRule, cut_sequential
-from parsim.virtual.problems import Problem, load_problem, perceptron
+from parsim.virtual.problems import LearningProblem, load_problem, perceptron
 from parsim.virtual.ticks import TickEngine
 
 HIDDEN, BATCH, EPOCHS = (48, 48, 48), 32, 20
@@ -89,7 +89,7 @@ FDG_UTILISATION = {2: (0.96, 0.80), 3: (0.80, 0.87, 0.72), 4: (0.67, 0.87, 0.74,
 WAYS = {"ddg": ("ddg", False), "fr": ("ddg", True), "fdg": ("fdg", False)}
 
 
-def batches(problem: Problem, groups: int, seed: int, epochs: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+def batches(problem: LearningProblem, groups: int, seed: int, epochs: int) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Each group reads its own contiguous part of one permutation per epoch, 32 samples a tick."""
     for epoch in range(epochs):
         order = torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(len(problem)))
@@ -98,7 +98,7 @@ def batches(problem: Problem, groups: int, seed: int, epochs: int) -> Iterator[l
             yield [(problem.inputs[part], problem.targets[part]) for part in parts[:, first : first + BATCH]]
 
 
-def accuracy(case: Case, problem: Problem, seed: int, epochs: int) -> tuple[float, int]:
+def accuracy(case: Case, problem: LearningProblem, seed: int, epochs: int) -> tuple[float, int]:
     """Test accuracy after the drain, and the largest staleness of an update in updates."""
     model = perceptron(problem, HIDDEN, seed=seed, dtype=torch.float64)
     graph = mixing_graph(case.graph, case.groups) if case.graph is not None else None

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from parsim.hardware.cluster import Cluster
 from parsim.model.spec import ModelSpec, load_model
-from parsim.plan.mesh import Mesh
-from parsim.plan.placement import BATCH
-from parsim.plan.plan import Plan
-from parsim.schedule.problem import Problem
+from parsim.plans.mesh import Mesh
+from parsim.plans.placement import BATCH
+from parsim.plans.plan import Plan
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.stages import balanced_plan
 from parsim.schedule.tensor import can_be_cut, uniform_placements
 
@@ -71,13 +71,13 @@ class Case:
         return self.plan.world_size > SMALL
 
 
-def problem_of(subject: Subject, cluster: Cluster, global_batch: int = BATCH_SAMPLES) -> Problem:
+def problem_of(subject: Subject, cluster: Cluster, global_batch: int = BATCH_SAMPLES) -> PlanningProblem:
     """The question of a subject on so many devices of this machine."""
     model = load_model(subject.spec, granularity=GRANULARITY)
-    return Problem(model=model, cluster=cluster, global_batch=global_batch, optimizer=subject.optimizer)
+    return PlanningProblem(model=model, cluster=cluster, global_batch=global_batch, optimizer=subject.optimizer)
 
 
-def cases_of(subject: Subject, problem: Problem) -> Iterator[Case]:
+def cases_of(subject: Subject, problem: PlanningProblem) -> Iterator[Case]:
     """Every plan of a subject that its model and the devices of `problem` allow; those of few ranks if there are few devices.
 
     Raises CostError where the profile has no price for the model.
@@ -86,7 +86,7 @@ def cases_of(subject: Subject, problem: Problem) -> Iterator[Case]:
         yield Case(subject=subject, label=label, plan=replace(plan, strategy="custom"))
 
 
-def _plans(problem: Problem) -> Iterator[tuple[str, Plan]]:
+def _plans(problem: PlanningProblem) -> Iterator[tuple[str, Plan]]:
     def plan(
         mesh: Mesh, *, microbatches: int = 1, order: str = "1f1b", cut: bool = False, in_turn: bool = False, zero_stage: int = 0
     ) -> Plan:

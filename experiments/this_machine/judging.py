@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from parsim.analyze.accuracy import accuracy, rank_correlation, regret
-from parsim.costs.conformal import Record, coverage_split
+from parsim.costs.uncertainty.conformal import ValidationRecord, coverage_split
 
 KINDS = ("forward", "backward", "optimizer", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "load")
 
@@ -138,9 +138,9 @@ def without_common_factors(rows: Sequence[CaseRow]) -> list[CaseRow]:
     return [row.times(math.exp(statistics.mean(logs[row.record, row.launch]))) for row in rows]
 
 
-def record_of(row: CaseRow) -> Record:
+def record_of(row: CaseRow) -> ValidationRecord:
     """The row as a history keeps it."""
-    return Record(
+    return ValidationRecord(
         model=row.model,
         run=row.record,
         predicted_s=row.predicted_s,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cases import GRANULARITY, Case
 
-from calibration.calibrate import Launcher
+from calibration.rounds.calibrate import Launcher
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.measurement import Measurement, load_measurement
 from parsim.graph.lower import lower

@@ -1,4 +1,4 @@
-"""What it brings that communication comes before computation (`parsim.execute.priority`).
+"""What it brings that communication comes before computation (`parsim.execute.processes.priority`).
 
     python experiments/this_machine/priority.py [--launches N] [--out DIR]
 
@@ -17,8 +17,8 @@ import numpy as np
 from cases import SMALL, SUBJECTS, cases_of, problem_of
 from measuring import Seen, measure
 
-from parsim.execute.launch import launch
-from parsim.execute.priority import SWITCH, is_granted
+from parsim.execute.processes.launch import launch
+from parsim.execute.processes.priority import SWITCH, is_granted
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.report.compare import task_durations_s

@@ -33,21 +33,21 @@ from judging import CaseRow, judged, printed
 from measuring import STEPS, Seen, measure, progress
 from namespaces import possible, shaped_pair
 
-from calibration.calibrate import Launcher, calibrate
-from calibration.raw_points import raw_path
-from calibration.refresh import refresh
-from calibration.request import CalibrationRequest
-from parsim.execute.environment import describe_environment, machine_line
-from parsim.execute.launch import launch
+from calibration.rounds.calibrate import Launcher, calibrate
+from calibration.rounds.raw_points import raw_path
+from calibration.rounds.refresh import refresh
+from calibration.rounds.request import CalibrationRequest
+from parsim.execute.processes.environment import describe_environment, machine_line
+from parsim.execute.processes.launch import launch
 from parsim.files import write_csv, write_text_atomically
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.pace import pace_s
 from parsim.hardware.profile import PaceToday, Profile, load_profile, save_profile
-from parsim.plan.plan import Plan
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.speed import slowness, step_at_pace
 from parsim.report.compare import aa_floor, task_durations_s
-from parsim.schedule.evaluate import evaluate
-from parsim.schedule.problem import Problem
-from parsim.schedule.speed import slowness, step_at_pace
 from parsim.work import kind_of
 
 BUDGETS = ("compute", "shard", "operator", "collective", "overlap")
@@ -210,7 +210,7 @@ def predicted(launch_name: str, case: Case, profile: Profile, slow: float) -> Pr
     )
 
 
-def question(launch_name: str, case: Case, profile: Profile) -> Problem:
+def question(launch_name: str, case: Case, profile: Profile) -> PlanningProblem:
     return problem_of(case.subject, cluster_from_profile(profile, SETTINGS[launch_name].ranks))
 
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from calibration.v100_collectives import CollectiveRow, read_collective_rows
-from calibration.v100_throughput import (
+from calibration.published.v100_collectives import CollectiveRow, read_collective_rows
+from calibration.published.v100_throughput import (
     LeftOut,
     Row,
     fit_efficiencies,
@@ -30,11 +30,11 @@ from calibration.v100_throughput import (
     simulated,
     without_efficiency,
 )
-from parsim.costs.uncertainty import medians_s
+from parsim.costs.uncertainty.draws import medians_s
+from parsim.engines.steps import mean_step_s
 from parsim.errors import DataError
 from parsim.hardware.profile import Profile, load_profile
-from parsim.schedule.evaluate import REPEATED_STEPS, Evaluation
-from parsim.simulate.steps import mean_step_s
+from parsim.predict.evaluate import REPEATED_STEPS, Evaluation
 from parsim.units import MIB
 
 PROFILE = "dgx1-v100-32gb"

@@ -2,7 +2,7 @@
 
 Everywhere else a resource issues its tasks in a written order. A global model that workers merge into is exclusive and serves
 whoever comes first, so its order depends on seconds: the dynamic engine decides it and records it, and the record replays in
-the static engine and in an executor (`parsim.simulate.program`).
+the static engine and in an executor (`parsim.engines.program`).
 
     run = run_program(training_program(merge_program(model, workers=8, epochs=20), durations_s, arrival=[MERGE]))
 """
@@ -15,12 +15,12 @@ import numpy as np
 
 from parsim.algorithms.gossip_program import GossipModel
 from parsim.algorithms.program import DurationsOf, Part, Program
+from parsim.engines.program import Part as TimedPart
+from parsim.engines.program import TrainingProgram
+from parsim.engines.scenario.asynchronous import MERGE
 from parsim.errors import AlgorithmError
 from parsim.graph.task import COMPUTE, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
-from parsim.simulate.asynchronous import MERGE
-from parsim.simulate.program import Part as TimedPart
-from parsim.simulate.program import TrainingProgram
 from parsim.work import Compute, Mix, OptimizerStep, Phase, Work
 
 Carries = tuple[tuple[int, int], ...]
@@ -29,7 +29,7 @@ Carries = tuple[tuple[int, int], ...]
 def training_program(
     program: Program, durations_s: DurationsOf, *, varying: bool = False, arrival: Collection[Resource] = ()
 ) -> TrainingProgram:
-    """The same run for `parsim.simulate.dynamic.run_program`: steps in a row of one part stay one part with repeats.
+    """The same run for `parsim.engines.dynamic.run_program`: steps in a row of one part stay one part with repeats.
 
     Args:
         durations_s, varying: as `simulate_program` takes them. arrival: resources that serve first come, first served.

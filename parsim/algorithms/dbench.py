@@ -64,7 +64,7 @@ def consensus_distance(parameters: Values) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Profile:
+class VarianceProfile:
     """What was recorded of one training run.
 
     Attributes:
@@ -88,7 +88,7 @@ class Profile:
         return measured
 
 
-def mean_ranks(profiles: Mapping[str, Profile], metric: str) -> dict[str, float]:
+def mean_ranks(profiles: Mapping[str, VarianceProfile], metric: str) -> dict[str, float]:
     """Per graph its mean rank by a metric: at each recorded round and tensor the graphs are ranked, 1 the least variance.
 
     Ties share the mean of their ranks.

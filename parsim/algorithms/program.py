@@ -19,11 +19,11 @@ from itertools import chain
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from parsim.engines import static
+from parsim.engines.compile import CompiledGraph, compile_graph
 from parsim.errors import AlgorithmError
 from parsim.graph.task import Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
-from parsim.simulate import static
-from parsim.simulate.compile import CompiledGraph, compile_graph
 from parsim.timeline import Timeline
 from parsim.work import LoadBatch
 
@@ -157,7 +157,7 @@ def simulate_program(
 
     Args:
         durations_s: asked once per part, unless `varying`: then for every repeat, and every repeat is simulated.
-        engine: of `parsim.simulate`.
+        engine: of `parsim.engines`.
 
     Leaves out: the slowdown of computation and communication that overlap across repeats.
 

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from parsim.algorithms.gossip_program import GossipModel
 from parsim.algorithms.program import DurationsOf, Part
+from parsim.costs.communication.exchange import exchange_seconds
 from parsim.costs.costs import Costs
-from parsim.costs.exchange import exchange_seconds
 from parsim.costs.pricing import price
 from parsim.model.model import Model
 from parsim.work import SendRecv
@@ -28,7 +28,7 @@ def priced(costs: Costs) -> DurationsOf:
     """Medians by `costs`, rank r on `costs.cluster.devices[r]`.
 
     The transfers of a part are taken to run at the same time: those of one size share links and cards
-    (`parsim.costs.exchange`). Exact for a round of gossip; too slow for parts whose transfers follow one another.
+    (`parsim.costs.communication.exchange`). Exact for a round of gossip; too slow for parts whose transfers follow one another.
 
     Leaves out: that ranks that wait give their links to others, and the slowing of computation by communication.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from parsim.simulate.boundary import checked_durations_s
-from parsim.simulate.compile import Program, compile_graph
+from parsim.engines.boundary import checked_durations_s
+from parsim.engines.compile import Program, compile_graph
 
 
 def lower_bound_s(graph: Program, durations_s: ArrayLike) -> float:
@@ -21,7 +21,7 @@ def lower_bound_s(graph: Program, durations_s: ArrayLike) -> float:
     durations = checked_durations_s(compiled.columns, durations_s, dimensions=1)
     if not compiled.size:
         return 0.0
-    from parsim.simulate.kernels import longest_path
+    from parsim.engines.kernels import longest_path
 
     path = longest_path(compiled.arrays.order, compiled.dependencies, durations, np.zeros(compiled.size))
     return max(busiest_resource_s(compiled, durations), float(path))

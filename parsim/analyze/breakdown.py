@@ -29,9 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.analyze.spans import Floats, Ints, Rows, covered_until, rows_of, union
+from parsim.engines.compile import CompiledGraph, Program, compile_graph
 from parsim.errors import GraphError
 from parsim.graph.columns import Columns
-from parsim.simulate.compile import CompiledGraph, Program, compile_graph
 from parsim.timeline import Timeline
 
 Bools = NDArray[np.bool_]

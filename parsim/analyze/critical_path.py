@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from parsim.analyze.spans import rows_of
+from parsim.engines.compile import Program, compile_graph
 from parsim.errors import GraphError
-from parsim.simulate.compile import Program, compile_graph
 from parsim.timeline import Timeline
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from parsim.commands.output import JsonFlag, Overrides, print_json, print_tables, progress
-from parsim.config import RunConfig, load_config, parse_numbers
 from parsim.model.spec import ModelSpec
+from parsim.workflow.config import RunConfig, load_config, parse_numbers
 
 if TYPE_CHECKING:
     from parsim.hardware.profile import Profile
@@ -50,9 +50,9 @@ def calibrate(
 
     A calibration that was stopped goes on when the same command is given again.
     """
-    from calibration.calibrate import CalibrationRequest
-    from calibration.calibrate import calibrate as measure
-    from calibration.calibrate import refit as fit_again
+    from calibration.rounds.calibrate import CalibrationRequest
+    from calibration.rounds.calibrate import calibrate as measure
+    from calibration.rounds.calibrate import refit as fit_again
 
     if refresh is not None:
         if out is not None or files or models or refit is not None:
@@ -87,7 +87,7 @@ def calibrate(
 
 
 def _refresh(path: Path, as_json: bool) -> None:
-    from calibration.refresh import refresh, refreshed_text
+    from calibration.rounds.refresh import refresh, refreshed_text
     from parsim.hardware.pace import slowness_today
 
     with progress(f"Looking how fast the cores are, for {path}") as say:
@@ -136,7 +136,7 @@ def _ranks(configs: list[RunConfig], device: str) -> int:
         import torch
 
         return max(1, torch.cuda.device_count())
-    from parsim.execute.pinning import available_cores
+    from parsim.execute.processes.pinning import available_cores
 
     return len(available_cores())
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parsim.commands.output import JsonFlag, print_json, print_tables
-from parsim.config import Granularity, Optimizer, Precision, parse_numbers, scalar_pairs
 from parsim.errors import ConfigError
+from parsim.workflow.config import Granularity, Optimizer, Precision, parse_numbers, scalar_pairs
 
 if TYPE_CHECKING:
     from parsim.costs.costs import Costs
@@ -75,7 +75,7 @@ def cost(
 
 
 def _collective_row(cluster: Cluster, operation: str, size_bytes: int, group: tuple[int, ...]) -> dict[str, Any]:
-    from parsim.costs.collectives import busbw_bytes_per_s, estimate_collective, estimate_send_recv
+    from parsim.costs.communication.collectives import busbw_bytes_per_s, estimate_collective, estimate_send_recv
     from parsim.work import Collective, SendRecv
 
     if size_bytes < 0:

@@ -11,7 +11,7 @@ from parsim.commands.output import JsonFlag, print_json, print_tables
 from parsim.errors import ConfigError
 
 if TYPE_CHECKING:
-    from parsim.costs.history import History
+    from parsim.costs.feedback.history import History
 
 
 def coverage(
@@ -23,11 +23,11 @@ def coverage(
     as_json: JsonFlag = False,
 ) -> None:
     """How often the predicted intervals of a profile held in its validations, and how new ones are corrected."""
-    from parsim.commands.write_report import report_facts
-    from parsim.costs.history import history_path, read_history
+    from parsim.costs.feedback.history import history_path, read_history
     from parsim.hardware.profile import load_profile
     from parsim.report.coverage import coverage_figures, coverage_tables
     from parsim.report.html import ReportData, write_report
+    from parsim.workflow.write_report import report_facts
 
     loaded = load_profile(profile)
     path = history_path(profile, None if history is None else str(history))
@@ -56,7 +56,7 @@ def coverage(
 
 def coverage_document(known: History) -> dict[str, Any]:
     """A History as JSON: how new intervals are corrected, and coverage in all, by model and by run (None without records)."""
-    from parsim.costs.conformal import coverage_by, coverage_of, judged_split
+    from parsim.costs.uncertainty.conformal import coverage_by, coverage_of, judged_split
 
     rows = judged_split(known.records)
     return {

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parsim.commands.output import JsonFlag, print_json, print_tables, progress
-from parsim.config import RunConfig, parse_config
 from parsim.errors import MissingDependencyError
+from parsim.workflow.config import RunConfig, parse_config
 
 if TYPE_CHECKING:
-    from parsim.commands.run_folder import RunFolder
-    from parsim.commands.workflow import Answer
     from parsim.execute.measurement import Measurement
     from parsim.hardware.profile import Profile
+    from parsim.predict.evaluate import Evaluation
     from parsim.report.compare import Comparison
     from parsim.report.html import ReportSection
-    from parsim.schedule.evaluate import Evaluation
     from parsim.schedule.search import Search
+    from parsim.workflow.ask import Answer
+    from parsim.workflow.run_folder import RunFolder
 
 WHAT_IF = """\
 [model]
@@ -142,7 +142,7 @@ def demo(
 
 
 def _what_if(model: str, optimizer: str) -> tuple[RunConfig, Search]:
-    from parsim.commands.workflow import answer
+    from parsim.workflow.ask import answer
 
     config = parse_config(WHAT_IF.format(model=model, optimizer=optimizer), where=f"{model} on V100")
     with progress(f"Planning {model} on 8 V100s"):
@@ -167,8 +167,8 @@ def _print_strategies(config: RunConfig, found: Search, title: str) -> None:
 
 
 def _calibrate(path: Path, nproc: int) -> Profile:
-    from calibration.calibrate import calibrate
-    from calibration.request import CalibrationRequest
+    from calibration.rounds.calibrate import calibrate
+    from calibration.rounds.request import CalibrationRequest
     from parsim.model.spec import ModelSpec
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ def _calibrate(path: Path, nproc: int) -> Profile:
 
 
 def _plan_here(text: str, model: str) -> Answer:
-    from parsim.commands.workflow import answer
+    from parsim.workflow.ask import answer
 
     config = parse_config(text, where=f"{model} here")
     with progress(f"Planning {model} on this machine"):
@@ -194,9 +194,9 @@ def _run_plans(asked: Answer, path: Path) -> list[RealRun]:
     """Train under the chosen plan and the best of other families, interleaved in one launch."""
     from dataclasses import replace
 
-    from parsim.commands.run_folder import RunFolder
-    from parsim.commands.workflow import device_kind, every_rank, judge, launch_job, measured, run_spec
     from parsim.execute.job import Job
+    from parsim.workflow.ask import device_kind, every_rank, judge, launch_job, measured, run_spec
+    from parsim.workflow.run_folder import RunFolder
 
     assert asked.search is not None, "the demo's file leaves the plan to the search"
     programs = {  # two families may meet in one plan: it runs once
@@ -235,9 +235,9 @@ def _write_report(
     real: Sequence[tuple[Answer, list[RealRun]]],
     profile: Profile,
 ) -> None:
-    from parsim.commands.write_report import report_facts
     from parsim.report.html import ReportData, write_report
     from parsim.report.profile_table import calibration_table
+    from parsim.workflow.write_report import report_facts
 
     with progress("Writing the report"):
         sections = [_what_if_section(config, found) for config, found in what_if]
@@ -269,8 +269,8 @@ def _summary(what_if: Sequence[tuple[RunConfig, Search]], real: Sequence[tuple[A
 
 
 def _what_if_section(config: RunConfig, found: Search) -> ReportSection:
-    from parsim.commands.write_report import report_run
     from parsim.report.html import ReportSection
+    from parsim.workflow.write_report import report_run
 
     shown = [found.chosen] if found.chosen is not None else []
     return ReportSection(
@@ -285,8 +285,8 @@ def _what_if_section(config: RunConfig, found: Search) -> ReportSection:
 
 
 def _real_section(asked: Answer, runs: Sequence[RealRun]) -> ReportSection:
-    from parsim.commands.write_report import report_run
     from parsim.report.html import ReportSection
+    from parsim.workflow.write_report import report_run
 
     assert asked.search is not None, "the demo's file leaves the plan to the search"
     return ReportSection(

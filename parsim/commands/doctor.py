@@ -7,7 +7,7 @@ from parsim.commands.output import JsonFlag, print_json, print_tables, progress
 
 def doctor(as_json: JsonFlag = False) -> None:
     """What this machine has, what will work here, what is missing and how to get it."""
-    from parsim.doctor import examine, tables
+    from parsim.workflow.doctor import examine, tables
 
     with progress("Looking at this machine"):
         findings = examine()

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from parsim.commands.output import JsonFlag, Overrides, RunFile, print_json, print_tables, progress
-from parsim.commands.question import fixed_plan, problem_of, search_plans
-from parsim.config import load_config
 from parsim.errors import ScheduleError
 from parsim.files import write_text_atomically
 from parsim.units import format_bytes, format_percent, format_seconds
+from parsim.workflow.config import load_config
+from parsim.workflow.load import fixed_plan, problem_of, search_plans
 
 
 def plan(
@@ -54,7 +54,7 @@ def plan(
 
 def _only(problem: Any, plan: Any) -> dict[str, Any]:
     """A plan written by hand, as the search would show it."""
-    from parsim.schedule.evaluate import evaluate
+    from parsim.predict.evaluate import evaluate
 
     result = evaluate(problem, plan, reason="the plan that was asked for").result
     median = result.step_s.median

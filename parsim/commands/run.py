@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parsim.commands.output import JsonFlag, Overrides, RunFile, print_json, print_tables, progress
-from parsim.config import RunConfig, load_config
 from parsim.errors import ConfigError
+from parsim.workflow.config import RunConfig, load_config
 
 if TYPE_CHECKING:
     from parsim.execute.job import AdaptiveSpec
@@ -29,8 +29,10 @@ def run(
     as_json: JsonFlag = False,
 ) -> None:
     """Train for real under the chosen plan."""
-    from parsim.commands.run_folder import RunFolder, new_folder, write_json
-    from parsim.commands.workflow import (
+    from parsim.execute.job import Job
+    from parsim.plans.plan import Plan
+    from parsim.predict.evaluate import evaluate
+    from parsim.workflow.ask import (
         answer,
         check_launchable,
         check_runnable,
@@ -42,10 +44,8 @@ def run(
         warn_of_profile,
         with_every_rank,
     )
-    from parsim.commands.write_report import write_run_files
-    from parsim.execute.job import Job
-    from parsim.plan.plan import Plan
-    from parsim.schedule.evaluate import evaluate
+    from parsim.workflow.run_folder import RunFolder, new_folder, write_json
+    from parsim.workflow.write_report import write_run_files
 
     config = load_config(file, overrides or [])
     if adaptive and resume:
@@ -109,7 +109,7 @@ def run(
 
 
 def _print_decisions(decisions: list[dict[str, Any]]) -> None:
-    from parsim.plan.plan import Plan
+    from parsim.plans.plan import Plan
 
     for decision in decisions:
         what = "keeps its plan" if decision["plan"] is None else f"goes on with {Plan.from_json(decision['plan']).summary()}"

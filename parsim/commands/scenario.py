@@ -13,9 +13,9 @@ from parsim.errors import ConfigError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from parsim.commands.workflow import Answer
+    from parsim.predict.forecast import Forecast
     from parsim.report.tables import ReportTable
-    from parsim.schedule.forecast import Forecast
+    from parsim.workflow.ask import Answer
 
 
 def check_options(engine: str, scenario: Path | None, whole_run: bool) -> None:
@@ -31,8 +31,8 @@ def play(asked: Answer, path: Path, whole_run: bool) -> tuple[Answer, dict[str, 
 
     Raises ScenarioError: a file that cannot be read, or that does not fit the plan or the cluster.
     """
-    from parsim.schedule.forecast import Played
-    from parsim.simulate.scenario import load_scenario
+    from parsim.engines.scenario.scenario import load_scenario
+    from parsim.predict.forecast import Played
 
     scenario = load_scenario(path)
     played = Played(problem=asked.problem, evaluation=asked.evaluation, scenario=scenario)
@@ -50,7 +50,7 @@ def play(asked: Answer, path: Path, whole_run: bool) -> tuple[Answer, dict[str, 
 
 def describe_run(forecast: Forecast, played: Any) -> dict[str, Any]:
     """Plain JSON values."""
-    from parsim.simulate.course import KINDS
+    from parsim.engines.scenario.course import KINDS
 
     whole, costs = forecast.whole, played.scenario.device
     figures = {

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import typer
 
 from parsim.commands.output import JsonFlag, Overrides, RunFile, print_json, print_tables, progress
-from parsim.config import load_config
 from parsim.units import format_seconds
+from parsim.workflow.config import load_config
 
 
 def simulate(
@@ -28,13 +28,13 @@ def simulate(
 ) -> None:
     """Simulate one step of the best plan of a strategy: step time, breakdown, memory, critical path."""
     from parsim.analyze.critical_path import critical_path
-    from parsim.commands.folder import describe, write_prediction
-    from parsim.commands.run_folder import new_folder, write_json
     from parsim.commands.scenario import check_options, play, scenario_tables
-    from parsim.commands.workflow import answer, with_every_rank
+    from parsim.predict.evaluate import MANY_RANKS, evaluate
     from parsim.report.chrome_trace import task_label
     from parsim.report.tables import breakdown_table, memory_table, strategy_table
-    from parsim.schedule.evaluate import MANY_RANKS, evaluate
+    from parsim.workflow.ask import answer, with_every_rank
+    from parsim.workflow.run_folder import new_folder, write_json
+    from parsim.workflow.write_prediction import describe, write_prediction
 
     check_options(engine, scenario, whole_run)
     changes = [*(overrides or []), *([f"plan.strategy={json.dumps(strategy)}"] if strategy else [])]

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from parsim.commands.output import JsonFlag, Overrides, print_json, print_tables, progress
-from parsim.config import RunConfig, load_config
+from parsim.workflow.config import RunConfig, load_config
 
 if TYPE_CHECKING:
-    from parsim.commands.run_folder import RunFolder
-    from parsim.commands.workflow import Answer
+    from parsim.workflow.ask import Answer
+    from parsim.workflow.run_folder import RunFolder
 
 ROUNDS = 10
 STEPS_PER_ROUND = 4
@@ -37,10 +37,10 @@ def validate(
     as_json: JsonFlag = False,
 ) -> None:
     """Predicted against measured: the step, every kind of task, peak memory; recorded in the profile's history."""
-    from parsim.commands.recording import record_of, remember, updatable, update_profile
-    from parsim.commands.run_folder import write_json
-    from parsim.commands.workflow import judge, measured, reopen, speed_of, warn_of_profile
-    from parsim.commands.write_report import write_run_files
+    from parsim.workflow.ask import judge, measured, reopen, speed_of, warn_of_profile
+    from parsim.workflow.record_validation import record_of, remember, updatable, update_profile
+    from parsim.workflow.run_folder import write_json
+    from parsim.workflow.write_report import write_run_files
 
     if target.is_dir():
         folder, asked, name = reopen(target)
@@ -89,8 +89,8 @@ def measured_anew(
     config: RunConfig, name: str, out: Path | None, stem: str, rounds: int
 ) -> tuple[RunFolder, Answer, list[str]]:
     """Answer the run file and run its plan in rounds: the folder, the answer, and what has changed since the calibration."""
-    from parsim.commands.run_folder import new_folder
-    from parsim.commands.workflow import (
+    from parsim.execute.job import Job
+    from parsim.workflow.ask import (
         answer,
         check_launchable,
         check_runnable,
@@ -100,7 +100,7 @@ def measured_anew(
         warn_of_profile,
         with_every_rank,
     )
-    from parsim.execute.job import Job
+    from parsim.workflow.run_folder import new_folder
 
     check_launchable(config)
     with progress("Planning"):

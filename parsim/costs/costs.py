@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from parsim.costs.collectives import estimate_collective, estimate_send_recv
-from parsim.costs.compute import MeasuredWork, estimate_compute, estimate_optimizer, points_by_work
-from parsim.costs.corrected import NO_CORRECTIONS, Corrections, corrected
+from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
+from parsim.costs.communication.overlap import overlap_of
+from parsim.costs.compute.compute import MeasuredWork, estimate_compute, estimate_optimizer, points_by_work
+from parsim.costs.compute.surfaces import SurfaceModel, surface_models
 from parsim.costs.estimate import Estimate, OverlapFactors
-from parsim.costs.overlap import overlap_of
-from parsim.costs.surfaces import SurfaceModel, surface_models
-from parsim.costs.updates import updates_of
+from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections, corrected
+from parsim.costs.feedback.updates import updates_of
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.compute_records import ComponentPoint

@@ -21,10 +21,10 @@ from parsim.graph.lower import lower
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
-from parsim.plan.plan import Plan
-from parsim.schedule.adaptive import Controller, Replan
-from parsim.schedule.adaptive_planning import controller_for, observation_of, search_planner, task_seconds
-from parsim.schedule.problem import Problem
+from parsim.plans.plan import Plan
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.live.controller import Controller, Replan
+from parsim.schedule.live.planning import controller_for, observation_of, search_planner, task_seconds
 
 REBUILD_S = 2.0
 """Assumed seconds of a switch beside the moving of weights: recording components anew, process groups, first steps."""
@@ -101,10 +101,10 @@ class Steering:
         return Decision(step=step, reason=decided.reason, plan=chosen, step_s=step_s)
 
 
-def problem_of(spec: AdaptiveSpec, run: RunSpec) -> Problem:
+def problem_of(spec: AdaptiveSpec, run: RunSpec) -> PlanningProblem:
     """The scheduler's question of this run."""
     devices = None if spec.devices is None else list(spec.devices)
-    return Problem(
+    return PlanningProblem(
         model=Model.load(Path(run.model_path)),
         cluster=cluster_from_profile(load_profile(spec.profile), devices),
         global_batch=run.plan.global_batch,

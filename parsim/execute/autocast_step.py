@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from parsim.execute.optimizer import distinct, flat_gradients
 from parsim.execute.stage import seeded_module
-from parsim.model.half_precision import HALF
-from parsim.model.live_memory import LiveBytes
+from parsim.execute.state.optimizer import distinct, flat_gradients
 from parsim.model.losses import loss_sum
+from parsim.model.memory.live_memory import LiveBytes
 from parsim.model.spec import ModelSpec, example_batch, loss_of
+from parsim.model.tracing.half_precision import HALF
 
 
 def autocast_peak_bytes(spec: ModelSpec, samples: int, *, autocast: bool = True) -> int:

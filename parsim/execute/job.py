@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from parsim.errors import ExecutionError
 from parsim.model.spec import ModelSpec
-from parsim.plan.plan import Plan
+from parsim.plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

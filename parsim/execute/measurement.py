@@ -25,8 +25,8 @@ class RankRecord:
         rounds: per round (start_s, end_s, steps). steps: task times of each recorded step.
         losses: mean loss per training step (last stage only; NaN elsewhere), already divided by the global batch.
         cpu_s: CPU seconds of this process per round. peak_bytes: live tensors of one step.
-        pace_s: how fast this rank's core was beside each round (`parsim.execute.probe`); empty if nobody looked.
-        memory_lines: peak_bytes by line (`execute/memory_lines`); of a CPU rank alone.
+        pace_s: how fast this rank's core was beside each round (`parsim.execute.processes.speed_probe`); empty if nobody
+        looked. memory_lines: peak_bytes by line (`execute/memory_lines`); of a CPU rank alone.
     """
 
     rank: int
@@ -91,8 +91,8 @@ class Measurement:
     Attributes:
         step_s: float64 [rounds], the mean step of each round. steps: of all rounds together. timelines: one per recorded step.
         losses: per training step. peak_bytes: live tensors, per rank.
-        pace_s: float64 [ranks that looked, rounds], how fast their cores were (`parsim.execute.probe`): the first ranks, one
-            per core. None looked while training.
+        pace_s: float64 [ranks that looked, rounds], how fast their cores were (`parsim.execute.processes.speed_probe`): the
+            first ranks, one per core. None looked while training.
     """
 
     step_s: NDArray[np.float64]

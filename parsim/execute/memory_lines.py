@@ -1,4 +1,4 @@
-"""The measured peak of live tensors, in the lines in which `costs/memory` predicts it.
+"""The measured peak of live tensors, in the lines in which `costs/memory/rank_memory` predicts it.
 
 The lines are those alive at the end of that forward at which most is alive: what a step keeps, before a backward lets go of
 it. `workspace` is by how much the fullest moment of the step exceeds that, whenever it comes. So both sides add up to a peak,
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parsim.execute.stage import StageReplica
 from parsim.graph.task import Task
-from parsim.model.live_memory import LiveBytes
+from parsim.model.memory.live_memory import LiveBytes
 from parsim.work import Compute, Phase
 
 MOVING = ("inputs", "receive_buffers")

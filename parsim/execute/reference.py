@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from parsim.data import BatchOrder, Dataset, part
-from parsim.execute.optimizer import make_optimizer
 from parsim.execute.stage import recorded_programs, seeded_module
-from parsim.graph.layout import Layout
+from parsim.execute.state.optimizer import make_optimizer
+from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Component
 from parsim.model.losses import loss_sum
 from parsim.model.model import Model
 from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec, loss_of
-from parsim.plan.plan import Plan
+from parsim.plans.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class _Replay:
 
     def __init__(self, spec: ModelSpec, plan: Plan, model: Model, module: nn.Module, dtype: torch.dtype) -> None:
         self._plan = plan
-        self._layout = Layout(plan, model)
+        self._layout = PlanIndex(plan, model)
         self._module = module
         self._dtype = dtype
         self._runnables = {

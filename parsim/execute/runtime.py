@@ -16,16 +16,16 @@ from parsim.errors import ExecutionError
 from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
 from parsim.execute.memory_lines import StepWatch
 from parsim.execute.stage import StageReplica
-from parsim.execute.store import Instance, Item, Store, batch_piece
+from parsim.execute.state.store import Instance, Store, ValueKey, batch_piece
 from parsim.execute.streams import Streams, TaskTime
-from parsim.graph.layout import Reading
+from parsim.graph.plan_index import Reading
 from parsim.graph.task import COMPUTE, HOST, Task
 from parsim.graph.taskgraph import TaskGraph
-from parsim.model.autograd_cut import Saved, backward_component, forward_component
-from parsim.model.autograd_halves import Half, backward_inputs, backward_weights
-from parsim.model.autograd_recompute import Kept, forward_keeping_inputs, recompute
+from parsim.model.autograd.cut import Saved, backward_component, forward_component
+from parsim.model.autograd.halves import Half, backward_inputs, backward_weights
+from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_inputs, recompute
 from parsim.model.component import LOSS
-from parsim.plan.layout import ValueLayout
+from parsim.plans.redistribution import ValueLayout
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
 
 BatchSource = Callable[[int], Mapping[str, Tensor]]
@@ -73,9 +73,9 @@ class RankProgram:
     def _reset(self) -> None:
         self._store.clear()
         self._records: dict[tuple[str, int], Saved] = {}
-        self._kept: dict[tuple[str, int], Kept] = {}
+        self._kept: dict[tuple[str, int], RecomputeInputs] = {}
         self._halves: dict[tuple[str, int], Half] = {}
-        self._growing: dict[tuple[Item, int], Tensor] = {}
+        self._growing: dict[tuple[ValueKey, int], Tensor] = {}
         self._loss: list[Tensor] = []
         self._sent: dict[tuple[int, int], Tensor] = {}
 
@@ -151,14 +151,14 @@ class RankProgram:
         for microbatch in range(self._stage.layout.plan.microbatches):
             for value, tensor in batch(microbatch).items():
                 self.watch.loaded(tensor)
-                self._store.put(Instance(Item(value), layout), microbatch, tensor)
+                self._store.put(Instance(ValueKey(value), layout), microbatch, tensor)
 
     def _forward(self, task: Task) -> None:
         name, microbatch = _component_of(task)
         runnable = self._stage.runnables[name]
         layout = self._stage.layout
         inputs = {
-            value: self._taken(Instance(Item(value), layout.reads_in(name, value).value), microbatch)
+            value: self._taken(Instance(ValueKey(value), layout.reads_in(name, value).value), microbatch)
             for value in dict.fromkeys(runnable.input_names)
         }
         for tensor in inputs.values():
@@ -173,7 +173,7 @@ class RankProgram:
         if name == LOSS and self._stage.loss_counts:
             self._loss.append(outputs[0])
         for value, tensor in zip(runnable.output_names, outputs, strict=True):
-            self._store.put(Instance(Item(value), layout.source[value].value), microbatch, tensor)
+            self._store.put(Instance(ValueKey(value), layout.source[value].value), microbatch, tensor)
 
     def _recompute(self, task: Task) -> None:
         name, microbatch = _component_of(task)
@@ -188,7 +188,7 @@ class RankProgram:
         outputs = [self._gradient_of(value, microbatch) for value in runnable.output_names]
         if name == LOSS:
             outputs = [self._stage.loss_gradient]
-        items = [Item(value, self._reading[name, value]) for value in runnable.input_names]
+        items = [ValueKey(value, self._reading[name, value]) for value in runnable.input_names]
         so_far = [self._growing.pop((item, microbatch), None) for item in items]
         assert isinstance(task.work, Compute)
         if task.work.phase is self._stage.layout.weight_phase(name):
@@ -201,7 +201,7 @@ class RankProgram:
             if gradient is not None:
                 self._growing[item, microbatch] = gradient
         for value, reading in self._stage.layout.completed_readings(self._stage.number, name):
-            item = Item(value, reading)
+            item = ValueKey(value, reading)
             whole = self._growing.pop((item, microbatch), None)
             if whole is not None:
                 self._store.put(Instance(item, reading.ends.gradient), microbatch, whole)

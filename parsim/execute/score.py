@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from parsim.data import IGNORED, Dataset
-from parsim.execute.checkpoint import RankState, restore_tensors
 from parsim.execute.job import RunSpec
 from parsim.execute.stage import seeded_module
+from parsim.execute.state.checkpoint import RankState, restore_tensors
 from parsim.model.losses import loss_sum
-from parsim.model.recording import logits_of
 from parsim.model.spec import loss_of
+from parsim.model.tracing.recording import logits_of
 
 BATCH = 64
 

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parsim.execute.checkpoint import RankState, restore_optimizer, restore_tensors
-from parsim.execute.fragments import Fragment, fragment_of, is_per_element
-from parsim.execute.optimizer import flat_gradients, make_optimizer
-from parsim.execute.zero import DividedBucket
-from parsim.graph.holding import Bucket
-from parsim.graph.layout import Layout
+from parsim.execute.state.checkpoint import RankState, restore_optimizer, restore_tensors
+from parsim.execute.state.fragments import Fragment, fragment_of, is_per_element
+from parsim.execute.state.optimizer import flat_gradients, make_optimizer
+from parsim.execute.state.zero import DividedBucket
+from parsim.graph.parameter_buckets import Bucket
+from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import LOSS, ParameterShard
-from parsim.model.pieces import piece
-from parsim.model.runnable import Program, Runnable
-from parsim.model.sharded import shard_runnable
+from parsim.model.runnable import CallProgram, Runnable
+from parsim.model.shard.pieces import piece
+from parsim.model.shard.sharded import shard_runnable
 from parsim.model.spec import ModelSpec, build_module, example_batch, loss_of
-from parsim.model.trace import record
-from parsim.plan.layout import ValueLayout
+from parsim.model.tracing.trace import record
+from parsim.plans.redistribution import ValueLayout
 
 
 class StageReplica:
@@ -41,7 +41,7 @@ class StageReplica:
     def __init__(
         self,
         spec: ModelSpec,
-        layout: Layout,
+        layout: PlanIndex,
         rank: int,
         *,
         optimizer: str,
@@ -331,8 +331,8 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def _recordings(
-    spec: ModelSpec, layout: Layout, own: Sequence[str], dtype: torch.dtype, device: torch.device
-) -> tuple[dict[int, Shapes], dict[str, Program]]:
+    spec: ModelSpec, layout: PlanIndex, own: Sequence[str], dtype: torch.dtype, device: torch.device
+) -> tuple[dict[int, Shapes], dict[str, CallProgram]]:
     """Shape and dtype of every value, by samples: of the whole microbatch and of what the components `own` see; and these."""
     whole = layout.plan.microbatch_samples
     granularity = layout.model.granularity
@@ -352,7 +352,9 @@ def _recordings(
 
 
 @lru_cache(maxsize=32)
-def recorded_programs(spec: ModelSpec, samples: int, granularity: str, dtype: torch.dtype, device: str) -> dict[str, Program]:
+def recorded_programs(
+    spec: ModelSpec, samples: int, granularity: str, dtype: torch.dtype, device: str
+) -> dict[str, CallProgram]:
     """The components of a model in training mode at so many samples; recorded once per process."""
     module = seeded_module(spec, 0, dtype, torch.device(device))
     inputs, _ = example_batch(spec, samples, dtype=dtype, device=device)

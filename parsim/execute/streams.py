@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from parsim.execute.priority import take_priority
+from parsim.execute.processes.priority import take_priority
 
 Operation = Callable[[], None]
 
@@ -45,7 +45,7 @@ class Streams(Protocol):
 
 class ThreadStreams:
     """For CPU ranks: one thread per communication stream, blocked inside the collective without holding the interpreter, and
-    before the computation where the system lets it (`parsim.execute.priority`)."""
+    before the computation where the system lets it (`parsim.execute.processes.priority`)."""
 
     def __init__(self) -> None:
         self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}

@@ -21,25 +21,25 @@ from torch import Tensor
 
 from parsim.data import BatchOrder, Dataset, part
 from parsim.data.for_model import dataset_for
-from parsim.execute import checkpoint
 from parsim.execute.adaptive_run import Steering
-from parsim.execute.group import Place, Stream, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.measurement import RankRecord
 from parsim.execute.memory_lines import StepWatch, watching
-from parsim.execute.pinning import prepare_rank
-from parsim.execute.probe import SpeedProbe
-from parsim.execute.reshard import reshard
+from parsim.execute.processes.group import ProcessPlace, Stream, close_group, init_group, make_groups, read_place, worker_main
+from parsim.execute.processes.pinning import prepare_rank
+from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.score import score
 from parsim.execute.stage import StageReplica
+from parsim.execute.state import checkpoint
+from parsim.execute.state.reshard import reshard
 from parsim.execute.streams import TaskTime, make_streams
-from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.component import LOSS
 from parsim.model.model import Model
-from parsim.plan.plan import Plan
+from parsim.plans.plan import Plan
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 RECORDED_STEPS = 64
@@ -68,7 +68,7 @@ class RankRun:
     """One run of the job on this rank: its program, its data, and where it stands."""
 
     def __init__(
-        self, run: RunSpec, layout: Layout, graph: TaskGraph, place: Place, groups: Mapping[Stream, dist.ProcessGroup]
+        self, run: RunSpec, layout: PlanIndex, graph: TaskGraph, place: ProcessPlace, groups: Mapping[Stream, dist.ProcessGroup]
     ) -> None:
         device = torch.device(place.device)
         self.run = run
@@ -96,12 +96,12 @@ class RankRun:
         self.peak_bytes = 0
         self.memory_lines: dict[str, int] = {}
 
-    def switched(self, plan: Plan, place: Place, groups: ProcessGroups) -> RankRun:
+    def switched(self, plan: Plan, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
         """The same training under another plan: weights, optimizer state, buffers, random state, data order and records stay.
 
         Every rank calls it at the same step.
         """
-        layout = Layout(plan, self.layout.model)
+        layout = PlanIndex(plan, self.layout.model)
         graph = lower(plan, layout.model)
         groups.make(graph)
         random = checkpoint.rng_state(str(self.stage.device))
@@ -209,7 +209,7 @@ def main(job_path: Path) -> None:
     place = init_group(job.device, timeout_s=job.timeout_s)
     plans = []
     for run in job.runs:
-        layout = Layout(run.plan, Model.load(Path(run.model_path)))
+        layout = PlanIndex(run.plan, Model.load(Path(run.model_path)))
         plans.append((run, layout, lower(run.plan, layout.model)))
     groups = ProcessGroups()
     for _, _, graph in plans:
@@ -231,7 +231,7 @@ def main(job_path: Path) -> None:
     close_group(place)
 
 
-def _measure(job: Job, runs: Sequence[RankRun | None], place: Place, probe: SpeedProbe | None) -> None:
+def _measure(job: Job, runs: Sequence[RankRun | None], place: ProcessPlace, probe: SpeedProbe | None) -> None:
     """Warm every run up, then rounds in which every run in turn does its steps, so that drift meets all alike; before and after
     them its ranks look how fast their cores are, those with a `probe`.
     """
@@ -263,7 +263,7 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: Place, probe: Spee
             _save(Path(job.output) / entry.run.name / "checkpoints", entry)
 
 
-def _train(job: Job, entry: RankRun, place: Place, groups: ProcessGroups) -> RankRun:
+def _train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
     """Train to step `job.steps`, with checkpoints and switches of plan; then score the result on the test samples."""
     folder = Path(job.output) / "checkpoints"
     if job.resume:
@@ -313,7 +313,7 @@ def _train(job: Job, entry: RankRun, place: Place, groups: ProcessGroups) -> Ran
     return entry
 
 
-def _steer(job: Job, steering: Steering, entry: RankRun, place: Place, groups: ProcessGroups) -> RankRun:
+def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
     """Show the controller the last window; change plan if it says so."""
     assert job.adaptive is not None
     rounds = entry.rounds[-job.adaptive.window_steps :]
@@ -328,7 +328,7 @@ def _steer(job: Job, steering: Steering, entry: RankRun, place: Place, groups: P
     return entry.switched(plan, place, groups)
 
 
-def _keep_if_better(job: Job, entry: RankRun, place: Place, best: float) -> float:
+def _keep_if_better(job: Job, entry: RankRun, place: ProcessPlace, best: float) -> float:
     """At the end of an epoch: a checkpoint under `best/` if the model scores better than ever before."""
     folder = Path(job.output) / "best"
     _save(folder / "new", entry)
@@ -359,7 +359,7 @@ def _save(folder: Path, entry: RankRun) -> None:
     )
 
 
-def _speaker(layout: Layout) -> tuple[int, float]:
+def _speaker(layout: PlanIndex) -> tuple[int, float]:
     """The last rank whose loss counts, and the share of the batch that it sees."""
     plan, placement = layout.plan, layout.placement[LOSS]
     mesh = plan.mesh

@@ -22,20 +22,20 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
-class Table(NamedTuple):
+class RaggedTable(NamedTuple):
     """Rows of varying length in one array: row i is `values[offsets[i]:offsets[i + 1]]`."""
 
     offsets: Ints
     values: Ints
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[int]]) -> Table:
+    def from_rows(cls, rows: Sequence[Sequence[int]]) -> RaggedTable:
         lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
         values = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
         return cls(_offsets(lengths), values)
 
     @classmethod
-    def from_pairs(cls, rows: Ints, values: Ints, count: int) -> Table:
+    def from_pairs(cls, rows: Ints, values: Ints, count: int) -> RaggedTable:
         """`values[k]` belongs to row `rows[k]` < count; the order within a row is kept."""
         order = np.argsort(rows, kind="stable")
         return cls(_offsets(np.bincount(rows, minlength=count)), values[order])
@@ -45,9 +45,9 @@ class Table(NamedTuple):
         """For every value the row it stands in."""
         return np.repeat(np.arange(len(self.offsets) - 1, dtype=np.int64), np.diff(self.offsets))
 
-    def inverted(self, count: int) -> Table:
+    def inverted(self, count: int) -> RaggedTable:
         """Row v lists the rows of this table that hold v, for v < count."""
-        return Table.from_pairs(self.values, self.row_numbers, count)
+        return RaggedTable.from_pairs(self.values, self.row_numbers, count)
 
     def row(self, number: int) -> Ints:
         return self.values[self.offsets[number] : self.offsets[number + 1]]
@@ -80,9 +80,9 @@ class Columns:
 
     world_size: int
     resources: tuple[Resource, ...]
-    uses: Table
-    issued: Table
-    dependencies: Table
+    uses: RaggedTable
+    issued: RaggedTable
+    dependencies: RaggedTable
     unit: Ints
     units: tuple[Unit, ...]
     view: Callable[[], TaskGraph]
@@ -145,9 +145,9 @@ def columns_of(graph: TaskGraph) -> Columns:
     return Columns(
         world_size=graph.world_size,
         resources=graph.resources,
-        uses=Table.from_rows([[number[resource] for resource in task.resources] for task in graph.tasks]),
-        issued=Table.from_rows([graph.issue_order[resource] for resource in graph.resources]),
-        dependencies=Table.from_rows([task.dependencies for task in graph.tasks]),
+        uses=RaggedTable.from_rows([[number[resource] for resource in task.resources] for task in graph.tasks]),
+        issued=RaggedTable.from_rows([graph.issue_order[resource] for resource in graph.resources]),
+        dependencies=RaggedTable.from_rows([task.dependencies for task in graph.tasks]),
         unit=np.array(unit, dtype=np.int64),
         units=tuple(units),
         view=lambda: graph,

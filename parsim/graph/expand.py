@@ -19,21 +19,21 @@ from typing import NamedTuple
 import numpy as np
 
 from parsim.errors import GraphError
-from parsim.graph.columns import Columns, Ints, Table, Unit
-from parsim.graph.draft import Draft, Key
+from parsim.graph.columns import Columns, Ints, RaggedTable, Unit
 from parsim.graph.fold import Folding, unfolded
-from parsim.graph.layout import Layout
+from parsim.graph.graph_builder import Draft, Key
 from parsim.graph.lower import PASSES_AT_THE_END, lower
 from parsim.graph.passes.compute import add_action, add_loads, phases_of
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
-from parsim.plan.pipeline import pipeline_actions
-from parsim.plan.plan import Plan
+from parsim.plans.pipeline import pipeline_actions
+from parsim.plans.plan import Plan
 from parsim.work import Collective, Phase, SendRecv, Work
 
 
-class Place(NamedTuple):
+class TemplatePlace(NamedTuple):
     """A task of a template: which block, and where in it."""
 
     block: int
@@ -55,14 +55,14 @@ class _Block:
     starts: Ints
 
 
-def lower_columns(plan: Plan, model: Model, layout: Layout | None = None, folding: Folding | None = None) -> Columns:
+def lower_columns(plan: Plan, model: Model, layout: PlanIndex | None = None, folding: Folding | None = None) -> Columns:
     """The program of one step as columns. Raises PlanError if the plan does not fit the model.
 
     Args:
         layout: of this plan and model, if there is one already.
         folding: which ranks stand for which (None: each for itself).
     """
-    layout = layout or Layout(plan, model)
+    layout = layout or PlanIndex(plan, model)
     folding = folding or unfolded(plan.mesh)
     kept = frozenset(folding.ranks) if folding.is_folded else None
     blocks: dict[_Part, _Block] = {}
@@ -72,7 +72,11 @@ def lower_columns(plan: Plan, model: Model, layout: Layout | None = None, foldin
             blocks[part] = _Block(draft, np.zeros((len(folding.replicas), columns), dtype=np.int64))
     count = _number(plan, blocks)
     drafts = list(blocks.values())
-    where = {key: Place(number, offset) for number, block in enumerate(drafts) for offset, key in enumerate(block.draft.keys())}
+    where = {
+        key: TemplatePlace(number, offset)
+        for number, block in enumerate(drafts)
+        for offset, key in enumerate(block.draft.keys())
+    }
     end = Draft(world_size=plan.world_size, ranks=kept)
     for add in PASSES_AT_THE_END:
         add(end, layout)
@@ -81,7 +85,7 @@ def lower_columns(plan: Plan, model: Model, layout: Layout | None = None, foldin
     )
 
 
-def _templates(layout: Layout, place: int, kept: frozenset[int] | None) -> dict[_Part, Draft]:
+def _templates(layout: PlanIndex, place: int, kept: frozenset[int] | None) -> dict[_Part, Draft]:
     """Loads and every phase of every stage at a place on the pp axis, for replica 0 and microbatch 0."""
     plan = layout.plan
     drafts = {_Part(place, None): Draft(world_size=plan.world_size, ranks=kept)}
@@ -116,7 +120,7 @@ class _Expansion:
     """Copies of the blocks, put together."""
 
     def __init__(
-        self, plan: Plan, folding: Folding, blocks: list[_Block], where: dict[Key, Place], end: Draft, count: int
+        self, plan: Plan, folding: Folding, blocks: list[_Block], where: dict[Key, TemplatePlace], end: Draft, count: int
     ) -> None:
         self._plan = plan
         self._folding = folding
@@ -227,10 +231,10 @@ class _Expansion:
         return self._resources.setdefault(resource, len(self._resources))
 
 
-def _table(pairs: list[tuple[Ints, Ints]], n: int) -> Table:
+def _table(pairs: list[tuple[Ints, Ints]], n: int) -> RaggedTable:
     rows = np.concatenate([rows for rows, _ in pairs]) if pairs else np.zeros(0, dtype=np.int64)
     values = np.concatenate([values for _, values in pairs]) if pairs else np.zeros(0, dtype=np.int64)
-    return Table.from_pairs(rows, values, n)
+    return RaggedTable.from_pairs(rows, values, n)
 
 
 def _moved_resource(resource: Resource, step: int) -> Resource:

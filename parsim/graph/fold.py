@@ -25,12 +25,12 @@ from functools import cached_property
 
 from parsim.costs.costs import Costs
 from parsim.graph.hops import hop_groups, hop_pairs
-from parsim.graph.layout import Layout
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message, transfer_bytes
 from parsim.graph.passes.gradients import bucket_work
+from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.topology import device_name
-from parsim.plan.layout import LOCAL_HOPS, conversion
-from parsim.plan.mesh import Mesh
+from parsim.plans.mesh import Mesh
+from parsim.plans.redistribution import LOCAL_HOPS, conversion
 from parsim.work import SendRecv, Work
 
 
@@ -87,7 +87,7 @@ Seconds = Callable[[Work], float]
 """What a communication costs."""
 
 
-def folding_of(layout: Layout, costs: Costs, seconds: Seconds | None = None) -> Folding:
+def folding_of(layout: PlanIndex, costs: Costs, seconds: Seconds | None = None) -> Folding:
     """Which ranks stand for which under these prices. Raises CostError as `Costs.estimate` does.
 
     Args:
@@ -109,7 +109,7 @@ def folding_of(layout: Layout, costs: Costs, seconds: Seconds | None = None) -> 
     return Folding(mesh=mesh, replica_of=replica_of, shards=(0,)) if alike else whole
 
 
-def _replicas_of(layout: Layout, kinds: _Kinds, seconds: Seconds) -> tuple[int, ...]:
+def _replicas_of(layout: PlanIndex, kinds: _Kinds, seconds: Seconds) -> tuple[int, ...]:
     """Per replica the first in which everything costs the same: by where its ranks sit, else by asking for every price.
 
     Where groups that run at once slow one another, what a replica pays depends on its neighbours: then every price is asked.
@@ -198,12 +198,12 @@ class _Kinds:
         return tuple((link.lanes, link.bandwidth_bytes_per_s, link.latency_s) for link in path)
 
 
-def _shards_do_alike(layout: Layout) -> bool:
+def _shards_do_alike(layout: PlanIndex) -> bool:
     """No component is placed on one tp rank alone, and no value travels to or from one."""
     return all(placement.kind != "place" for placement in layout.placement.values())
 
 
-def _shards_sit_alike(layout: Layout, kinds: _Kinds, replica: int) -> bool:
+def _shards_sit_alike(layout: PlanIndex, kinds: _Kinds, replica: int) -> bool:
     """Alone, every shard of a stage computes and loads as the first does."""
     mesh = layout.plan.mesh
     for stage in range(mesh.pp):
@@ -222,7 +222,7 @@ def _pay_alike(price: Seconds, side_by_side: Iterable[Sequence[Work]]) -> bool:
     return True
 
 
-def _works_inside(layout: Layout, replica: int) -> Iterator[Sequence[Work]]:
+def _works_inside(layout: PlanIndex, replica: int) -> Iterator[Sequence[Work]]:
     """Per kind of communication inside a replica (conversion, transfer), the works that its tp shards do side by side."""
     tp, samples = layout.plan.mesh.tp, layout.plan.microbatch_samples
     seen: set[Hashable] = set()
@@ -255,7 +255,7 @@ def _works_inside(layout: Layout, replica: int) -> Iterator[Sequence[Work]]:
                         yield [hop_collective(hop, group, size_bytes, tp) for group in ranks]
 
 
-def _bucket_works(layout: Layout) -> Iterable[Sequence[Work]]:
+def _bucket_works(layout: PlanIndex) -> Iterable[Sequence[Work]]:
     """Per parameters in a gradient bucket, the sums of all shards that hold pieces (or whole ones, each for itself)."""
     buckets: dict[Hashable, list[Work]] = {}
     for bucket in layout.buckets:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parsim.errors import GraphError
-from parsim.plan.layout import Hop
+from parsim.plans.redistribution import Hop
 
 
 def hop_groups(hop: Hop, tp: int) -> tuple[tuple[int, ...], ...]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from parsim.graph.draft import Draft
-from parsim.graph.layout import Layout
+from parsim.graph.graph_builder import Draft
 from parsim.graph.passes.compute import add_computation
 from parsim.graph.passes.gradients import add_gradient_reduction, add_optimizer, add_parameter_gathering
 from parsim.graph.passes.unsharded import add_unsharded_buckets
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
-from parsim.plan.plan import Plan
+from parsim.plans.plan import Plan
 
 PASSES_AT_THE_END = (add_unsharded_buckets, add_gradient_reduction, add_optimizer, add_parameter_gathering)
 PASSES = (add_computation, *PASSES_AT_THE_END)
@@ -21,7 +21,7 @@ def lower(plan: Plan, model: Model) -> TaskGraph:
     A pass writes tasks in issue order: per rank loading and computation with the communication of values behind it, then
     the gradient buckets in the order they fill, then the optimizer, then what gathers its result.
     """
-    layout = Layout(plan, model)
+    layout = PlanIndex(plan, model)
     draft = Draft(world_size=plan.world_size)
     for add in PASSES:
         add(draft, layout)

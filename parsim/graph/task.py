@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parsim.plan.layout import Hop, ValueLayout
+from parsim.plans.redistribution import Hop, ValueLayout
 from parsim.work import Work
 
 

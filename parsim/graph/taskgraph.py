@@ -14,7 +14,7 @@ from typing import Any
 
 from parsim.errors import GraphError, PlanError
 from parsim.graph.task import Origin, Resource, Task, parse_resource
-from parsim.plan.layout import parse_hop, parse_layout
+from parsim.plans.redistribution import parse_hop, parse_layout
 from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 
 

@@ -1,6 +1,6 @@
 """What a rank holds beyond its tensors and the framework's context: lost between an allocator's blocks, and taken by libraries.
 
-Nobody can count it beforehand, so it is an interval. A calibration measures it (`calibration.measure_allocator`); for profiles
+Nobody can count it beforehand, so it is an interval. A calibration measures it (`calibration.measure.allocator`); for profiles
 without, the rows below are assumptions: that of a CPU is read off one machine, that of CUDA rests on no measurement.
 """
 

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from parsim.hardware.record import NonNegative, Positive, Record
+from parsim.hardware.record import NonNegative, Positive, ProfileRecord
 
 
-class ComponentPoint(Record):
+class ComponentPoint(ProfileRecord):
     """One measured component: `seconds` is the median over repeats with `ranks_active` ranks computing at once."""
 
     fingerprint: str
@@ -26,7 +26,7 @@ class ComponentPoint(Record):
     source: str
 
 
-class OptimizerPoint(Record):
+class OptimizerPoint(ProfileRecord):
     """One measured optimizer step (zeroing included) over `elements` scalars in `tensors` arrays."""
 
     optimizer: str
@@ -40,12 +40,12 @@ class OptimizerPoint(Record):
     source: str
 
 
-class OperatorPoint(Record):
+class OperatorPoint(ProfileRecord):
     """One published or measured kernel.
 
     Published: kind and shape as in `parsim.model.component.Operator`, with the batch in `samples`. Measured on this machine:
-    kind, function and sizes as in `parsim.costs.launches` (samples 1), the median over repeats with `ranks_active` ranks
-    computing at once.
+    kind, function and sizes as in `parsim.costs.compute.launches` (samples 1), the median over repeats with `ranks_active`
+    ranks computing at once.
     """
 
     kind: str
@@ -62,8 +62,9 @@ class OperatorPoint(Record):
     source: str
 
 
-class OperatorFit(Record):
-    """Fitted time of one kernel of `kind` in `phase`: see `parsim.costs.operators` for the formula its coefficients enter."""
+class OperatorFit(ProfileRecord):
+    """Fitted time of one kernel of `kind` in `phase`: see `parsim.costs.compute.operators` for the formula its coefficients
+    enter."""
 
     kind: str
     phase: Literal["forward", "backward_input", "backward_weight"]
@@ -77,7 +78,7 @@ class OperatorFit(Record):
     source: str
 
 
-class Efficiency(Record):
+class Efficiency(ProfileRecord):
     """What whole models reach of the throughput that their operators alone would have, on one device type in one precision.
 
     Seconds from operators are divided by `factor`; `spread` is the relative spread of the rows it was fitted to around it.
@@ -91,8 +92,8 @@ class Efficiency(Record):
     source: str
 
 
-class OperatorSurface(Record):
-    """Fitted time of one launch by its sizes: see `parsim.costs.surfaces` for the terms.
+class OperatorSurface(ProfileRecord):
+    """Fitted time of one launch by its sizes: see `parsim.costs.compute.surfaces` for the terms.
 
     Attributes:
         relative_sigma: spread of held-out points. reach_doublings: how far they lay from the points that were kept.
@@ -112,8 +113,8 @@ class OperatorSurface(Record):
     source: str
 
 
-class Composition(Record):
-    """What a component takes beside the sum of its launches: see `parsim.costs.composition`.
+class Composition(ProfileRecord):
+    """What a component takes beside the sum of its launches: see `parsim.costs.compute.composition`.
 
     Attributes:
         factors: by kind of operator, on its launches' seconds.
@@ -136,7 +137,7 @@ class Composition(Record):
     source: str
 
 
-class Compute(Record):
+class ComputeRecords(ProfileRecord):
     components: list[ComponentPoint] = []
     optimizers: list[OptimizerPoint] = []
     operator_points: list[OperatorPoint] = []

@@ -16,13 +16,13 @@ from pydantic import Field, ValidationError, model_validator
 
 from parsim.errors import ProfileError, near_matches
 from parsim.hardware.profile import Sourced, SourceEntry, problems_text, source_keys
-from parsim.hardware.record import NonNegative, Positive, Record
+from parsim.hardware.record import NonNegative, Positive, ProfileRecord
 from parsim.hardware.tables import from_text
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
 
 
-class Card(Record):
+class Card(ProfileRecord):
     """One network card (one rail).
 
     Attributes:
@@ -35,7 +35,7 @@ class Card(Record):
     per_node: Annotated[int, Field(ge=1)] | None = None
 
 
-class Fabric(Record):
+class Fabric(ProfileRecord):
     """Two levels of switches.
 
     Attributes:
@@ -48,7 +48,7 @@ class Fabric(Record):
     uplink_latency_s: Sourced
 
 
-class NetworkProtocol(Record):
+class NetworkProtocol(ProfileRecord):
     """One algorithm under one protocol of the library between nodes.
 
     Attributes:
@@ -65,7 +65,7 @@ class NetworkProtocol(Record):
     inside_source: str | None = None
 
 
-class Network(Record):
+class Network(ProfileRecord):
     """The whole file.
 
     Attributes:

@@ -1,4 +1,5 @@
-"""The pace of a machine's cores, as the probe (`parsim.execute.probe`) found it: while it was calibrated, and since."""
+"""The pace of a machine's cores, as the probe (`parsim.execute.processes.speed_probe`) found it: while it was calibrated, and
+since."""
 
 from __future__ import annotations
 

@@ -16,27 +16,27 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from parsim.errors import ProfileError, near_matches
 from parsim.files import write_text_atomically
-from parsim.hardware.compute_records import Compute
-from parsim.hardware.record import NonNegative, Positive, Record
+from parsim.hardware.compute_records import ComputeRecords
+from parsim.hardware.record import NonNegative, Positive, ProfileRecord
 from parsim.hardware.tables import from_text, to_text
 from parsim.hardware.topology import DEVICE_ROLES, device_name, role_of
 
 SCHEMA_VERSION = 1
 
 
-class Sourced(Record):
+class Sourced(ProfileRecord):
     """A number and the key of its source in `Profile.sources`."""
 
     value: NonNegative
     source: str
 
 
-class SourceEntry(Record):
+class SourceEntry(ProfileRecord):
     kind: Literal["measurement", "datasheet", "paper", "derived", "assumption"]
     text: str
 
 
-class Provenance(Record):
+class Provenance(ProfileRecord):
     """Who made this profile, when, with what.
 
     Attributes:
@@ -53,7 +53,7 @@ class Provenance(Record):
     warnings: list[str] = []
 
 
-class Quantiles(Record):
+class Quantiles(ProfileRecord):
     """Of one number."""
 
     p05: NonNegative
@@ -67,7 +67,7 @@ class Quantiles(Record):
         return self
 
 
-class AllocatorEntry(Record):
+class AllocatorEntry(ProfileRecord):
     """What a rank holds beside its tensors and the context, as measured (`parsim.hardware.allocator.Allocator`)."""
 
     library_bytes: Quantiles
@@ -75,7 +75,7 @@ class AllocatorEntry(Record):
     source: str
 
 
-class DeviceTypeEntry(Record):
+class DeviceTypeEntry(ProfileRecord):
     """`allocator`: None where nobody measured it, so that what is assumed of its kind holds."""
 
     kind: Literal["cuda", "cpu"]
@@ -86,7 +86,7 @@ class DeviceTypeEntry(Record):
     allocator: AllocatorEntry | None = None
 
 
-class DeviceEntry(Record):
+class DeviceEntry(ProfileRecord):
     """`core`: CPU devices (ranks) of one core share it; None: a device by itself."""
 
     index: Annotated[int, Field(ge=0)]
@@ -95,21 +95,21 @@ class DeviceEntry(Record):
     core: int | None = None
 
 
-class LinkKindEntry(Record):
+class LinkKindEntry(ProfileRecord):
     """Shared by all links of the kind; bandwidth of one lane in one direction."""
 
     bandwidth_bytes_per_s: Sourced
     latency_s: Sourced
 
 
-class LinkEntry(Record):
+class LinkEntry(ProfileRecord):
     a: str
     b: str
     kind: str
     lanes: Annotated[int, Field(ge=1)] = 1
 
 
-class CollectivePoint(Record):
+class CollectivePoint(ProfileRecord):
     """One measured collective (or "send_recv" with group [source, destination]).
 
     `spread` is the relative standard deviation over repeats (None: unknown). `measured_on` names another machine that
@@ -126,7 +126,7 @@ class CollectivePoint(Record):
     source: str
 
 
-class Regime(Record):
+class Regime(ProfileRecord):
     """seconds = latency_s + seconds_per_byte * size_bytes for sizes up to max_size_bytes (None: no end)."""
 
     max_size_bytes: int | None
@@ -134,7 +134,7 @@ class Regime(Record):
     seconds_per_byte: NonNegative
 
 
-class CollectiveFit(Record):
+class CollectiveFit(ProfileRecord):
     """Piecewise alpha-beta of one operation over groups of `group_size` ranks of this machine, whatever the placement.
 
     Used where the links are not the model (gloo over shared memory or loopback). Regimes are sorted by size; a size
@@ -154,12 +154,12 @@ class CollectiveFit(Record):
     source: str
 
 
-class LinkProtocol(Record):
+class LinkProtocol(ProfileRecord):
     """One algorithm under one protocol of the library: how long it takes, and how the library's own tuner rates it.
 
     seconds = base_s + steps * hop_s + traffic / (efficiency * rings * bandwidth of a lane); for the steps and the traffic
-    of each operation see `parsim.costs.collectives`. The tuner_ numbers enter the same formula and only decide which
-    protocol is used: the one with the least tuner time.
+    of each operation see `parsim.costs.communication.collectives`. The tuner_ numbers enter the same formula and only decide
+    which protocol is used: the one with the least tuner time.
     """
 
     algorithm: Literal["ring", "tree"]
@@ -174,7 +174,7 @@ class LinkProtocol(Record):
     tuner_source: str
 
 
-class LinkModel(Record):
+class LinkModel(ProfileRecord):
     """Collectives derived from the links themselves (NCCL on NVLink): rings packed on the link graph, or trees.
 
     Attributes:
@@ -199,7 +199,7 @@ class LinkModel(Record):
     source: str
 
 
-class Communication(Record):
+class Communication(ProfileRecord):
     backend: Literal["nccl", "gloo"]
     uses_cores: bool = False
     points: list[CollectivePoint] = []
@@ -207,7 +207,7 @@ class Communication(Record):
     link_model: LinkModel | None = None
 
 
-class OverlapPoint(Record):
+class OverlapPoint(ProfileRecord):
     """The factors of `Overlap` beside one operation of one size over `group_size` ranks; medians over models and repeats."""
 
     operation: str
@@ -219,7 +219,7 @@ class OverlapPoint(Record):
     source: str
 
 
-class Overlap(Record):
+class Overlap(ProfileRecord):
     """While computation and communication of one rank run together, each takes `factor` times as long as alone.
 
     The two factors are those of everything measured; `points` say how they go with the size of what is sent.
@@ -231,8 +231,8 @@ class Overlap(Record):
     source: str
 
 
-class ProbePace(Record):
-    """Seconds of the probe (`parsim.execute.probe`): of one rank alone, and with a rank on every core."""
+class ProbePace(ProfileRecord):
+    """Seconds of the probe (`parsim.execute.processes.speed_probe`): of one rank alone, and with a rank on every core."""
 
     alone: Positive
     together: Positive
@@ -251,7 +251,7 @@ class PaceToday(ProbePace):
     created: str
 
 
-class Noise(Record):
+class Noise(ProfileRecord):
     """How unsteady the machine is.
 
     Attributes:
@@ -269,7 +269,7 @@ class Noise(Record):
     source: str
 
 
-class HostOverhead(Record):
+class HostOverhead(ProfileRecord):
     """Seconds that the interpreter adds to each task and to each step of a rank.
 
     Attributes:
@@ -291,7 +291,7 @@ class HostOverhead(Record):
     source: str
 
 
-class NicSlot(Record):
+class NicSlot(ProfileRecord):
     """Where one network card sits: the endpoint it is plugged into ("pcie0", "socket1") and the kind of that link."""
 
     at: str
@@ -299,21 +299,21 @@ class NicSlot(Record):
     lanes: Annotated[int, Field(ge=1)] = 1
 
 
-class DeviceFactor(Record):
+class DeviceFactor(ProfileRecord):
     """All computation of one device takes `factor` times as long."""
 
     device: Annotated[int, Field(ge=0)]
     factor: Positive
 
 
-class PhaseFactor(Record):
+class PhaseFactor(ProfileRecord):
     """All computation of one phase (`parsim.work.Phase`) takes `factor` times as long."""
 
     phase: str
     factor: Positive
 
 
-class CommunicationFactor(Record):
+class CommunicationFactor(ProfileRecord):
     """One collective over devices (ascending), or send_recv from one device to another, takes `factor` times as long."""
 
     operation: str
@@ -321,7 +321,7 @@ class CommunicationFactor(Record):
     factor: Positive
 
 
-class Update(Record):
+class Update(ProfileRecord):
     """What a validation showed this profile to be wrong by: factors on its numbers as they were measured.
 
     Factors are never relative to an earlier update: the latest update holds, whole, and earlier ones are a record.
@@ -341,7 +341,7 @@ class Update(Record):
     communication: list[CommunicationFactor] = []
 
 
-class Profile(Record):
+class Profile(ProfileRecord):
     """The whole file.
 
     Attributes: today: the pace since the calibration (`parsim.hardware.pace`); None: as it was then.
@@ -359,7 +359,7 @@ class Profile(Record):
     nics: list[NicSlot] = []
     nics_source: str | None = None
     communication: Communication
-    compute: Compute = Compute()
+    compute: ComputeRecords = ComputeRecords()
     overlap: Overlap | None = None
     noise: Noise | None = None
     host: HostOverhead | None = None

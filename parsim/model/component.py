@@ -115,7 +115,7 @@ PARTIAL = "partial"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """One way of dividing a component over `ways` ranks with no communication inside it (`parsim.model.narrow` does it).
+    """One way of dividing a component over `ways` ranks with no communication inside it (`parsim.model.shard.narrow` does it).
 
     Attributes:
         rule: unique in the component: column, row, heads, vocabulary, channels_out, channels_in, follow, or several

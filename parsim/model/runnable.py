@@ -107,7 +107,7 @@ class TensorKind(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Program:
+class CallProgram:
     """The torch calls of one component, without the module whose parameters and buffers they read.
 
     Attributes:
@@ -139,7 +139,7 @@ class Runnable:
         program: what it calls.
     """
 
-    def __init__(self, program: Program, module: nn.Module) -> None:
+    def __init__(self, program: CallProgram, module: nn.Module) -> None:
         self.program = program
         self.name = program.name
         self.input_names = tuple(entry[0] for entry in program.inputs)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from parsim.errors import MissingDependencyError, ModelError, near_matches
 from parsim.model.model import GRANULARITIES, Model
 from parsim.model.presets import PRESETS, load_preset
-from parsim.model.trace import require_torch
+from parsim.model.tracing.trace import require_torch
 from parsim.model.zoo import ZOO, Scalar, ZooRow
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def _foreign_interface(spec: ModelSpec) -> Interface:
     import torch
     from torch import nn
 
-    from parsim.model.recording import run_recorded
+    from parsim.model.tracing.recording import run_recorded
 
     module = _build_fake(spec)
     shape = spec.input_shape or _config_shape(module)
@@ -305,7 +305,7 @@ def trace_spec(spec: ModelSpec, granularity: str) -> Model:
     require_torch(f"trace {spec.name}, which has no preset for these arguments")
     import torch
 
-    from parsim.model.traced import model_of
+    from parsim.model.tracing.traced import model_of
 
     spec = resolve(spec)
     kind = interface_of(spec)

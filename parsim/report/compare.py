@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from parsim.errors import GraphError, ParsimError
 from parsim.graph.task import Origin
 from parsim.graph.taskgraph import TaskGraph
-from parsim.schedule.result import Interval
+from parsim.predict.result import Interval
 from parsim.timeline import Timeline
 from parsim.work import kind_of
 
@@ -110,7 +110,7 @@ class KindComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaceComparison:
-    """The step as it is predicted at the pace of the cores beside the run (`parsim.schedule.speed`).
+    """The step as it is predicted at the pace of the cores beside the run (`parsim.predict.speed`).
 
     Attributes: slowness: how many times as long the probe took as while the profile was measured.
     """

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from parsim.costs.conformal import (
+from parsim.costs.uncertainty.conformal import (
     LEVEL,
     Coverage,
     Judged,
-    Record,
+    ValidationRecord,
     correction,
     coverage_by,
     coverage_of,
@@ -25,7 +25,7 @@ LEVELS = tuple(number / 20 for number in range(1, 20))
 HEIGHT_PX = 340
 
 
-def coverage_tables(records: Sequence[Record], *, title: str = "Coverage of 90% intervals") -> list[ReportTable]:
+def coverage_tables(records: Sequence[ValidationRecord], *, title: str = "Coverage of 90% intervals") -> list[ReportTable]:
     """All records, those of each model and of each run; no table without records.
 
     Every interval is corrected by what other runs and other models teach, beside the interval as predicted.
@@ -67,7 +67,7 @@ def _cells(entry: Coverage) -> tuple[str, ...]:
     )
 
 
-def coverage_figures(records: Sequence[Record]) -> list[tuple[str, go.Figure, str]]:
+def coverage_figures(records: Sequence[ValidationRecord]) -> list[tuple[str, go.Figure, str]]:
     """(title, figure, caption) of both figures; none without records."""
     if not records:
         return []
@@ -130,7 +130,7 @@ def _measured_points(name: str, colour: str, chosen: Sequence[tuple[int, Judged]
     )
 
 
-def levels_figure(records: Sequence[Record]) -> go.Figure:
+def levels_figure(records: Sequence[ValidationRecord]) -> go.Figure:
     """Empirical coverage against the nominal level, as predicted and corrected by the split."""
     shares = shares_by_level(records, LEVELS)
     corrected = [(share.level, share.corrected) for share in shares if share.corrected is not None]

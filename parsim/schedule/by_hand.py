@@ -11,12 +11,12 @@ from fnmatch import fnmatchcase
 
 from parsim.errors import ConfigError, ModelError, PlanError, near_matches
 from parsim.model.model import Model
-from parsim.model.narrow import check_ways
-from parsim.plan.mesh import Mesh
-from parsim.plan.placement import BATCH, KINDS, Placement, parse_placement
-from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan, holding
-from parsim.plan.recompute import NONE, Recompute
-from parsim.schedule.problem import Problem
+from parsim.model.shard.narrow import check_ways
+from parsim.plans.mesh import Mesh
+from parsim.plans.placement import BATCH, KINDS, Placement, parse_placement
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan, holding
+from parsim.plans.recompute import NONE, Recompute
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.stages import balanced_plan
 
 Pins = tuple[tuple[str, Placement], ...]
@@ -158,7 +158,7 @@ def _check_tied(model: Model, pinned: Mapping[str, tuple[str, Placement]]) -> No
 
 
 def custom_plan(
-    problem: Problem,
+    problem: PlanningProblem,
     mesh: Mesh,
     *,
     placements: Mapping[str, Placement] | None = None,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from parsim.errors import ScheduleError
-from parsim.plan.mesh import Mesh
-from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
-from parsim.schedule.objective import Solution
-from parsim.schedule.problem import Problem
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.placement.objective import Solution
 from parsim.schedule.tensor import Best, adaptive_plans, uniform_plans, useful_plans
 
 BUCKET_BYTES = (DEFAULT_BUCKET_BYTES, 4 * 1024 * 1024, 100 * 1024 * 1024)
@@ -25,7 +25,7 @@ def _powers_of_two(samples: int, most: int) -> list[int]:
     return counts
 
 
-def _whole_model(problem: Problem, strategy: str, replicas: int, bucket_choices: tuple[int, ...]) -> Iterator[Plan]:
+def _whole_model(problem: PlanningProblem, strategy: str, replicas: int, bucket_choices: tuple[int, ...]) -> Iterator[Plan]:
     mesh = Mesh(dp=replicas)
     names = tuple(component.name for component in problem.model.components)
     if problem.global_batch % replicas:
@@ -51,23 +51,23 @@ def _whole_model(problem: Problem, strategy: str, replicas: int, bucket_choices:
             return  # more accumulation than memory asks for only costs
 
 
-def single_plans(problem: Problem) -> Iterator[Plan]:
+def single_plans(problem: PlanningProblem) -> Iterator[Plan]:
     """One device, with as many accumulation steps as memory may ask for."""
     return _whole_model(problem, "single", 1, (DEFAULT_BUCKET_BYTES,))
 
 
-def dp_plans(problem: Problem) -> Iterator[Plan]:
+def dp_plans(problem: PlanningProblem) -> Iterator[Plan]:
     """A replica per device; bucket sizes around the default of PyTorch's DDP."""
     return _whole_model(problem, "dp", problem.cluster.size, _useful_buckets(problem))
 
 
-def _useful_buckets(problem: Problem) -> tuple[int, ...]:
+def _useful_buckets(problem: PlanningProblem) -> tuple[int, ...]:
     """Bucket sizes that differ for this model: all that hold the whole model are one."""
     useful = [size for size in BUCKET_BYTES if size < problem.model.parameter_bytes]
     return tuple(useful) or (DEFAULT_BUCKET_BYTES,)
 
 
-def mp_plans(problem: Problem) -> Iterator[Plan]:
+def mp_plans(problem: PlanningProblem) -> Iterator[Plan]:
     """One replica: one stage per device, every component cut over all devices, and what lies between (pp x tp)."""
     counts = _powers_of_two(problem.global_batch, MOST_MICROBATCHES)
     best, found = Best(), False
@@ -85,7 +85,7 @@ def mp_plans(problem: Problem) -> Iterator[Plan]:
         raise no_pipeline
 
 
-def hp_plans(problem: Problem) -> Iterator[Plan]:
+def hp_plans(problem: PlanningProblem) -> Iterator[Plan]:
     """Every pp x dp x tp with dp above one and another axis too."""
     best, found = Best(), False
     counts = _powers_of_two(problem.global_batch, MOST_MICROBATCHES)
@@ -105,7 +105,7 @@ def hp_plans(problem: Problem) -> Iterator[Plan]:
         )
 
 
-FAMILIES: Mapping[str, Callable[[Problem], Iterator[Plan]]] = {
+FAMILIES: Mapping[str, Callable[[PlanningProblem], Iterator[Plan]]] = {
     "single": single_plans,
     "dp": dp_plans,
     "mp": mp_plans,
@@ -113,13 +113,13 @@ FAMILIES: Mapping[str, Callable[[Problem], Iterator[Plan]]] = {
 }
 
 
-def mixed_plans(problem: Problem, solutions: list[Solution] | None = None) -> Iterator[Plan]:
+def mixed_plans(problem: PlanningProblem, solutions: list[Solution] | None = None) -> Iterator[Plan]:
     """The best placement of every component by itself; see `parsim.schedule.tensor`."""
     counts = _powers_of_two(problem.global_batch, MOST_MICROBATCHES)
     return adaptive_plans(problem, microbatches=counts, solutions=solutions)
 
 
-def pipeline_plans(problem: Problem, strategy: str, mesh: Mesh, best: Best | None = None) -> Iterator[Plan]:
+def pipeline_plans(problem: PlanningProblem, strategy: str, mesh: Mesh, best: Best | None = None) -> Iterator[Plan]:
     """Both orders and the microbatch counts that help, each with its own uneven stages.
 
     Raises:

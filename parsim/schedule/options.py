@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parsim.costs.costs import Costs
-from parsim.costs.memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
-from parsim.graph.holding import alike, hold
+from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
 from parsim.graph.hops import hop_groups, hop_pairs
-from parsim.graph.layout import differentiable_components
+from parsim.graph.parameter_buckets import alike, hold
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective
+from parsim.graph.plan_index import differentiable_components
 from parsim.model.component import Component, Value
-from parsim.model.narrow import narrow
 from parsim.model.precision import cast_bytes, component_in
-from parsim.plan.concurrent import Groups, concurrent_with
-from parsim.plan.layout import LOCAL_HOPS, Hop, ValueLayout, conversion
-from parsim.plan.mesh import Mesh
-from parsim.plan.placement import BATCH, REPLICATE, Placement
-from parsim.schedule.problem import Problem
+from parsim.model.shard.narrow import narrow
+from parsim.plans.concurrent import Groups, concurrent_with
+from parsim.plans.mesh import Mesh
+from parsim.plans.placement import BATCH, REPLICATE, Placement
+from parsim.plans.redistribution import LOCAL_HOPS, Hop, ValueLayout, conversion
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import Collective, Compute, OptimizerStep, Phase, SendRecv, Work
 
 
@@ -57,7 +57,7 @@ class Prices:
     Attributes: samples: of one replica's microbatch. in_flight: microbatches whose activations are kept at once.
     """
 
-    problem: Problem
+    problem: PlanningProblem
     mesh: Mesh
     samples: int
     bucket_bytes: int

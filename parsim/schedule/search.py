@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parsim.errors import CostError, ScheduleError, near_matches
-from parsim.plan.plan import Plan
-from parsim.plan.recompute import AUTO, NONE, Recompute
-from parsim.schedule.evaluate import SAMPLES, Evaluation, evaluate, with_interval
+from parsim.plans.plan import Plan
+from parsim.plans.recompute import AUTO, NONE, Recompute
+from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, with_interval
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.choose_recompute import relieved
+from parsim.schedule.closed_form import QuickEstimates
 from parsim.schedule.families import FAMILIES, mixed_plans
-from parsim.schedule.objective import Solution
-from parsim.schedule.problem import Problem
-from parsim.schedule.quick import QuickEstimates
-from parsim.schedule.relief import relieved
+from parsim.schedule.placement.objective import Solution
 from parsim.units import format_bytes, format_seconds
 
 REACH = 1.25
@@ -65,7 +65,7 @@ class Search:
 
 
 def search(
-    problem: Problem, strategies: Sequence[str] = tuple(FAMILIES), *, samples: int = SAMPLES, top: int | None = None
+    problem: PlanningProblem, strategies: Sequence[str] = tuple(FAMILIES), *, samples: int = SAMPLES, top: int | None = None
 ) -> Search:
     """The best plan of each named family, ranked; the fastest that fits is chosen.
 
@@ -140,7 +140,7 @@ def _members(plans: Iterable[Plan]) -> tuple[list[Plan], CostError | None]:
     return found, None
 
 
-def _respecting(problem: Problem, found: list[Plan]) -> list[Plan]:
+def _respecting(problem: PlanningProblem, found: list[Plan]) -> list[Plan]:
     """Those that keep the problem's pins and forbids. Raises ScheduleError if none does."""
     if not problem.pins and not problem.forbids:
         return found
@@ -154,7 +154,7 @@ def _respecting(problem: Problem, found: list[Plan]) -> list[Plan]:
     return kept
 
 
-def _judge_family(problem: Problem, plans: Iterable[Plan], quick: QuickEstimates) -> list[Evaluation]:
+def _judge_family(problem: PlanningProblem, plans: Iterable[Plan], quick: QuickEstimates) -> list[Evaluation]:
     """Simulate the members that a closed form puts first, until the rest are out of reach.
 
     Where the problem leaves recomputation open, a member that does not fit makes room for one that does by recomputing. Of
@@ -180,7 +180,7 @@ def _judge_family(problem: Problem, plans: Iterable[Plan], quick: QuickEstimates
     return judged
 
 
-def _recomputing(problem: Problem, plans: Iterable[Plan]) -> list[Plan]:
+def _recomputing(problem: PlanningProblem, plans: Iterable[Plan]) -> list[Plan]:
     """The plans with what the problem says of recomputation."""
     if problem.recompute != AUTO:
         return [replace(plan, recompute=problem.recompute) for plan in plans]
@@ -198,7 +198,7 @@ def _best_of_each(ranked: Sequence[Evaluation]) -> list[Evaluation]:
     return list(best.values())
 
 
-def _with_interval(problem: Problem, entry: Evaluation, first: Evaluation, samples: int) -> Evaluation:
+def _with_interval(problem: PlanningProblem, entry: Evaluation, first: Evaluation, samples: int) -> Evaluation:
     """With draws, and why the plan won or lost against the first of the ranking."""
     return with_interval(problem, entry, samples=samples, reason=_reason(entry, first, problem.recompute))
 

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from parsim.costs.costs import Costs
 from parsim.errors import ScheduleError
-from parsim.plan.concurrent import concurrent_with
-from parsim.plan.mesh import Mesh
-from parsim.plan.pipeline import moments
-from parsim.plan.placement import BATCH, Placement
-from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.plans.concurrent import concurrent_with
+from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import moments
+from parsim.plans.placement import BATCH, Placement
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.options import Prices
 from parsim.schedule.partition import INFINITE, FloatArray, partition, sums_between
-from parsim.schedule.problem import Problem
 from parsim.work import Phase, SendRecv
 
 TIGHTENINGS = 4
@@ -29,7 +29,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 def balanced_plan(
-    problem: Problem,
+    problem: PlanningProblem,
     strategy: str,
     mesh: Mesh,
     *,
@@ -90,7 +90,7 @@ def balanced_plan(
     return fastest if any(_excess_bytes(problem, tried)) else tried
 
 
-def _excess_bytes(problem: Problem, plan: Plan) -> list[float]:
+def _excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
     """Per stage by how much its worst rank does not fit."""
     memory = problem.memory(plan)
     return [float(max(memory[rank].excess_bytes for rank in stage.ranks)) for stage in plan.stages]
@@ -100,7 +100,7 @@ def _excess_bytes(problem: Problem, plan: Plan) -> list[float]:
 class _StageCosts:
     """Time and memory of a run of components on the devices of one stage."""
 
-    problem: Problem
+    problem: PlanningProblem
     mesh: Mesh
     samples: int
     microbatches: int
@@ -212,7 +212,7 @@ def _running(values: Sequence[float]) -> FloatArray:
     return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])
 
 
-def crossing_bytes(problem: Problem, samples: int) -> list[int]:
+def crossing_bytes(problem: PlanningProblem, samples: int) -> list[int]:
     """Per place the bytes of one microbatch that cross the cut before it: every value once, however many read it."""
     model = problem.model
     place = model.component_index

@@ -2,8 +2,8 @@
 
 uniform    every component is cut over all tp ranks where one of its rules allows it, and replicated where none does;
            which of its rules, a shortest path over the conversions between them decides
-adaptive   one stage, tp over all devices: every component takes any placement, by `parsim.schedule.exact`; batch over all
-           ranks (dp), cut over all (mp) and over some (hp) are among them, so mixing costs nothing in generality
+adaptive   one stage, tp over all devices: every component takes any placement, by `parsim.schedule.placement.exact`; batch
+           over all ranks (dp), cut over all (mp) and over some (hp) are among them, so mixing costs nothing in generality
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 
 from parsim.errors import PlanError, ScheduleError
 from parsim.model.component import Component
-from parsim.plan.mesh import Mesh
-from parsim.plan.placement import BATCH, REPLICATE, Placement
-from parsim.plan.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
-from parsim.schedule.exact import solve_exactly
-from parsim.schedule.objective import Solution, step_s
+from parsim.plans.mesh import Mesh
+from parsim.plans.placement import BATCH, REPLICATE, Placement
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.closed_form import QuickEstimates
 from parsim.schedule.options import Prices, placements_of
-from parsim.schedule.placing import Placing, placing_of
-from parsim.schedule.problem import Problem
-from parsim.schedule.quick import QuickEstimates
-from parsim.schedule.relaxation import Frontiers, Relaxation
+from parsim.schedule.placement.exact import solve_exactly
+from parsim.schedule.placement.objective import Solution, step_s
+from parsim.schedule.placement.placement_problem import PlacementProblem, placing_of
+from parsim.schedule.placement.relaxation import Frontiers, Relaxation
 from parsim.schedule.stages import balanced_plan
 from parsim.work import Phase
 
@@ -53,7 +53,7 @@ MOST_PLACES = 4
 """Up to so many tp ranks a component may also be placed on one of them alone; beyond, on the first alone."""
 
 
-def can_be_cut(problem: Problem, ways: int) -> bool:
+def can_be_cut(problem: PlanningProblem, ways: int) -> bool:
     """Whether any component can be cut into that many shards."""
     return any(sharding.limit % ways == 0 for component in problem.model.components for sharding in component.shardings)
 
@@ -75,7 +75,7 @@ class Best:
 
 
 def uniform_plans(
-    problem: Problem, strategy: str, *, replicated: bool, microbatches: Sequence[int], best: Best | None = None
+    problem: PlanningProblem, strategy: str, *, replicated: bool, microbatches: Sequence[int], best: Best | None = None
 ) -> Iterator[Plan]:
     """Every mesh with a tp axis, with the microbatch counts and orders that make sense on it."""
     for mesh in tensor_meshes(problem.cluster.size, len(problem.model.components), replicated=replicated):
@@ -84,7 +84,7 @@ def uniform_plans(
 
 
 def useful_plans(
-    problem: Problem, strategy: str, mesh: Mesh, *, microbatches: Sequence[int], best: Best | None = None
+    problem: PlanningProblem, strategy: str, mesh: Mesh, *, microbatches: Sequence[int], best: Best | None = None
 ) -> Iterator[Plan]:
     """Plans of one mesh: from as many microbatches as stages upwards, and downwards, each way until those that fit are slower
     by a closed form; then the other pipeline orders with the best count. With a tp axis placements are uniform.
@@ -127,7 +127,7 @@ def useful_plans(
                 yield other
 
 
-def _whole_batch_s(problem: Problem, mesh: Mesh) -> float:
+def _whole_batch_s(problem: PlanningProblem, mesh: Mesh) -> float:
     """Forward and backward of a replica's whole batch, conversions included, if the components followed one another on one
     stage: with M microbatches on S stages a step takes at least (1 + (M - 1) / S) / M of it, as small pieces run no faster."""
     if mesh.tp > 1:
@@ -142,7 +142,7 @@ def _whole_batch_s(problem: Problem, mesh: Mesh) -> float:
     )
 
 
-def _uniform_plan(problem: Problem, strategy: str, mesh: Mesh, count: int, order: str, chunks: int = 1) -> Plan | None:
+def _uniform_plan(problem: PlanningProblem, strategy: str, mesh: Mesh, count: int, order: str, chunks: int = 1) -> Plan | None:
     """None where parameters tied across components would be cut differently."""
     chosen = uniform_placements(problem, Mesh(dp=mesh.dp, tp=mesh.tp)) if mesh.tp > 1 else None
     plan = balanced_plan(problem, strategy, mesh, microbatches=count, pipeline_order=order, chunks=chunks, placements=chosen)
@@ -158,7 +158,7 @@ class _Cut(NamedTuple):
     seconds: float
 
 
-def uniform_placements(problem: Problem, mesh: Mesh) -> dict[str, Placement]:
+def uniform_placements(problem: PlanningProblem, mesh: Mesh) -> dict[str, Placement]:
     """Every component cut over all tp ranks where it can be, replicated where not; the cheapest such choice.
 
     It is sought once per mesh, for a replica's whole batch: which rules go together hardly depends on the samples.
@@ -166,7 +166,7 @@ def uniform_placements(problem: Problem, mesh: Mesh) -> dict[str, Placement]:
     return _cut(problem, mesh).placements
 
 
-def _cut(problem: Problem, mesh: Mesh) -> _Cut:
+def _cut(problem: PlanningProblem, mesh: Mesh) -> _Cut:
     """The uniform placements of a mesh of one stage, with forward and backward of a whole batch of one replica."""
     found: dict[Mesh, _Cut] = problem.found.setdefault("uniform placements", {})
     if mesh not in found:
@@ -174,7 +174,7 @@ def _cut(problem: Problem, mesh: Mesh) -> _Cut:
     return found[mesh]
 
 
-def _cheapest_cut(problem: Problem, mesh: Mesh) -> _Cut:
+def _cheapest_cut(problem: PlanningProblem, mesh: Mesh) -> _Cut:
     options = [_uniform_options(component, mesh.tp) for component in problem.model.components]
     prices = Prices(problem=problem, mesh=mesh, samples=problem.global_batch // mesh.dp, bucket_bytes=DEFAULT_BUCKET_BYTES)
     placing = placing_of(prices, options, microbatches=1, limit_bytes=[0.0] * mesh.tp)
@@ -194,11 +194,13 @@ def _uniform_options(component: Component, tp: int) -> tuple[Placement, ...]:
     return tuple(cut) or (REPLICATE,)
 
 
-def _named(placing: Placing, choice: Sequence[int]) -> dict[str, Placement]:
+def _named(placing: PlacementProblem, choice: Sequence[int]) -> dict[str, Placement]:
     return {name: options[option] for name, options, option in zip(placing.components, placing.options, choice, strict=True)}
 
 
-def adaptive_plans(problem: Problem, *, microbatches: Sequence[int], solutions: list[Solution] | None = None) -> Iterator[Plan]:
+def adaptive_plans(
+    problem: PlanningProblem, *, microbatches: Sequence[int], solutions: list[Solution] | None = None
+) -> Iterator[Plan]:
     """The best placement of every component on one stage over all devices, for as many microbatches as help.
 
     Args:
@@ -229,7 +231,7 @@ def adaptive_plans(problem: Problem, *, microbatches: Sequence[int], solutions: 
         raise ScheduleError(f"no choice of placements fits: {why or 'the batch divides into no microbatches'}")
 
 
-def best_placement(problem: Problem, microbatches: int) -> tuple[Solution, Plan | None]:
+def best_placement(problem: PlanningProblem, microbatches: int) -> tuple[Solution, Plan | None]:
     """The best placement on `tp` = all devices, and its plan if one fits."""
     mesh = Mesh(tp=problem.cluster.size)
     samples = problem.global_batch // microbatches
@@ -250,7 +252,7 @@ def best_placement(problem: Problem, microbatches: int) -> tuple[Solution, Plan 
 
 
 def _within_memory(
-    problem: Problem, mesh: Mesh, placing: Placing, microbatches: int, lower_bound_s: float
+    problem: PlanningProblem, mesh: Mesh, placing: PlacementProblem, microbatches: int, lower_bound_s: float
 ) -> tuple[Solution, Plan | None]:
     """The best choice that fits as a whole, where the best one does so only by its parts.
 
@@ -297,7 +299,7 @@ def _within_memory(
     return Solution(choice=(), seconds=np.inf, lower_bound_s=lower_bound_s, status="inaccurate", reason=reason), None
 
 
-def _evenly_cut(placing: Placing) -> Iterator[tuple[int, ...]]:
+def _evenly_cut(placing: PlacementProblem) -> Iterator[tuple[int, ...]]:
     """Every component cut in the same number of ways where it can be, by its cheapest rule, and whole where not."""
     for ways in {option.ways for options in placing.options for option in options} - {1}:
         choice = []
@@ -308,7 +310,7 @@ def _evenly_cut(placing: Placing) -> Iterator[tuple[int, ...]]:
         yield tuple(choice)
 
 
-def _ways_sets(placing: Placing) -> Iterator[frozenset[int]]:
+def _ways_sets(placing: PlacementProblem) -> Iterator[frozenset[int]]:
     """Sets of ways that any option has, few ways first; whole components (1 way) belong to each."""
     known = sorted({option.ways for options in placing.options for option in options} - {1}, reverse=True)
     for size in range(len(known) + 1):
@@ -316,7 +318,7 @@ def _ways_sets(placing: Placing) -> Iterator[frozenset[int]]:
             yield frozenset((1, *some))
 
 
-def _allowed(problem: Problem, component: Component, mesh: Mesh, samples: int) -> tuple[Placement, ...]:
+def _allowed(problem: PlanningProblem, component: Component, mesh: Mesh, samples: int) -> tuple[Placement, ...]:
     places = range(mesh.tp) if mesh.tp <= MOST_PLACES else (0,)
     found = tuple(
         placement
@@ -331,7 +333,7 @@ def _allowed(problem: Problem, component: Component, mesh: Mesh, samples: int) -
     return found
 
 
-def _uniform_choices(placing: Placing, problem: Problem, mesh: Mesh) -> Iterator[tuple[int, ...]]:
+def _uniform_choices(placing: PlacementProblem, problem: PlanningProblem, mesh: Mesh) -> Iterator[tuple[int, ...]]:
     """Batch everywhere, replicate everywhere, cut everywhere: as far as the options hold them."""
     cut = uniform_placements(problem, mesh) if can_be_cut(problem, mesh.tp) else {}
     wishes: list[Mapping[str, Placement]] = [
@@ -346,7 +348,7 @@ def _uniform_choices(placing: Placing, problem: Problem, mesh: Mesh) -> Iterator
             continue
 
 
-def _plan(problem: Problem, mesh: Mesh, placements: Mapping[str, Placement], microbatches: int) -> Plan:
+def _plan(problem: PlanningProblem, mesh: Mesh, placements: Mapping[str, Placement], microbatches: int) -> Plan:
     names = tuple(component.name for component in problem.model.components)
     if all(placements[name] == BATCH for name in names):
         mesh = Mesh(dp=mesh.tp)  # the same thing by its usual name

@@ -13,7 +13,7 @@ from parsim.algorithms.arrivals import MergeEvent, merge_events
 from parsim.algorithms.averaging import Arrival, Merged, MergeRule, merge
 from parsim.algorithms.shards import Shards
 from parsim.virtual.local import LocalTraining, Workers, batches_in, stack_batches
-from parsim.virtual.rounds import Outcome, Partition, Progress, StepSeconds
+from parsim.virtual.rounds import Partition, StepSeconds, TrainingOutcome, TrainingProgress
 
 
 def train_by_arrival(
@@ -26,7 +26,7 @@ def train_by_arrival(
     total_merges: int | None = None,
     weighted: bool = False,
     order: tuple[MergeEvent, ...] | None = None,
-) -> Outcome:
+) -> TrainingOutcome:
     """Every worker: an epoch on its shard from the global model it last saw, then its exclusive merge, and again.
 
     A worker begins each epoch with a new optimizer, as the reference does. The final model is the mean of the workers' last
@@ -51,7 +51,7 @@ def train_by_arrival(
     starts: dict[int, tuple[Tensor, int]] = dict.fromkeys(range(count), (state.weights, 0))
     trained: dict[int, Tensor] = {}
     latest = [state.weights] * count
-    progress: list[Progress] = []
+    progress: list[TrainingProgress] = []
     for number, event in enumerate(events, start=1):
         if event.worker not in trained:
             trained |= _train_waiting(training, partition, shards, {k: v for k, v in starts.items() if k not in trained})
@@ -67,7 +67,7 @@ def train_by_arrival(
             progress.append(_progress(training, final, latest, number, count, event))
     everyone = torch.stack(latest)
     weights = everyone.mean(0) if rule.kind == "half" else state.weights
-    return Outcome(weights=weights, workers=everyone, progress=tuple(progress), synchronisations=len(events))
+    return TrainingOutcome(weights=weights, workers=everyone, progress=tuple(progress), synchronisations=len(events))
 
 
 def _train_waiting(
@@ -84,9 +84,9 @@ def _train_waiting(
 
 def _progress(
     training: LocalTraining, weights: Tensor, latest: list[Tensor], number: int, workers: int, event: MergeEvent
-) -> Progress:
+) -> TrainingProgress:
     everyone = torch.stack(latest)
-    return Progress(
+    return TrainingProgress(
         epoch=-(-number // workers),
         seconds=event.end_s,
         score=training.score(weights),

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from parsim.algorithms.dbench import METRICS, Profile, kendall_tau, mean_ranks
+from parsim.algorithms.dbench import METRICS, VarianceProfile, kendall_tau, mean_ranks
 from parsim.errors import AlgorithmError
-from parsim.virtual.gossip import GossipRule, GossipRun, Recording, train_on_graph
+from parsim.virtual.gossip import GossipRule, GossipRun, StatisticsRecording, train_on_graph
 from parsim.virtual.local import LocalTraining
 from parsim.virtual.rounds import Partition
 
@@ -54,7 +54,7 @@ class BenchRun:
     connections: float
     sent_bytes: float
     consensus: float
-    profile: Profile
+    profile: VarianceProfile
 
     @property
     def setting(self) -> tuple[str, int, str]:
@@ -99,7 +99,7 @@ def run_bench(
         training = models[model](seed)
         partition = Partition(workers=n, epochs=epochs, batch=batch, sharding=sharding, seed=seed)
         for way, rule in ways.items():
-            trained = train_on_graph(training, partition, rule(n), recording=Recording(every=every))
+            trained = train_on_graph(training, partition, rule(n), recording=StatisticsRecording(every=every))
             runs.append(_finished(trained, model, way, n, sharding, seed))
             if on_run is not None:
                 on_run(runs[-1])

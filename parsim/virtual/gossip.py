@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from parsim.algorithms.ada import Ada, ConsensusMeasured
-from parsim.algorithms.dbench import Profile
+from parsim.algorithms.dbench import VarianceProfile
 from parsim.algorithms.graphs import (
     MixingGraph,
     check_column_stochastic,
@@ -64,7 +64,7 @@ class GossipRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class StatisticsRecording:
     """What DBench records: norms of every tensor and the consensus distance, every so many exchanges."""
 
     every: int = 1
@@ -103,7 +103,7 @@ class GossipRun:
     clock: ReplicaClock
     epochs: tuple[GossipEpoch, ...]
     exchanges: int
-    profile: Profile | None
+    profile: VarianceProfile | None
 
     @property
     def weights(self) -> Tensor:
@@ -123,7 +123,7 @@ def train_on_graph(
     step_s: Callable[[int], ArrayLike] = lambda step: 1.0,
     exchange_s: Callable[[NDArray[np.float64]], ArrayLike] = lambda matrix: 0.0,
     every_replica: bool = False,
-    recording: Recording | None = None,
+    recording: StatisticsRecording | None = None,
     chunk: int = 256,
 ) -> GossipRun:
     """Train `partition.workers` replicas.
@@ -162,7 +162,7 @@ class _Training:
     rule: GossipRule
     step_s: Callable[[int], ArrayLike]
     exchange_s: Callable[[NDArray[np.float64]], ArrayLike]
-    recording: Recording | None
+    recording: StatisticsRecording | None
     chunk: int
     replicas: Replicas = field(init=False)
     clock: ReplicaClock = field(init=False)
@@ -255,9 +255,9 @@ class _Training:
             copies = self.partition.workers // len(stepped)
             self.recorded.append((self.exchanges, stepped.norms().repeat(copies, axis=0), *distance))
 
-    def profile(self) -> Profile:
+    def profile(self) -> VarianceProfile:
         rounds, norms, before, after = zip(*self.recorded, strict=True)
-        return Profile(
+        return VarianceProfile(
             tensors=tuple(name for name, _ in self.training.tensors),
             rounds=np.array(rounds, dtype=np.int64),
             norms=np.stack(norms),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from parsim.errors import AlgorithmError, near_matches
-from parsim.virtual.problems import Problem
+from parsim.virtual.problems import LearningProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class LocalTraining:
     The module must be a pure function of its parameters: no buffers that training changes, no randomness.
     """
 
-    def __init__(self, model: nn.Module, problem: Problem, optimizer: LocalOptimizer) -> None:
+    def __init__(self, model: nn.Module, problem: LearningProblem, optimizer: LocalOptimizer) -> None:
         if any(True for _ in model.buffers()):
             raise AlgorithmError("virtual workers need a model without buffers (no BatchNorm): rows hold parameters alone")
         self.problem, self.optimizer, self._model = problem, optimizer, model

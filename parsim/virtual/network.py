@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.algorithms.graphs import connections
-from parsim.costs.forms import ring_all_reduce_s
+from parsim.costs.communication.alpha_beta import ring_all_reduce_s
 from parsim.errors import AlgorithmError
 
 

@@ -20,7 +20,7 @@ TRAIN_FRACTION = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Problem:
+class LearningProblem:
     """Inputs [n, features] and targets (int64 classes [n], or floats [n, 1] to regress), for training and for the score.
 
     `outputs` is the width of the last layer: classes, or 1.
@@ -63,13 +63,13 @@ class Problem:
         return (1.0 - error / self.test_targets.var(unbiased=False)).item()
 
 
-def digits_problem(dtype: torch.dtype) -> Problem:
+def digits_problem(dtype: torch.dtype) -> LearningProblem:
     """scikit-learn's digits: 1,437 training and 360 test images of 64 pixels divided by 16, ten classes."""
     bunch = _sklearn_datasets().load_digits()
     return _split("digits", bunch.data / 16.0, bunch.target.astype(np.int64), 10, dtype)
 
 
-def diabetes_problem(dtype: torch.dtype) -> Problem:
+def diabetes_problem(dtype: torch.dtype) -> LearningProblem:
     """scikit-learn's diabetes: 353 training and 89 test patients, 10 features scaled to unit deviation, the target standardised
     with the training patients' mean and deviation."""
     bunch = _sklearn_datasets().load_diabetes()
@@ -81,7 +81,7 @@ def diabetes_problem(dtype: torch.dtype) -> Problem:
 
 def generated_problem(
     dtype: torch.dtype, *, samples: int = 4096, features: int = 32, classes: int = 10, seed: int = 0
-) -> Problem:
+) -> LearningProblem:
     """Unit noise around one mean per class; as many samples as wanted."""
     rng = np.random.default_rng([seed, samples])
     means = np.random.default_rng([seed, 2]).standard_normal((classes, features))
@@ -90,14 +90,14 @@ def generated_problem(
     return _split("generated", inputs, targets, classes, dtype)
 
 
-PROBLEMS: dict[str, Callable[..., Problem]] = {
+PROBLEMS: dict[str, Callable[..., LearningProblem]] = {
     "digits": digits_problem,
     "diabetes": diabetes_problem,
     "generated": generated_problem,
 }
 
 
-def load_problem(name: str, *, dtype: torch.dtype = torch.float32, **settings: int) -> Problem:
+def load_problem(name: str, *, dtype: torch.dtype = torch.float32, **settings: int) -> LearningProblem:
     """A row of PROBLEMS; `settings` are those of the generated one."""
     if name not in PROBLEMS:
         raise DataError(f"unknown problem {name!r}{near_matches(name, PROBLEMS)}")
@@ -109,7 +109,7 @@ ACTIVATIONS: dict[str, tuple[type[nn.Module], float]] = {"relu": (nn.ReLU, 2.0),
 
 
 def perceptron(
-    problem: Problem,
+    problem: LearningProblem,
     hidden: Sequence[int] = (64,),
     *,
     seed: int = 0,
@@ -134,12 +134,12 @@ def perceptron(
     return nn.Sequential(*layers[:-1])
 
 
-def _split(name: str, inputs: np.ndarray, targets: np.ndarray, outputs: int, dtype: torch.dtype) -> Problem:
+def _split(name: str, inputs: np.ndarray, targets: np.ndarray, outputs: int, dtype: torch.dtype) -> LearningProblem:
     order = np.random.default_rng(0).permutation(len(inputs))
     train = round(TRAIN_FRACTION * len(inputs))
     wanted = torch.int64 if targets.dtype == np.int64 else dtype
     x, y = torch.tensor(inputs[order], dtype=dtype), torch.tensor(targets[order], dtype=wanted)
-    return Problem(
+    return LearningProblem(
         name=name,
         inputs=x[:train].contiguous(),
         targets=y[:train].contiguous(),

@@ -21,7 +21,7 @@ from parsim.algorithms.periods import Period, warn_if_not_synchronous
 from parsim.algorithms.shards import Shards, shard_samples
 from parsim.errors import AlgorithmError
 from parsim.virtual.local import LocalTraining, Workers, batches_in, epoch_batches, stack_batches
-from parsim.virtual.problems import Problem
+from parsim.virtual.problems import LearningProblem
 
 Mixing = Callable[[int], NDArray[np.float64]]
 """The matrix [P, P] of round number t: row i holds what worker i takes of each."""
@@ -65,7 +65,7 @@ class Partition:
         """The samples of each step of a worker's epoch: int64 [steps, batch], padded with -1."""
         return epoch_batches(shard, self.batch, seed=self.seed, worker=worker, epoch=epoch, keep_remainder=self.keep_remainder)
 
-    def steps_per_epoch(self, problem: Problem) -> int:
+    def steps_per_epoch(self, problem: LearningProblem) -> int:
         """Steps of the worker with the largest shard: what one epoch is, for a period counted in epochs."""
         shards = self.shards(problem.targets.flatten().numpy())
         return max(batches_in(len(shard), self.batch, self.keep_remainder) for shard in shards)
@@ -96,7 +96,7 @@ class RoundRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class TrainingProgress:
     """The state after an epoch (or as many merges as there are workers).
 
     Attributes:
@@ -114,12 +114,12 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Outcome:
+class TrainingOutcome:
     """What training made: the final average [D], every worker's last weights [P, D], and the way there."""
 
     weights: Tensor
     workers: Tensor
-    progress: tuple[Progress, ...]
+    progress: tuple[TrainingProgress, ...]
     synchronisations: int
 
     @property
@@ -137,7 +137,7 @@ def train_in_rounds(
     exchange_bytes: float | None = None,
     every_worker: bool = False,
     on_round: Callable[[int, Tensor], None] | None = None,
-) -> Outcome:
+) -> TrainingOutcome:
     """Train; the last round always averages.
 
     Args:
@@ -168,7 +168,7 @@ def train_in_rounds(
             rounds.exchange()
         progress.append(rounds.progress(epoch + 1, every_worker))
     weights = rounds.workers.weights
-    return Outcome(weights=weights.mean(0), workers=weights, progress=tuple(progress), synchronisations=rounds.number)
+    return TrainingOutcome(weights=weights.mean(0), workers=weights, progress=tuple(progress), synchronisations=rounds.number)
 
 
 def _ring_bytes(training: LocalTraining, workers: int, given: float | None) -> float:
@@ -242,10 +242,10 @@ class _Rounds:
             self.on_round(self.number, mixed)
         self.drawn = self._draw()
 
-    def progress(self, epoch: int, every_worker: bool) -> Progress:
+    def progress(self, epoch: int, every_worker: bool) -> TrainingProgress:
         weights = self.workers.weights
         mean = weights.mean(0)
-        return Progress(
+        return TrainingProgress(
             epoch=epoch,
             seconds=float(self.clock_s.max()),
             score=self.training.score(mean),

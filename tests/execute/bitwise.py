@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from parsim.model import record, trace
-from parsim.model.autograd_cut import backward_components, forward_components
+from parsim.model.autograd.cut import backward_components, forward_components
 
 
 def assert_same_state(one: nn.Module, other: nn.Module) -> None:

@@ -11,19 +11,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from parsim.execute.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import Job, RunSpec
-from parsim.execute.launch import launch
 from parsim.execute.measurement import RankRecord
+from parsim.execute.processes.launch import launch
 from parsim.execute.reference import ReferenceResult, largest_difference, train_reference
+from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.execute.worker import run_dataset
 from parsim.model.component import ParameterShard
 from parsim.model.model import Model
-from parsim.model.pieces import piece
+from parsim.model.shard.pieces import piece
 from parsim.model.spec import ModelSpec, load_model
-from parsim.plan.mesh import Mesh
-from parsim.plan.plan import Plan, Stage
-from parsim.plan.recompute import NONE, Recompute
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
+from parsim.plans.recompute import NONE, Recompute
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -14,9 +14,9 @@ from torch import distributed, nn
 from parsim.algorithms.graphs import mixing_graph
 from parsim.algorithms.pushsum import rotating_peers
 from parsim.algorithms.shards import shard_samples
-from parsim.execute.group import close_group, init_group, worker_main
+from parsim.execute.processes.group import close_group, init_group, worker_main
 from parsim.virtual.local import epoch_batches
-from parsim.virtual.problems import Problem, load_problem, perceptron
+from parsim.virtual.problems import LearningProblem, load_problem, perceptron
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -25,11 +25,11 @@ OPTIMIZERS = {
 }
 
 
-def problem_of(n: int) -> Problem:
+def problem_of(n: int) -> LearningProblem:
     return load_problem("generated", dtype=torch.float64, samples=40 * n, features=6, classes=3)
 
 
-def model_of(problem: Problem) -> nn.Sequential:
+def model_of(problem: LearningProblem) -> nn.Sequential:
     return perceptron(problem, (8,), seed=3, dtype=torch.float64, activation="tanh")
 
 

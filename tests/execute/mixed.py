@@ -6,10 +6,10 @@ import itertools
 import random
 
 from parsim.errors import PlanError
-from parsim.graph.layout import Layout
+from parsim.graph.plan_index import PlanIndex
 from parsim.model.spec import ModelSpec
-from parsim.plan.mesh import Mesh
-from parsim.plan.plan import Plan, Stage
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
 from tests.execute.equality import Case
 from tests.plans import choices
 
@@ -54,7 +54,7 @@ def random_case(name: str, processes: int, rng: random.Random) -> Case:
             recompute=rng.choice(["none", "full", tuple(name for name in names if rng.random() < 0.5)]),
         )
         try:
-            Layout(plan, model)
+            PlanIndex(plan, model)
         except PlanError:  # tied parameters held differently: draw again
             continue
         optimizer, rate = rng.choice([("sgd_momentum", 2e-3), ("adam", 1e-3), ("adamw", 1e-3)])

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from parsim.errors import PlanError
-from parsim.execute.checkpoint import RankState, latest_checkpoint, load_state, save_checkpoint
-from parsim.execute.optimizer import make_optimizer
 from parsim.execute.stage import StageReplica, seeded_module
-from parsim.graph.layout import Layout
+from parsim.execute.state.checkpoint import RankState, latest_checkpoint, load_state, save_checkpoint
+from parsim.execute.state.optimizer import make_optimizer
+from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import LOSS
 from parsim.model.spec import ModelSpec, load_model
-from parsim.plan.mesh import Mesh
-from parsim.plan.plan import Plan, Stage
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
 from tests.plans import choices
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def even_plan(spec: ModelSpec, mesh: Mesh, *, zero: int = 0, placing: random.Ran
             )
         plan = Plan(strategy="custom", mesh=mesh, stages=tuple(stages), global_batch=8, bucket_bytes=2**11, zero_stage=zero)
         try:
-            Layout(plan, model)
+            PlanIndex(plan, model)
         except PlanError:  # tied parameters placed apart, or a value that cannot be cut so: draw again
             assert placing is not None, "plans without placements fit"
             continue
@@ -57,7 +57,7 @@ def even_plan(spec: ModelSpec, mesh: Mesh, *, zero: int = 0, placing: random.Ran
 
 
 def rank_of(spec: ModelSpec, plan: Plan, rank: int, *, optimizer: str = "adam", seed: int = 0) -> StageReplica:
-    layout = Layout(plan, load_model(spec))
+    layout = PlanIndex(plan, load_model(spec))
     return StageReplica(spec, layout, rank, optimizer=optimizer, learning_rate=0.1, dtype=torch.float64, seed=seed, device=CPU)
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from parsim.model import Model, ModelSpec, load_model, record
-from parsim.model.autograd_cut import backward_component, forward_component
+from parsim.model.autograd.cut import backward_component, forward_component
 from parsim.model.component import FULL, PARTIAL, Component, ParameterShard, Sharding
-from parsim.model.pieces import assemble, piece
 from parsim.model.runnable import Runnable
-from parsim.model.sharded import shard_runnable
+from parsim.model.shard.pieces import assemble, piece
+from parsim.model.shard.sharded import shard_runnable
 from parsim.model.spec import build_module, example_batch, loss_of
 
 TOLERANCE = 1e-12

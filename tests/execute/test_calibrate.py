@@ -16,34 +16,34 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from calibration.build_profile import build_profile, device_entries, optimizer_points, shard_points
-from calibration.calibrate import CalibrationRequest, calibrate, refit
-from calibration.drift import estimate_drift, other_share
-from calibration.measure_collectives import (
+from calibration.fit.build_profile import build_profile, device_entries, optimizer_points, shard_points
+from calibration.fit.drift import estimate_drift, other_share
+from calibration.measure.collectives import (
     COLLECTIVES,
     LARGE_BYTES,
     LARGE_EVERY,
     Bench,
-    Item,
+    CollectiveItem,
     chain_of,
     collective_groups,
     items_of_round,
     scratch_bytes,
     transfer_pairs,
 )
-from calibration.measure_components import DTYPES, make_case, optimizer_cases, sweep_record
-from calibration.measure_shards import Cut, run_parts, sweeps_of, useful_batches, useful_cuts
-from calibration.raw_points import RawPoints, load_raw, raw_path, save_raw
-from calibration.refresh import refresh
-from calibration.request import SIZES_BYTES, active_levels
-from calibration.surroundings import core_count
-from calibration.turns import Progress, Section, next_section
+from calibration.measure.components import DTYPES, make_case, optimizer_cases, sweep_record
+from calibration.measure.shards import ShardChoice, run_parts, sweeps_of, useful_batches, useful_cuts
+from calibration.rounds.calibrate import CalibrationRequest, calibrate, refit
+from calibration.rounds.environment import core_count
+from calibration.rounds.raw_points import RawPoints, load_raw, raw_path, save_raw
+from calibration.rounds.refresh import refresh
+from calibration.rounds.request import SIZES_BYTES, active_levels
+from calibration.rounds.turns import CalibrationSection, SectionProgress, next_section
 from parsim.errors import ConfigError, ExecutionError, ProfileError
 from parsim.graph.taskgraph import work_text
 from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.pace import slowness_today
 from parsim.hardware.profile import load_profile, save_profile
-from parsim.model.narrow import narrow
+from parsim.model.shard.narrow import narrow
 from parsim.model.spec import ModelSpec, build_module, load_model
 from tests.execute.forked import run_ranks
 
@@ -116,7 +116,7 @@ def test_levels_groups_and_pairs() -> None:
 
 
 def test_every_large_size_is_measured_once_in_four_rounds_and_small_ones_in_each() -> None:
-    items = [Item(operation, (0, 1), size) for size in SIZES_BYTES for operation in COLLECTIVES]
+    items = [CollectiveItem(operation, (0, 1), size) for size in SIZES_BYTES for operation in COLLECTIVES]
     rounds = [items_of_round(items, number) for number in range(LARGE_EVERY)]
     for item in items:
         assert sum(item in chosen for chosen in rounds) == (1 if item.size_bytes > LARGE_BYTES else LARGE_EVERY)
@@ -133,7 +133,7 @@ def test_arrays_to_send_are_aligned_apart_and_fit(size_bytes: int, precision: st
     room = torch.empty(scratch_bytes(size_bytes) // dtype.itemsize, dtype=dtype)
     bench = Bench(rank=0, world_size=1, device=torch.device("cpu"), dtype=dtype, cores=1, dp={}, sends={}, scratch=room)
     count = bench.elements(size_bytes)
-    item = Item("all_reduce", (0, 1), size_bytes)
+    item = CollectiveItem("all_reduce", (0, 1), size_bytes)
     chain = [own.array(count) for own in chain_of(bench, item)]
     assert len(chain) == item.chain
     begins = [array.data_ptr() - room.data_ptr() for array in chain]
@@ -166,24 +166,26 @@ def test_every_operation_runs_at_every_size(tmp_path: Path) -> None:
 
 
 def test_who_used_the_least_of_its_time_is_next() -> None:
-    def section(name: str, budget_s: float, min_rounds: int, max_rounds: int = 40) -> Section:
-        return Section(name=name, budget_s=budget_s, min_rounds=min_rounds, max_rounds=max_rounds, measure=lambda _: {})
+    def section(name: str, budget_s: float, min_rounds: int, max_rounds: int = 40) -> CalibrationSection:
+        return CalibrationSection(
+            name=name, budget_s=budget_s, min_rounds=min_rounds, max_rounds=max_rounds, measure=lambda _: {}
+        )
 
     sections = [section("a", 10.0, 3), section("b", 40.0, 1, 9)]
-    spent: dict[str, Progress] = {}
+    spent: dict[str, SectionProgress] = {}
     order = []
     while (chosen := next_section(sections, spent)) is not None:
         name = sections[chosen].name
-        done = spent.get(name, Progress())
-        spent[name] = Progress(done.rounds + 1, done.seconds + {"a": 2.0, "b": 4.0}[name])
+        done = spent.get(name, SectionProgress())
+        spent[name] = SectionProgress(done.rounds + 1, done.seconds + {"a": 2.0, "b": 4.0}[name])
         order.append(name)
-    assert spent == {"a": Progress(5, 10.0), "b": Progress(9, 36.0)}
+    assert spent == {"a": SectionProgress(5, 10.0), "b": SectionProgress(9, 36.0)}
     for turn in range(1, len(order)):
         shares = [order[:turn].count("a") * 2.0 / 10.0, order[:turn].count("b") * 4.0 / 40.0]
         assert abs(shares[0] - shares[1]) <= 0.2 + 1e-9
     slow = [section("a", 1.0, 3)]
-    assert next_section(slow, {"a": Progress(2, 50.0)}) == 0
-    assert next_section(slow, {"a": Progress(3, 75.0)}) is None
+    assert next_section(slow, {"a": SectionProgress(2, 50.0)}) == 0
+    assert next_section(slow, {"a": SectionProgress(3, 75.0)}) is None
 
 
 # --- one rank, in this process ----------------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ def test_measuring_trains_exactly_as_plain_torch_does() -> None:
         optimizers[number % len(optimizers)].step()
     torch.manual_seed(request.seed)
     module = build_module(MLP).double().train()
-    from calibration.measure_components import LEARNING_RATE
+    from calibration.measure.components import LEARNING_RATE
 
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=0.9)
     for batch in batches:
@@ -403,7 +405,7 @@ def test_shards_worth_measuring() -> None:
     model = load_model(GPT, granularity="sublayer")
     rules = {component.name: [entry.rule for entry in component.shardings] for component in model.components}
 
-    def cuts(**changes: Any) -> list[Cut]:
+    def cuts(**changes: Any) -> list[ShardChoice]:
         return useful_cuts([model], CalibrationRequest(models=((GPT, (4,)),), **changes))[0]
 
     four = cuts(nproc=4)
@@ -425,18 +427,21 @@ def test_shards_compute_their_piece_and_leave_the_module_as_it_was() -> None:
     import torch
 
     from parsim.execute.streams import make_streams
-    from parsim.model.autograd_cut import forward_component
+    from parsim.model.autograd.cut import forward_component
     from parsim.work import Phase
 
     request, cpu = CalibrationRequest(models=((GPT, (2,)),), precision="fp64"), torch.device("cpu")
     model = load_model(GPT, granularity="sublayer")
     case = make_case(0, GPT, model, 2, request, cpu)
     weights = {name: tensor.clone() for name, tensor in case.stage.module.named_parameters()}
-    sweeps = sweeps_of(case, [Cut("lm_head", "column", 2), Cut("lm_head", "column", 4), Cut("h.0.attn", "heads+row", 2)])
+    sweeps = sweeps_of(
+        case,
+        [ShardChoice("lm_head", "column", 2), ShardChoice("lm_head", "column", 4), ShardChoice("h.0.attn", "heads+row", 2)],
+    )
     assert [[part.cut for part in parts] for parts in sweeps] == [
-        [Cut("lm_head"), Cut("h.0.attn")],
-        [Cut("lm_head", "column", 2), Cut("h.0.attn", "heads+row", 2)],
-        [Cut("lm_head", "column", 4)],
+        [ShardChoice("lm_head"), ShardChoice("h.0.attn")],
+        [ShardChoice("lm_head", "column", 2), ShardChoice("h.0.attn", "heads+row", 2)],
+        [ShardChoice("lm_head", "column", 4)],
     ]
     streams = make_streams(cpu)
     for parts in sweeps:

@@ -17,12 +17,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from calibration import leftover
-from calibration.calibrate import calibrate
-from calibration.leftover import WorkFolder, alone, open_folder
-from calibration.raw_points import load_raw, raw_path
-from calibration.request import CalibrationRequest
-from calibration.turns import START, Progress, gather_raw, read_progress
+from calibration.rounds import resume_folder as leftover
+from calibration.rounds.calibrate import calibrate
+from calibration.rounds.raw_points import load_raw, raw_path
+from calibration.rounds.request import CalibrationRequest
+from calibration.rounds.resume_folder import WorkFolder, alone, open_folder
+from calibration.rounds.turns import START, SectionProgress, gather_raw, read_progress
 from parsim.errors import ConfigError, ExecutionError
 from parsim.hardware.profile import load_profile
 from parsim.model.spec import ModelSpec
@@ -57,7 +57,7 @@ def test_turns_are_gathered_by_rank_and_kind_with_their_rounds(tmp_path: Path) -
         gather_raw(tmp_path)
     leave_turns(tmp_path)
     (tmp_path / "turn-00003.json.partial").write_text('{"section": "sweeps", "rou')
-    assert read_progress(tmp_path) == {"sweeps": Progress(3, 1.5)}
+    assert read_progress(tmp_path) == {"sweeps": SectionProgress(3, 1.5)}
     raw = gather_raw(tmp_path)
     assert raw["ranks"][0]["sweeps"] == [{"value": number, "round": number} for number in range(3)]
     assert raw["ranks"][1]["sweeps"] == []
@@ -71,7 +71,7 @@ def test_two_calibrations_never_write_one_profile(tmp_path: Path) -> None:
     """The second is told so before it touches anything; one that was killed holds nothing up."""
     out = tmp_path / "mine.json"
     hold = (
-        "import pathlib, sys\nfrom calibration.leftover import alone\n"
+        "import pathlib, sys\nfrom calibration.rounds.resume_folder import alone\n"
         "with alone(pathlib.Path(sys.argv[1])):\n print(1, flush=True)\n input()"
     )
     command = [sys.executable, "-c", hold, str(out)]
@@ -127,8 +127,8 @@ def test_a_folder_without_turns_is_begun_anew(tmp_path: Path) -> None:
 CHILD = """
 import sys
 from pathlib import Path
-from calibration.calibrate import calibrate
-from calibration.request import CalibrationRequest
+from calibration.rounds.calibrate import calibrate
+from calibration.rounds.request import CalibrationRequest
 calibrate(CalibrationRequest.from_json(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
 """
 
@@ -194,4 +194,4 @@ def is_rank(process: str, folder: WorkFolder) -> bool:
         command = Path(f"/proc/{process}/cmdline").read_text().split("\0")
     except OSError:
         return False
-    return str(folder.job) in command and "parsim.execute.agent" not in command
+    return str(folder.job) in command and "parsim.execute.processes.torchrun_agent" not in command

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.errors import ExecutionError
-from parsim.execute.checkpoint import (
+from parsim.execute.state.checkpoint import (
     RankState,
     latest_checkpoint,
     load_state,

@@ -9,7 +9,7 @@ import torch
 
 from parsim.execute.stage import seeded_module
 from parsim.model.spec import ModelSpec
-from parsim.plan.mesh import Mesh
+from parsim.plans.mesh import Mesh
 from tests.execute.equality import Case, compare_case, even_plan, run_cases, trained_names
 
 STEPS = 100
@@ -118,7 +118,7 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
     (run,) = run_cases([item], tmp_path, steps=5)
     assert compare_case(item, run, tmp_path, steps=5).worst <= TOLERANCE
     assert compare_case(item, run, tmp_path, steps=5).losses <= TOLERANCE
-    from parsim.execute.checkpoint import latest_checkpoint, load_state
+    from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 
     found = latest_checkpoint(tmp_path / run.name / "checkpoints")
     assert found is not None

@@ -11,8 +11,8 @@ from parsim.hardware.allocator import NO_ALLOCATOR
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.spec import ModelSpec, load_model
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.families import FAMILIES
-from parsim.schedule.problem import Problem
 from tests.execute.test_equality import BERT, GPT, VGG, VIT
 
 WIDE = ModelSpec(name="mlp", args=(("width", 256),))
@@ -28,7 +28,7 @@ def one_cpu() -> Cluster:
 
 def predicted_bytes(spec: ModelSpec, samples: int, precision: str) -> int:
     model = load_model(spec, granularity="layer")
-    asked = Problem(model=model, cluster=one_cpu(), global_batch=samples, precision=precision, optimizer="sgd")
+    asked = PlanningProblem(model=model, cluster=one_cpu(), global_batch=samples, precision=precision, optimizer="sgd")
     return asked.memory(next(iter(FAMILIES["single"](asked))))[0].total_bytes
 
 

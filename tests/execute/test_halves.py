@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from parsim.model.autograd_cut import backward_component, forward_component
-from parsim.model.autograd_halves import backward_inputs, backward_weights
+from parsim.model.autograd.cut import backward_component, forward_component
+from parsim.model.autograd.halves import backward_inputs, backward_weights
 from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec, build_module, example_batch, loss_of
-from parsim.model.trace import record
+from parsim.model.tracing.trace import record
 
 SPECS = (
     ModelSpec(name="mlp"),

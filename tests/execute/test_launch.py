@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 
 from parsim.errors import ExecutionError
-from parsim.execute.group import read_error, read_place
-from parsim.execute.launch import launch
-from parsim.execute.processes import MARK_VARIABLE, descendants, kill_launch, marked
+from parsim.execute.processes.group import read_error, read_place
+from parsim.execute.processes.launch import launch
+from parsim.execute.processes.processes import MARK_VARIABLE, descendants, kill_launch, marked
 
 # What a rank does stands in its JOB.json: {"0": [...], "1": [...]}, one list of actions per rank.
 WORKER = """
 import ctypes, json, os, signal, sys, time
 from pathlib import Path
 from parsim.errors import DataError, ExecutionError
-from parsim.execute.group import close_group, init_group, make_groups, worker_main
+from parsim.execute.processes.group import close_group, init_group, make_groups, worker_main
 
 
 def run(job_path):
@@ -276,7 +276,7 @@ import signal
 import sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from pathlib import Path
-from parsim.execute.launch import launch
+from parsim.execute.processes.launch import launch
 launch(Path(sys.argv[1]), 2, module="launch_test_worker", on_line=print, env={"PYTHONPATH": sys.argv[2]})
 """
 
@@ -344,7 +344,7 @@ def test_orphans_are_found_by_their_mark(tmp_path: Path) -> None:
 
 GROUPS_WORKER = """
 import json
-from parsim.execute.group import close_group, init_group, make_groups, worker_main
+from parsim.execute.processes.group import close_group, init_group, make_groups, worker_main
 
 
 def run(job_path):
@@ -419,8 +419,8 @@ def test_gpus_that_are_not_there_are_an_error(tmp_path: Path) -> None:
 RESUMING_WORKER = """
 import json, os, signal
 from parsim.data import BatchOrder, Target, load_dataset, part
-from parsim.execute.checkpoint import *
-from parsim.execute.group import close_group, init_group, worker_main
+from parsim.execute.state.checkpoint import *
+from parsim.execute.processes.group import close_group, init_group, worker_main
 
 STEPS = 12
 

@@ -17,7 +17,7 @@ from parsim.algorithms.periods import Period, at_end, every_epochs, every_steps
 from parsim.virtual.agent import TickRule, cut_sequential
 from parsim.virtual.gossip import GossipRule, train_on_graph
 from parsim.virtual.local import LocalOptimizer, LocalTraining, stack_batches
-from parsim.virtual.problems import Problem, load_problem, perceptron
+from parsim.virtual.problems import LearningProblem, load_problem, perceptron
 from parsim.virtual.rounds import Partition, RoundRule, train_in_rounds
 from parsim.virtual.ticks import TickEngine
 
@@ -29,7 +29,7 @@ optimizers = st.sampled_from(["sgd", "sgd_momentum"])
 graphs = st.sampled_from(sorted(set(GRAPHS) - {"alone"}))
 
 
-def problem() -> Problem:
+def problem() -> LearningProblem:
     return load_problem("generated", dtype=F64, samples=120, features=5, classes=3)
 
 

@@ -12,9 +12,9 @@ from parsim.errors import ExecutionError
 from parsim.execute.measurement import RankRecord, load_measurement, merge_times
 from parsim.execute.streams import TaskTime, ThreadStreams
 from parsim.graph.lower import lower
-from parsim.model.live_memory import LiveBytes
-from parsim.plan.mesh import Mesh
-from parsim.plan.plan import Plan, Stage
+from parsim.model.memory.live_memory import LiveBytes
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
 from tests.models import chain_model
 
 

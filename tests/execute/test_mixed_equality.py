@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from parsim.execute.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import Job, RunSpec, Switch
-from parsim.execute.launch import launch
 from parsim.execute.measurement import RankRecord
+from parsim.execute.processes.launch import launch
 from parsim.execute.reference import largest_difference
+from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.model.spec import load_model
-from parsim.plan.mesh import Mesh
-from parsim.plan.placement import parse_placement
-from parsim.plan.plan import Plan, Stage
+from parsim.plans.mesh import Mesh
+from parsim.plans.placement import parse_placement
+from parsim.plans.plan import Plan, Stage
 from tests.execute.equality import compare_case, run_cases
 from tests.execute.mixed import MODELS, random_case
 

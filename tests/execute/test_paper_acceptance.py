@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from parsim.execute.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import Job, RunSpec, Switch
-from parsim.execute.launch import launch
+from parsim.execute.processes.launch import launch
 from parsim.execute.reference import largest_difference
+from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.model.spec import ModelSpec, load_model
-from parsim.plan.mesh import Mesh
-from parsim.plan.placement import parse_placement
-from parsim.plan.plan import Plan, Stage
+from parsim.plans.mesh import Mesh
+from parsim.plans.placement import parse_placement
+from parsim.plans.plan import Plan, Stage
 from tests.execute.equality import Case, compare_case, even_plan, run_cases
 
 MLP = ModelSpec(name="mlp", args=(("depth", 1), ("width", 64)), input_shape=(1, 8, 8))

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from parsim.errors import ExecutionError
-from parsim.execute.checkpoint import RankState
-from parsim.execute.optimizer import OPTIMIZERS
 from parsim.execute.stage import StageReplica
+from parsim.execute.state.checkpoint import RankState
+from parsim.execute.state.optimizer import OPTIMIZERS
 from parsim.model.component import LOSS
 from parsim.model.spec import ModelSpec, load_model
-from parsim.plan.layout import PIECES, ValueLayout
-from parsim.plan.mesh import Mesh
-from parsim.plan.placement import BATCH, REPLICATE, Placement, parse_placement
-from parsim.plan.plan import Plan, Stage
+from parsim.plans.mesh import Mesh
+from parsim.plans.placement import BATCH, REPLICATE, Placement, parse_placement
+from parsim.plans.plan import Plan, Stage
+from parsim.plans.redistribution import PIECES, ValueLayout
 from tests.execute.equality import Case, compare_case, run_cases
 from tests.execute.rank_states import (
     GPT,

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from parsim.execute.checkpoint import latest_checkpoint, load_state
-from parsim.model.autograd_cut import Saved, backward_component, forward_component
-from parsim.model.autograd_recompute import forward_keeping_inputs, recompute
+from parsim.execute.state.checkpoint import latest_checkpoint, load_state
+from parsim.model.autograd.cut import Saved, backward_component, forward_component
+from parsim.model.autograd.recompute import forward_keeping_inputs, recompute
 from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec, build_module, example_batch, loss_of
-from parsim.model.trace import record
-from parsim.plan.mesh import Mesh
+from parsim.model.tracing.trace import record
+from parsim.plans.mesh import Mesh
 from tests.execute.equality import run_cases
 from tests.execute.test_equality import BERT, GPT, MLP, RESNET, VGG, VIT, assert_equal_to_one_process, case
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from parsim.execute.checkpoint import RankState, latest_checkpoint, load_state, save_checkpoint
-from parsim.execute.reshard import reshard
 from parsim.execute.stage import StageReplica
+from parsim.execute.state.checkpoint import RankState, latest_checkpoint, load_state, save_checkpoint
+from parsim.execute.state.reshard import reshard
 from parsim.model.spec import ModelSpec
-from parsim.plan.mesh import Mesh
-from parsim.plan.plan import Plan
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan
 from tests.execute.forked import run_ranks
 from tests.execute.rank_states import (
     GPT,

@@ -10,13 +10,13 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from torch import Tensor  # noqa: E402
 
-from parsim.model.autograd_cut import backward_component, forward_component  # noqa: E402
+from parsim.model.autograd.cut import backward_component, forward_component  # noqa: E402
 from parsim.model.component import Component, Sharding, ShardPeak  # noqa: E402
-from parsim.model.live_memory import LiveBytes  # noqa: E402
-from parsim.model.narrow import narrow  # noqa: E402
+from parsim.model.memory.live_memory import LiveBytes  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
-from parsim.model.shard_peaks import divisors  # noqa: E402
-from parsim.model.sharded import shard_runnable  # noqa: E402
+from parsim.model.shard.narrow import narrow  # noqa: E402
+from parsim.model.shard.peaks import divisors  # noqa: E402
+from parsim.model.shard.sharded import shard_runnable  # noqa: E402
 from tests.execute.shards import narrowed, traced_and_recorded, value_piece  # noqa: E402
 
 SAMPLES = 5

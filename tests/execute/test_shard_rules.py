@@ -15,10 +15,10 @@ from torch import Tensor, nn  # noqa: E402
 
 from parsim.model import trace  # noqa: E402
 from parsim.model.component import Component, ParameterShard  # noqa: E402
-from parsim.model.content import cut_along  # noqa: E402
-from parsim.model.pieces import assemble, piece  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
-from parsim.model.shard_moves import carried  # noqa: E402
+from parsim.model.shard.content import cut_along  # noqa: E402
+from parsim.model.shard.moves import carried  # noqa: E402
+from parsim.model.shard.pieces import assemble, piece  # noqa: E402
 from tests.execute.shards import assert_shards_equal_whole  # noqa: E402
 
 

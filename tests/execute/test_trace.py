@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from parsim.errors import TraceError  # noqa: E402
 from parsim.model import record, trace  # noqa: E402
-from parsim.model.autograd_cut import backward_components, forward_components  # noqa: E402
+from parsim.model.autograd.cut import backward_components, forward_components  # noqa: E402
 from parsim.model.losses import loss_sum  # noqa: E402
 from parsim.model.spec import ModelSpec, build_module, example_batch, load_model, loss_of  # noqa: E402
 from tests.execute.bitwise import assert_equal_to_module, assert_same_state  # noqa: E402
@@ -224,7 +224,7 @@ def test_outputs_are_freed_early() -> None:
     y = components[1]([components[0]([x])[0]])[0]
     held = weakref.ref(y)
     assert held() is y
-    from parsim.model.autograd_cut import forward_component
+    from parsim.model.autograd.cut import forward_component
 
     middle, _ = forward_component(components[0], [x])
     last, saved = forward_component(components[1], middle)

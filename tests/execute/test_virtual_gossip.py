@@ -18,9 +18,9 @@ from parsim.algorithms.graphs import GRAPHS, mixing_graph
 from parsim.algorithms.periods import AlgorithmWarning, every_epochs, every_steps
 from parsim.algorithms.pushsum import failing_links, rotating_peers
 from parsim.errors import AlgorithmError
-from parsim.execute.launch import launch
+from parsim.execute.processes.launch import launch
 from parsim.virtual.clock import one_straggler
-from parsim.virtual.gossip import GossipRule, GossipRun, Recording, train_on_graph
+from parsim.virtual.gossip import GossipRule, GossipRun, StatisticsRecording, train_on_graph
 from parsim.virtual.local import LocalOptimizer, LocalTraining, epoch_batches, stack_batches
 from parsim.virtual.replicas import Replicas, mixed_rows
 from parsim.virtual.rounds import Partition, RoundRule, train_in_rounds
@@ -213,7 +213,7 @@ def test_the_profile_of_a_run() -> None:
         training_of(6),
         partition_of(6),
         GossipRule(graph=mixing_graph("ring", 6)),
-        recording=Recording(every=3),
+        recording=StatisticsRecording(every=3),
         every_replica=True,
     )
     profile = run.profile

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from parsim.model.live_memory import LiveBytes
-from parsim.plan.mesh import Mesh
+from parsim.model.memory.live_memory import LiveBytes
+from parsim.plans.mesh import Mesh
 from tests.execute.equality import Case
 from tests.execute.rank_states import MLP as SMALL_MLP
 from tests.execute.rank_states import even_plan, rank_of

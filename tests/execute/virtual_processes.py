@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from parsim.algorithms.arrivals import MergeEvent
 from parsim.algorithms.staleness import decoupling
 from parsim.virtual.agent import Agent, TickRule, cut_sequential
-from parsim.virtual.problems import Problem, generated_problem, perceptron
+from parsim.virtual.problems import LearningProblem, generated_problem, perceptron
 from parsim.virtual.rounds import Partition
 
 F64 = torch.float64
 
 
-def small_problem() -> Problem:
+def small_problem() -> LearningProblem:
     return generated_problem(F64, samples=96, features=6, classes=4)
 
 
-def small_model(problem: Problem, seed: int = 3) -> nn.Sequential:
+def small_model(problem: LearningProblem, seed: int = 3) -> nn.Sequential:
     return perceptron(problem, (7, 5, 6), seed=seed, dtype=F64, activation="tanh")
 
 
@@ -49,7 +49,9 @@ def _process(rank: int, world_size: int, folder: Path, work: Callable[..., list[
     os._exit(0)  # as the executor's ranks: no destructor of a library ends the process another way
 
 
-def train_epoch(model: nn.Module, problem: Problem, partition: Partition, worker: int, epoch: int, momentum: float) -> None:
+def train_epoch(
+    model: nn.Module, problem: LearningProblem, partition: Partition, worker: int, epoch: int, momentum: float
+) -> None:
     """One epoch of a worker with a new torch.optim.SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     shard = partition.shards(problem.targets.numpy())[worker]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from parsim.graph.lower import lower
 from parsim.graph.taskgraph import from_text, to_text
-from parsim.plan.mesh import Mesh
-from parsim.plan.plan import Plan, Stage
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
 from tests.models import chain_model, residual_model
 
 DP = """\

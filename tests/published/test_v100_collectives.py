@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibration.v100 import MEMORY_ROWS, REFIT_TOLERANCE, build, largest_difference, main, refit
-from calibration.v100_links import fit_link_model
-from parsim.costs.collectives import estimate_collective
+from calibration.published.v100 import MEMORY_ROWS, REFIT_TOLERANCE, build, largest_difference, main, refit
+from calibration.published.v100_links import fit_link_model
+from parsim.costs.communication.collectives import estimate_collective
 from parsim.errors import DataError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import CollectivePoint, Profile, load_profile, save_profile

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from calibration.v100_machines import LARGE_BYTES, MACHINES, build, lane_rate, main
-from parsim.costs.collectives import busbw_bytes_per_s, estimate_collective
-from parsim.costs.internode import choices
+from calibration.published.v100_machines import LARGE_BYTES, MACHINES, build, lane_rate, main
+from parsim.costs.communication.collectives import busbw_bytes_per_s, estimate_collective
+from parsim.costs.communication.internode import choices
 from parsim.errors import DataError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.network import load_network, shipped_networks

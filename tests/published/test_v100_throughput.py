@@ -16,10 +16,10 @@ from statistics import median
 import numpy as np
 import pytest
 
-from calibration.fit_operators import fit_operators, kernel_of, read_operator_points
-from calibration.v100_throughput import without_efficiency
-from parsim.costs.compute import estimate_compute, estimate_optimizer
-from parsim.costs.operators import kernel_seconds
+from calibration.fit.operators import fit_operators, kernel_of, read_operator_points
+from calibration.published.v100_throughput import without_efficiency
+from parsim.costs.compute.compute import estimate_compute, estimate_optimizer
+from parsim.costs.compute.operators import kernel_seconds
 from parsim.errors import DataError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compute_records import OperatorFit, OperatorPoint

@@ -13,8 +13,8 @@ from statistics import median
 import numpy as np
 import pytest
 
-from calibration.v100_collectives import CollectiveRow, read_collective_rows
-from calibration.v100_throughput import (
+from calibration.published.v100_collectives import CollectiveRow, read_collective_rows
+from calibration.published.v100_throughput import (
     FittedEfficiency,
     Row,
     fit_efficiencies,

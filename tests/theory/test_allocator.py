@@ -11,11 +11,11 @@ pytest.importorskip("torch")
 
 import torch
 
-from calibration.build_profile import LIBRARY_MARGIN_BYTES, allocator_entry
-from calibration.measure_allocator import distinct_bytes, measure_allocator
-from calibration.measure_components import make_case
-from calibration.request import CalibrationRequest
-from parsim.execute.environment import forget_peak, peak_resident_bytes, resident_bytes
+from calibration.fit.build_profile import LIBRARY_MARGIN_BYTES, allocator_entry
+from calibration.measure.allocator import distinct_bytes, measure_allocator
+from calibration.measure.components import make_case
+from calibration.rounds.request import CalibrationRequest
+from parsim.execute.processes.environment import forget_peak, peak_resident_bytes, resident_bytes
 from parsim.hardware.allocator import ALLOCATORS, Allocator, Spread, allocator_of
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile, Quantiles, load_profile

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from parsim.algorithms.arrival_program import merge_program, training_program
 from parsim.algorithms.arrivals import merge_events
+from parsim.algorithms.decoupled_program import TickModules, tick_durations_s, tick_program
 from parsim.algorithms.gossip_program import ROUNDS, GossipModel, gossip_durations_s, gossip_program
 from parsim.algorithms.graphs import mixing_graph
 from parsim.algorithms.periods import every_steps, post_local
 from parsim.algorithms.program import Part, Program, simulate_program
-from parsim.algorithms.programs import TickModules, tick_durations_s, tick_program
 from parsim.algorithms.staleness import DECOUPLINGS, ModuleTimes
+from parsim.engines import static
+from parsim.engines.dynamic import run_program
+from parsim.engines.program import unrolled
+from parsim.engines.scenario.asynchronous import MERGE
 from parsim.errors import AlgorithmError, GraphError
 from parsim.graph.task import Resource
 from parsim.graph.taskgraph import from_text, to_text
-from parsim.simulate import static
-from parsim.simulate.asynchronous import MERGE
-from parsim.simulate.dynamic import run_program
-from parsim.simulate.program import unrolled
 from parsim.work import Compute, Mix, Phase
 
 MODEL = GossipModel(elements=100, samples=8)

@@ -14,9 +14,9 @@ from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
 from parsim.analyze.critical_path import critical_path
 from parsim.analyze.spans import covered_until, union
 from parsim.costs.estimate import OverlapFactors
+from parsim.engines import static
 from parsim.errors import GraphError
 from parsim.graph.taskgraph import TaskGraph, from_text
-from parsim.simulate import static
 from parsim.timeline import Span, Timeline
 
 FORWARD_LOADED = """

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibration.drift import noise_of, rank_sigma
-from calibration.pace import Pace, at_one_pace, usual_pace
-from calibration.pacing import paced
-from parsim.execute.probe import SpeedProbe
+from calibration.fit.drift import noise_of, rank_sigma
+from calibration.rounds.pace import Pace, at_one_pace, usual_pace
+from calibration.rounds.speed_probe import paced
+from parsim.execute.processes.speed_probe import SpeedProbe
 
 FAST_S, SLOW_S = 6e-3, 10e-3
 

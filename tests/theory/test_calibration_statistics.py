@@ -14,8 +14,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from calibration.build_profile import typical_step
-from calibration.communication_points import (
+from calibration.fit.build_profile import typical_step
+from calibration.fit.collectives import fit_regimes
+from calibration.fit.drift import RoundTiming, computation_drift, estimate_drift, noise_of, rank_sigma, robust_sigma
+from calibration.fit.reject_outliers import Timed, consistent_collectives, consistent_components, contradicted, screened
+from calibration.measure.collectives import merged_seconds
+from calibration.measure.communication_points import (
     STALL_S,
     all_reduce_sizes,
     collective_points,
@@ -24,11 +28,8 @@ from calibration.communication_points import (
     overlap_factors,
     stalling_s,
 )
-from calibration.drift import Observation, computation_drift, estimate_drift, noise_of, rank_sigma, robust_sigma
-from calibration.fit_collectives import fit_regimes
-from calibration.measure_collectives import merged_seconds
-from calibration.measure_components import StepTimes
-from calibration.measure_overlap import (
+from calibration.measure.components import StepTimes
+from calibration.measure.overlap import (
     MAX_CALLS,
     MIN_CALLS,
     MOST_HELD,
@@ -37,10 +38,10 @@ from calibration.measure_overlap import (
     seconds_beside,
     side_by_side,
 )
-from calibration.screen import Timed, consistent_collectives, consistent_components, contradicted, screened
-from calibration.turns import in_turn
-from parsim.costs.collectives import regimes_s
+from calibration.rounds.turns import in_turn
+from parsim.costs.communication.collectives import regimes_s
 from parsim.costs.estimate import OverlapFactors
+from parsim.engines import static
 from parsim.errors import ProfileError
 from parsim.execute.streams import TaskTime
 from parsim.graph.task import COMPUTE, Origin, Resource, Task
@@ -48,7 +49,6 @@ from parsim.graph.taskgraph import TaskGraph
 from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Regime
 from parsim.model.spec import ModelSpec, load_model
-from parsim.simulate import static
 from parsim.work import Collective, Compute, Phase, Work
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
@@ -127,7 +127,7 @@ def test_noise_alone_is_no_drift() -> None:
     sigmas, moved = [], []
     for _ in range(100):
         noise = np.exp(0.1 * rng.standard_normal((9, 8)))
-        drift = estimate_drift(Observation(item, number, noise[item, number]) for item in range(9) for number in range(8))
+        drift = estimate_drift(RoundTiming(item, number, noise[item, number]) for item in range(9) for number in range(8))
         sigmas.append(drift.sigma)
         moved.append(max(abs(factor - 1) for factor in drift.factors.values()))
     assert np.mean(sigmas) < 0.02
@@ -141,7 +141,7 @@ def test_exact_factors_are_found_exactly_whatever_was_skipped(seed: int, items: 
     usual, factors = np.exp(rng.normal(0, 2, items)), np.exp(rng.normal(0, 0.1, rounds))
     there = rng.random((items, rounds)) > 0.25
     there[0], there[:, 0] = True, True
-    rows = [Observation(i, r, usual[i] * factors[r]) for i in range(items) for r in range(rounds) if there[i, r]]
+    rows = [RoundTiming(i, r, usual[i] * factors[r]) for i in range(items) for r in range(rounds) if there[i, r]]
     drift = estimate_drift(rows)
     assert np.mean(list(drift.factors.values())) == pytest.approx(1.0, rel=1e-12)
     if there.all():

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize_scalar
 
-from parsim.errors import ScenarioError
-from parsim.simulate.checkpointing import (
+from parsim.engines.scenario.checkpointing import (
     IntervalTimes,
     daly_interval_s,
     expected_run_s,
@@ -18,8 +17,9 @@ from parsim.simulate.checkpointing import (
     one_draw_many_times,
     young_interval_s,
 )
-from parsim.simulate.scenario import FailureAt, Failures, Run
-from parsim.simulate.whole_run import Training
+from parsim.engines.scenario.scenario import FailureAt, Failures, Run
+from parsim.engines.scenario.whole_run import Training
+from parsim.errors import ScenarioError
 
 RUN = Run(samples_per_epoch=1)
 

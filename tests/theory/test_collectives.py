@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibration.fit_collectives import fit_regimes
-from parsim.costs.collectives import (
+from calibration.fit.collectives import fit_regimes
+from parsim.costs.communication.collectives import (
     busbw_bytes_per_s,
     choose_protocol,
     estimate_collective,
@@ -23,8 +23,8 @@ from parsim.costs.collectives import (
     ring_all_reduce_s,
     tree_all_reduce_s,
 )
-from parsim.costs.linkgraph import RingSet, busiest_seconds_per_byte, ring_set
-from parsim.costs.rings import hamiltonian_cycles, pack_rings
+from parsim.costs.communication.linkgraph import RingSet, busiest_seconds_per_byte, ring_set
+from parsim.costs.communication.rings import hamiltonian_cycles, pack_rings
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import CollectivePoint, LinkModel, LinkProtocol, Regime, Sourced, load_profile

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibration.fit_operators import fit_operators
-from parsim.costs.compute import FOREACH_ACCESSES_PER_ELEMENT, component_kernels, estimate_compute, estimate_optimizer
-from parsim.costs.interpolation import interpolate_s
-from parsim.costs.kernel_price import ROOFLINE_BANDWIDTH_EFFICIENCY, ROOFLINE_COMPUTE_EFFICIENCY
-from parsim.costs.operators import Kernel, backward_kernels, forward_kernels, kernel_seconds
+from calibration.fit.operators import fit_operators
+from parsim.costs.compute.compute import FOREACH_ACCESSES_PER_ELEMENT, component_kernels, estimate_compute, estimate_optimizer
+from parsim.costs.compute.interpolation import interpolate_s
+from parsim.costs.compute.kernel_price import ROOFLINE_BANDWIDTH_EFFICIENCY, ROOFLINE_COMPUTE_EFFICIENCY
+from parsim.costs.compute.operators import Kernel, backward_kernels, forward_kernels, kernel_seconds
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compute_records import OperatorFit, OperatorPoint

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from strategies import random_durations_s, random_graph, timed_graphs
 
-from parsim.costs.collectives import estimate_collective, estimate_send_recv
+from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.estimate import OverlapFactors
+from parsim.engines import dynamic, static
+from parsim.engines.scenario.conditions import Conditions, conditions_for, jittered_s
+from parsim.engines.scenario.flows import Lane, flow_of
+from parsim.engines.scenario.scenario import Jitter, LinkChange, Scenario, Straggler, parse_scenario
 from parsim.errors import ScenarioError
 from parsim.graph.columns import columns_of
 from parsim.graph.task import Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph, from_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.simulate import dynamic, static
-from parsim.simulate.conditions import Conditions, conditions_for, jittered_s
-from parsim.simulate.flows import Lane, flow_of
-from parsim.simulate.scenario import Jitter, LinkChange, Scenario, Straggler, parse_scenario
 from parsim.timeline import Timeline
 from parsim.work import Collective, SendRecv, is_communication
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import beta, binomtest
 
-from parsim.costs.conformal import (
+from parsim.costs.uncertainty.conformal import (
     LEAST_HALF_WIDTH,
     Correction,
-    Record,
+    ValidationRecord,
     clopper_pearson,
     conformal_quantile,
     correction,
@@ -27,12 +27,16 @@ from parsim.errors import CostError
 TRIALS = 20_000
 
 
-def record(measured_s: float, *, model: str = "mlp", run: str = "a", half_width: float = 0.1, median_s: float = 1.0) -> Record:
+def record(
+    measured_s: float, *, model: str = "mlp", run: str = "a", half_width: float = 0.1, median_s: float = 1.0
+) -> ValidationRecord:
     low_s, high_s = median_s * math.exp(-half_width), median_s * math.exp(half_width)
-    return Record(model=model, run=run, predicted_s=median_s, low_s=low_s, high_s=high_s, measured_s=measured_s)
+    return ValidationRecord(model=model, run=run, predicted_s=median_s, low_s=low_s, high_s=high_s, measured_s=measured_s)
 
 
-def noisy_records(rng: np.random.Generator, count: int, sigma: float, *, models: int = 5, runs: int = 5) -> list[Record]:
+def noisy_records(
+    rng: np.random.Generator, count: int, sigma: float, *, models: int = 5, runs: int = 5
+) -> list[ValidationRecord]:
     """Measured values `sigma` around medians whose intervals of various widths claim 0.1 / 1.645."""
     return [
         record(
@@ -118,14 +122,14 @@ def test_corrected_intervals_of_the_records_themselves_hold_ninety_percent(measu
 
 
 def test_each_side_is_judged_by_its_own_half_width() -> None:
-    lopsided = Record(model="m", run="r", predicted_s=1.0, low_s=0.5, high_s=1.1, measured_s=1.21)
+    lopsided = ValidationRecord(model="m", run="r", predicted_s=1.0, low_s=0.5, high_s=1.1, measured_s=1.21)
     assert score(lopsided) == pytest.approx(2.0)
     assert score(replace(lopsided, measured_s=0.25)) == pytest.approx(2.0)
     assert score(replace(lopsided, measured_s=1.0)) == 0.0
 
 
 def test_an_interval_without_width_is_taken_for_half_a_percent() -> None:
-    sure = Record(model="m", run="r", predicted_s=1.0, low_s=1.0, high_s=1.0, measured_s=1.1)
+    sure = ValidationRecord(model="m", run="r", predicted_s=1.0, low_s=1.0, high_s=1.0, measured_s=1.1)
     assert score(sure) == pytest.approx(math.log(1.1) / LEAST_HALF_WIDTH)
     assert Correction(factor=2.0, records=9).apply(1.0, 1.0, 1.0)[1] == pytest.approx(math.exp(2 * LEAST_HALF_WIDTH))
 
@@ -140,7 +144,7 @@ def test_a_constant_score_is_the_factor() -> None:
 def test_numbers_that_are_none_are_refused(values: tuple[float, float, float, float]) -> None:
     predicted_s, low_s, high_s, measured_s = values
     with pytest.raises(CostError, match="a record needs"):
-        Record(model="m", run="r", predicted_s=predicted_s, low_s=low_s, high_s=high_s, measured_s=measured_s)
+        ValidationRecord(model="m", run="r", predicted_s=predicted_s, low_s=low_s, high_s=high_s, measured_s=measured_s)
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 5), (5, 5), (180, 200), (1, 3)])

@@ -13,12 +13,12 @@ from strategies import random_durations_s
 
 from parsim.analyze.breakdown import breakdown
 from parsim.costs.estimate import OverlapFactors
+from parsim.engines import dynamic, static
 from parsim.errors import GraphError
-from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Resource
-from parsim.plan.plan import Plan
-from parsim.simulate import dynamic, static
+from parsim.plans.plan import Plan
 from parsim.work import Collective, Compute, Phase, SendRecv
 from tests.plans import MODEL, plans
 
@@ -28,7 +28,7 @@ from tests.plans import MODEL, plans
 def test_every_byte_sent_is_received(plan: Plan) -> None:
     """A message stands in the queues of both its ends, a collective in one queue of every member; and what arrives of a value
     (or goes back of its gradient) is what its readers in that stage hold of it."""
-    layout, graph = Layout(plan, MODEL), lower(plan, MODEL)
+    layout, graph = PlanIndex(plan, MODEL), lower(plan, MODEL)
     arrived: Counter[tuple[str, bool, int, int, int]] = Counter()
     for task in graph.tasks:
         match task.work:
@@ -98,7 +98,7 @@ def test_no_resource_does_two_things_at_once_and_every_rank_accounts_for_the_ste
 @settings(max_examples=60, deadline=None)
 @given(plans())
 def test_every_backward_is_done_once_whole_or_in_halves_after_what_it_recomputes(plan: Plan) -> None:
-    layout = Layout(plan, MODEL)
+    layout = PlanIndex(plan, MODEL)
     done: dict[tuple[str, int, int], Counter[Phase]] = defaultdict(Counter)
     for task in lower(plan, MODEL).tasks:
         if isinstance(task.work, Compute):

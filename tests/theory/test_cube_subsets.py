@@ -8,10 +8,10 @@ from itertools import combinations, permutations
 
 import pytest
 
-from parsim.costs.collectives import busbw_bytes_per_s, estimate_collective
+from parsim.costs.communication.collectives import busbw_bytes_per_s, estimate_collective
+from parsim.costs.communication.linkgraph import ring_set
+from parsim.costs.communication.rings import hamiltonian_cycles
 from parsim.costs.estimate import Estimate
-from parsim.costs.linkgraph import ring_set
-from parsim.costs.rings import hamiltonian_cycles
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.units import GIB, KIB, MIB

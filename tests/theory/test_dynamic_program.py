@@ -12,13 +12,13 @@ from strategies import GRID_S, random_graph
 
 from parsim.algorithms.arrivals import merge_events
 from parsim.costs.estimate import OverlapFactors
+from parsim.engines import dynamic, static
+from parsim.engines.program import Part, TrainingProgram, unrolled
+from parsim.engines.scenario.conditions import Conditions
+from parsim.engines.scenario.scenario import Straggler
 from parsim.errors import GraphError
 from parsim.graph.task import COMPUTE, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
-from parsim.simulate import dynamic, static
-from parsim.simulate.conditions import Conditions
-from parsim.simulate.program import Part, TrainingProgram, unrolled
-from parsim.simulate.scenario import Straggler
 from parsim.work import Compute, OptimizerStep, Phase
 
 COUNTER = Resource(0, "merge")

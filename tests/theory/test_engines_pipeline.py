@@ -8,13 +8,13 @@ import pytest
 from parsim.analyze.bounds import lower_bound_s
 from parsim.analyze.breakdown import breakdown, step_fractions
 from parsim.analyze.critical_path import critical_path
+from parsim.engines import dynamic, static
 from parsim.graph.lower import lower
 from parsim.graph.taskgraph import TaskGraph, from_text, to_text
 from parsim.model.component import Component, Parameter, Value
 from parsim.model.model import Model
-from parsim.plan.mesh import Mesh
-from parsim.plan.plan import Plan, Stage
-from parsim.simulate import dynamic, static
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
 from parsim.work import Compute, Phase, SendRecv
 
 

@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.corrected import Corrections
 from parsim.costs.costs import Costs
+from parsim.costs.feedback.run_corrections import Corrections
 from parsim.errors import DeadlockError
 from parsim.graph.expand import lower_columns
 from parsim.graph.fold import Folding, folding_of, unfolded
-from parsim.graph.layout import Layout
+from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.plan import pipeline
-from parsim.plan.mesh import Mesh
-from parsim.plan.pipeline import Actions
-from parsim.plan.placement import parse_placement
-from parsim.plan.plan import Plan, Stage
-from parsim.schedule.evaluate import evaluate
-from parsim.schedule.problem import Problem
+from parsim.plans import pipeline
+from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import Actions
+from parsim.plans.placement import parse_placement
+from parsim.plans.plan import Plan, Stage
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import SendRecv
 from tests.plans import MODEL, NAMES, plans
 
@@ -72,7 +72,7 @@ def with_slow(machine: Cluster, ranks: frozenset[int]) -> Cluster:
 
 
 @st.composite
-def questions(draw: st.DrawFn) -> tuple[Problem, Plan]:
+def questions(draw: st.DrawFn) -> tuple[PlanningProblem, Plan]:
     """A plan on machines where ranks may be alike or not: cube mesh, switch, nodes with one or more cards, mixed devices."""
     plan = draw(plans(replicas=(1, 2, 4, 8), placed=draw(st.booleans())))
     fitting = [name for name in CLUSTERS if cluster(name).size >= plan.world_size]
@@ -84,7 +84,7 @@ def questions(draw: st.DrawFn) -> tuple[Problem, Plan]:
     machine = replace(machine, devices=tuple(machine.devices[number] for number in devices))
     if draw(st.booleans()):
         machine = with_slow(machine, draw(st.frozensets(st.integers(0, machine.size - 1), max_size=2)))
-    return Problem(model=MODEL, cluster=machine, global_batch=plan.global_batch), plan
+    return PlanningProblem(model=MODEL, cluster=machine, global_batch=plan.global_batch), plan
 
 
 def _one_stage(plan: Plan) -> tuple[Stage, ...]:
@@ -97,7 +97,7 @@ FOLDED: list[bool] = []
 
 @settings(max_examples=200, deadline=None)
 @given(questions())
-def test_folded_equals_unfolded(question: tuple[Problem, Plan]) -> None:
+def test_folded_equals_unfolded(question: tuple[PlanningProblem, Plan]) -> None:
     problem, plan = question
     problem = replace(problem)  # nothing remembered
     whole, folded = (evaluate(problem, plan, samples=4, fold=fold) for fold in (False, True))
@@ -151,7 +151,7 @@ def uniform_plan(mesh: Mesh, placements: tuple[str, ...] = ("batch",) * 5, batch
 
 
 def folding(plan: Plan, machine: Cluster, **options: object) -> Folding:
-    return folding_of(Layout(plan, MODEL), Costs(model=MODEL, cluster=machine, **options))  # type: ignore[arg-type]
+    return folding_of(PlanIndex(plan, MODEL), Costs(model=MODEL, cluster=machine, **options))  # type: ignore[arg-type]
 
 
 CUT = ("shard:column/4", "shard:row/4", "shard:column/4", "shard:row/4", "batch")
@@ -200,7 +200,7 @@ def test_what_a_run_has_taught_about_ranks_forbids_folding() -> None:
 def test_noise_of_single_ranks_forbids_folding() -> None:
     machine = cluster("dgx2")
     plan = uniform_plan(Mesh(dp=4, tp=4), CUT)
-    problem = Problem(model=MODEL, cluster=machine, global_batch=64)
+    problem = PlanningProblem(model=MODEL, cluster=machine, global_batch=64)
     assert evaluate(problem, plan, samples=2, fold=True).folding.is_folded
     noise = load_profile("dgx2-v100").noise
     if noise is None:
@@ -219,12 +219,12 @@ def test_a_deadlocking_order_is_refused_before_anything_is_lowered(monkeypatch: 
     monkeypatch.setattr(pipeline, "PIPELINE_ORDERS", {**pipeline.PIPELINE_ORDERS, "backwards": backwards})
     plan = replace(uniform_plan(Mesh(pp=2)), pipeline_order="backwards")
     with pytest.raises(DeadlockError, match=r"(?s)by rank\n0 +\*0B0.*waits for 0F0, 1B0\n1 +\*1F0 .*waits for 0F0"):
-        Layout(plan, MODEL)
+        PlanIndex(plan, MODEL)
 
 
 def test_only_the_ranks_that_stand_for_others_are_lowered() -> None:
     plan = uniform_plan(Mesh(pp=2, dp=2, tp=4), CUT)
-    layout = Layout(plan, MODEL)
+    layout = PlanIndex(plan, MODEL)
     whole = lower_columns(plan, MODEL, layout, unfolded(plan.mesh))
     part = lower_columns(plan, MODEL, layout, folding(plan, cluster("dgx2")))
     assert {resource.rank for resource in part.resources} == {0, 8}

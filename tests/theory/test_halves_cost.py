@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from parsim.costs.compute import component_kernels
+from parsim.costs.compute.compute import component_kernels
 from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.profile import load_profile
 from parsim.model.presets import load_preset
-from parsim.plan.mesh import Mesh
-from parsim.schedule.evaluate import evaluate
-from parsim.schedule.problem import Problem
+from parsim.plans.mesh import Mesh
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.stages import balanced_plan
 from parsim.work import Compute, Phase
 from tests.models import chain_model
@@ -83,7 +83,7 @@ def test_halves_of_a_measured_backward_add_up_to_it_and_say_what_they_rest_on() 
 def test_orders_hold_what_their_microbatches_in_flight_ask_for() -> None:
     """Four ranks, sixteen microbatches: gpipe holds all, 1f1b S - s, zero-bubble S everywhere, interleaved its warm-up."""
     model = chain_model(tuple(2e9 for _ in range(15)), elements=1000)
-    problem = Problem(model=model, cluster=machine(), global_batch=64)
+    problem = PlanningProblem(model=model, cluster=machine(), global_batch=64)
     held: dict[str, list[int]] = {}
     for order, chunks in (("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2)):
         plan = balanced_plan(problem, "mp", Mesh(pp=4), microbatches=16, pipeline_order=order, chunks=chunks)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from parsim.engines.scenario.maxmin import Floats, max_min_rates
 from parsim.errors import ScenarioError
-from parsim.simulate.maxmin import Floats, max_min_rates
 
 INF = np.inf
 Instance = tuple[Floats, Floats, Floats]

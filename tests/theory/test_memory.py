@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.costs.memory import (
+from parsim.costs.memory.rank_memory import (
     NCCL_COMMUNICATOR_BYTES,
     RankMemory,
     rank_memory,

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from parsim.engines.compile import compile_graph
+from parsim.engines.static import simulate
 from parsim.errors import PlanError
 from parsim.graph.expand import lower_columns
-from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE
 from parsim.graph.taskgraph import from_text, to_text
-from parsim.plan.layout import ValueLayout, conversion, parse_hop, parse_layout
-from parsim.plan.mesh import Mesh
-from parsim.plan.placement import BATCH, parse_placement
-from parsim.plan.plan import Plan, Stage
-from parsim.simulate.compile import compile_graph
-from parsim.simulate.static import simulate
+from parsim.plans.mesh import Mesh
+from parsim.plans.placement import BATCH, parse_placement
+from parsim.plans.plan import Plan, Stage
+from parsim.plans.redistribution import ValueLayout, conversion, parse_hop, parse_layout
 from parsim.work import Collective, Compute, OptimizerStep, Phase, SendRecv
 from tests.plans import MODEL, NAMES, plans
 
@@ -33,10 +33,10 @@ def test_every_mixed_plan_becomes_a_graph_that_runs_to_its_end(plan: Plan) -> No
     compiled = compile_graph(graph)
     timeline = simulate(compiled, np.ones(len(graph.tasks)))
     assert timeline.makespan_s > 0
-    _check_work(plan, Layout(plan, MODEL))
+    _check_work(plan, PlanIndex(plan, MODEL))
 
 
-def _check_work(plan: Plan, layout: Layout) -> None:
+def _check_work(plan: Plan, layout: PlanIndex) -> None:
     """All samples pass through every component, every gradient is summed, every parameter updated, once."""
     graph = lower(plan, MODEL)
     samples: Counter[tuple[str, Phase]] = Counter()
@@ -119,11 +119,11 @@ def test_what_cannot_be_placed_is_said(placement: str, words: tuple[str, ...]) -
         assert word in str(caught.value)
 
 
-def _layout_with_first(placement: str) -> Layout:
+def _layout_with_first(placement: str) -> PlanIndex:
     mesh = Mesh(tp=2)
     placements = (parse_placement(placement), *(BATCH,) * (len(NAMES) - 1))
     stage = Stage(components=NAMES, ranks=mesh.stage_ranks(0), placements=placements)
-    return Layout(Plan(strategy="custom", mesh=mesh, stages=(stage,), global_batch=8), MODEL)
+    return PlanIndex(Plan(strategy="custom", mesh=mesh, stages=(stage,), global_batch=8), MODEL)
 
 
 @settings(max_examples=100, deadline=None)

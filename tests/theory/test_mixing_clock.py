@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.algorithms.graphs import mixing_graph
-from parsim.costs.forms import ring_all_reduce_s
+from parsim.costs.communication.alpha_beta import ring_all_reduce_s
 from parsim.errors import AlgorithmError
 from parsim.virtual.clock import TIMINGS, ReplicaClock, one_straggler, random_stragglers, round_seconds
 from parsim.virtual.network import MachineNetwork

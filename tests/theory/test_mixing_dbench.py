@@ -11,7 +11,7 @@ from scipy.stats import kendalltau
 
 from parsim.algorithms.dbench import (
     METRICS,
-    Profile,
+    VarianceProfile,
     average_ranks,
     coefficient_of_variation,
     consensus_distance,
@@ -71,10 +71,10 @@ def test_kendall_tau_is_scipys(first: list[int], seed: int) -> None:
     assert kendall_tau(first, second) == pytest.approx(0.0 if np.isnan(wanted) else wanted, abs=1e-12)
 
 
-def profile(spread: float) -> Profile:
+def profile(spread: float) -> VarianceProfile:
     norms = np.ones((3, 4, 2))
     norms[:, 0] += spread * np.array([[1.0], [2.0], [3.0]])
-    return Profile(
+    return VarianceProfile(
         tensors=("a", "b"),
         rounds=np.arange(3),
         norms=norms,
@@ -95,7 +95,7 @@ def test_bad_questions() -> None:
         profile(0.1).metric("variance")
     with pytest.raises(AlgorithmError, match="same length"):
         kendall_tau([1.0], [1.0, 2.0])
-    other = Profile(
+    other = VarianceProfile(
         tensors=("a",), rounds=np.arange(1), norms=np.ones((1, 4, 1)), consensus=np.ones(1), consensus_after=np.ones(1)
     )
     with pytest.raises(AlgorithmError, match="same rounds and tensors"):

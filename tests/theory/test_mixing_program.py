@@ -12,8 +12,8 @@ from parsim.algorithms.gossip_program import ROUNDS, GossipModel, ada_program, g
 from parsim.algorithms.graphs import connections, mixing_graph
 from parsim.algorithms.periods import at_end, every_steps, post_local
 from parsim.algorithms.program import Part, simulate_program, unrolled
+from parsim.engines import dynamic, static
 from parsim.errors import AlgorithmError
-from parsim.simulate import dynamic, static
 from parsim.virtual.clock import ReplicaClock
 from parsim.work import Collective, Mix, SendRecv
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.collectives import estimate_collective, estimate_send_recv
-from parsim.costs.linkgraph import link_loads
-from parsim.costs.traffic import Part, Way, part_loads
+from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
+from parsim.costs.communication.linkgraph import link_loads
+from parsim.costs.communication.traffic import NodeShare, Way, part_loads
 from parsim.errors import CostError, GraphError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.network import Network, load_network, shipped_networks
 from parsim.hardware.profile import Sourced, load_profile
-from parsim.plan.concurrent import concurrent_groups, concurrent_transfers, concurrent_with
-from parsim.plan.mesh import Mesh
+from parsim.plans.concurrent import concurrent_groups, concurrent_transfers, concurrent_with
+from parsim.plans.mesh import Mesh
 from parsim.work import Collective, SendRecv
 
 MACHINES = ("dgx1-v100-32gb", "dgx2-v100", "p3-16xlarge", "pcie-8xv100", "summit-v100")
@@ -135,7 +135,7 @@ def test_a_node_sends_as_much_as_it_receives(machine: str, way: Way, data: st.Da
     numbers = range(len(shape.devices))
     members = tuple(sorted(data.draw(st.lists(st.sampled_from(numbers), min_size=1, max_size=6, unique=True))))
     ranks = len(members) * data.draw(st.integers(2, 4))
-    _, outside = part_loads(shape, model.link_kind, Part(members, way, ranks))
+    _, outside = part_loads(shape, model.link_kind, NodeShare(members, way, ranks))
     sent = sum(load for (_, end, _), load in outside.items() if end == "fabric")
     received = sum(load for (start, _, _), load in outside.items() if start == "fabric")
     expected = len(members) * (ranks - len(members)) / ranks if way == "pairs" else 1.0

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from parsim.costs.collectives import estimate_collective, estimate_send_recv
-from parsim.costs.internode import choices
+from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
+from parsim.costs.communication.internode import choices
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.plan.mesh import Mesh
+from parsim.plans.mesh import Mesh
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.options import Prices
-from parsim.schedule.problem import Problem
 from parsim.work import Collective, SendRecv
 from tests.models import chain_model
 from tests.round_machines import network, pair_machine
@@ -130,7 +130,7 @@ def test_plans_price_groups_that_share_a_card() -> None:
     """dp = 2 over the nodes, tp = 2 inside: both gradient sums leave through one card, both stages' transfers too. The closed
     form that ranks plans sees the same price."""
     made = cluster(2, algorithms=["ring"])
-    problem = Problem(model=chain_model(), cluster=made, global_batch=8)
+    problem = PlanningProblem(model=chain_model(), cluster=made, global_batch=8)
     mesh = Mesh(dp=2, tp=2)
     work = Collective(operation="all_reduce", group=(0, 2), size_bytes=S)
     expected = 10e-6 + 2 * 8e-6 + 2 * S / 5e9

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibration.fit_composition import MIN_COMPONENTS, Measured, fit_compositions, without_model
-from calibration.fit_surfaces import consistent_operators, fit_surfaces
-from calibration.operator_shapes import MAX_ELEMENTS, MAX_FLOP, operator_launches
-from parsim.costs.composition import KINDS, Parts, component_parts, composed_s
-from parsim.costs.launches import Launch, component_launches
-from parsim.costs.surfaces import TERMS, SurfaceModel, distances, log_sizes, surface_seconds
+from calibration.fit.composition import MIN_COMPONENTS, Measured, fit_compositions, without_model
+from calibration.fit.surfaces import consistent_operators, fit_surfaces
+from calibration.measure.operator_shapes import MAX_ELEMENTS, MAX_FLOP, operator_launches
+from parsim.costs.compute.composition import KINDS, Parts, component_parts, composed_s
+from parsim.costs.compute.launches import Launch, component_launches
+from parsim.costs.compute.surfaces import TERMS, SurfaceModel, distances, log_sizes, surface_seconds
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.compute_records import OperatorPoint, OperatorSurface
 from parsim.model.component import Component, Operator, Parameter

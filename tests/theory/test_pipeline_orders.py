@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.errors import DeadlockError, PlanError
-from parsim.plan.pipeline import (
+from parsim.plans.pipeline import (
     CHUNKED_ORDERS,
     PIPELINE_ORDERS,
     SPLIT_ORDERS,

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT, RankMemory, rank_memory
+from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT, RankMemory, rank_memory
 from parsim.errors import CostError
-from parsim.graph.layout import Layout
+from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
-from parsim.plan.mesh import Mesh
-from parsim.plan.pipeline import in_flight
-from parsim.plan.placement import parse_placement
-from parsim.plan.plan import Plan, Stage
-from parsim.schedule.memory import plan_memory, rank_boundary, rank_weights
+from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import in_flight
+from parsim.plans.placement import parse_placement
+from parsim.plans.plan import Plan, Stage
+from parsim.predict.plan_memory import plan_memory, rank_boundary, rank_weights
 from tests.models import chain_model, residual_model, sharded_model
 
 MODEL = sharded_model()
@@ -48,7 +48,7 @@ def plan(*placements: str, mesh: Mesh | None = None, model: Model = MODEL, zero_
 
 
 def memory(of: Plan, model: Model = MODEL, optimizer: str = "adam") -> tuple[RankMemory, ...]:
-    return plan_memory(Layout(of, model), cluster(), precision="fp32", optimizer=optimizer)
+    return plan_memory(PlanIndex(of, model), cluster(), precision="fp32", optimizer=optimizer)
 
 
 SHARDED = ("shard:column/4", "shard:row/4", "shard:column/4", "shard:row/4", "batch")
@@ -146,7 +146,7 @@ def test_samples_by_component_need_their_boundary() -> None:
 @pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 1, 1), (2, 2, 1), (3, 1, 1), (2, 1, 2)])
 def test_the_general_count_equals_the_uniform_one_where_all_is_batch_sharded(model: Model, pp: int, dp: int, tp: int) -> None:
     of = plan(mesh=Mesh(pp=pp, dp=dp, tp=tp), model=model, microbatches=4)
-    layout = Layout(of, model)
+    layout = PlanIndex(of, model)
     for found in memory(of, model):
         rank = found.rank
         names = layout.rank_components(rank)
@@ -186,12 +186,12 @@ def test_any_mixture(placements: tuple[str, ...], zero_stage: int, microbatches:
     of = plan(*placements, zero_stage=zero_stage, microbatches=microbatches)
     found = memory(of)
     everything = memory(plan(*["replicate"] * 5, microbatches=microbatches))[0]
-    parts = [rank_weights(Layout(of, MODEL), rank) for rank in range(4)]
+    parts = [rank_weights(PlanIndex(of, MODEL), rank) for rank in range(4)]
     assert sum(entry.updated_elements for entry in parts) >= 4 * (WEIGHT + BIAS), "every parameter is updated somewhere"
     for entry, own in zip(found, parts, strict=True):
         assert all(size >= 0 for _, size in entry.lines)
-        held = sum(parameter.elements for parameter in Layout(of, MODEL).rank_parameters(entry.rank))
-        assert own.updated_elements <= held + 4 * len(Layout(of, MODEL).rank_buckets(entry.rank))
+        held = sum(parameter.elements for parameter in PlanIndex(of, MODEL).rank_parameters(entry.rank))
+        assert own.updated_elements <= held + 4 * len(PlanIndex(of, MODEL).rank_buckets(entry.rank))
         assert entry.line("activations") <= everything.line("activations")
         assert entry.line("boundary_values") <= 2 * microbatches * 5 * VALUE
     more = memory(replace(of, global_batch=2 * BATCH))
@@ -206,13 +206,13 @@ def test_any_mixture(placements: tuple[str, ...], zero_stage: int, microbatches:
     zero_stage=st.integers(0, 3),
 )
 def test_tp_ranks_hold_alike_where_no_component_is_placed_on_one(placements: tuple[str, ...], zero_stage: int) -> None:
-    layout = Layout(plan(*placements, zero_stage=zero_stage), MODEL)
+    layout = PlanIndex(plan(*placements, zero_stage=zero_stage), MODEL)
     assert all(rank_boundary(layout, MODEL.value, rank) == rank_boundary(layout, MODEL.value, 0) for rank in range(4))
     assert all(rank_weights(layout, rank) == rank_weights(layout, 0) for rank in range(4))
 
 
 def test_optimizer_state_is_what_the_executor_keeps() -> None:
     pytest.importorskip("torch")
-    from parsim.execute.optimizer import OPTIMIZERS, state_bytes_per_element
+    from parsim.execute.state.optimizer import OPTIMIZERS, state_bytes_per_element
 
     assert {name: state_bytes_per_element(name) for name in OPTIMIZERS} == dict(OPTIMIZER_STATE_BYTES_PER_ELEMENT)

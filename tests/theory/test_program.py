@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from strategies import random_graph
 
 from parsim.algorithms.program import Part, Program, simulate_program, unrolled
+from parsim.engines import dynamic, static
 from parsim.errors import AlgorithmError
 from parsim.graph.task import COMPUTE, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
-from parsim.simulate import dynamic, static
 from parsim.work import Compute, Phase
 
 RANKS = 4

@@ -9,8 +9,8 @@ from parsim.algorithms.gossip_program import gossip_program
 from parsim.algorithms.graphs import mixing_graph
 from parsim.algorithms.program import ProgramTimes, simulate_program
 from parsim.algorithms.program_costs import gossip_model, priced
+from parsim.costs.communication.exchange import exchange_seconds
 from parsim.costs.costs import Costs
-from parsim.costs.exchange import exchange_seconds
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.spec import ModelSpec, load_model

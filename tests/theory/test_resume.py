@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from calibration.build_profile import crowding, resuming_s
-from calibration.measure_crowding import crowded
-from calibration.measure_resume import resumed_s
-from calibration.pausing import Pausing
+from calibration.fit.build_profile import crowding, resuming_s
+from calibration.measure.core_sharing import crowded
+from calibration.measure.delayed_streams import Pausing
+from calibration.measure.post_wait import resumed_s
 from parsim.execute.streams import make_streams
 from parsim.graph.task import COMPUTE
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import HostOverhead, load_profile
-from parsim.schedule.evaluate import Evaluation, evaluate
+from parsim.predict.evaluate import Evaluation, evaluate
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.families import FAMILIES
-from parsim.schedule.problem import Problem
 from parsim.work import Compute, Phase
 from tests.models import chain_model
 
@@ -29,7 +29,7 @@ def found(family: str, ranks: int, resume_s: float, *, engine: str = "static") -
     host = HostOverhead(task_s=0.0, step_s=0.0, resume_s=resume_s, source="throughput")
     profile = load_profile("dgx1-v100-32gb").model_copy(update={"host": host})
     model = chain_model((4e9, 8e9, 6e9, 4e9), elements=400_000)
-    problem = Problem(model=model, cluster=cluster_from_profile(profile, ranks), global_batch=64)
+    problem = PlanningProblem(model=model, cluster=cluster_from_profile(profile, ranks), global_batch=64)
     plan = next(plan for plan in FAMILIES[family](problem) if plan.world_size == ranks)
     return evaluate(problem, plan, samples=20, fold=False, engine=engine)
 

@@ -9,17 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.schedule.brute_force import solve_brute_force
-from parsim.schedule.exact import solve_exactly
-from parsim.schedule.milp import solve_milp
-from parsim.schedule.objective import fits, step_s
-from parsim.schedule.paper import PaperProblem, solve_paper_brute_force, solve_paper_dynamic, solve_paper_milp
-from parsim.schedule.placing import Placing
+from parsim.schedule.placement.brute_force import solve_brute_force
+from parsim.schedule.placement.exact import solve_exactly
+from parsim.schedule.placement.milp import solve_milp
+from parsim.schedule.placement.objective import fits, step_s
+from parsim.schedule.placement.paper_formulation import (
+    PaperProblem,
+    solve_paper_brute_force,
+    solve_paper_dynamic,
+    solve_paper_milp,
+)
+from parsim.schedule.placement.placement_problem import PlacementProblem
 
 CLOSE = 1e-9
 
 
-def random_placing(seed: int, *, components: int = 6, options: int = 4) -> Placing:
+def random_placing(seed: int, *, components: int = 6, options: int = 4) -> PlacementProblem:
     """A chain with residual edges, sometimes a tie, one to three constraints of memory from slack to infeasible."""
     rng = np.random.default_rng(seed)
     count = int(rng.integers(2, components + 1))
@@ -33,7 +38,7 @@ def random_placing(seed: int, *, components: int = 6, options: int = 4) -> Placi
     allowed = {}
     if count > 2 and rng.random() < 0.2:
         allowed[0, count - 1] = rng.random((sizes[0], sizes[-1])) < 0.6
-    return Placing(
+    return PlacementProblem(
         components=tuple(f"c{number}" for number in range(count)),
         options=tuple(tuple(range(size)) for size in sizes),  # type: ignore[misc]
         forward_s=tuple(rng.random(size) for size in sizes),
@@ -46,7 +51,7 @@ def random_placing(seed: int, *, components: int = 6, options: int = 4) -> Placi
     )
 
 
-def assert_same(placing: Placing, solver: str, seconds: float, status: str, choice: tuple[int, ...]) -> None:
+def assert_same(placing: PlacementProblem, solver: str, seconds: float, status: str, choice: tuple[int, ...]) -> None:
     oracle = solve_brute_force(placing)
     assert status == oracle.status, solver
     if oracle.choice:

@@ -12,11 +12,11 @@ from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.device import Device
 from parsim.hardware.profile import load_profile
 from parsim.model.spec import ModelSpec, load_model
-from parsim.plan.plan import Plan, check_plan
-from parsim.schedule.evaluate import evaluate
+from parsim.plans.plan import Plan, check_plan
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.choose_recompute import relieved
 from parsim.schedule.families import FAMILIES
-from parsim.schedule.problem import Problem
-from parsim.schedule.relief import relieved
 from parsim.schedule.search import search
 from parsim.work import Compute, Phase
 from tests.models import chain_model
@@ -37,8 +37,8 @@ def cluster(devices: int = 4, *, memory_bytes: int | None = None) -> Cluster:
 CHAIN = chain_model((4e9, 2e9, 6e9, 2e9, 2e9, 4e9), elements=2_000_000)
 
 
-def problem(devices: int = 4, *, batch: int = 64, memory_bytes: int | None = None) -> Problem:
-    return Problem(model=CHAIN, cluster=cluster(devices, memory_bytes=memory_bytes), global_batch=batch)
+def problem(devices: int = 4, *, batch: int = 64, memory_bytes: int | None = None) -> PlanningProblem:
+    return PlanningProblem(model=CHAIN, cluster=cluster(devices, memory_bytes=memory_bytes), global_batch=batch)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -97,7 +97,7 @@ def test_the_gap_compares_the_choice_with_the_bound() -> None:
 def test_where_replicas_do_not_fit_a_pipeline_is_chosen_and_the_reason_names_rank_and_line() -> None:
     """Weights that fill a device twice over: only cutting the model helps."""
     heavy = chain_model((4e9,) * 8, elements=120_000_000)
-    question = Problem(model=heavy, cluster=cluster(4, memory_bytes=8 * 2**30), global_batch=64)
+    question = PlanningProblem(model=heavy, cluster=cluster(4, memory_bytes=8 * 2**30), global_batch=64)
     found = search(question, samples=0)
     assert found.chosen is not None
     assert found.chosen.result.plan.mesh.pp > 1
@@ -151,7 +151,7 @@ def test_both_engines_give_one_result() -> None:
 def test_resnet50_on_eight_v100s_scales_as_published() -> None:
     """SEEDS S1.4.10 asks for the 8-GPU fp32 throughput within 10% of 2766 images/s (NVIDIA, DGX-1, PyTorch)."""
     model = load_model(ModelSpec(name="resnet50"))
-    question = Problem(model=model, cluster=cluster(8), global_batch=1024)
+    question = PlanningProblem(model=model, cluster=cluster(8), global_batch=1024)
     found = search(question, ("dp",), samples=0)
     assert found.chosen is not None
     assert found.chosen.result.throughput_samples_per_s.median == pytest.approx(2766, rel=0.10)
@@ -160,20 +160,20 @@ def test_resnet50_on_eight_v100s_scales_as_published() -> None:
 # --- recomputation ----------------------------------------------------------------------------------------------------
 
 
-def hungry() -> Problem:
+def hungry() -> PlanningProblem:
     """One device; what its components save is most of the memory."""
     model = replace(
         CHAIN,
         components=tuple(replace(each, saved_activation_bytes=2**20 * (each.name != "loss")) for each in CHAIN.components),
     )
-    return Problem(model=model, cluster=cluster(1), global_batch=64, recompute="auto")
+    return PlanningProblem(model=model, cluster=cluster(1), global_batch=64, recompute="auto")
 
 
-def with_memory(asked: Problem, memory_bytes: int) -> Problem:
+def with_memory(asked: PlanningProblem, memory_bytes: int) -> PlanningProblem:
     return replace(asked, cluster=cluster(1, memory_bytes=memory_bytes))
 
 
-def one_microbatch(asked: Problem) -> Plan:
+def one_microbatch(asked: PlanningProblem) -> Plan:
     return next(iter(FAMILIES["single"](asked)))
 
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.costs.compute import SHARD_SIGMA_PER_DOUBLING, estimate_compute
+from parsim.costs.compute.compute import SHARD_SIGMA_PER_DOUBLING, estimate_compute
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.errors import ModelError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile, load_profile
 from parsim.model.component import Component, OperatorShard, Parameter, ParameterShard, Sharding
-from parsim.model.narrow import narrow
+from parsim.model.shard.narrow import narrow
 from parsim.work import Compute, Phase
 from tests.models import sharded_model
 from tests.theory.test_compute_costs import BANDWIDTH, ELEMENTWISE, MATMUL, PEAK, device, fit, measured, profile

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parsim.algorithms.decoupled_program import TickModules, tick_durations_s, tick_program
 from parsim.algorithms.program import simulate_program, unrolled
-from parsim.algorithms.programs import TickModules, tick_durations_s, tick_program
 from parsim.algorithms.staleness import ModuleTimes, decoupling, epoch_s, tick_s
+from parsim.engines import dynamic, static
 from parsim.errors import AlgorithmError
 from parsim.graph.taskgraph import from_text, to_text
-from parsim.simulate import dynamic, static
 from parsim.work import Collective, Compute, Phase
 
 WAYS = [("bp", False), ("ddg", False), ("ddg", True), ("fdg", False), ("fdg", True)]

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from strategies import timed_graphs
 
 from parsim.costs.estimate import OverlapFactors
+from parsim.engines import dynamic
+from parsim.engines.compile import compile_graph
+from parsim.engines.program import Part, TrainingProgram
+from parsim.engines.steps import carried_by_steps, mean_step_s, steps_in_a_row
 from parsim.graph.columns import columns_of
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
-from parsim.simulate import dynamic
-from parsim.simulate.compile import compile_graph
-from parsim.simulate.program import Part, TrainingProgram
-from parsim.simulate.steps import carried_by_steps, mean_step_s, steps_in_a_row
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase
 
 ORIGIN = Origin(stage=0)

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from parsim.engines.static import simulate
 from parsim.errors import PlanError
-from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Task
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.plan.mesh import Mesh
-from parsim.plan.plan import Plan, Stage
-from parsim.schedule.memory import plan_memory
-from parsim.schedule.unsharded import unsharded_bytes
-from parsim.simulate.static import simulate
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
+from parsim.predict.plan_memory import plan_memory
+from parsim.predict.unsharded_memory import unsharded_bytes
 from parsim.work import Collective, Compute, Phase
 from tests.models import chain_model
 from tests.plans import MODEL, plans
@@ -66,20 +66,20 @@ def test_lines_in_closed_form() -> None:
     and gradients, and either the gradients of the one before, being sent, or the parameters of the next, being gathered."""
     cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"))
     found = {
-        stage: plan_memory(Layout(replicas(stage), CHAIN), cluster, precision="fp32", optimizer="adam")[0]
+        stage: plan_memory(PlanIndex(replicas(stage), CHAIN), cluster, precision="fp32", optimizer="adam")[0]
         for stage in (0, 1, 2, 3)
     }
     whole = LAYERS * BUCKET
     assert [found[stage].line("parameters") for stage in found] == [whole, whole, whole, whole // 4]
     assert [found[stage].line("gradients") for stage in found] == [whole, whole, whole // 4, whole // 4]
     assert [found[stage].line("optimizer_state") for stage in found] == [2 * whole, whole // 2, whole // 2, whole // 2]
-    assert unsharded_bytes(Layout(replicas(1), CHAIN), 0) == {}
-    least = [{own.least for own in unsharded_bytes(Layout(replicas(stage), CHAIN), 0).values()} for stage in (2, 3)]
+    assert unsharded_bytes(PlanIndex(replicas(1), CHAIN), 0) == {}
+    least = [{own.least for own in unsharded_bytes(PlanIndex(replicas(stage), CHAIN), 0).values()} for stage in (2, 3)]
     assert least == [{0.0, BUCKET}, {BUCKET, 2 * BUCKET}], "of the loss, and of all others: nothing is on its way"
     assert [
         {name: low for name, low, _ in found[stage].spreads}["unsharded"] < found[stage].line("unsharded") for stage in (2, 3)
     ]
-    most = [{name: own.most for name, own in unsharded_bytes(Layout(replicas(stage), CHAIN), 0).items()} for stage in (2, 3)]
+    most = [{name: own.most for name, own in unsharded_bytes(PlanIndex(replicas(stage), CHAIN), 0).items()} for stage in (2, 3)]
     assert most[0] == {
         "loss": 0, "c5": BUCKET, "c4": 2 * BUCKET, "c3": 2 * BUCKET, "c2": 2 * BUCKET, "c1": 2 * BUCKET, "c0": 2 * BUCKET
     }  # fmt: skip
@@ -92,7 +92,7 @@ def test_lines_in_closed_form() -> None:
 def test_every_stage_needs_less_on_many_ranks() -> None:
     cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"))
     totals = [
-        plan_memory(Layout(replicas(stage, dp=8), CHAIN), cluster, precision="fp32", optimizer="adam")[0].total_bytes
+        plan_memory(PlanIndex(replicas(stage, dp=8), CHAIN), cluster, precision="fp32", optimizer="adam")[0].total_bytes
         for stage in (0, 1, 2, 3)
     ]
     assert totals == sorted(totals, reverse=True)
@@ -104,7 +104,7 @@ def test_whatever_takes_how_long_no_more_is_whole_than_predicted(plan: Plan, zer
     """Parameters are there when they are needed, gradients until they are sent; never more than the most of `unsharded_bytes`
     at once, and never less than the least."""
     plan = replace(plan, zero_stage=zero_stage)
-    layout = Layout(plan, MODEL)
+    layout = PlanIndex(plan, MODEL)
     graph = lower(plan, MODEL)
     come_and_go = [task for task in graph.tasks if task.origin.bucket is not None and task.origin.microbatch is not None]
     assume(come_and_go)
@@ -127,7 +127,7 @@ def test_whatever_takes_how_long_no_more_is_whole_than_predicted(plan: Plan, zer
 
 
 def _held(
-    task: Task, rank: int, own: list[Task], layout: Layout, start: np.ndarray, end: np.ndarray
+    task: Task, rank: int, own: list[Task], layout: PlanIndex, start: np.ndarray, end: np.ndarray
 ) -> tuple[float, float, int]:  # type: ignore[type-arg]
     """From when to when a bucket that comes or goes with this collective lies whole on the rank, and its bytes."""
     assert isinstance(task.work, Collective)
@@ -159,7 +159,7 @@ def _held(
 @given(plans())
 def test_every_parameter_is_gathered_before_it_is_used(plan: Plan) -> None:
     plan = replace(plan, zero_stage=3)
-    layout, graph = Layout(plan, MODEL), lower(plan, MODEL)
+    layout, graph = PlanIndex(plan, MODEL), lower(plan, MODEL)
     for task in graph.tasks:
         if isinstance(task.work, Compute):
             (rank,) = task.ranks
@@ -186,5 +186,5 @@ def test_tied_parameters_of_two_stages_stay_whole() -> None:
     names = tuple(component.name for component in model.components)
     stages = (Stage(components=names[:2], ranks=(0, 1)), Stage(components=names[2:], ranks=(2, 3)))
     plan = Plan(strategy="hp", mesh=mesh, stages=stages, global_batch=8, microbatches=2, zero_stage=3)
-    layout = Layout(plan, model)
+    layout = PlanIndex(plan, model)
     assert {bucket.stages: layout.zero_stage_of(bucket) for bucket in layout.buckets} == {(0,): 3, (1,): 3, (0, 1): 1}

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
-from parsim.plan.mesh import Mesh
-from parsim.plan.plan import Plan, Stage
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
+from parsim.predict.result import Interval, PlanResult
 from parsim.report.compare import compare
 from parsim.report.html import ReportData, ReportRun, ReportSection
-from parsim.schedule.result import Interval, PlanResult
 from parsim.timeline import Span, Timeline
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
 

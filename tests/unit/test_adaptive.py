@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parsim.costs.corrected import NO_CORRECTIONS, CommunicationClass, Corrections
+from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, CommunicationClass, Corrections
 from parsim.errors import ScheduleError
-from parsim.plan.plan import Plan
-from parsim.schedule.adaptive import Choice, Controller, ControllerConfig, Keep, Replan
+from parsim.plans.plan import Plan
+from parsim.schedule.live.controller import Controller, ControllerConfig, Keep, PlanChoice, Replan
 from tests.adaptive_toy import Toy, ToyPlan, seen
 
 CHATTY = ToyPlan(0, 1.0, 0.5)
@@ -217,7 +217,7 @@ def test_a_change_outdates_what_was_known_of_unused_links() -> None:
 
 
 def test_a_failed_planning_keeps_the_plan_and_says_why() -> None:
-    def nothing_fits(corrections: Corrections, current: Plan) -> Choice:
+    def nothing_fits(corrections: Corrections, current: Plan) -> PlanChoice:
         raise ScheduleError("no plan fits: rank 0 by 3 GiB")
 
     controller = replace(TOY.controller(CONFIG), plan_for=nothing_fits)

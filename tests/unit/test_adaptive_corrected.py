@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from parsim.costs.corrected import (
+from parsim.costs.costs import Costs
+from parsim.costs.feedback.run_corrections import (
     NO_CORRECTIONS,
     CommunicationClass,
     ComputeClass,
@@ -15,13 +16,12 @@ from parsim.costs.corrected import (
     class_seconds,
     learn,
 )
-from parsim.costs.costs import Costs
 from parsim.costs.pricing import price
 from parsim.errors import CostError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.plan.mesh import Mesh
-from parsim.schedule.problem import Problem
+from parsim.plans.mesh import Mesh
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.stages import balanced_plan
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
 from tests.models import chain_model
@@ -134,7 +134,7 @@ def test_a_price_is_not_shared_between_ranks_of_different_speed() -> None:
 
 
 def test_a_slow_rank_gets_a_smaller_stage() -> None:
-    problem = Problem(model=MODEL, cluster=CLUSTER, global_batch=64)
+    problem = PlanningProblem(model=MODEL, cluster=CLUSTER, global_batch=64)
     slow = replace(problem, corrections=Corrections(ranks=((0, 1.0), (1, 1.0), (2, 3.0), (3, 1.0))))
     sizes = [
         [

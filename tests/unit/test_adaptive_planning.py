@@ -9,15 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.corrected import CommunicationClass, Corrections
-from parsim.costs.memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
+from parsim.costs.feedback.run_corrections import CommunicationClass, Corrections
+from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
 from parsim.errors import ScheduleError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.plan.mesh import Mesh
-from parsim.plan.plan import Plan
-from parsim.schedule.adaptive import Keep, Replan
-from parsim.schedule.adaptive_planning import (
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.families import dp_plans, single_plans
+from parsim.schedule.live.controller import Keep, Replan
+from parsim.schedule.live.planning import (
     controller_for,
     expected_seconds,
     observation_of,
@@ -29,16 +32,13 @@ from parsim.schedule.adaptive_planning import (
     switch_cost,
     task_seconds,
 )
-from parsim.schedule.evaluate import evaluate
-from parsim.schedule.families import dp_plans, single_plans
-from parsim.schedule.problem import Problem
 from parsim.schedule.search import search
 from parsim.schedule.stages import balanced_plan
 from parsim.work import SendRecv
 from tests.models import chain_model
 
 ELEMENTS = 2_000_000
-PROBLEM = Problem(
+PROBLEM = PlanningProblem(
     model=chain_model((4e9, 2e9, 6e9, 2e9), elements=ELEMENTS),
     cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 4),
     global_batch=64,

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from parsim.errors import ScheduleError
-from parsim.schedule.adaptive import Controller, ControllerConfig, Keep, Replan
-from parsim.schedule.adaptive_planning import pool_planner, priced, switch_cost
-from parsim.schedule.adaptive_scenario import (
-    Course,
+from parsim.predict.evaluate import evaluate
+from parsim.schedule.live.controller import Controller, ControllerConfig, Keep, Replan
+from parsim.schedule.live.planning import pool_planner, priced, switch_cost
+from parsim.schedule.live.scenario import (
     Disturbance,
     Path,
-    Scenario,
+    PoolCourse,
+    TuningScenario,
     best_static,
     course_of,
     disturbed,
@@ -23,17 +24,16 @@ from parsim.schedule.adaptive_scenario import (
     oracle,
     stay,
 )
-from parsim.schedule.evaluate import evaluate
 from tests.unit.test_adaptive_planning import DP, HP, MP, PROBLEM
 
 POOL = [priced(PROBLEM, plan) for plan in (DP, MP, HP)]
 COST = switch_cost(PROBLEM, rebuild_s=1.0)
 SLOW_LINK = Disturbance(factor=3000.0, first=10, end=35, link=("gpu0", "gpu3"))
-QUIET = Scenario(name="quiet", windows=60, steps_per_window=200, windows_per_epoch=20)
+QUIET = TuningScenario(name="quiet", windows=60, steps_per_window=200, windows_per_epoch=20)
 SLOW = replace(QUIET, name="slow", disturbances=(SLOW_LINK,), probe_s=0.5, epoch_probes=True, planning_s=0.5)
 
 
-def controlled(course: Course, config: ControllerConfig | None = None) -> Path:
+def controlled(course: PoolCourse, config: ControllerConfig | None = None) -> Path:
     start = POOL[0]
     controller = Controller(
         config=config or ControllerConfig(),

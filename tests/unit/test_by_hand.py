@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from parsim.commands.question import fixed_plan, problem_of
-from parsim.config import parse_config
 from parsim.errors import ConfigError, PlanError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
-from parsim.plan.mesh import Mesh
-from parsim.plan.placement import BATCH, REPLICATE, Placement, parse_placement
+from parsim.plans.mesh import Mesh
+from parsim.plans.placement import BATCH, REPLICATE, Placement, parse_placement
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.by_hand import (
     components_of,
     custom_plan,
@@ -26,17 +26,17 @@ from parsim.schedule.by_hand import (
     pins_by_pattern,
     placements_by_pattern,
 )
-from parsim.schedule.evaluate import evaluate
-from parsim.schedule.problem import Problem
+from parsim.workflow.config import parse_config
+from parsim.workflow.load import fixed_plan, problem_of
 from tests.models import residual_model, sharded_model
 
 MODEL = sharded_model()
 
 
 @cache
-def problem(**changes: Any) -> Problem:
+def problem(**changes: Any) -> PlanningProblem:
     cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), 4)
-    return replace(Problem(model=MODEL, cluster=cluster, global_batch=64), **changes)
+    return replace(PlanningProblem(model=MODEL, cluster=cluster, global_batch=64), **changes)
 
 
 def placed(patterns: Mapping[str, str], model: Model = MODEL) -> dict[str, str]:

@@ -13,10 +13,10 @@ import pytest
 
 from parsim.cli import COMMANDS, main
 from parsim.commands.calibrate import calibration_cases, local_batches
-from parsim.config import parse_config
-from parsim.costs.collectives import busbw_bytes_per_s
+from parsim.costs.communication.collectives import busbw_bytes_per_s
 from parsim.model.spec import ModelSpec, load_model
-from parsim.plan.plan import Plan
+from parsim.plans.plan import Plan
+from parsim.workflow.config import parse_config
 
 RUN_TOML = """
 [model]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.config import RunConfig, load_config, parse_config, parse_overrides
 from parsim.errors import ConfigError
 from parsim.model.spec import ModelSpec
+from parsim.workflow.config import RunConfig, load_config, parse_config, parse_overrides
 
 BASE = """
 [model]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from parsim.engines.scenario.controlled import Change, Controlled, RunnableStep, WindowSeen, run_controlled
+from parsim.engines.scenario.scenario import Scenario, parse_scenario
 from parsim.errors import ScenarioError, ScheduleError
-from parsim.schedule.adaptive import Controller, ControllerConfig, Keep, Replan
-from parsim.schedule.adaptive_driver import AdaptiveWindows, runnable_of
-from parsim.schedule.adaptive_planning import pool_planner, priced, switch_cost
-from parsim.schedule.adaptive_scenario import Disturbance, disturbed
-from parsim.schedule.evaluate import evaluate
-from parsim.simulate.controlled import Change, Controlled, Runnable, WindowSeen, run_controlled
-from parsim.simulate.scenario import Scenario, parse_scenario
+from parsim.predict.evaluate import evaluate
+from parsim.schedule.live.controller import Controller, ControllerConfig, Keep, Replan
+from parsim.schedule.live.driver import AdaptiveWindows, runnable_of
+from parsim.schedule.live.planning import pool_planner, priced, switch_cost
+from parsim.schedule.live.scenario import Disturbance, disturbed
 from tests.unit.test_adaptive_planning import DP, HP, MP, PROBLEM
 
 POOL = [priced(PROBLEM, plan) for plan in (DP, MP, HP)]
@@ -42,7 +42,7 @@ def adaptive() -> AdaptiveWindows:
     return AdaptiveWindows(controller, POOL, probe_s=0.5)
 
 
-def play(controller: object, scenario: Scenario, *, first: Runnable = RUNNABLE[DP], windows: int = 40) -> Controlled:
+def play(controller: object, scenario: Scenario, *, first: RunnableStep = RUNNABLE[DP], windows: int = 40) -> Controlled:
     return run_controlled(
         first,
         controller,

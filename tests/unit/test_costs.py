@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 
 from parsim.costs import Costs, Estimate, price
-from parsim.costs.collectives import estimate_collective, estimate_send_recv
-from parsim.costs.compute import estimate_compute, estimate_optimizer
+from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
+from parsim.costs.compute.compute import estimate_compute, estimate_optimizer
 from parsim.costs.estimate import OverlapFactors
 from parsim.errors import CostError, GraphError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.compute_records import ComponentPoint, Compute, OptimizerPoint
+from parsim.hardware.compute_records import ComponentPoint, ComputeRecords, OptimizerPoint
 from parsim.hardware.profile import (
     CollectiveFit,
     Communication,
@@ -25,12 +25,12 @@ from parsim.hardware.profile import (
     Regime,
     load_profile,
 )
-from parsim.plan.mesh import Mesh
-from parsim.plan.plan import Plan, Stage
-from parsim.schedule.evaluate import evaluate
-from parsim.schedule.problem import Problem
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import Collective, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
-from parsim.work import Compute as ComputeWork
+from parsim.work import ComputeRecords as ComputeWork
 from tests.models import chain_model
 
 MODEL = chain_model()
@@ -92,7 +92,7 @@ def gloo_profile(**changes: object) -> Profile:
             },
             "devices": [{"index": index, "type": "toy"} for index in range(4)],
             "communication": Communication(backend="gloo", fits=[fit]).model_dump(),
-            "compute": Compute(components=[point]).model_dump(),
+            "compute": ComputeRecords(components=[point]).model_dump(),
         }
     )
     return document.model_copy(update=changes)
@@ -228,14 +228,14 @@ def test_four_replicas_on_two_cores_take_twice_the_computation_of_two() -> None:
     ]
     step = {"optimizer": "sgd_momentum", "device_type": "toy", "seconds": 1e-3, "spread": 0.0, "repeats": 9, "source": "x"}
     optimizer = OptimizerPoint(elements=MODEL.parameter_count, tensors=len(MODEL.parameters), **step)
-    profile = gloo_profile(compute=Compute(components=points, optimizers=[optimizer]))
+    profile = gloo_profile(compute=ComputeRecords(components=points, optimizers=[optimizer]))
     devices = [entry.model_copy(update={"core": 5 + entry.index % 2}) for entry in profile.devices]
     shared = profile.model_copy(update={"devices": devices})
     assert cluster_from_profile(profile).core_of_rank(4) == (0, 1, 2, 3)
     assert cluster_from_profile(shared).core_of_rank(4) == (0, 1, 0, 1)
 
     def step_s(profile: Profile, ranks: int) -> float:
-        problem = Problem(model=MODEL, cluster=cluster_from_profile(profile), global_batch=8 * ranks)
+        problem = PlanningProblem(model=MODEL, cluster=cluster_from_profile(profile), global_batch=8 * ranks)
         stage = Stage(components=tuple(c.name for c in MODEL.components), ranks=tuple(range(ranks)))
         plan = Plan(strategy="custom", mesh=Mesh(dp=ranks), stages=(stage,), global_batch=8 * ranks, bucket_bytes=10**9)
         free = Regime(max_size_bytes=None, latency_s=0, seconds_per_byte=0)

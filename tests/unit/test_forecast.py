@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from parsim.cli import main
+from parsim.engines.dynamic import run_program
+from parsim.engines.program import Part, TrainingProgram
+from parsim.engines.scenario.conditions import conditions_for
+from parsim.engines.scenario.scenario import Scenario, parse_scenario
 from parsim.errors import ScenarioError
-from parsim.plan.plan import Plan
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import REPEATED_STEPS, evaluate
+from parsim.predict.forecast import Played
 from parsim.report.scenario_tables import states_table
 from parsim.report.tables import to_text
-from parsim.schedule.evaluate import REPEATED_STEPS, evaluate
-from parsim.schedule.forecast import Played
-from parsim.simulate.conditions import conditions_for
-from parsim.simulate.dynamic import run_program
-from parsim.simulate.program import Part, TrainingProgram
-from parsim.simulate.scenario import Scenario, parse_scenario
 from tests.unit.test_adaptive_planning import DP, HP, PROBLEM
 
 RUN = "[run]\nsamples_per_epoch = 100000\nepochs = 2\ndraws = 30\n"

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parsim.errors import ExecutionError
-from parsim.execute.fragments import WHOLE, Fragment, is_per_element, join, join_state
+from parsim.execute.state.fragments import WHOLE, Fragment, is_per_element, join, join_state
 from parsim.model.component import ParameterShard
-from parsim.model.pieces import piece
+from parsim.model.shard.pieces import piece
 
 
 @st.composite

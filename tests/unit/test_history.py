@@ -10,22 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from parsim.costs.conformal import Record
-from parsim.costs.history import NO_HISTORY, History, append_record, fingerprint, history_path, read_history
+from parsim.costs.feedback.history import NO_HISTORY, History, append_record, fingerprint, history_path, read_history
+from parsim.costs.uncertainty.conformal import ValidationRecord
 from parsim.errors import ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Noise, Profile, load_profile
-from parsim.schedule.evaluate import evaluate
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.families import FAMILIES
-from parsim.schedule.problem import Problem
 from tests.models import chain_model
 
 PROFILE = load_profile("dgx1-v100-32gb")
 OWN = fingerprint(PROFILE)
 
 
-def record(number: int, *, ratio: float = 1.0, profile: str = OWN, machine: str = "m, 2 cores") -> Record:
-    return Record(
+def record(number: int, *, ratio: float = 1.0, profile: str = OWN, machine: str = "m, 2 cores") -> ValidationRecord:
+    return ValidationRecord(
         model=f"model {number % 3}",
         run=f"run {number % 4}",
         predicted_s=0.1,
@@ -38,7 +38,7 @@ def record(number: int, *, ratio: float = 1.0, profile: str = OWN, machine: str 
     )
 
 
-def history_of(path: Path, records: list[Record]) -> History:
+def history_of(path: Path, records: list[ValidationRecord]) -> History:
     for entry in records:
         append_record(path, entry)
     return read_history(path, PROFILE)
@@ -145,13 +145,13 @@ def test_stale_is_said_and_only_then(tmp_path: Path) -> None:
 
 def test_intervals_of_a_profile_with_a_history_are_corrected(tmp_path: Path) -> None:
     """Twelve measurements 1.5 half-widths off: every interval grows to that, medians stay."""
-    problem = Problem(model=chain_model(), cluster=cluster_from_profile(PROFILE, 2), global_batch=8)
+    problem = PlanningProblem(model=chain_model(), cluster=cluster_from_profile(PROFILE, 2), global_batch=8)
     plan = next(iter(FAMILIES["dp"](problem)))
     before = evaluate(problem, plan).result
     assert before.interval_correction is not None
     assert before.interval_correction.to_dict()["text"] == "not corrected: 0 of the 9 validations needed"
     known = history_of(tmp_path / "h", [record(number, ratio=1.1**1.5) for number in range(12)])
-    after = evaluate(Problem(model=chain_model(), cluster=problem.cluster, global_batch=8, history=known), plan).result
+    after = evaluate(PlanningProblem(model=chain_model(), cluster=problem.cluster, global_batch=8, history=known), plan).result
     assert known.correction.factor == pytest.approx(1.5)
     assert after.step_s.median == before.step_s.median
     assert math.log(after.step_s.p95 / after.step_s.median) == pytest.approx(

@@ -12,8 +12,8 @@ import pytest
 from parsim.errors import ModelError
 from parsim.model import LOSS, Model, ModelSpec, load_model
 from parsim.model.model import GRANULARITIES
-from parsim.model.narrow import narrow
 from parsim.model.presets import PRESETS, preset_lines
+from parsim.model.shard.narrow import narrow
 from parsim.model.spec import interface_of, loss_of, resolve
 from parsim.model.zoo import ZOO
 
@@ -133,7 +133,9 @@ def test_presets_need_no_torch() -> None:
 
 
 def test_trace_is_a_function_whatever_is_imported() -> None:
-    program = "import parsim.model.trace, parsim.model; assert parsim.model.trace.__name__ == 'trace', parsim.model.trace"
+    program = (
+        "import parsim.model.tracing.trace, parsim.model; assert parsim.model.trace.__name__ == 'trace', parsim.model.trace"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

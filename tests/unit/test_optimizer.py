@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch
 
 from parsim.errors import ConfigError
-from parsim.execute.optimizer import distinct, flat_gradients, make_optimizer, state_bytes_per_element
+from parsim.execute.state.optimizer import distinct, flat_gradients, make_optimizer, state_bytes_per_element
 
 
 def make_parameters() -> list[torch.nn.Parameter]:

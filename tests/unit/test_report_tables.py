@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from report_samples import RESNET, breakdown_of, durations_s, memory_of, results, run_in_order, step_graph
 
 from parsim.hardware.profile import Profile, load_profile, shipped_profiles
+from parsim.predict.result import Interval
 from parsim.report import tables
 from parsim.report.compare import compare
 from parsim.report.profile_table import calibration_table
 from parsim.report.tables import Column, ReportTable, to_rich, to_text
-from parsim.schedule.result import Interval
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.execute import machine_state as states
-from parsim.execute.environment import describe_environment
-from parsim.execute.machine_state import clocks_text, core_clocks_hz, machine_state, parse_ticks, stolen_share
-from parsim.execute.same_machine import is_measured, profile_differences
+from parsim.execute.processes import machine_state as states
+from parsim.execute.processes.environment import describe_environment
+from parsim.execute.processes.machine_state import clocks_text, core_clocks_hz, machine_state, parse_ticks, stolen_share
+from parsim.execute.processes.same_machine import is_measured, profile_differences
 from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.profile import DeviceTypeEntry, Profile, load_profile
 from tests.unit.test_profile import minimal

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from parsim.engines.scenario.conditions import check_places
+from parsim.engines.scenario.scenario import LinkChange, Scenario, Straggler, load_scenario, parse_scenario
 from parsim.errors import ScenarioError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.simulate.conditions import check_places
-from parsim.simulate.scenario import LinkChange, Scenario, Straggler, load_scenario, parse_scenario
 
 CLUSTER = cluster_from_profile(load_profile("dgx1-v100-32gb"), 8)
 

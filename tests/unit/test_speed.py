@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from parsim.execute.probe import SpeedProbe
+from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.pace import pace_s, slowness_today
 from parsim.hardware.profile import HostOverhead, Noise, PaceToday, ProbeSeconds, Profile, load_profile
-from parsim.plan.plan import Plan
-from parsim.schedule.evaluate import evaluate
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.result import PlanResult
+from parsim.predict.speed import FloatArray, differs, slowness, step_at_pace
 from parsim.schedule.families import FAMILIES
-from parsim.schedule.problem import Problem
-from parsim.schedule.result import PlanResult
-from parsim.schedule.speed import FloatArray, differs, slowness, step_at_pace
 from tests.models import chain_model
 
 THEN = ProbeSeconds(alone=2e-3, together=3e-3)
@@ -32,17 +32,17 @@ def noise(probe: ProbeSeconds | None, *, rank_sigma: float = 0.0) -> Noise:
     return Noise(drift_sigma=0.1, rank_sigma=rank_sigma, probe=probe, source="throughput")
 
 
-def problem_on(devices: int, profile: Profile | None = None) -> Problem:
+def problem_on(devices: int, profile: Profile | None = None) -> PlanningProblem:
     model = chain_model((4e9, 8e9, 6e9, 4e9), elements=400_000)
     profile = profile_with(None) if profile is None else profile
-    return Problem(model=model, cluster=cluster_from_profile(profile, devices), global_batch=64)
+    return PlanningProblem(model=model, cluster=cluster_from_profile(profile, devices), global_batch=64)
 
 
-def plan_of(problem: Problem, family: str) -> Plan:
+def plan_of(problem: PlanningProblem, family: str) -> Plan:
     return next(plan for plan in FAMILIES[family](problem) if plan.world_size == problem.cluster.size)
 
 
-def paced_s(problem: Problem, plan: Plan, slow: FloatArray) -> float:
+def paced_s(problem: PlanningProblem, plan: Plan, slow: FloatArray) -> float:
     return step_at_pace(problem, evaluate(problem, plan, samples=0, fold=False), slow)
 
 

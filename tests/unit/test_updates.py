@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from parsim.costs.corrected import CommunicationClass, ComputeClass, Corrections
-from parsim.costs.history import fingerprint
-from parsim.costs.refit import Evidence, refit
-from parsim.costs.updates import updates_of, with_update, without_updates
+from parsim.costs.feedback.history import fingerprint
+from parsim.costs.feedback.refit import Evidence, refit
+from parsim.costs.feedback.run_corrections import CommunicationClass, ComputeClass, Corrections
+from parsim.costs.feedback.updates import updates_of, with_update, without_updates
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile, load_profile, save_profile
-from parsim.plan.plan import Plan
-from parsim.schedule.evaluate import evaluate
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.families import FAMILIES
-from parsim.schedule.problem import Problem
 from parsim.work import Phase
 from tests.models import chain_model
 from tests.slow_machines import Machine, after_run, error
@@ -26,12 +26,12 @@ SLOW = Corrections(ranks=((0, 1.0), (1, 1.2)))
 TARGET = 0.05
 
 
-def problem_on(profile: Profile, devices: int = 2) -> Problem:
+def problem_on(profile: Profile, devices: int = 2) -> PlanningProblem:
     model = chain_model((4e9, 8e9, 6e9, 4e9), elements=400_000)
-    return Problem(model=model, cluster=cluster_from_profile(profile, devices), global_batch=64)
+    return PlanningProblem(model=model, cluster=cluster_from_profile(profile, devices), global_batch=64)
 
 
-def plan_of(problem: Problem, family: str = "dp") -> Plan:
+def plan_of(problem: PlanningProblem, family: str = "dp") -> Plan:
     return next(plan for plan in FAMILIES[family](problem) if plan.world_size == problem.cluster.size)
 
 

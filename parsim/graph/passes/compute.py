@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parsim.graph.draft import Draft, Key
-from parsim.graph.layout import Layout
+from parsim.graph.graph_builder import Draft, Key
 from parsim.graph.passes.convert import (
     Moving,
     add_arriving_gradient,
@@ -18,13 +17,14 @@ from parsim.graph.passes.convert import (
     gradient_keys,
     value_keys,
 )
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource
-from parsim.plan.pipeline import SPLIT_ORDERS, pipeline_actions
-from parsim.plan.plan import Plan
+from parsim.plans.pipeline import SPLIT_ORDERS, pipeline_actions
+from parsim.plans.plan import Plan
 from parsim.work import Compute, LoadBatch, Phase
 
 
-def add_computation(draft: Draft, layout: Layout) -> None:
+def add_computation(draft: Draft, layout: PlanIndex) -> None:
     """Every rank: one LoadBatch if its components read the batch, then its actions; the tp ranks of a replica side by side."""
     plan = layout.plan
     for place in range(plan.mesh.pp):
@@ -35,13 +35,13 @@ def add_computation(draft: Draft, layout: Layout) -> None:
                 add_action(draft, layout, action.stage, replica, action.phase, action.microbatch)
 
 
-def add_loads(draft: Draft, layout: Layout, stage: int, replica: int) -> None:
+def add_loads(draft: Draft, layout: PlanIndex, stage: int, replica: int) -> None:
     """The tp ranks of a replica load what they read of the batch."""
     for shard in range(layout.plan.mesh.tp):
         _add_load(draft, layout, layout.rank(stage, replica, shard))
 
 
-def add_action(draft: Draft, layout: Layout, stage: int, replica: int, phase: Phase, microbatch: int) -> None:
+def add_action(draft: Draft, layout: PlanIndex, stage: int, replica: int, phase: Phase, microbatch: int) -> None:
     """One phase of one microbatch on one replica of a stage (one of `Plan.stages`)."""
     for own, name in computations(layout, stage, phase):
         match own:
@@ -55,7 +55,7 @@ def add_action(draft: Draft, layout: Layout, stage: int, replica: int, phase: Ph
                 _add_backward(draft, layout, replica, name, microbatch)
 
 
-def computations(layout: Layout, stage: int, phase: Phase) -> Iterator[tuple[Phase, str]]:
+def computations(layout: PlanIndex, stage: int, phase: Phase) -> Iterator[tuple[Phase, str]]:
     """What a stage (one of `Plan.stages`) computes for one phase of a microbatch, in order: phase of the task, component.
 
     Of a backward in halves, a component without parameters runs all in the first, one whose inputs want no gradient all in the
@@ -83,7 +83,7 @@ def phases_of(plan: Plan) -> tuple[Phase, ...]:
     return (Phase.FORWARD, *(split if plan.pipeline_order in SPLIT_ORDERS else (Phase.BACKWARD,)))
 
 
-def _add_load(draft: Draft, layout: Layout, rank: int) -> None:
+def _add_load(draft: Draft, layout: PlanIndex, rank: int) -> None:
     values = layout.batch_layouts(rank)
     if not values:
         return
@@ -95,12 +95,12 @@ def _add_load(draft: Draft, layout: Layout, rank: int) -> None:
     draft.add(("load", rank), work, [Resource(rank, HOST)], [], origin)
 
 
-def _compute(layout: Layout, name: str, phase: Phase) -> Compute:
+def _compute(layout: PlanIndex, name: str, phase: Phase) -> Compute:
     placement = layout.placement[name]
     return Compute(component=name, phase=phase, samples=layout.local_samples(name), rule=placement.rule, ways=placement.ways)
 
 
-def _add_forward(draft: Draft, layout: Layout, replica: int, name: str, microbatch: int) -> None:
+def _add_forward(draft: Draft, layout: PlanIndex, replica: int, name: str, microbatch: int) -> None:
     component, stage = layout.model.component(name), layout.stage_of[name]
     work = _compute(layout, name, Phase.FORWARD)
     origin = Origin(stage=stage, replica=replica, component=name, microbatch=microbatch)
@@ -115,7 +115,7 @@ def _add_forward(draft: Draft, layout: Layout, replica: int, name: str, microbat
         add_value_moves(draft, layout, Moving(value, microbatch, replica))
 
 
-def _add_backward(draft: Draft, layout: Layout, replica: int, name: str, microbatch: int) -> None:
+def _add_backward(draft: Draft, layout: PlanIndex, replica: int, name: str, microbatch: int) -> None:
     component, stage, phase = layout.model.component(name), layout.stage_of[name], layout.gradient_phase(name)
     work = _compute(layout, name, phase)
     origin = Origin(stage=stage, replica=replica, component=name, microbatch=microbatch)
@@ -139,7 +139,9 @@ def _add_backward(draft: Draft, layout: Layout, replica: int, name: str, microba
         add_gradient_moves(draft, layout, Moving(value, microbatch, replica, reading))
 
 
-def _add_following(draft: Draft, layout: Layout, replica: int, name: str, microbatch: int, before: Phase, phase: Phase) -> None:
+def _add_following(
+    draft: Draft, layout: PlanIndex, replica: int, name: str, microbatch: int, before: Phase, phase: Phase
+) -> None:
     """A phase of a component that needs nothing but an earlier one on the same rank."""
     work = _compute(layout, name, phase)
     origin = Origin(stage=layout.stage_of[name], replica=replica, component=name, microbatch=microbatch)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from parsim.graph.draft import Draft, Key
+from parsim.graph.graph_builder import Draft, Key
 from parsim.graph.hops import hop_groups, hop_pairs
-from parsim.graph.layout import Layout, Reading
+from parsim.graph.plan_index import PlanIndex, Reading
 from parsim.graph.task import Origin, Resource
-from parsim.plan.layout import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion
+from parsim.plans.redistribution import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion
 from parsim.work import Collective, Phase, SendRecv
 
 TP_STREAM = "tp"
@@ -47,7 +47,7 @@ class Moving(NamedTuple):
         return (what, self.value, self.microbatch, self.replica, *made, *(str(entry) for entry in rest))
 
 
-def value_keys(layout: Layout, moving: Moving, reading: Reading, shard: int) -> list[Key]:
+def value_keys(layout: PlanIndex, moving: Moving, reading: Reading, shard: int) -> list[Key]:
     """What tp rank `shard` of the reader's stage waits for before it has the value in the layout it reads it in."""
     home = layout.stage_of_value[moving.value]
     if home is None:
@@ -58,14 +58,14 @@ def value_keys(layout: Layout, moving: Moving, reading: Reading, shard: int) -> 
     return _after(moving, hops, shard, layout.plan.mesh.tp, _producer(layout, moving))
 
 
-def gradient_keys(layout: Layout, moving: Moving, shard: int) -> list[Key]:
+def gradient_keys(layout: PlanIndex, moving: Moving, shard: int) -> list[Key]:
     """What tp rank `shard` of the maker's stage waits for before it has this reading's gradient as it wants it."""
     assert moving.reading is not None
     hops = conversion(moving.reading.ends.gradient, layout.source[moving.value].gradient, layout.plan.mesh.tp)
     return _after(moving, hops, shard, layout.plan.mesh.tp, _arrived(layout, moving))
 
 
-def add_value_moves(draft: Draft, layout: Layout, moving: Moving) -> None:
+def add_value_moves(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
     """Conversions and transfers of a value that has just been made, one reading after the other."""
     home, tp = layout.stage_of_value[moving.value], layout.plan.mesh.tp
     assert home is not None
@@ -80,7 +80,7 @@ def add_value_moves(draft: Draft, layout: Layout, moving: Moving) -> None:
                     _add_transfer(draft, layout, moving, key, (home, reading.stage), shard, after, reading.ends.value)
 
 
-def add_gradient_moves(draft: Draft, layout: Layout, moving: Moving) -> None:
+def add_gradient_moves(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
     """A gradient that has just been completed: its conversion, or its transfer to the stage that made the value."""
     home, reading = layout.stage_of_value[moving.value], moving.reading
     assert home is not None
@@ -94,14 +94,14 @@ def add_gradient_moves(draft: Draft, layout: Layout, moving: Moving) -> None:
         _add_transfer(draft, layout, moving, key, (reading.stage, home), shard, after, reading.ends.gradient)
 
 
-def add_arriving_gradient(draft: Draft, layout: Layout, moving: Moving) -> None:
+def add_arriving_gradient(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
     """The conversion of another stage's gradient, issued where it is wanted: earlier, it would block what comes before."""
     assert moving.reading is not None
     if moving.reading.stage != layout.stage_of_value[moving.value]:
         _add_gradient_hops(draft, layout, moving)
 
 
-def _add_gradient_hops(draft: Draft, layout: Layout, moving: Moving) -> None:
+def _add_gradient_hops(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
     home, reading = layout.stage_of_value[moving.value], moving.reading
     assert home is not None
     assert reading is not None
@@ -113,7 +113,7 @@ _Base = Callable[[int], list[Key]]
 """tp rank -> what must have ended before the rank has its part of what is converted."""
 
 
-def _producer(layout: Layout, moving: Moving) -> _Base:
+def _producer(layout: PlanIndex, moving: Moving) -> _Base:
     name = layout.model.value[moving.value].producer
     assert name is not None
 
@@ -124,7 +124,7 @@ def _producer(layout: Layout, moving: Moving) -> _Base:
     return made
 
 
-def _arrived(layout: Layout, moving: Moving) -> _Base:
+def _arrived(layout: PlanIndex, moving: Moving) -> _Base:
     reading, home = moving.reading, layout.stage_of_value[moving.value]
     assert reading is not None
 
@@ -136,7 +136,7 @@ def _arrived(layout: Layout, moving: Moving) -> _Base:
     return there
 
 
-def _backwards(layout: Layout, moving: Moving, shard: int) -> list[Key]:
+def _backwards(layout: PlanIndex, moving: Moving, shard: int) -> list[Key]:
     """The backwards on this tp rank that add to the gradient."""
     assert moving.reading is not None
     rank = layout.rank(moving.reading.stage, moving.replica, shard)
@@ -161,7 +161,7 @@ def _after(moving: Moving, hops: Sequence[Hop], shard: int, tp: int, base: _Base
     return [moving.key("hop", last, number) for number, group in enumerate(hop_groups(last, tp)) if shard in group]
 
 
-def _add_hops(draft: Draft, layout: Layout, moving: Moving, hops: Sequence[Hop], home: int, base: _Base) -> None:
+def _add_hops(draft: Draft, layout: PlanIndex, moving: Moving, hops: Sequence[Hop], home: int, base: _Base) -> None:
     """The tasks of every hop that sends anything, unless an earlier reading has asked for the same one."""
     tp = layout.plan.mesh.tp
     size_bytes = layout.model.value[moving.value].size_bytes(layout.plan.microbatch_samples)
@@ -216,7 +216,7 @@ def transfer_bytes(size_bytes: int, how: ValueLayout, tp: int) -> int:
 
 def _add_transfer(
     draft: Draft,
-    layout: Layout,
+    layout: PlanIndex,
     moving: Moving,
     key: Key,
     stages: tuple[int, int],

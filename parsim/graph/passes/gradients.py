@@ -7,29 +7,29 @@ do with every microbatch is in `parsim.graph.passes.unsharded`.
 
 from __future__ import annotations
 
-from parsim.graph.draft import Draft, Key
-from parsim.graph.holding import Bucket
-from parsim.graph.layout import Layout
+from parsim.graph.graph_builder import Draft, Key
+from parsim.graph.parameter_buckets import Bucket
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE, Origin, Resource
-from parsim.plan.pipeline import pipeline_actions
+from parsim.plans.pipeline import pipeline_actions
 from parsim.work import Collective, OptimizerStep, Phase
 
 DP_STREAM = "dp"
 
 
-def last_backward_key(layout: Layout, rank: int, component: str) -> Key:
+def last_backward_key(layout: PlanIndex, rank: int, component: str) -> Key:
     """The task on this rank that is the last of the step to add to the gradients of the component's parameters."""
     return (layout.weight_phase(component), rank, component, _last_microbatch(layout, layout.chunk_of[component]))
 
 
-def _last_microbatch(layout: Layout, chunk: int) -> int:
+def _last_microbatch(layout: PlanIndex, chunk: int) -> int:
     plan, place = layout.plan, chunk % layout.plan.mesh.pp
     actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
     last = next(action for action in reversed(actions) if action.stage == chunk and action.phase is not Phase.FORWARD)
     return last.microbatch
 
 
-def reduction_key(layout: Layout, bucket: Bucket, microbatch: int | None = None) -> Key:
+def reduction_key(layout: PlanIndex, bucket: Bucket, microbatch: int | None = None) -> Key:
     """The collective that sums the bucket's gradients: of this microbatch where each has its own (None: of the last one)."""
     if layout.zero_stage_of(bucket) < 2:
         return ("reduce", bucket.number)
@@ -38,7 +38,7 @@ def reduction_key(layout: Layout, bucket: Bucket, microbatch: int | None = None)
     return ("reduce", bucket.number, microbatch)
 
 
-def add_gradient_reduction(draft: Draft, layout: Layout) -> None:
+def add_gradient_reduction(draft: Draft, layout: PlanIndex) -> None:
     """One all_reduce (ZeRO 1: reduce_scatter) per bucket over all ranks that hold its parameters; none where one rank does."""
     for bucket in layout.buckets:
         if len(bucket.group) == 1 or layout.zero_stage_of(bucket) >= 2:
@@ -54,7 +54,7 @@ def add_gradient_reduction(draft: Draft, layout: Layout) -> None:
         draft.add(reduction_key(layout, bucket), work, resources, after, origin)
 
 
-def bucket_work(layout: Layout, bucket: Bucket) -> Collective:
+def bucket_work(layout: PlanIndex, bucket: Bucket) -> Collective:
     """How the bucket's gradients are summed."""
     divided = layout.is_divided(bucket)
     return Collective(
@@ -69,7 +69,7 @@ def gathering_work(bucket: Bucket) -> Collective:
     return Collective(operation="all_gather", group=bucket.group, size_bytes=bucket.padded_bytes)
 
 
-def add_optimizer(draft: Draft, layout: Layout) -> None:
+def add_optimizer(draft: Draft, layout: PlanIndex) -> None:
     """One OptimizerStep per rank after its buckets and its own backwards, over what it updates."""
     for rank in draft.kept_ranks():
         buckets = layout.rank_buckets(rank)
@@ -91,7 +91,7 @@ def add_optimizer(draft: Draft, layout: Layout) -> None:
         draft.add((Phase.OPTIMIZER, rank), work, [Resource(rank, COMPUTE)], after, Origin(stage=stage, replica=replica))
 
 
-def add_parameter_gathering(draft: Draft, layout: Layout) -> None:
+def add_parameter_gathering(draft: Draft, layout: PlanIndex) -> None:
     """ZeRO 1 and 2: one all_gather per divided bucket after every rank of its group has updated its part."""
     for bucket in layout.buckets:
         if layout.zero_stage_of(bucket) in (1, 2):

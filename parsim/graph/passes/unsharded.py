@@ -21,13 +21,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parsim.graph.draft import Draft, Key
-from parsim.graph.holding import Bucket
-from parsim.graph.layout import Layout
+from parsim.graph.graph_builder import Draft, Key
+from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.compute import computations
 from parsim.graph.passes.gradients import DP_STREAM, bucket_work, gathering_work, reduction_key
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Origin, Resource
-from parsim.plan.pipeline import pipeline_actions
+from parsim.plans.pipeline import pipeline_actions
 from parsim.work import Collective, Phase
 
 
@@ -62,7 +62,7 @@ class Window(NamedTuple):
         return (2 * self.ahead if self.parameters else 2 * self.last + 1, self.first, self.bucket.number)
 
 
-def uses_of(layout: Layout, place: int) -> tuple[Use, ...]:
+def uses_of(layout: PlanIndex, place: int) -> tuple[Use, ...]:
     """All computations at a place on the pp axis, in order."""
     plan = layout.plan
     return tuple(
@@ -72,7 +72,7 @@ def uses_of(layout: Layout, place: int) -> tuple[Use, ...]:
     )
 
 
-def gradient_windows(layout: Layout, uses: Sequence[Use]) -> list[Window]:
+def gradient_windows(layout: PlanIndex, uses: Sequence[Use]) -> list[Window]:
     """When gradients are whole, by the order in which they are complete."""
     spans: dict[tuple[int, int], tuple[Bucket, int, int]] = {}
     for number, use in enumerate(uses):
@@ -100,7 +100,7 @@ def gradient_windows(layout: Layout, uses: Sequence[Use]) -> list[Window]:
     return sorted(windows, key=lambda window: window.place)
 
 
-def parameter_windows(layout: Layout, uses: Sequence[Use]) -> list[Window]:
+def parameter_windows(layout: PlanIndex, uses: Sequence[Use]) -> list[Window]:
     """When parameters are whole (ZeRO 3), by the order in which they are gathered."""
     if layout.plan.zero_stage < 3:
         return []
@@ -128,7 +128,7 @@ def parameter_windows(layout: Layout, uses: Sequence[Use]) -> list[Window]:
     return sorted(windows, key=lambda window: window.place)
 
 
-def add_unsharded_buckets(draft: Draft, layout: Layout) -> None:
+def add_unsharded_buckets(draft: Draft, layout: PlanIndex) -> None:
     """The collectives of all buckets that come and go, place by place."""
     if layout.plan.zero_stage < 2:
         return
@@ -144,7 +144,7 @@ def add_unsharded_buckets(draft: Draft, layout: Layout) -> None:
         _wait_for_room(draft, layout, uses, gradients)
 
 
-def _add_collective(draft: Draft, layout: Layout, uses: Sequence[Use], window: Window, work: Collective) -> None:
+def _add_collective(draft: Draft, layout: PlanIndex, uses: Sequence[Use], window: Window, work: Collective) -> None:
     bucket, microbatch = window.bucket, uses[window.first].microbatch
     ranks = [rank for rank in bucket.group if draft.keeps(rank)]
     if window.parameters:
@@ -162,7 +162,7 @@ def _add_collective(draft: Draft, layout: Layout, uses: Sequence[Use], window: W
                     draft.wait(use.key(rank), key)
 
 
-def _latest(layout: Layout, uses: Sequence[Use], rank: int, ahead: int) -> list[Key]:
+def _latest(layout: PlanIndex, uses: Sequence[Use], rank: int, ahead: int) -> list[Key]:
     """The last thing the rank computes before use `ahead`, if anything."""
     for use in reversed(uses[:ahead]):
         if layout.runs_on(rank, use.component):
@@ -170,7 +170,7 @@ def _latest(layout: Layout, uses: Sequence[Use], rank: int, ahead: int) -> list[
     return []
 
 
-def _wait_for_room(draft: Draft, layout: Layout, uses: Sequence[Use], windows: Sequence[Window]) -> None:
+def _wait_for_room(draft: Draft, layout: PlanIndex, uses: Sequence[Use], windows: Sequence[Window]) -> None:
     """Of every group, whoever begins a bucket waits for the last of those that are not to outlast this."""
     freed = {(window.bucket.group, window.freed): window for window in windows}
     for group, first in dict.fromkeys((window.bucket.group, window.first) for window in windows):

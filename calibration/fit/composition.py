@@ -1,0 +1,162 @@
+"""Fit the composition (`parsim.costs.compute.composition`) to measured components, one model left out at a time for its
+spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calibration.fit.collectives import rounded
+from calibration.fit.operators import NORMAL_MAD
+from calibration.fit.surfaces import FloatArray, fit_terms
+from parsim.costs.compute.composition import KINDS, Parts, component_parts
+from parsim.costs.compute.surfaces import SurfaceModel
+from parsim.hardware.compute_records import ComponentPoint, Composition
+from parsim.model.model import Model
+from parsim.work import Phase
+
+MIN_COMPONENTS = 4
+FACTOR_PRIOR = 0.1
+BYTES_PRIOR = 0.03
+SLOW_BYTES_S = 1e-10
+"""Relative weights (of all points together) that hold a factor near 1 and the seconds per byte near 0, in units of a memory of
+10 GB/s: a kind or an amount that the calibrated models hardly have is not extrapolated from noise."""
+
+UNKNOWN_SIGMA = 0.25
+"""Assumed spread of a composition fitted to a single model, which cannot be left out."""
+
+FitPhase = Literal["forward", "backward"]
+PHASES: tuple[FitPhase, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A measured component, forward or backward, and what it consists of."""
+
+    model: str
+    fingerprint: str
+    phase: str
+    samples: int
+    seconds: float
+    parts: Parts
+
+
+def measured_parts(points: Sequence[ComponentPoint], models: Sequence[Model], surfaces: SurfaceModel) -> list[Measured]:
+    """The points of whole components under the heaviest load, taken apart. Raises CostError as `component_parts`."""
+    by_name = {model.name: model for model in models}
+    heaviest = max((point.ranks_active for point in points), default=1)
+    found = []
+    for point in points:
+        model = by_name.get(point.model)
+        if model is None or point.ranks_active != heaviest or point.component not in model.component_index:
+            continue
+        component = model.component(point.component)
+        if component.fingerprint != point.fingerprint:
+            continue
+        parts = component_parts(
+            component,
+            Phase(point.phase),
+            point.samples,
+            surfaces,
+            input_gradient=model.has_input_gradient(component),
+        )
+        found.append(
+            Measured(
+                model=point.model,
+                fingerprint=point.fingerprint,
+                phase=point.phase,
+                samples=point.samples,
+                seconds=point.seconds,
+                parts=parts,
+            )
+        )
+    return found
+
+
+def fit_compositions(measured: Sequence[Measured], device_type: str, precision: str, source: str) -> list[Composition]:
+    """Forward and backward; none with fewer than 4 measured components."""
+    if len({entry.fingerprint for entry in measured}) < MIN_COMPONENTS:
+        return []
+    fitted = {phase: _fit(measured, phase) for phase in PHASES}
+    component_sigma, step_sigma = _held_out(measured)
+    models = len({entry.model for entry in measured})
+    return [
+        Composition(
+            phase=phase,
+            precision=precision,
+            device_type=device_type,
+            **_named(fitted[phase]),
+            component_sigma=rounded(component_sigma[phase]),
+            step_sigma=rounded(step_sigma),
+            models=models,
+            points=sum(entry.phase == phase for entry in measured),
+            source=source,
+        )
+        for phase in PHASES
+    ]
+
+
+def without_model(measured: Sequence[Measured], model: str) -> list[Measured]:
+    """What is left when a model was never measured: nothing of its own, and nothing that does the same work."""
+    own = {entry.fingerprint for entry in measured if entry.model == model}
+    return [entry for entry in measured if entry.model != model and entry.fingerprint not in own]
+
+
+def _fit(measured: Sequence[Measured], phase: str) -> FloatArray:
+    """[component, launch, parameter byte, activation byte, a factor per kind]."""
+    chosen = [entry for entry in measured if entry.phase == phase]
+    terms = np.array([_terms(entry.parts) for entry in chosen])
+    size = terms.shape[1]
+    prior = np.zeros((size - 2, size + 1))
+    strength = np.sqrt(len(chosen))
+    for row, column in enumerate(range(2, size)):
+        factor = column >= 4
+        prior[row, column] = strength * (FACTOR_PRIOR if factor else BYTES_PRIOR / SLOW_BYTES_S)
+        prior[row, -1] = strength * FACTOR_PRIOR if factor else 0.0
+    return fit_terms(terms, np.array([entry.seconds for entry in chosen]), prior)
+
+
+def _terms(parts: Parts) -> list[float]:
+    bytes_moved = [parts.parameter_bytes, parts.activation_bytes]
+    return [parts.components, float(parts.launches), *bytes_moved, *(parts.seconds.get(kind, 0.0) for kind in KINDS)]
+
+
+def _named(coefficients: NDArray[np.float64]) -> dict[str, Any]:
+    component, launch, parameter, activation, *factors = (rounded(value) for value in coefficients.tolist())
+    return {
+        "component_s": component,
+        "launch_s": launch,
+        "seconds_per_parameter_byte": parameter,
+        "seconds_per_activation_byte": activation,
+        "factors": dict(zip(KINDS, factors, strict=True)),
+    }
+
+
+def _held_out(measured: Sequence[Measured]) -> tuple[dict[str, float], float]:
+    """By phase the spread of single components, and that of the computation of whole steps, each model by a fit to the others.
+
+    Of steps it is the root mean square (there are few, and a bias of a model is an error); of components a robust spread.
+    """
+    logs: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    steps: list[float] = []
+    for model in sorted({entry.model for entry in measured}):
+        others = without_model(measured, model)
+        if len({entry.fingerprint for entry in others}) < MIN_COMPONENTS:
+            continue
+        fitted = {phase: _fit(others, phase) for phase in PHASES}
+        totals: dict[int, tuple[float, float]] = {}
+        for entry in measured:
+            if entry.model == model:
+                predicted = float(np.dot(_terms(entry.parts), fitted[entry.phase]))  # type: ignore[index]
+                logs[entry.phase].append(float(np.log(predicted / entry.seconds)))
+                before = totals.get(entry.samples, (0.0, 0.0))
+                totals[entry.samples] = (before[0] + predicted, before[1] + entry.seconds)
+        steps += [float(np.log(predicted / seconds)) for predicted, seconds in totals.values()]
+    if not steps:
+        return dict.fromkeys(PHASES, UNKNOWN_SIGMA), UNKNOWN_SIGMA
+    spreads = {phase: NORMAL_MAD * float(np.median(np.abs(values))) for phase, values in logs.items()}
+    return spreads, float(np.sqrt(np.mean(np.square(steps))))

@@ -1,0 +1,177 @@
+"""Fit the surfaces of `parsim.costs.compute.surfaces` to single operators measured on this machine.
+
+Least squares of the relative error with no negative coefficient (scipy's nnls), made robust by weights that fall with the size
+of a point's own error. A fit depends on the points alone and on nothing random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from calibration.fit.collectives import rounded
+from calibration.fit.operators import FOLDS, MIN_POINTS, NORMAL_MAD
+from calibration.fit.reject_outliers import launch_text
+from parsim.costs.compute.surfaces import distances, log_sizes, stacked_terms
+from parsim.errors import ProfileError
+from parsim.hardware.compute_records import OperatorPoint, OperatorSurface
+from parsim.units import format_seconds
+
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+PASSES = 6
+ROBUST_SIGMAS = 1.5
+EDGE_SHARE = 0.25
+MIN_SIGMA_PER_DOUBLING = 0.05
+"""Assumed least growth of sigma per doubling beyond the data."""
+
+LESS_TIME = 0.2
+"""A launch that takes less than this part of the time of another of which no term is larger contradicts it."""
+MAX_LEFT_OUT = 0.25
+"""Of the launches of one surface; where more contradict others, no one can tell which of them are right."""
+
+
+def fit_surfaces(points: Sequence[OperatorPoint], source: str) -> list[OperatorSurface]:
+    """One surface per kind, function, phase, device type and precision, of points that `consistent_operators` let pass.
+
+    Raises ProfileError for fewer than 8 points of one, or seconds that are not positive numbers.
+    """
+    for point in points:
+        if not (np.isfinite(point.seconds) and point.seconds > 0):
+            raise ProfileError(f"{_name(point)} took {point.seconds} s; a time is a positive number: calibrate again")
+    return [_surface([points[number] for number in group], source) for _, group in sorted(_groups(points).items())]
+
+
+def consistent_operators(points: Sequence[OperatorPoint]) -> tuple[list[OperatorPoint], list[str]]:
+    """Without launches that contradict others of their surface, and one warning for each of them.
+
+    Of launches that contradict one another that goes which contradicts most, of several the slowest: what disturbs a
+    measurement makes it longer. Raises ProfileError where more than a quarter would go, or fewer than a fit needs be left.
+    """
+    warnings: dict[int, str] = {}
+    for group in _groups(points).values():
+        _, terms = stacked_terms(points[group[0]].kind, [_sizes(points[number]) for number in group])
+        seconds = np.array([points[number].seconds for number in group])
+        no_less: BoolArray = np.logical_and.reduce(terms[:, None, :] >= terms[None, :, :], axis=2)
+        against = no_less & (seconds[:, None] < LESS_TIME * seconds[None, :])
+        against |= against.T
+        said = len(warnings)
+        while against.any():
+            worst = max(range(len(group)), key=lambda place: (against[place].sum(), seconds[place]))
+            other = int(np.argmax(against[worst]))
+            less = "less" if no_less[other, worst] else "more"
+            warnings[group[worst]] = (
+                f"left out {_name(points[group[worst]])}: {format_seconds(seconds[worst])}, contradicted by the "
+                f"{format_seconds(seconds[other])} of one of no {less} work"
+            )
+            against[worst] = against[:, worst] = False
+        odd = len(warnings) - said
+        if odd > MAX_LEFT_OUT * len(group) or len(group) - odd < MIN_POINTS <= len(group):
+            first = points[group[0]]
+            raise ProfileError(
+                f"{odd} of {len(group)} launches of {first.kind} {first.function} {first.phase} contradict others "
+                f"({list(warnings.values())[-1]}); at most a quarter may, and a fit needs {MIN_POINTS}; something else ran "
+                "meanwhile: calibrate again"
+            )
+    return [point for number, point in enumerate(points) if number not in warnings], list(warnings.values())
+
+
+def _groups(points: Sequence[OperatorPoint]) -> dict[tuple[str, ...], list[int]]:
+    """Numbers of the points of each surface."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for number, point in enumerate(points):
+        key = (point.kind, point.function, point.phase, point.precision, point.device_type)
+        found.setdefault(key, []).append(number)
+    return found
+
+
+def cross_validated(terms: FloatArray, seconds: FloatArray) -> FloatArray:
+    """float64 [n]: log of predicted over measured seconds, each point predicted by a fit that had not seen it."""
+    folds = np.arange(len(seconds)) % FOLDS
+    held_out = np.zeros(len(seconds))
+    for fold in range(min(FOLDS, len(seconds))):
+        kept = folds != fold
+        held_out[~kept] = log_errors(terms[~kept], fit_terms(terms[kept], seconds[kept]), seconds[~kept])
+    return held_out
+
+
+def log_errors(terms: FloatArray, coefficients: FloatArray, seconds: FloatArray) -> FloatArray:
+    """log(predicted / measured); a prediction of nothing counts as a thousandth of the measured."""
+    errors: FloatArray = np.log(np.maximum(terms @ coefficients / seconds, 1e-3))
+    return errors
+
+
+def fit_terms(terms: FloatArray, seconds: FloatArray, prior: FloatArray | None = None) -> FloatArray:
+    """Non-negative coefficients: robust least squares of the relative error.
+
+    Args:
+        terms: [points, terms]. prior: rows [k, terms + 1], each saying that terms @ coefficients is its last entry, in
+            units of one point's relative error.
+    """
+    relative = terms / seconds[:, None]
+    scale = np.abs(relative).max(axis=0)
+    scale[scale == 0] = 1.0
+    relative = relative / scale
+    extra = np.zeros((0, terms.shape[1])) if prior is None else prior[:, :-1] / scale
+    wanted = np.zeros(0) if prior is None else prior[:, -1]
+    weights = np.ones(len(seconds))
+    for _ in range(PASSES):
+        coefficients, _ = nnls(np.vstack([relative * weights[:, None], extra]), np.concatenate([weights, wanted]))
+        ratio = np.maximum(relative @ coefficients, 0.05)
+        errors = np.abs(np.log(ratio))
+        usual = NORMAL_MAD * float(np.median(errors)) + 1e-3
+        # dividing by the ratio makes too slow and too fast by the same factor weigh the same
+        weights = 1.0 / np.sqrt(np.maximum(1.0, errors / (ROBUST_SIGMAS * usual)) * ratio)
+    found: FloatArray = coefficients / scale
+    return found
+
+
+def _surface(points: Sequence[OperatorPoint], source: str) -> OperatorSurface:
+    first = points[0]
+    if len(points) < MIN_POINTS:
+        raise ProfileError(f"{len(points)} points for {_name(first)}; a fit needs at least {MIN_POINTS}: calibrate again")
+    names, terms = stacked_terms(first.kind, [_sizes(point) for point in points])
+    seconds = np.array([point.seconds for point in points])
+    held_out = cross_validated(terms, seconds)
+    sigma = NORMAL_MAD * float(np.median(np.abs(held_out)))
+    shapes = np.array([log_sizes(point.shape) for point in points])
+    folds = np.arange(len(points)) % FOLDS
+    gaps = np.concatenate(
+        [distances(shapes[folds == fold], shapes[folds != fold]) for fold in range(FOLDS) if (folds == fold).any()]
+    )
+    reach = float(np.quantile(gaps, 0.9))
+    coefficients = fit_terms(terms, seconds)
+    kept = {name: rounded(value) for name, value in zip(names, coefficients.tolist(), strict=True) if value > 0}
+    return OperatorSurface(
+        kind=first.kind,
+        function=first.function,
+        phase=first.phase,
+        precision=first.precision,
+        device_type=first.device_type,
+        seconds_per_term=kept,
+        relative_sigma=rounded(sigma),
+        reach_doublings=rounded(reach),
+        sigma_per_doubling=rounded(_growth(terms, seconds, shapes, sigma)),
+        points=len(points),
+        source=source,
+    )
+
+
+def _growth(terms: FloatArray, seconds: FloatArray, shapes: FloatArray, sigma: float) -> float:
+    """How much more the longest quarter of the points is missed by a fit to the others, per doubling between them."""
+    edge = seconds > np.quantile(seconds, 1 - EDGE_SHARE)
+    errors = log_errors(terms[edge], fit_terms(terms[~edge], seconds[~edge]), seconds[edge])
+    away = float(np.median(distances(shapes[edge], shapes[~edge])))
+    more = NORMAL_MAD * float(np.median(np.abs(errors))) - sigma
+    return max(MIN_SIGMA_PER_DOUBLING, more / max(1.0, away))
+
+
+def _sizes(point: OperatorPoint) -> Mapping[str, float]:
+    return {name: float(size) for name, size in point.shape.items()}
+
+
+def _name(point: OperatorPoint) -> str:
+    return launch_text(point.kind, point.function, point.phase, point.shape)

@@ -1,0 +1,282 @@
+"""Seconds of every component, forward and backward, and of the optimizer, taken inside whole training steps of the executor.
+
+Each rank runs the one-rank plan of each model and local batch through the executor's own interpreter, so that caches,
+allocator and interpreter are in the state of real training. Visits to (model, batch, active ranks) are interleaved in
+rounds, so that a drift of the machine falls on all of them and is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from calibration.measure.delayed_streams import Pausing
+from calibration.rounds.request import CalibrationRequest
+from calibration.rounds.speed_probe import paced
+from calibration.rounds.turns import CalibrationSection, Entries
+from parsim.data import BatchOrder, Dataset
+from parsim.data.for_model import dataset_for
+from parsim.errors import DataError
+from parsim.execute.processes.speed_probe import SpeedProbe
+from parsim.execute.runtime import RankProgram
+from parsim.execute.stage import StageReplica
+from parsim.execute.state.optimizer import flat_gradients, make_optimizer
+from parsim.execute.streams import Streams, TaskTime, make_streams
+from parsim.execute.worker import batch_values
+from parsim.graph.lower import lower
+from parsim.graph.plan_index import PlanIndex
+from parsim.graph.task import COMPUTE
+from parsim.graph.taskgraph import TaskGraph
+from parsim.model.model import Model
+from parsim.model.spec import ModelSpec
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
+
+WARM_STEPS, KEPT_STEPS = 1, 2
+LEARNING_RATE = 1e-5
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class StepTimes(NamedTuple):
+    """Times of the tasks of one step, and its wall and processor seconds as a whole."""
+
+    tasks: list[TaskTime]
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(kw_only=True)
+class Case:
+    """One model at one local batch on this rank, ready to train step after step.
+
+    Attributes:
+        number: of the model in the request. graph: of the one-rank plan. data, order: of the samples, read as in training.
+        optimizers: by name, each with a state of its own over the same parameters; the stage steps with one at a time.
+    """
+
+    number: int
+    samples: int
+    graph: TaskGraph
+    program: RankProgram
+    stage: StageReplica
+    streams: Pausing
+    data: Dataset
+    order: BatchOrder
+    dtype: torch.dtype
+    optimizers: dict[str, torch.optim.Optimizer | None]
+    steps: int = 0
+
+    def batch(self) -> dict[str, Tensor]:
+        """The samples of the next step, read as in training."""
+        wanted = tuple(self.stage.layout.batch_layouts(0))
+        return batch_values(self.data, self.order.indices(self.steps), wanted, self.dtype, self.stage.device)
+
+    def step(self) -> StepTimes:
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        _, times = self.program.step(lambda _: self.batch())
+        self.steps += 1
+        return StepTimes(times, time.perf_counter() - start_s, time.process_time() - start_cpu_s)
+
+    def load_again_s(self) -> float:
+        """Seconds of a load that comes right after another."""
+        self.batch()
+        begin_s = time.perf_counter()
+        self.batch()
+        return time.perf_counter() - begin_s
+
+
+def one_rank_plan(model: Model, samples: int) -> Plan:
+    stage = Stage(components=tuple(component.name for component in model.components), ranks=(0,))
+    return Plan(strategy="single", mesh=Mesh(), stages=(stage,), global_batch=samples)
+
+
+def make_case(
+    number: int, spec: ModelSpec, model: Model, samples: int, request: CalibrationRequest, device: torch.device
+) -> Case:
+    """Build and record the model as the executor would for rank 0 of the one-rank plan."""
+    plan, dtype = one_rank_plan(model, samples), DTYPES[request.precision]
+    stage = StageReplica(
+        spec,
+        PlanIndex(plan, model),
+        0,
+        optimizer=request.optimizers[0],
+        learning_rate=LEARNING_RATE,
+        dtype=dtype,
+        seed=request.seed,
+        device=device,
+    )
+    graph, streams = lower(plan, model), Pausing(make_streams(device))
+    data = samples_for(spec, request.seed)
+    return Case(
+        number=number,
+        samples=samples,
+        graph=graph,
+        program=RankProgram(graph, stage, streams, {}),
+        stage=stage,
+        streams=streams,
+        data=data,
+        dtype=dtype,
+        optimizers={
+            request.optimizers[0]: stage.optimizer,
+            **{name: stage.another_optimizer(name, LEARNING_RATE) for name in request.optimizers[1:]},
+        },
+        order=BatchOrder(n=len(data), global_batch=samples, seed=request.seed),
+    )
+
+
+def samples_for(spec: ModelSpec, seed: int) -> Dataset:
+    """Digits, which are resized as they are read, for a model that takes them; else made-up samples."""
+    try:
+        return dataset_for(spec, "digits", root=None, seed=seed)
+    except DataError:
+        return dataset_for(spec, "synthetic", root=None, seed=seed)
+
+
+def sweep_record(case: Case, step: StepTimes) -> dict[str, Any]:
+    """Seconds of every task of the graph, the median gap between tasks, and what else the step took."""
+    seconds = [0.0] * len(case.graph.tasks)
+    for entry in step.tasks:
+        seconds[entry.task] = entry.end_s - entry.ready_s
+    computed = sorted((entry for entry in step.tasks if entry.stream == COMPUTE), key=lambda entry: entry.ready_s)
+    gaps = [later.ready_s - earlier.end_s for earlier, later in itertools.pairwise(computed)]
+    gap_s = max(0.0, statistics.median(gaps)) if gaps else 0.0
+    rest_s = max(0.0, step.wall_s - sum(seconds) - gap_s * len(gaps))
+    return {"seconds": seconds, "gap_s": gap_s, "rest_s": rest_s, "wall_s": step.wall_s, "cpu_s": step.cpu_s}
+
+
+# --- optimizers over parts of a model ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerCase:
+    """An optimizer over some of a model's arrays, as a pipeline stage holds them; `step` updates and zeroes."""
+
+    optimizer: str
+    elements: int
+    tensors: int
+    step: Callable[[], None]
+
+
+def optimizer_cases(stage: StageReplica, optimizers: Sequence[str]) -> list[OptimizerCase]:
+    """Every optimizer over the first half of the arrays, the other half, and all of them."""
+    shapes = [tuple(parameter.shape) for parameter in stage.parameters.values()]
+    example = next(iter(stage.parameters.values()), None)
+    if example is None:
+        return []
+    half = len(shapes) // 2
+    parts = [part for part in (shapes, shapes[:half], shapes[half:]) if part]
+    return [_optimizer_case(name, part, example) for name in optimizers for part in parts]
+
+
+def _optimizer_case(name: str, shapes: Sequence[tuple[int, ...]], example: Tensor) -> OptimizerCase:
+    parameters = [torch.nn.Parameter(torch.ones(shape, dtype=example.dtype, device=example.device)) for shape in shapes]
+    flat = flat_gradients(parameters)
+    optimizer = make_optimizer(name, parameters, LEARNING_RATE)
+
+    def step() -> None:
+        optimizer.step()
+        flat.zero_()
+
+    elements = sum(parameter.numel() for parameter in parameters)
+    return OptimizerCase(optimizer=name, elements=elements, tensors=len(parameters), step=step)
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+
+
+def component_section(
+    cases: Sequence[Case],
+    levels: Mapping[int, dist.ProcessGroup | None],
+    request: CalibrationRequest,
+    device: torch.device,
+    probe: SpeedProbe | None,
+) -> CalibrationSection:
+    """Whole steps of every case, and optimizers over parts of its model.
+
+    Args:
+        levels: group by the number of ranks that compute at once (ranks 0..k-1), None on the others, which wait in a barrier.
+    """
+    parts = {number: optimizer_cases(stage, request.optimizers) for number, stage in _stages(cases).items()}
+
+    def measure(number: int) -> Entries:
+        found: Entries = {"sweeps": [], "optimizers": []}
+        with contextlib.closing(make_streams(device)) as streams:
+            for turn, case in enumerate(cases, start=number + 1):
+                choices = parts[case.number]
+                chosen = choices[turn % len(choices)] if choices else None
+                inside = request.optimizers[turn % len(request.optimizers)]
+                case.stage.optimizer = case.optimizers[inside]
+                for entry in _visit(case, levels, chosen, streams, probe):
+                    what = {"model": case.number, "samples": case.samples}
+                    found[entry.pop("kind")].append({**what, "optimizer": inside, **entry})
+        return found
+
+    return CalibrationSection(
+        name="components",
+        budget_s=request.budgets_s["components"],
+        min_rounds=request.min_rounds,
+        max_rounds=request.max_rounds,
+        measure=measure,
+    )
+
+
+def _stages(cases: Sequence[Case]) -> dict[int, StageReplica]:
+    return {case.number: case.stage for case in reversed(cases)}
+
+
+def _visit(
+    case: Case,
+    levels: Mapping[int, dist.ProcessGroup | None],
+    chosen: OptimizerCase | None,
+    streams: Streams,
+    probe: SpeedProbe | None,
+) -> Iterator[dict[str, Any]]:
+    """Steps of one case: with every rank active, then one at each lower level."""
+    for active in sorted(levels, reverse=True):
+        dist.barrier()
+        group = levels[active]
+        if group is not None:
+            kept = KEPT_STEPS if active == max(levels) else 1
+            dist.barrier(group=group)
+            yield from paced([partial(_steps, case, active, group, chosen, streams, kept)], probe)
+
+
+def _steps(
+    case: Case,
+    active: int,
+    group: dist.ProcessGroup,
+    chosen: OptimizerCase | None,
+    streams: Streams,
+    kept: int,
+) -> list[dict[str, Any]]:
+    """Those that are kept, after some that warm the caches, then the chosen part of an optimizer; `kind` says which."""
+    found = []
+    for number in range(WARM_STEPS + kept):
+        dist.barrier(group=group)
+        step = case.step()
+        if number >= WARM_STEPS:
+            again_s = case.load_again_s()
+            found.append({"kind": "sweeps", "ranks_active": active, **sweep_record(case, step), "load_again_s": again_s})
+    if chosen is not None:
+        what = {"optimizer": chosen.optimizer, "elements": chosen.elements, "tensors": chosen.tensors}
+        found.append({"kind": "optimizers", "ranks_active": active, **what, "seconds": _timed(streams, chosen, group)})
+    dist.barrier(group=group)
+    return found
+
+
+def _timed(streams: Streams, chosen: OptimizerCase, group: dist.ProcessGroup) -> float:
+    """Seconds of one step right after training steps of the same model have displaced its arrays from the caches."""
+    dist.barrier(group=group)
+    streams.compute(0, COMPUTE, [], chosen.step)
+    entry = streams.finish()[0]
+    return entry.end_s - entry.ready_s

@@ -1,0 +1,347 @@
+"""Seconds of single calls of operators, forward and backward, with a rank busy on every core.
+
+Operands are not hot as in a tight loop: weights and saved arrays come from a pool that the calls take in turns, so that each
+finds them where a training step would have left them (in the last cache, or beyond it), and what the operator before would
+have written is rewritten right before the call, untimed. The first call of a visit, on other operands, is not kept: a library
+prepares kernels per shape and keeps some hundreds, and a training step asks for the same few again and again. One call is timed
+at a time, through the framework's dispatcher and without autograd, whose own work is learned from whole components. Rounds
+visit every launch once, so that a drift of the machine falls on all of them and is seen.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from calibration.measure.operator_shapes import operator_launches
+from calibration.rounds.request import CalibrationRequest
+from calibration.rounds.speed_probe import paced
+from calibration.rounds.turns import CalibrationSection, Entries
+from parsim.costs.compute.launches import Launch
+from parsim.execute.processes.speed_probe import SpeedProbe
+from parsim.units import MIB
+
+POOL_BYTES = 32 * MIB
+KEPT_CALLS = 2
+PACED = 12
+"""Launches between two looks at the core's pace: a tenth of a second."""
+
+aten: Any = torch.ops.aten
+
+Call = Callable[[], object]
+Sizes = dict[str, int]
+
+
+class Pool:
+    """Arrays for the calls of one visit, taken in turns from one stretch of memory filled with numbers between -1 and 1."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self.dtype, self.device = dtype, device
+        generator = torch.Generator().manual_seed(seed)
+        count = POOL_BYTES // dtype.itemsize
+        self._memory = (2 * torch.rand(count, generator=generator, dtype=torch.float32) - 1).to(device, dtype)
+        self._next = 0
+        self.written: list[Tensor] = []
+
+    def take(self, *shape: int) -> Tensor:
+        """Not touched since the pool was last here."""
+        count = math.prod(shape)
+        if self._next + count > len(self._memory):
+            self._next = 0
+        found = self._memory[self._next : self._next + count].view(shape)
+        self._next += count
+        return found
+
+    def fresh(self, *shape: int) -> Tensor:
+        """Just written, as the output of the operator before."""
+        found = self.take(*shape)
+        self.written.append(found)
+        return found
+
+    def rewrite(self) -> None:
+        for tensor in self.written:
+            tensor.neg_()
+        self.written.clear()
+
+    def numbers(self, count: int, below: int) -> Tensor:
+        """Integers int64 [count] spread over 0 .. below - 1."""
+        return (torch.arange(count, device=self.device) * 7919) % below
+
+
+# --- one visit of a launch: take the operands, return the call --------------------------------------------------------
+
+
+def _linear(s: Sizes, phase: str, pool: Pool) -> Call:
+    r, c, d = s["rows"], s["columns"], s["depth"]
+    if phase == "forward":
+        given, weight, bias = pool.fresh(r, d), pool.take(c, d), pool.take(c)
+        return lambda: torch.addmm(bias, given, weight.t())
+    if phase == "backward_input":
+        gradient, weight = pool.fresh(r, d), pool.take(d, c)
+        return lambda: torch.mm(gradient, weight)
+    gradient, given = pool.fresh(d, r), pool.take(d, c)
+    return lambda: torch.mm(gradient.t(), given)
+
+
+def _batched(s: Sizes, phase: str, pool: Pool) -> Call:
+    left = pool.fresh(s["problems"], s["rows"], s["depth"])
+    right = pool.take(s["problems"], s["depth"], s["columns"])
+    return lambda: torch.bmm(left, right)
+
+
+def _convolution(s: Sizes, phase: str, pool: Pool) -> Call:
+    side, height = math.isqrt(s["taps"]), math.isqrt(s["pixels_in"])
+    stride = max(1, height // max(1, math.isqrt(s["pixels_out"])))
+    padding = 0 if stride == side > 3 else side // 2
+    groups = s["groups"]
+    weight = pool.take(groups * s["outputs"], s["inputs"], side, side)
+    image = (s["images"], groups * s["inputs"], height, height)
+    if phase == "forward":
+        given = pool.fresh(*image)
+        return lambda: torch.conv2d(given, weight, None, stride, padding, 1, groups)
+    given = pool.take(*image)
+    with torch.no_grad():
+        gradient = torch.conv2d(given[:1], weight, None, stride, padding, 1, groups)
+    gradient = pool.fresh(s["images"], *gradient.shape[1:])
+    mask = [phase == "backward_input", phase == "backward_weight", False]
+    pair, ones, zeros = [stride, stride], [1, 1], [0, 0]
+    return lambda: aten.convolution_backward(
+        gradient, given, weight, None, pair, [padding, padding], ones, False, zeros, groups, mask
+    )
+
+
+def _attention(function: str) -> Callable[[Sizes, str, Pool], Call]:
+    causal = function == "causal"
+
+    def visit(s: Sizes, phase: str, pool: Pool) -> Call:
+        heads = math.gcd(s["problems"], 4)
+        batch, positions, depth = s["problems"] // heads, s["queries"], s["depth"]
+        together = (pool.fresh if phase == "forward" else pool.take)(batch, positions, 3, heads, depth)
+        query, key, value = together.permute(2, 0, 3, 1, 4)
+        if phase == "forward":
+            return lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        output, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+        gradient = pool.fresh(batch, positions, heads, depth).transpose(1, 2)
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return lambda: backward(gradient, query, key, value, output, sums, 0.0, causal)
+
+    return visit
+
+
+def _embedding(s: Sizes, phase: str, pool: Pool) -> Call:
+    table_rows = max(1, s["rows"] // 4)
+    numbers = pool.numbers(s["rows"], table_rows)
+    if phase == "forward":
+        table = pool.take(table_rows, s["width"])
+        return lambda: aten.embedding(table, numbers)
+    gradient = pool.fresh(s["rows"], s["width"])
+    return lambda: aten.embedding_dense_backward(gradient, numbers, table_rows, -1, False)
+
+
+def _elementwise(s: Sizes, phase: str, pool: Pool) -> Call:
+    one, other = pool.fresh(s["elements"]), pool.take(s["elements"])
+    return lambda: torch.add(one, other)
+
+
+def _copy(s: Sizes, phase: str, pool: Pool) -> Call:
+    given = pool.fresh(s["elements"])
+    return lambda: given.clone()
+
+
+def _fill(s: Sizes, phase: str, pool: Pool) -> Call:
+    return lambda: torch.zeros(s["elements"], dtype=pool.dtype, device=pool.device)
+
+
+def _random(s: Sizes, phase: str, pool: Pool) -> Call:
+    given = pool.take(s["elements"]).clone()
+    return lambda: given.bernoulli_(0.9)
+
+
+def _accumulate(s: Sizes, phase: str, pool: Pool) -> Call:
+    total, more = torch.zeros_like(pool.take(s["elements"])), pool.fresh(s["elements"])
+    return lambda: total.add_(more)
+
+
+def _bias_gradient(s: Sizes, phase: str, pool: Pool) -> Call:
+    gradient = pool.fresh(s["elements"] // s["width"], s["width"])
+    return lambda: gradient.sum(0, keepdim=True)
+
+
+def _pointwise(forward: Callable[[Tensor], object], backward: Callable[[Tensor, Tensor], object]) -> Any:
+    def visit(s: Sizes, phase: str, pool: Pool) -> Call:
+        if phase == "forward":
+            given = pool.fresh(s["elements"])
+            return lambda: forward(given)
+        gradient, saved = pool.fresh(s["elements"]), pool.take(s["elements"])
+        return lambda: backward(gradient, saved)
+
+    return visit
+
+
+def _layer_norm(s: Sizes, phase: str, pool: Pool) -> Call:
+    width, rows = s["width"], s["elements"] // s["width"]
+    weight, bias = pool.take(width), pool.take(width)
+    if phase == "forward":
+        given = pool.fresh(rows, width)
+        return lambda: aten.native_layer_norm(given, [width], weight, bias, 1e-5)
+    gradient, given = pool.fresh(rows, width), pool.take(rows, width)
+    _, mean, scale = aten.native_layer_norm(given, [width], weight, bias, 1e-5)
+    mask = [True, True, True]
+    return lambda: aten.native_layer_norm_backward(gradient, given, [width], mean, scale, weight, bias, mask)
+
+
+def _batch_norm(s: Sizes, phase: str, pool: Pool) -> Call:
+    channels = s["width"]
+    each = s["elements"] // channels
+    images = math.gcd(each, 16)
+    shape = (images, channels, each // images, 1)
+    weight, bias, running, variance = (pool.take(channels).abs() for _ in range(4))
+    if phase == "forward":
+        given = pool.fresh(*shape)
+        return lambda: aten.native_batch_norm(given, weight, bias, running, variance, True, 0.1, 1e-5)
+    gradient, given = pool.fresh(*shape), pool.take(*shape)
+    _, mean, scale = aten.native_batch_norm(given, weight, bias, running, variance, True, 0.1, 1e-5)
+    backward = aten.native_batch_norm_backward
+    return lambda: backward(gradient, given, weight, running, variance, mean, scale, True, 1e-5, [True, True, True])
+
+
+def _pool2d(s: Sizes, phase: str, pool: Pool) -> Call:
+    planes = max(1, s["elements"] // 64)
+    side = 8 if s["elements"] >= 64 else 2
+    two = [2, 2]
+    given = (pool.fresh if phase == "forward" else pool.take)(1, planes, 2 * side, 2 * side)
+    if phase == "forward":
+        return lambda: aten.max_pool2d_with_indices(given, two, two)
+    output, places = aten.max_pool2d_with_indices(given, two, two)
+    gradient = pool.fresh(*output.shape)
+    return lambda: aten.max_pool2d_with_indices_backward(gradient, given, two, two, [0, 0], [1, 1], False, places)
+
+
+def _mean(s: Sizes, phase: str, pool: Pool) -> Call:
+    given = pool.fresh(max(1, s["elements"] // 16), min(16, s["elements"]))
+    if phase == "forward":
+        return lambda: given.mean(-1)
+    gradient = given[:, :1]
+    return lambda: gradient.expand(given.shape).div(16)
+
+
+def _softmax(s: Sizes, phase: str, pool: Pool) -> Call:
+    rows, width = s["elements"] // s["width"], s["width"]
+    given = pool.fresh(rows, width)
+    if phase == "forward":
+        return lambda: aten._log_softmax(given, -1, False)
+    output = pool.take(rows, width)
+    return lambda: aten._log_softmax_backward_data(given, output, -1, given.dtype)
+
+
+def _pick(s: Sizes, phase: str, pool: Pool) -> Call:
+    rows, width = s["elements"] // s["width"], s["width"]
+    target = pool.numbers(rows, width)
+    given = pool.fresh(rows, width)
+    if phase == "forward":
+        return lambda: aten.nll_loss_forward(given, target, None, 2, -100)
+    one, count = pool.take(1).view(()), torch.tensor(float(rows), dtype=pool.dtype, device=pool.device)
+    return lambda: aten.nll_loss_backward(one, given, target, None, 2, -100, count)
+
+
+VISITS: dict[str, Callable[[Sizes, str, Pool], Call]] = {
+    "linear": _linear,
+    "batched": _batched,
+    **dict.fromkeys(("pointwise", "3x3", "grouped", "other"), _convolution),
+    "plain": _attention("plain"),
+    "causal": _attention("causal"),
+    "gather": _embedding,
+    "elementwise": _elementwise,
+    "copy": _copy,
+    "relu": _pointwise(torch.relu, lambda gradient, saved: aten.threshold_backward(gradient, saved, 0)),
+    "gelu": _pointwise(torch.nn.functional.gelu, lambda gradient, saved: aten.gelu_backward(gradient, saved)),
+    "gelu_tanh": _pointwise(
+        lambda given: torch.nn.functional.gelu(given, approximate="tanh"),
+        lambda gradient, saved: aten.gelu_backward(gradient, saved, approximate="tanh"),
+    ),
+    "transcendental": _pointwise(torch.tanh, lambda gradient, saved: aten.tanh_backward(gradient, saved)),
+    "fill": _fill,
+    "random": _random,
+    "layer_norm": _layer_norm,
+    "batch_norm": _batch_norm,
+    "pool": _pool2d,
+    "mean": _mean,
+    "softmax": _softmax,
+    "pick": _pick,
+    "accumulate": _accumulate,
+    "bias_gradient": _bias_gradient,
+}
+"""By function: takes the operands of one visit from the pool and returns the call to be timed."""
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+
+
+def operator_section(
+    group: dist.ProcessGroup | None,
+    request: CalibrationRequest,
+    dtype: torch.dtype,
+    device: torch.device,
+    probe: SpeedProbe | None,
+) -> CalibrationSection | None:
+    """Every launch of `operator_launches` once a round; None where the request leaves operators no time.
+
+    Entries of `operators`: kind, function, phase, sizes, and seconds of the calls that were kept.
+
+    Args:
+        group: of the ranks that compute at once; None on the others, which wait.
+    """
+    if request.operator_budget_s <= 0:
+        return None
+    launches = operator_launches(quick=request.quick)
+    pool = Pool(dtype, device, request.seed + (0 if group is None else dist.get_rank()))
+
+    def measure(number: int) -> Entries:
+        dist.barrier()
+        if group is None:
+            return {}
+        dist.barrier(group=group)
+        blocks = [partial(_visits, launches[first : first + PACED], pool, device) for first in range(0, len(launches), PACED)]
+        with torch.no_grad():
+            return {"operators": list(paced(blocks, probe))}
+
+    return CalibrationSection(
+        name="operators",
+        budget_s=request.budgets_s["operators"],
+        min_rounds=request.min_rounds,
+        max_rounds=request.max_rounds,
+        measure=measure,
+    )
+
+
+def _visits(launches: Sequence[Launch], pool: Pool, device: torch.device) -> list[dict[str, Any]]:
+    return [_visit(launch, pool, device) for launch in launches]
+
+
+def _visit(launch: Launch, pool: Pool, device: torch.device) -> dict[str, Any]:
+    named = {"kind": launch.kind, "function": launch.function, "phase": launch.phase}
+    _timed(launch, pool, device)
+    seconds = [_timed(launch, pool, device) for _ in range(KEPT_CALLS)]
+    return {**named, "sizes": {name: int(size) for name, size in launch.sizes}, "seconds": seconds}
+
+
+def _timed(launch: Launch, pool: Pool, device: torch.device) -> float:
+    """One call, its operands taken and its input rewritten before the clock starts."""
+    call = VISITS[launch.function]({name: int(size) for name, size in launch.sizes}, launch.phase, pool)
+    pool.rewrite()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin_s = time.perf_counter()
+    kept = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - begin_s
+    del kept
+    return seconds

@@ -1,0 +1,189 @@
+"""How much computation and communication of one rank slow each other down while both run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from calibration.measure.collectives import COLLECTIVES, Bench, merged_seconds
+from calibration.measure.components import Case, StepTimes
+from calibration.measure.core_sharing import measure_crowding
+from calibration.measure.post_wait import measure_resume
+from calibration.rounds.request import CalibrationRequest
+from calibration.rounds.speed_probe import paced_together
+from calibration.rounds.turns import WARM_UP, CalibrationSection, Entries, in_turn
+from parsim.execute.processes.speed_probe import SpeedProbe
+from parsim.execute.streams import Operation, TaskTime, make_streams
+from parsim.units import KIB, MIB
+from parsim.work import COLLECTIVES as OPERATIONS
+
+SIZES_BYTES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+QUICK_SIZES_BYTES = (MIB, 4 * MIB)
+OTHERS_BYTES = (256 * KIB, 8 * MIB)
+"""Sizes at which operations other than all_reduce run beside computation; not in a quick calibration."""
+
+PAIRS = 3
+"""Of steps alone and steps beside calls, in turn: the machine's speed is another one a second later."""
+
+PAUSE_S = 0.002
+"""Between two calls beside steps (not on CUDA, where the host would wait): as buckets come, when their gradients are there. The
+threads that communicate have gone to sleep by then, and what they touch has left the caches."""
+
+ALONE_STEPS, ALONE_CALLS = 2, 3
+MIN_CALLS, MAX_CALLS, MAX_STEPS = 3, 2000, 12
+MOST_HELD = 0.98
+"""Of a call's time: the most that computation beside it is said to stand still."""
+
+
+def overlap_section(
+    cases: Sequence[Case], bench: Bench, request: CalibrationRequest, probe: SpeedProbe | None
+) -> CalibrationSection | None:
+    """Steps of one model after the other, at its middle batch, beside every size; None with one rank.
+
+    Entries of `overlap`, rank 0's alone: see `measure_overlap`; of `resume`: see `measure_resume`; and of `crowding`: see
+    `measure_crowding`.
+    """
+    if bench.world_size == 1:
+        return None
+    chosen = []
+    for number in range(len(request.measured_models)):
+        own = sorted((case for case in cases if case.number == number), key=lambda case: case.samples)
+        chosen.append(own[len(own) // 2])
+    beside = beside_steps(bench, quick=request.quick)
+
+    def measure(number: int) -> Entries:
+        if number == WARM_UP:
+            return {}
+        case = chosen[number % len(chosen)]
+        blocks = [partial(measure_overlap, case, bench, operation, size_bytes) for operation, size_bytes in beside]
+        (resumed,) = paced_together([partial(measure_resume, case, bench)], probe)
+        crowded = measure_crowding(case, bench)
+        return {"overlap": paced_together(blocks, probe), "resume": [resumed], "crowding": crowded}
+
+    return CalibrationSection(
+        name="overlap",
+        budget_s=request.budgets_s["overlap"],
+        min_rounds=len(chosen),
+        max_rounds=request.max_rounds,
+        measure=measure,
+    )
+
+
+def beside_steps(bench: Bench, *, quick: bool) -> tuple[tuple[str, int], ...]:
+    """(operation, size) of what runs beside steps, as far as the arrays of the bench reach."""
+    pairs = [("all_reduce", size) for size in (QUICK_SIZES_BYTES if quick else SIZES_BYTES)]
+    if not quick:
+        others = [operation for operation in OPERATIONS if operation != "all_reduce"]
+        pairs += [(operation, size) for operation in others for size in OTHERS_BYTES]
+    room = bench.scratch.numel() * bench.dtype.itemsize // 2
+    return tuple((operation, size) for operation, size in pairs if size <= room)
+
+
+def measure_overlap(case: Case, bench: Bench, operation: str, size_bytes: int) -> list[dict[str, Any]]:
+    """Factors of one model's steps beside one operation of one size, on rank 0 (none elsewhere); called by every rank.
+
+    Pairs of steps alone and as many beside calls, one after the other; of the calls only those count that lie wholly within
+    the steps of all ranks.
+    """
+    call = COLLECTIVES[operation](bench, size_bytes, bench.everyone)
+    pause_s = 0.0 if bench.device.type == "cuda" else PAUSE_S
+    warm = _run(case, bench, steps=ALONE_STEPS, calls=0, call=call, pause_s=0.0)
+    calls_alone = _run(case, bench, steps=0, calls=ALONE_CALLS, call=call, pause_s=0.0)
+    call_s = pause_s + statistics.median(entry.end_s - entry.ready_s for entry in calls_alone.calls)
+    steps, calls = _agreed(*side_by_side(warm.steps[-1].wall_s, call_s), bench)
+    beside_calls = partial(_run, case, bench, steps=steps, call=call, pause_s=pause_s)
+    pairs = in_turn(PAIRS, partial(beside_calls, calls=0), partial(beside_calls, calls=calls))
+    gathered: list[Any] = [None] * bench.world_size
+    dist.gather_object(pairs, gathered if bench.rank == 0 else None)
+    if bench.rank != 0:
+        return []
+    beside = [[together for _, together in rank] for rank in gathered]
+    entry = {
+        "model": case.number,
+        "samples": case.samples,
+        "operation": operation,
+        "group_size": bench.world_size,
+        "size_bytes": size_bytes,
+        "computation": [computation_factor(rank, beside) for rank in gathered],
+        "communication_s": [seconds for ran in zip(*beside, strict=True) for seconds in seconds_beside(ran)],
+    }
+    return [entry]
+
+
+def side_by_side(step_s: float, call_s: float) -> tuple[int, int]:
+    """How many steps and calls run together so that each takes about as long as the other, and neither is too few."""
+    steps = min(MAX_STEPS, max(1, math.ceil(MIN_CALLS * call_s / step_s)))
+    return steps, min(MAX_CALLS, max(MIN_CALLS, int(steps * step_s / call_s)))
+
+
+def _agreed(steps: int, calls: int, bench: Bench) -> tuple[int, int]:
+    counts = torch.tensor([steps, calls], device=bench.device)
+    dist.broadcast(counts, src=0)
+    return int(counts[0]), int(counts[1])
+
+
+class Ran(NamedTuple):
+    """What one rank did: its steps, and the calls meanwhile."""
+
+    steps: list[StepTimes]
+    calls: list[TaskTime]
+
+    @property
+    def window_s(self) -> tuple[float, float]:
+        """From the first task of the steps to the end of the last."""
+        entries = [entry for step in self.steps for entry in step.tasks]
+        return min(entry.ready_s for entry in entries), max(entry.end_s for entry in entries)
+
+
+def _run(case: Case, bench: Bench, *, steps: int, calls: int, call: Operation, pause_s: float) -> Ran:
+    """Issue the calls on a communication stream, each after a pause, and run the steps meanwhile."""
+    streams = make_streams(bench.device)
+    try:
+        dist.barrier(group=bench.everyone)
+        for number in range(calls):
+            if pause_s:
+                streams.submit(2 * number, "dp", [], lambda: time.sleep(pause_s))
+            streams.submit(2 * number + 1, "dp", [], call)
+        done = [case.step() for _ in range(steps)]
+        ended = sorted(entry for entry in streams.finish() if entry.task % 2)
+    finally:
+        streams.close()
+    return Ran(done, ended)
+
+
+def computation_factor(pairs: Sequence[tuple[Ran, Ran]], beside: Sequence[Sequence[Ran]]) -> float | None:
+    """How much longer computation takes while it and a call both run: 1 / (1 - share), where share is the time that the steps
+    of one rank lost beside calls over the time that calls took within them.
+
+    Args:
+        pairs: (steps alone, steps beside calls) of the rank. beside: [rank][pair], what all ranks did beside calls: a call
+            begins when its last rank is ready, before that the early ones only wait.
+    """
+    lost_s = called_s = 0.0
+    for number, (alone, together) in enumerate(pairs):
+        begin_s, end_s = together.window_s
+        lost_s += (end_s - begin_s) - (alone.window_s[1] - alone.window_s[0])
+        for each in zip(*(rank[number].calls for rank in beside), strict=True):
+            start_s, stop_s = max(entry.ready_s for entry in each), max(entry.end_s for entry in each)
+            called_s += max(0.0, min(stop_s, end_s) - max(start_s, begin_s))
+    return 1.0 / (1.0 - min(MOST_HELD, lost_s / called_s)) if called_s > 0 else None
+
+
+def seconds_beside(together: Sequence[Ran]) -> list[float]:
+    """Of the calls that ran wholly beside computation on every rank. Args: together: [rank], of one pair."""
+    begin_s = max(rank.window_s[0] for rank in together)
+    end_s = min(rank.window_s[1] for rank in together)
+    calls = [rank.calls for rank in together]
+    merged = merged_seconds([[times] for times in calls], len(calls[0]))[0]
+    return [
+        seconds
+        for number, seconds in enumerate(merged)
+        if all(times[number].ready_s >= begin_s and times[number].end_s <= end_s for times in calls)
+    ]

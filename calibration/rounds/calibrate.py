@@ -1,0 +1,152 @@
+"""Measure this machine and write its profile: starts the measuring ranks, builds the profile from what they leave."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from calibration.fit.build_profile import build_profile
+from calibration.rounds.environment import closing_line, opening_line
+from calibration.rounds.raw_points import RawPoints, load_raw, raw_path, save_raw
+from calibration.rounds.request import CalibrationRequest
+from calibration.rounds.resume_folder import Leftover, WorkFolder, alone, open_folder
+from calibration.rounds.turns import gather_raw
+from parsim.errors import ConfigError, ExecutionError, MissingDependencyError, ProfileError, near_matches
+from parsim.execute.processes.environment import describe_environment
+from parsim.execute.processes.launch import launch
+from parsim.execute.processes.machine_state import machine_state
+from parsim.execute.processes.pinning import available_cores
+from parsim.hardware.profile import Profile, save_profile
+from parsim.model.spec import load_model
+
+__all__ = ["CalibrationRequest", "Launcher", "calibrate", "refit"]
+
+RANKS_PER_CORE = 4
+TIMEOUT_S = 1800.0
+
+
+class Launcher(Protocol):
+    """Starts ranks and waits for them as `parsim.execute.processes.launch.launch` does."""
+
+    def __call__(
+        self,
+        job_path: Path,
+        nproc: int,
+        *,
+        module: str = ...,
+        timeout_s: float | None = ...,
+        on_line: Callable[[str], None] | None = ...,
+    ) -> None: ...
+
+
+def calibrate(
+    request: CalibrationRequest,
+    out: Path,
+    *,
+    on_line: Callable[[str], None] | None = None,
+    leftover: Leftover = "use",
+    launcher: Launcher = launch,
+) -> Profile:
+    """Measure on `request.nproc` ranks of this machine; save the profile at `out` and the raw points beside it.
+
+    Every finished turn is kept in a folder beside `out` until the profile is written, whole or not at all: stopped at any
+    moment, a calibration goes on from there when it is called again with the same request.
+
+    Args:
+        on_line: receives progress, one line at a time.
+        leftover: what to do with what a stopped calibration left. launcher: starts the ranks, elsewhere than usual.
+
+    Raises:
+        MissingDependencyError: torch is not installed.
+        ConfigError: an unknown optimizer, a folder of `out` that does not exist, a leftover of another calibration, or one that
+            is writing `out` at this moment.
+        ProfileError: too much of what was measured contradicts itself.
+        ExecutionError: a rank failed.
+    """
+    say = on_line or _silent
+    _check(request, out, say)
+    with alone(out):
+        return _calibrate(request, out, say, open_folder(request, out, leftover, say), launcher)
+
+
+def _calibrate(
+    request: CalibrationRequest, out: Path, say: Callable[[str], None], folder: WorkFolder, launcher: Launcher
+) -> Profile:
+    environment, before = describe_environment(), machine_state()
+    say(opening_line(environment, before, request))
+    models = []
+    for number, (spec, batches, granularity) in enumerate(request.measured_models):
+        models.append(load_model(spec, granularity=granularity))
+        models[-1].save(folder.path / f"model-{number}.json")
+        components = f"{len(models[-1].components)} components ({granularity})"
+        say(f"{models[-1].name}: {components} at {', '.join(map(str, batches))} samples")
+    folder.save_states(before, None)
+    try:
+        launcher(folder.job, request.nproc, module="calibration", timeout_s=TIMEOUT_S, on_line=say)
+    except ExecutionError as error:
+        if not folder.has_turns:
+            folder.remove()
+            raise
+        raise ExecutionError(f"{error}; what was measured is kept, call again to go on") from error
+    after = machine_state()
+    folder.save_states(before, after)
+    say(closing_line(before, after))
+    points = RawPoints(
+        raw={**gather_raw(folder.path), "states": folder.states()},
+        request=request,
+        models=models,
+        created=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        command=f"parsim calibrate --device {request.device} --nproc {request.nproc}",
+        name=out.stem,
+    )
+    try:
+        profile = build_profile(points)
+    except ProfileError:
+        folder.remove()  # going on with these turns would end here again
+        raise
+    save_raw(points, raw_path(out))
+    save_profile(profile, out)
+    folder.remove()
+    for warning in profile.provenance.warnings:
+        say(f"warning: {warning}")
+    return profile
+
+
+def refit(profile_path: Path, *, on_line: Callable[[str], None] | None = None) -> Profile:
+    """Make the profile anew from the raw points beside it, and save it: with the code that wrote it, the same numbers.
+
+    Raises: ProfileError without raw points, or if too much of them contradicts itself.
+    """
+    say = on_line or _silent
+    profile = build_profile(load_raw(raw_path(profile_path)))
+    save_profile(profile, profile_path)
+    for warning in profile.provenance.warnings:
+        say(f"warning: {warning}")
+    return profile
+
+
+def _silent(_: str) -> None:
+    """No progress wanted."""
+
+
+def _check(request: CalibrationRequest, out: Path, say: Callable[[str], None]) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError("calibration needs torch, which is not installed; pip install 'parsim[torch]'")
+    from parsim.execute.state.optimizer import OPTIMIZERS
+
+    for name in request.optimizers:
+        if name not in OPTIMIZERS:
+            raise ConfigError(f"unknown optimizer {name!r}{near_matches(name, OPTIMIZERS)}")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {out}: there is no folder {out.absolute().parent}; make it first")
+    if not os.access(out.absolute().parent, os.W_OK):
+        raise ConfigError(f"cannot write {out}: the folder is not writable; choose another --out")
+    cores = len(available_cores())
+    if request.device == "cpu" and request.nproc > cores:
+        say(f"note: {request.nproc} ranks share {cores} cores, so each measures a part of a core")
+    if request.device == "cpu" and request.nproc > RANKS_PER_CORE * cores:
+        say(f"warning: more than {RANKS_PER_CORE} ranks per core; times will be mostly waiting, use --nproc {cores}")

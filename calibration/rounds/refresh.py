@@ -1,0 +1,133 @@
+"""Bring a profile to today's pace without measuring anything anew: `python -m calibration.rounds.refresh JOB.json` is one
+rank of it.
+
+A machine that others share is a quarter faster or slower an hour later, at everything alike. The pace that the probe finds in
+some seconds, over the pace of the calibration, is that factor. As in the calibration the probe looks before and after training
+steps of the models that were measured: looks one after the other find their own things in the caches, and took 12% less on an
+Intel Xeon with 2 MiB of cache per core (2026-11-22), as if the machine had become faster.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from calibration.measure.components import KEPT_STEPS, WARM_STEPS, Case, make_case
+from calibration.rounds.raw_points import load_raw, raw_path
+from calibration.rounds.request import CalibrationRequest
+from calibration.rounds.resume_folder import alone
+from parsim.errors import ConfigError
+from parsim.execute.processes.group import close_group, init_group, read_place, worker_main
+from parsim.execute.processes.launch import launch
+from parsim.execute.processes.pinning import prepare_rank
+from parsim.execute.processes.same_machine import differences_from_here
+from parsim.execute.processes.speed_probe import SpeedProbe
+from parsim.files import write_text_atomically
+from parsim.hardware.pace import longer_text, pace_s, slowness_today
+from parsim.hardware.profile import PaceToday, Profile, load_profile, save_profile
+from parsim.model.model import Model
+from parsim.units import format_seconds
+
+SECONDS = 20.0
+FOUND = "pace.json"
+
+
+def refresh(path: Path, *, seconds: float = SECONDS, on_line: Callable[[str], None] | None = None) -> Profile:
+    """Look at the pace of the cores for so long, and save the profile with it.
+
+    Raises:
+        ConfigError: no profile of this machine, or one without a pace. ProfileError: no profile, or no raw points beside it,
+            which say what was measured. ExecutionError: a rank failed.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file; --refresh takes a profile that `parsim calibrate` wrote on this machine")
+    with alone(path):
+        profile = load_profile(str(path))
+        if pace_s(profile) is None:
+            raise ConfigError(f"{path} does not say how fast the cores were while it was measured; calibrate again")
+        if other := differences_from_here(profile):
+            raise ConfigError(f"{'; '.join(other)}; refreshing changes the pace alone")
+        points = load_raw(raw_path(path))
+        with tempfile.TemporaryDirectory() as folder:
+            job = Path(folder) / "job.json"
+            job.write_text(json.dumps({"seconds": seconds, "request": points.request.to_json()}))
+            for number, model in enumerate(points.models):
+                model.save(job.parent / f"model-{number}.json")
+            launch(job, len(profile.devices), module="calibration.rounds.refresh", on_line=on_line)
+            found = json.loads((job.parent / FOUND).read_text())
+        created = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+        profile = profile.model_copy(update={"today": PaceToday(created=created, **found)})
+        save_profile(profile, path)
+    return profile
+
+
+def refreshed_text(profile: Profile) -> str:
+    """What has changed, for people."""
+    factor, now_s = slowness_today(profile), pace_s(profile) or 0.0
+    seconds = f"{format_seconds(now_s)} for {format_seconds(now_s / factor)}"
+    return f"the same work takes {longer_text(factor)} than while it was measured ({seconds})"
+
+
+def main(job_path: Path) -> None:
+    """Look before and after steps of one model after the other: the first rank on every core at once, then rank 0 alone."""
+    asked: dict[str, Any] = json.loads(job_path.read_text())
+    request = CalibrationRequest.from_json(asked["request"])
+    place = read_place()
+    pinning = prepare_rank(place.local_rank, place.local_world_size, device=request.device)
+    place = init_group(request.device)
+    device = torch.device(place.device)
+    probe = SpeedProbe(device) if pinning.first else None
+    cases = [
+        make_case(
+            number,
+            spec,
+            Model.load(job_path.parent / f"model-{number}.json"),
+            sorted(batches)[len(batches) // 2],
+            request,
+            device,
+        )
+        for number, (spec, batches, _) in enumerate(request.measured_models)
+    ]
+    alone_s: list[float] = []
+    together_s: list[float] = []
+    end_s = time.monotonic() + asked["seconds"]
+    going = torch.ones(1, device=device)
+    for case in itertools.cycle(cases):
+        dist.barrier()
+        together_s += looks(case, probe, WARM_STEPS + KEPT_STEPS)
+        dist.barrier()
+        alone_s += looks(case, probe if place.rank == 0 else None, WARM_STEPS + 1)
+        going.fill_(time.monotonic() < end_s)
+        dist.broadcast(going, src=0)
+        if not going.item():
+            break
+    gathered: list[Any] = [None] * place.world_size
+    dist.all_gather_object(gathered, together_s)
+    if place.rank == 0:
+        found = {"alone": statistics.mean(alone_s), "together": statistics.mean(itertools.chain(*gathered))}
+        write_text_atomically(job_path.parent / FOUND, json.dumps(found))
+    close_group(place)
+
+
+def looks(case: Case, probe: SpeedProbe | None, steps: int) -> list[float]:
+    """Seconds of a look before and of one after some training steps; none on a rank that does not look, which waits."""
+    if probe is None:
+        return []
+    before_s = probe.seconds()
+    for _ in range(steps):
+        case.step()
+    return [before_s, probe.seconds()]
+
+
+if __name__ == "__main__":
+    worker_main(main)

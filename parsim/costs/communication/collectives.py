@@ -1,0 +1,273 @@
+"""What a collective or a transfer costs: closed forms over the links of the machine, or piecewise lines measured per group.
+
+A profile says which: where it holds a link model (NCCL on NVLink or PCIe), times follow from rings packed on the links of a
+node (`parsim.costs.communication.intranode`) and, across nodes, from the network that joins them
+(`parsim.costs.communication.internode`); otherwise (gloo)
+from `CollectiveFit`s. Only all_reduce was measured on the DGX-1V that the link model stands for: the other operations are
+derived from the same links by their closed forms and carry a wider uncertainty for it.
+
+Groups that run at the same time slow one another where they share a link, a network card or an uplink: whoever knows them
+passes them as `concurrent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from parsim.costs.communication.alpha_beta import (
+    busbw_bytes_per_s,
+    ring_all_reduce_s,
+    ring_steps,
+    ring_traffic,
+    tree_all_reduce_s,
+)
+from parsim.costs.communication.equivalent_groups import alike, known_estimates
+from parsim.costs.communication.internode import choices, parts_of, point_to_point
+from parsim.costs.communication.intranode import ProtocolLine, choose_protocol, inside_choice, link_model_of, protocol_lines
+from parsim.costs.communication.linkgraph import RingSet
+from parsim.costs.communication.traffic import group_pace, rings_of
+from parsim.costs.communication.transfers import transfer_pace
+from parsim.costs.estimate import Estimate
+from parsim.errors import CostError
+from parsim.hardware.cluster import Cluster
+from parsim.hardware.profile import CollectiveFit, LinkModel, Regime
+from parsim.work import Collective, SendRecv
+
+__all__ = [
+    "ProtocolLine",
+    "busbw_bytes_per_s",
+    "choose_protocol",
+    "estimate_collective",
+    "estimate_send_recv",
+    "fitted_s",
+    "packed_operation",
+    "protocol_lines",
+    "regimes_s",
+    "ring_all_reduce_s",
+    "ring_steps",
+    "ring_traffic",
+    "tree_all_reduce_s",
+]
+
+ON_ONE_CORE = "send_recv_on_one_core"
+"""The name in profiles of a transfer between ranks that share a core: only one end works at a time."""
+
+EXTRAPOLATION_SIGMA = 0.25
+"""Relative spread given to what was not measured: sizes outside the range, derived operations, relayed rings. Assumed."""
+
+MEASURED_ON_LINKS = "all_reduce"
+DERIVED = ("communication:derived operation", EXTRAPOLATION_SIGMA)
+
+
+def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence[tuple[int, ...]] = ()) -> Estimate:
+    """Price a collective over ranks of `cluster`.
+
+    Args:
+        concurrent: the groups of ranks that run the same kind of collective over as many bytes at the same time (with or
+            without this one): the T data-parallel groups of a mesh with T tensor shards, say. Costs fitted per group (gloo)
+            know nothing of it.
+
+    Packing counts where it was measured (gloo); the link model leaves it out, a copy in the device's memory.
+
+    Raises CostError if a group names a rank the cluster has not or one twice, if no link joins two members, or if neither a
+    link model nor a fit for this operation and group size is in the profile.
+    """
+    _check_ranks(work.group, cluster, work.operation)
+    if len(work.group) == 1:
+        return Estimate(median_s=0.0, source="fitted", detail="one rank: nothing to do")
+    if cluster.profile.communication.link_model is None:
+        names = (packed_operation(work.operation), work.operation) if work.packed else (work.operation,)
+        return _from_fits(names, len(work.group), work.size_bytes, cluster)
+    _check_concurrent(cluster, _hashable(concurrent), "a concurrent group")
+    group = tuple(sorted(work.group))
+    if work.operation == "broadcast":
+        return _by_links(work, group, cluster, concurrent)
+    known = known_estimates(cluster)
+    key = (work.operation, work.size_bytes, alike(cluster, group, _hashable(concurrent)))
+    if key not in known:
+        known[key] = _by_links(work, group, cluster, concurrent)
+    return known[key]
+
+
+def _by_links(work: Collective, group: tuple[int, ...], cluster: Cluster, concurrent: Sequence[tuple[int, ...]]) -> Estimate:
+    others = tuple(dict.fromkeys(tuple(sorted(other)) for other in concurrent))
+    if work.operation == "all_to_all":
+        return _all_to_all(group, work.size_bytes, cluster, others)
+    if len(cluster.spread(group)) > 1:
+        return _between_nodes(work.operation, group, work.size_bytes, cluster, others)
+    return _inside_node(work.operation, group, work.size_bytes, cluster, others)
+
+
+def _hashable(groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """A tuple stays what it is: it may know its hash."""
+    return groups if isinstance(groups, tuple) else tuple(groups)
+
+
+@lru_cache(maxsize=4096)
+def _check_concurrent(cluster: Cluster, groups: tuple[tuple[int, ...], ...], what: str) -> None:
+    for group in groups:
+        _check_ranks(group, cluster, what)
+
+
+def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tuple[int, ...]] = ()) -> Estimate:
+    """Price a transfer between two ranks: over their direct lanes, or the path over PCIe and sockets where none joins them;
+    between nodes from card to card.
+
+    `concurrent`: the (source, destination) of transfers of as many bytes at the same time, with or without this one.
+    Raises CostError as `estimate_collective` does.
+    """
+    pair = (work.source, work.destination)
+    _check_ranks(pair, cluster, "send_recv")
+    if cluster.profile.communication.link_model is None:
+        cores = cluster.core_of_rank(cluster.size)
+        names = (ON_ONE_CORE, "send_recv") if cores[pair[0]] == cores[pair[1]] else ("send_recv",)
+        return _from_fits(names, 2, work.size_bytes, cluster)
+    _check_concurrent(cluster, _hashable(concurrent), "a concurrent transfer")
+    model = link_model_of(cluster)
+    crosses = cluster.places[pair[0]][0] != cluster.places[pair[1]][0]
+    if crosses:
+        parts_of(cluster)
+    beta, direct, hop_latency_s = transfer_pace(cluster, model.link_kind, pair, _hashable(concurrent))
+    if not crosses:
+        detail = f"direct {model.link_kind}" if direct else "relayed over other links"
+        return _link_estimate(
+            model.point_to_point_base_s + beta * work.size_bytes, work.size_bytes, model, detail, "p2p", [DERIVED]
+        )
+    network, _ = parts_of(cluster)
+    base, efficiency = point_to_point(network, model)
+    seconds = base + hop_latency_s + beta / efficiency * work.size_bytes
+    extra = [DERIVED, ("communication:network", network.relative_sigma.value)]
+    return _link_estimate(seconds, work.size_bytes, model, f"card to card over {network.name}", "p2p", extra)
+
+
+def _inside_node(
+    operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]
+) -> Estimate:
+    model = link_model_of(cluster)
+    seconds, protocol, rings = inside_choice(operation, group, size_bytes, cluster, concurrent)
+    extra = (
+        [] if _measured(rings, group, cluster, model) else [("communication:unmeasured group", model.unmeasured_group_sigma)]
+    )
+    if operation != MEASURED_ON_LINKS:
+        extra.append(DERIVED)
+    if rings.relayed:
+        extra = [("communication:relay", EXTRAPOLATION_SIGMA)]
+    where = "relayed over " + "+".join(rings.kinds) if rings.relayed else f"on {rings.count} ring(s)"
+    derived = "" if operation == MEASURED_ON_LINKS else ", closed form"
+    detail = f"{protocol.algorithm} {protocol.protocol} {where}{derived}"
+    return _link_estimate(seconds, size_bytes, model, detail, protocol.algorithm, extra)
+
+
+def _between_nodes(
+    operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]
+) -> Estimate:
+    network, model = parts_of(cluster)
+    best = choices(operation, group, size_bytes, cluster, concurrent)[0]
+    extra = [
+        ("communication:unmeasured group", model.unmeasured_group_sigma),
+        ("communication:network", network.relative_sigma.value),
+    ]
+    if operation != MEASURED_ON_LINKS:
+        extra.append(DERIVED)
+    how = f"{best.algorithm} {best.protocol}".strip()
+    detail = f"{how} over {len(cluster.spread(group))} nodes on {network.name}, closed form"
+    return _link_estimate(best.seconds, size_bytes, model, detail, best.algorithm, extra)
+
+
+def _all_to_all(group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]) -> Estimate:
+    """Every rank sends S/n to every other at once; the busiest link sets the pace. Leaves out the cost of each message beyond
+    the first hop, which many small ones over a network have."""
+    model = link_model_of(cluster)
+    extra = [DERIVED]
+    pace = group_pace(cluster, model.link_kind, group, "pairs", concurrent)
+    seconds, beta = model.point_to_point_base_s, pace.inside_s_per_byte
+    detail = "pairwise, some pairs relayed, closed form" if pace.relayed else "pairwise over direct links, closed form"
+    if pace.nodes > 1:
+        network, _ = parts_of(cluster)
+        seconds, efficiency = point_to_point(network, model)
+        seconds += pace.hop_latency_s
+        beta = max(beta, pace.outside_s_per_byte / efficiency)
+        extra.append(("communication:network", network.relative_sigma.value))
+        detail = f"pairwise over {pace.nodes} nodes on {network.name}, closed form"
+    return _link_estimate(seconds + beta * size_bytes, size_bytes, model, detail, "pairwise", extra)
+
+
+def fitted_s(fit: CollectiveFit, size_bytes: float) -> float:
+    """Seconds of a piecewise fit at a size; never less than at the end of an earlier regime."""
+    return regimes_s(fit.regimes, size_bytes)
+
+
+def regimes_s(regimes: Sequence[Regime], size_bytes: float) -> float:
+    """Seconds of piecewise lines, sorted by size: the running maximum, so that the time never falls with the size."""
+    seconds = 0.0
+    for regime in regimes:
+        end = regime.max_size_bytes
+        inside = end is None or size_bytes <= end
+        seconds = max(seconds, regime.latency_s + regime.seconds_per_byte * (size_bytes if inside or end is None else end))
+        if inside:
+            return seconds
+    last = regimes[-1]
+    return max(seconds, last.latency_s + last.seconds_per_byte * size_bytes)
+
+
+def _link_estimate(
+    seconds: float, size_bytes: int, model: LinkModel, detail: str, algorithm: str, extra: list[tuple[str, float]]
+) -> Estimate:
+    outside = not model.min_size_bytes <= size_bytes <= model.max_size_bytes
+    widened = [("communication:size outside measured range", EXTRAPOLATION_SIGMA)] if outside else []
+    return Estimate(
+        median_s=seconds,
+        source="fitted",
+        parameters=((f"communication:{algorithm}", model.relative_sigma), *extra, *widened),
+        detail=detail,
+        extrapolated=outside,
+    )
+
+
+def packed_operation(operation: str) -> str:
+    """The name in profiles of a collective with packing."""
+    return f"{operation}_packed"
+
+
+def _from_fits(names: Sequence[str], group_size: int, size_bytes: int, cluster: Cluster) -> Estimate:
+    """By the first of these operations that the profile has measured at all: the special one, then the one it is a case of."""
+    measured = {fit.operation for fit in cluster.profile.communication.fits}
+    operation = next((name for name in names if name in measured), names[-1])
+    fits = [fit for fit in cluster.profile.communication.fits if fit.operation == operation]
+    match = next((fit for fit in fits if fit.group_size == group_size), None)
+    if match is None:
+        known = ", ".join(str(fit.group_size) for fit in sorted(fits, key=lambda fit: fit.group_size)) or "none"
+        raise CostError(
+            f"profile {cluster.profile.name} has no measured {operation} over {group_size} ranks (measured group sizes: "
+            f"{known}); measure it with `parsim calibrate --nproc {group_size}`"
+        )
+    outside = not match.min_size_bytes <= size_bytes <= match.max_size_bytes
+    widened = (("communication:size outside measured range", EXTRAPOLATION_SIGMA),) if outside else ()
+    return Estimate(
+        median_s=fitted_s(match, size_bytes),
+        source="fitted",
+        parameters=((f"communication:{operation}/{group_size}", match.relative_sigma), *widened),
+        repeat_sigma=match.repeat_sigma,
+        detail=f"{match.algorithm}, piecewise line over {match.min_size_bytes}..{match.max_size_bytes} B",
+        extrapolated=outside,
+    )
+
+
+def _measured(rings: RingSet, group: tuple[int, ...], cluster: Cluster, model: LinkModel) -> bool:
+    """True if a measured group has the same size and the same number of rings."""
+    ((node, _),) = cluster.spread(group)
+    shape = cluster.nodes.shapes[node]
+    return any(
+        len(other) == len(rings.devices) and rings_of(shape, model.link_kind, tuple(other)).count == rings.count
+        for other in model.measured_groups
+        if max(other) < len(shape.devices)
+    )
+
+
+def _check_ranks(ranks: Sequence[int], cluster: Cluster, what: str) -> None:
+    if len(set(ranks)) != len(ranks):
+        raise CostError(f"{what} lists a rank twice: {tuple(ranks)}; list every rank once")
+    for rank in ranks:
+        if not 0 <= rank < cluster.size:
+            raise CostError(f"{what} names rank {rank}, but the cluster has ranks 0 to {cluster.size - 1}; use more devices")

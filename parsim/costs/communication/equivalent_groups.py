@@ -1,0 +1,65 @@
+"""Groups that cost the same: built alike on like nodes, beside groups that are alike, whichever nodes these are.
+
+In a plan of thousands of ranks most groups are such copies. What one costs is worked out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+
+from parsim.costs.communication.traffic import Way, leaf_shares, uplink_rate
+from parsim.costs.estimate import Estimate
+from parsim.hardware.cluster import Cluster
+from parsim.hardware.nodes import NodeShape
+
+WAYS: tuple[Way, ...] = ("through", "rails", "pairs")
+NodePart = tuple[tuple[int, ...], bool, int]
+"""Numbers of a group's devices on one node, whether it has others elsewhere, how many it has in all."""
+
+
+@lru_cache(maxsize=65536)
+def alike(cluster: Cluster, group: tuple[int, ...], concurrent: Sequence[tuple[int, ...]]) -> Hashable:
+    """Equal for two groups of a cluster that cost the same in every collective but broadcast, whose root is a matter of order.
+
+    Made of what the prices are made of: per node its shape, the devices of the group and of the concurrent ones there; per
+    leaf the loads of its uplinks. Raises ProfileError for a device that no link joins.
+    """
+    spread, nodes = cluster.spread(group), cluster.nodes
+    there, is_listed = _by_node(cluster, concurrent), group in _distinct(concurrent)
+    places: dict[tuple[NodeShape, tuple[int, ...], tuple[NodePart, ...], float], int] = {}
+    for node, members in spread:
+        others = list(there.get(node, ()))
+        own = (members, len(spread) > 1, len(group))
+        if is_listed:  # else the like of it there is another group's
+            others.remove(own)
+        leaf = nodes.leaves.get(nodes.leaf[node])
+        place = (nodes.shapes[node], members, tuple(others), 0.0 if leaf is None else leaf.uplink_latency_s)
+        places[place] = places.get(place, 0) + 1
+    uplinks = []
+    for way in WAYS if len({nodes.leaf[node] for node, _ in spread}) > 1 else ():
+        own_shares, total = leaf_shares(cluster, group, way, concurrent)
+        uplinks.append(tuple(sorted((own_shares[leaf], total[leaf], uplink_rate(cluster, leaf)) for leaf in own_shares)))
+    return len(group), frozenset(places.items()), tuple(uplinks)
+
+
+@lru_cache(maxsize=256)
+def _by_node(cluster: Cluster, groups: Sequence[tuple[int, ...]]) -> dict[int, tuple[NodePart, ...]]:
+    found: dict[int, list[NodePart]] = {}
+    for group in _distinct(groups):
+        spread = cluster.spread(group)
+        for node, members in spread:
+            found.setdefault(node, []).append((members, len(spread) > 1, len(group)))
+    return {node: tuple(sorted(parts)) for node, parts in found.items()}
+
+
+@lru_cache(maxsize=256)
+def _distinct(groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], None]:
+    """Every group once, its ranks ascending, in first-seen order."""
+    return dict.fromkeys(tuple(sorted(group)) for group in groups)
+
+
+@lru_cache(maxsize=64)
+def known_estimates(cluster: Cluster) -> dict[Hashable, Estimate]:
+    """What has been worked out for a cluster, by operation, size and `alike`."""
+    return {}

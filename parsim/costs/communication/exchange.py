@@ -1,0 +1,59 @@
+"""Many transfers at once: what an exchange of neighbours costs, where every rank sends to a few others at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.costs.communication.internode import parts_of, point_to_point
+from parsim.costs.communication.intranode import link_model_of
+from parsim.costs.communication.transfers import hop_latency_s, transfer_loads
+from parsim.errors import CostError
+from parsim.hardware.cluster import Cluster
+
+
+def exchange_seconds(pairs: Sequence[tuple[int, int]], size_bytes: float, cluster: Cluster) -> NDArray[np.float64]:
+    """Seconds of each (source, destination), all of `size_bytes` and all at once: float64 [pairs].
+
+    A transfer moves at the pace of the busiest link, network card or uplink on its way, loaded with every transfer that uses
+    it, so that all of them together keep that link busy to the end. What one rank sends and receives is issued as one group:
+    the launch is paid once.
+
+    Leaves out: that a transfer speeds up once others have ended, collisions of routes in the network, and the arithmetic that
+    follows an arrival.
+
+    Raises:
+        CostError: a rank that the cluster has not, a rank that sends to itself, a pair listed twice, a profile without a link
+            model, or links between nodes without a network.
+    """
+    _check(pairs, size_bytes, cluster)
+    model = link_model_of(cluster)
+    loads = [transfer_loads(cluster, model.link_kind, pair) for pair in pairs]
+    total: dict[object, float] = {}
+    for load in loads:
+        for link, (weight, _) in load.items():
+            total[link] = total.get(link, 0.0) + weight
+    found = np.empty(len(pairs))
+    for place, (pair, load) in enumerate(zip(pairs, loads, strict=True)):
+        pace = max(total[link] / capacity for link, (_, capacity) in load.items())
+        latency, efficiency = model.point_to_point_base_s, 1.0
+        if cluster.places[pair[0]][0] != cluster.places[pair[1]][0]:
+            latency, efficiency = point_to_point(parts_of(cluster)[0], model)
+            latency += hop_latency_s(cluster, pair)
+        found[place] = latency + pace / efficiency * size_bytes
+    return found
+
+
+def _check(pairs: Sequence[tuple[int, int]], size_bytes: float, cluster: Cluster) -> None:
+    if size_bytes < 0:
+        raise CostError(f"an exchange needs size_bytes >= 0, got {size_bytes}")
+    if len(set(pairs)) != len(pairs):
+        raise CostError("an exchange lists a pair of ranks twice; send both messages as one")
+    for source, destination in pairs:
+        if not (0 <= source < cluster.size and 0 <= destination < cluster.size) or source == destination:
+            raise CostError(
+                f"an exchange names the transfer {source} -> {destination}, but needs two of the cluster's ranks "
+                f"0 to {cluster.size - 1}"
+            )

@@ -1,0 +1,183 @@
+"""All_reduce, all_gather, reduce_scatter and broadcast of a group on several nodes: each algorithm under each protocol.
+
+Ring: all members in one ring (one per network card and more), which crosses from node to node as often as there are nodes:
+
+    seconds = base + (steps - crossings) * hop inside + crossings * hop between + traffic * max(inside, between) * S
+
+with steps and traffic of `ring_steps` and `ring_traffic` over all n ranks, crossings = ring_steps over the K nodes, and the
+seconds per byte of the busiest link inside the nodes and between them (`parsim.costs.communication.traffic`), each over the
+protocol's efficiency.
+
+Tree (all_reduce): a chain inside each node and a double binary tree over the nodes, which pass the array up and down:
+
+    seconds = base + 2 (m - 1) hop inside + 2 ceil(log2 K) hop between + max(2 inside, c between) * S
+
+for m members on a node; c = 2, but 1 for two nodes, where each sends the other one half up and one half down.
+
+Hierarchical (as many members on every node): reduce_scatter inside, the operation over the nodes for each member and its
+counterparts (its rail) with S/m, all_gather inside, each at its own best; no phase overlaps another. An all_gather or a
+reduce_scatter does the phases it needs; a broadcast goes over the nodes from one member, then inside.
+
+The one with the least predicted time is taken. NCCL decides in the same way with its own model (src/graph/tuning.cc, read at
+01afd20a77b5: the same steps, traffic and trees, its constants for hops); it has no hierarchical algorithm, the libraries above
+it have (Horovod, BlueFog): a network file that leaves it out of `algorithms` forbids it.
+
+Leaves out: LL's longer hops inside a node when several nodes take part, the plateau of large rings, switches that reduce
+(SHARP), and that the ends of the network's routes may collide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parsim.costs.communication.alpha_beta import ring_steps, ring_traffic
+from parsim.costs.communication.intranode import inside_s
+from parsim.costs.communication.traffic import LinkRates, Way, group_pace
+from parsim.errors import CostError
+from parsim.hardware.cluster import Cluster
+from parsim.hardware.network import Network, NetworkProtocol
+from parsim.hardware.profile import LinkModel, LinkProtocol
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmChoice:
+    """One way to run a collective, and its seconds."""
+
+    algorithm: str
+    protocol: str
+    seconds: float
+
+
+def choices(
+    operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: Groups = ()
+) -> list[AlgorithmChoice]:
+    """Every algorithm and protocol for a group on several nodes, the fastest first.
+
+    Raises CostError if nothing prices the operation, a member's node has no network card, or the cluster no network.
+    """
+    network, model = parts_of(cluster)
+    pace = group_pace(cluster, model.link_kind, group, "through", concurrent)
+    found: list[AlgorithmChoice] = []
+    if "ring" in network.algorithms:
+        found += _rings(operation, len(group), size_bytes, pace, network, model)
+    if "tree" in network.algorithms and operation == "all_reduce":
+        found += _trees(size_bytes, pace, network, model)
+    if "hierarchical" in network.algorithms:
+        found += _hierarchical(operation, group, size_bytes, cluster, concurrent)
+    if not found:
+        raise CostError(
+            f"network {network.name} has no algorithm for {operation}: it lists {', '.join(network.algorithms)}; "
+            "add ring to them"
+        )
+    return sorted(found, key=lambda choice: choice.seconds)
+
+
+def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: Groups = ()) -> float:
+    """The phase between the nodes of the hierarchical form: every member runs `operation` on its S/m with its counterparts.
+
+    S = `size_bytes` is the array of the whole group. Raises CostError as `choices` does.
+    """
+    network, model = parts_of(cluster)
+    way: Way = "rails"
+    pace = group_pace(cluster, model.link_kind, group, way, concurrent)
+    found = _rings(operation, pace.nodes, size_bytes, pace, network, model)
+    if operation == "all_reduce" and "tree" in network.algorithms:
+        found += _trees(size_bytes, pace, network, model, members=1)
+    return min(choice.seconds for choice in found)
+
+
+def parts_of(cluster: Cluster) -> tuple[Network, LinkModel]:
+    """The network and the link model of a cluster of several nodes. Raises CostError where there is none."""
+    model = cluster.profile.communication.link_model
+    if cluster.network is None or model is None:
+        raise CostError(
+            f"cluster {cluster.name} has a group on several nodes, but nothing says what joins them; make it with "
+            "cluster_from_profile(profile, nodes=..., network=...)"
+        )
+    return cluster.network, model
+
+
+def point_to_point(network: Network, model: LinkModel) -> tuple[float, float]:
+    """Seconds of a hop between nodes beside the latency of the links, and the share of the bandwidth large messages get."""
+    best = max((entry for entry in network.protocols if entry.algorithm == "ring"), key=lambda entry: entry.efficiency)
+    return model.point_to_point_base_s + best.hop_s, best.efficiency
+
+
+def _rings(
+    operation: str, ranks: int, size_bytes: float, pace: LinkRates, network: Network, model: LinkModel
+) -> list[AlgorithmChoice]:
+    steps, crossings = ring_steps(operation, ranks), ring_steps(operation, pace.nodes)
+    found = []
+    for between, inside in _protocols("ring", pace, network, model):
+        latency = inside.base_s + (steps - crossings) * inside.hop_s + crossings * (between.hop_s + pace.hop_latency_s)
+        rate = max(
+            pace.inside_s_per_byte / (inside.efficiency * between.inside_efficiency),
+            pace.outside_s_per_byte / between.efficiency,
+        )
+        seconds = latency + ring_traffic(operation, ranks) * rate * size_bytes
+        found.append(AlgorithmChoice(algorithm="ring", protocol=between.protocol, seconds=seconds))
+    return found
+
+
+def _trees(
+    size_bytes: float, pace: LinkRates, network: Network, model: LinkModel, members: int | None = None
+) -> list[AlgorithmChoice]:
+    chain = (pace.members if members is None else members) - 1
+    levels = math.ceil(math.log2(pace.nodes))
+    share = 1.0 if pace.nodes == 2 else 2.0
+    found = []
+    for between, inside in _protocols("tree", pace, network, model):
+        latency = inside.base_s + 2 * chain * inside.hop_s + 2 * levels * (between.hop_s + pace.hop_latency_s)
+        rate = max(
+            2.0 * pace.inside_s_per_byte / (inside.efficiency * between.inside_efficiency),
+            share * pace.outside_s_per_byte / between.efficiency,
+        )
+        found.append(AlgorithmChoice(algorithm="tree", protocol=between.protocol, seconds=latency + rate * size_bytes))
+    return found
+
+
+def _hierarchical(
+    operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: Groups
+) -> list[AlgorithmChoice]:
+    sizes = {len(members) for _, members in cluster.spread(group)}
+    if len(sizes) > 1 or sizes == {1}:
+        return []
+    if operation == "broadcast":
+        first: dict[int, int] = {}
+        for rank in group:
+            first.setdefault(cluster.places[rank][0], rank)
+        others = tuple(other for other in concurrent if other != group)
+        seconds = rails_s(operation, tuple(first.values()), size_bytes, cluster, others)
+        seconds += inside_s(operation, group, size_bytes, cluster, concurrent)
+    else:
+        seconds = rails_s(operation, group, size_bytes, cluster, concurrent)
+        if operation in ("all_reduce", "reduce_scatter"):
+            seconds += inside_s("reduce_scatter", group, size_bytes, cluster, concurrent)
+        if operation in ("all_reduce", "all_gather"):
+            seconds += inside_s("all_gather", group, size_bytes, cluster, concurrent)
+    return [AlgorithmChoice(algorithm="hierarchical", protocol="", seconds=seconds)]
+
+
+def _protocols(
+    algorithm: str, pace: LinkRates, network: Network, model: LinkModel
+) -> Iterator[tuple[NetworkProtocol, LinkProtocol]]:
+    """The network's protocols of an algorithm, each with the ring of the same protocol inside a node.
+
+    A tree's chain inside a node is priced as that ring, at `inside_efficiency` of its rate.
+    """
+    local = model.relay_protocols if pace.relayed and model.relay_protocols else model.protocols
+    inside = {entry.protocol: entry for entry in local if entry.algorithm == "ring"}
+    known = False
+    for entry in network.protocols:
+        if entry.algorithm == algorithm and entry.protocol in inside:
+            known = True
+            yield entry, inside[entry.protocol]
+    if algorithm == "ring" and not known:
+        raise CostError(
+            f"network {network.name} and the profile's link model share no protocol of the ring: "
+            f"{', '.join(entry.protocol for entry in network.protocols)} against {', '.join(inside)}; add one to the network"
+        )

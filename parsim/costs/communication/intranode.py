@@ -1,0 +1,117 @@
+"""Collectives inside one node: rings packed on its links or trees, under the protocol that the library's tuner takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from parsim.costs.communication.alpha_beta import ring_steps, ring_traffic
+from parsim.costs.communication.linkgraph import RingSet
+from parsim.costs.communication.traffic import inside_pace
+from parsim.errors import CostError
+from parsim.hardware.cluster import Cluster
+from parsim.hardware.profile import LinkModel, LinkProtocol
+
+
+def inside_choice(
+    operation: str,
+    group: tuple[int, ...],
+    size_bytes: float,
+    cluster: Cluster,
+    concurrent: tuple[tuple[int, ...], ...] = (),
+) -> tuple[float, LinkProtocol, RingSet]:
+    """Seconds of a collective among the members of a group on each node, the protocol and the rings of the slowest node.
+
+    The tuner does not know of the groups that run at once: it decides as if there were none.
+    """
+    model = link_model_of(cluster)
+    rings, seconds_per_byte = inside_pace(cluster, model.link_kind, group, concurrent)
+    lines = protocol_lines(operation, replace(rings, seconds_per_byte=seconds_per_byte), model, alone=rings)
+    seconds, protocol = choose_protocol(lines, size_bytes)
+    return seconds, protocol, rings
+
+
+def inside_s(
+    operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...] = ()
+) -> float:
+    """Seconds of `inside_choice`."""
+    return inside_choice(operation, group, size_bytes, cluster, concurrent)[0]
+
+
+def link_model_of(cluster: Cluster) -> LinkModel:
+    """Raises CostError for a profile that prices communication without links."""
+    model = cluster.profile.communication.link_model
+    if model is None:
+        raise CostError(f"profile {cluster.profile.name} has no link model; use a profile that has one")
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolLine:
+    """seconds = latency_s + seconds_per_byte * S of one protocol, and the same as the library's tuner counts it."""
+
+    protocol: LinkProtocol
+    latency_s: float
+    seconds_per_byte: float
+    tuner_latency_s: float
+    tuner_seconds_per_byte: float
+
+
+def protocol_lines(operation: str, rings: RingSet, model: LinkModel, alone: RingSet | None = None) -> list[ProtocolLine]:
+    """One line per protocol. The tuner's lane rate is the profile's; on relayed rings it is the path's own.
+
+    `alone`: the same rings while nothing else runs, as the tuner sees them.
+    """
+    n = len(rings.devices)
+    steps, ring_share = ring_steps(operation, n), ring_traffic(operation, n)
+    tuner_beta = (
+        (alone or rings).seconds_per_byte if rings.relayed else 1.0 / (rings.count * model.tuner_bandwidth_bytes_per_s.value)
+    )
+    lines: list[ProtocolLine] = []
+    for protocol in model.relay_protocols if rings.relayed else model.protocols:
+        if protocol.algorithm == "tree" and operation != "all_reduce":
+            continue
+        share = 2.0 if protocol.algorithm == "tree" else ring_share
+        lines.append(
+            ProtocolLine(
+                protocol=protocol,
+                latency_s=protocol.base_s + steps * protocol.hop_s,
+                seconds_per_byte=share * rings.seconds_per_byte / protocol.efficiency,
+                tuner_latency_s=protocol.tuner_base_s + steps * protocol.tuner_hop_s,
+                tuner_seconds_per_byte=share * tuner_beta / protocol.tuner_efficiency,
+            )
+        )
+    if not lines:
+        names = ", ".join(rings.devices)
+        raise CostError(
+            f"no protocol prices {operation} over {names}, whose rings must leave {model.link_kind}; "
+            "add relay_protocols to the link model or choose devices that a ring of links joins"
+        )
+    return lines
+
+
+def choose_protocol(lines: Sequence[ProtocolLine], size_bytes: float) -> tuple[float, LinkProtocol]:
+    """The protocol with the least tuner time, and its seconds, made monotone in the size.
+
+    The tuner's choice is not always the fastest one: at the size where it changes its mind the time can drop (measured
+    as well). A size therefore costs at most what the next protocol costs where it begins.
+    """
+    current = min(lines, key=lambda line: (line.tuner_latency_s, line.tuner_seconds_per_byte))
+    seconds, chosen, start = math.inf, current, 0.0
+    while True:
+        if start <= size_bytes:
+            chosen, seconds = current, current.latency_s + current.seconds_per_byte * size_bytes
+        else:
+            seconds = min(seconds, current.latency_s + current.seconds_per_byte * start)
+        later = [line for line in lines if line.tuner_seconds_per_byte < current.tuner_seconds_per_byte]
+        if not later:
+            return seconds, chosen.protocol
+        start, current = min(
+            ((_crossing(current, line), line) for line in later), key=lambda pair: (pair[0], pair[1].tuner_seconds_per_byte)
+        )
+
+
+def _crossing(slow: ProtocolLine, fast: ProtocolLine) -> float:
+    """The size from which the tuner prefers `fast`, which has the smaller slope."""
+    return (fast.tuner_latency_s - slow.tuner_latency_s) / (slow.tuner_seconds_per_byte - fast.tuner_seconds_per_byte)

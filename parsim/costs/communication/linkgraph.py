@@ -1,0 +1,143 @@
+"""From a topology to what collectives need: the rings of a group, and the busiest link of a set of transfers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from parsim.costs.communication.rings import MAX_RING_DEVICES, pack_rings
+from parsim.errors import CostError
+from parsim.hardware.topology import Link, Topology, walk_of
+
+Step = tuple[str, str, Link]
+"""A link in one direction: from, to, link."""
+
+Flow = tuple[str, str, float]
+"""From, to, and the share of the bytes that passes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingSet:
+    """The rings of one group of devices.
+
+    Attributes:
+        count: rings that run at once. seconds_per_byte: 1 / (count * rate of the slowest hop).
+        relayed: the one ring crosses links of other kinds (PCIe, sockets), because no ring of direct links exists.
+        kinds: of the links used. loads: per link and direction, the share of the rings' bytes that passes.
+    """
+
+    devices: tuple[str, ...]
+    count: int
+    seconds_per_byte: float
+    relayed: bool
+    kinds: tuple[str, ...]
+    loads: tuple[tuple[Step, float], ...] = ()
+
+
+def ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> RingSet:
+    """Rings over `link_kind` lanes among `devices`; their order does not matter.
+
+    First rings packed on the lanes that join the devices directly (up to MAX_RING_DEVICES); else, where switches of that kind
+    join all of them (NVSwitch, a PCIe tree under one root), rings through the switches in the order of the device numbers, as
+    many as the busiest link has room for. Where neither exists, one ring in that order whose hops use the direct lanes where
+    there are some, otherwise the path over other links, and the busiest link sets the pace. Links may have different rates: the
+    slowest hop paces all rings. Leaves out rings of fewer devices joined by trees, and a better order of the last two.
+
+    Raises CostError if no path joins two neighbours.
+    """
+    return _ring_set(topology, link_kind, tuple(sorted(devices, key=_number)))
+
+
+@lru_cache(maxsize=4096)
+def _ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> RingSet:
+    if len(devices) <= MAX_RING_DEVICES:
+        lanes = [[topology.lanes(a, b, link_kind) if a != b else 0 for b in devices] for a in devices]
+        rings = pack_rings(lanes)
+        if rings:
+            flows = [
+                (devices[a], devices[b], 1.0 / len(rings))
+                for ring in rings
+                for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
+            ]
+            loads = link_loads(topology, link_kind, flows)
+            rate = min(link.bandwidth_bytes_per_s for _, _, link in loads)
+            return RingSet(
+                devices=devices,
+                count=len(rings),
+                seconds_per_byte=1.0 / (len(rings) * rate),
+                relayed=False,
+                kinds=(link_kind,),
+                loads=tuple(loads.items()),
+            )
+    loads = link_loads(topology, link_kind, [(a, b, 1.0) for a, b in zip(devices, (*devices[1:], devices[0]), strict=True)])
+    seconds_per_byte = pace(loads, loads)
+    kinds = tuple(sorted({link.kind for _, _, link in loads}))
+    slowest = min(link.bandwidth_bytes_per_s for _, _, link in loads)
+    return RingSet(
+        devices=devices,
+        count=max(1, int(1.0 / (seconds_per_byte * slowest) + 1e-9)) if kinds == (link_kind,) else 1,
+        seconds_per_byte=seconds_per_byte,
+        relayed=kinds != (link_kind,),
+        kinds=kinds,
+        loads=tuple(loads.items()),
+    )
+
+
+def busiest_seconds_per_byte(
+    topology: Topology, link_kind: str, flows: Sequence[Flow], others: Sequence[Flow] = ()
+) -> tuple[float, bool]:
+    """Seconds per byte of the busiest link that `flows` (from, to, share of the bytes) use when all of them, and `others`, run
+    at once, and whether every flow has direct lanes.
+
+    A flow uses all direct lanes of `link_kind` between its ends, or a path of that kind through switches, or else the
+    shortest path over any links. Links are full duplex. Raises CostError if no path joins two devices.
+    """
+    loads = link_loads(topology, link_kind, flows)
+    total = added([loads, link_loads(topology, link_kind, others)]) if others else loads
+    return pace(loads, total), all(link.kind == link_kind for _, _, link in loads)
+
+
+def link_loads(topology: Topology, link_kind: str, flows: Iterable[Flow]) -> dict[Step, float]:
+    """Per link and direction, the share of the bytes that passes when all flows run at once."""
+    load: dict[Step, float] = {}
+    for source, destination, share in flows:
+        for step, part in _route(topology, link_kind, source, destination):
+            load[step] = load.get(step, 0.0) + share * part
+    return load
+
+
+def pace(own: Iterable[Step], total: Mapping[Step, float]) -> float:
+    """Seconds per byte of the busiest of the links `own` under the loads `total`; 0 for no link."""
+    return max((total[step] / step[2].capacity_bytes_per_s for step in own), default=0.0)
+
+
+def added(loads: Iterable[Mapping[Step, float]]) -> dict[Step, float]:
+    """The sum of several loads."""
+    total: dict[Step, float] = {}
+    for load in loads:
+        for step, weight in load.items():
+            total[step] = total.get(step, 0.0) + weight
+    return total
+
+
+@lru_cache(maxsize=65536)
+def _route(topology: Topology, link_kind: str, source: str, destination: str) -> tuple[tuple[Step, float], ...]:
+    """The links a flow takes, each with the part of its bytes."""
+    straight = [link for link in topology.between(source, destination) if link.kind == link_kind]
+    if straight:
+        total = sum(link.capacity_bytes_per_s for link in straight)
+        return tuple(((source, destination, link), link.capacity_bytes_per_s / total) for link in straight)
+    path = topology.path(source, destination, only_kind=link_kind) or topology.path(source, destination)
+    if not path:
+        raise CostError(
+            f"no link or path joins {source} and {destination}; list their links in the profile, "
+            "or choose devices that are joined"
+        )
+    return tuple((step, 1.0) for step in walk_of(path, source))
+
+
+def _number(device: str) -> tuple[int, str]:
+    digits = re.search(r"\d+", device)
+    return (int(digits[0]) if digits else 0, device)

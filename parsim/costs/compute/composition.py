@@ -1,0 +1,145 @@
+"""What a component takes beside the sum of its launches: learned from whole components, applied to those never measured.
+
+    t = component_s + launch_s * launches + sum over kinds of  factor_kind * seconds of its launches
+        + seconds_per_parameter_byte * bytes of its parameters + seconds_per_activation_byte * bytes its operators move
+
+component_s and launch_s are the interpreter's and autograd's work, the factors what the state of the machine inside a training
+step adds to a call measured alone, and the bytes what parameters and activations cost that no cache holds any more. None is
+negative, so t stays monotone. Half a backward takes half of component_s and its own launches; parameters belong to the weights'
+half.
+
+Leaves out: which model the component stands in, though a model with little memory keeps more of it in the caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parsim.costs.compute.launches import Launch, component_launches
+from parsim.costs.compute.operators import operator_times
+from parsim.costs.compute.surfaces import Price, SurfaceModel
+from parsim.costs.estimate import Estimate
+from parsim.errors import CostError
+from parsim.hardware.compute_records import Composition
+from parsim.model.component import Component
+from parsim.work import Phase
+
+ACCUMULATE = "accumulate"
+KINDS = ("matmul", "convolution", "attention", "embedding", "memory_bound", ACCUMULATE)
+"""What has a factor of its own: the kinds of operators, and the accumulation of gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a component's forward or backward consists of.
+
+    Attributes:
+        components: 1, or 1/2 for half a backward. seconds: by kind, of its launches alone.
+        sigma, widening: of the surfaces and of lying beyond their reach, by kind, weighted by seconds.
+        outside_s: seconds of launches beyond the surfaces' reach.
+    """
+
+    components: float
+    launches: int
+    parameter_bytes: float
+    activation_bytes: float
+    seconds: dict[str, float]
+    sigma: dict[str, float]
+    widening: dict[str, float]
+    outside_s: float
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+def component_parts(
+    component: Component, phase: Phase, samples: int, model: SurfaceModel, *, input_gradient: bool = True
+) -> Parts:
+    """Raises CostError naming the first launch that no surface covers."""
+    launches = component_launches(component, phase, samples, input_gradient=input_gradient)
+    priced = [(launch, _price(launch, model)) for launch in launches]
+    by_kind: dict[str, list[Price]] = {}
+    for launch, price in priced:
+        by_kind.setdefault(ACCUMULATE if launch.function == ACCUMULATE else launch.kind, []).append(price)
+    seconds = {kind: sum(price.seconds for price in prices) for kind, prices in by_kind.items()}
+    halved = phase in (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+    return Parts(
+        components=0.5 if halved else 1.0,
+        launches=sum(launch.count for launch in launches),
+        parameter_bytes=0.0 if phase is Phase.BACKWARD_INPUT else float(component.parameter_bytes),
+        activation_bytes=(0.5 if halved else 1.0) * moved_bytes(component, samples),
+        seconds=seconds,
+        sigma={kind: sum(p.sigma * p.seconds for p in prices) / seconds[kind] for kind, prices in by_kind.items()},
+        widening={kind: sum(p.widening * p.seconds for p in prices) / seconds[kind] for kind, prices in by_kind.items()},
+        outside_s=sum(price.seconds for _, price in priced if price.widening > 0),
+    )
+
+
+def moved_bytes(component: Component, samples: int) -> float:
+    """Activations that its operators read and write in one forward."""
+    return float(
+        sum(operator.count * operator.activation_bytes * operator_times(operator, samples) for operator in component.operators)
+    )
+
+
+def composed_s(parts: Parts, composition: Composition | None) -> float:
+    """Seconds of the component; without a composition, of its launches alone."""
+    if composition is None:
+        return parts.total_s
+    return (
+        composition.component_s * parts.components
+        + composition.launch_s * parts.launches
+        + composition.seconds_per_parameter_byte * parts.parameter_bytes
+        + composition.seconds_per_activation_byte * parts.activation_bytes
+        + sum(composition.factors.get(kind, 1.0) * seconds for kind, seconds in parts.seconds.items())
+    )
+
+
+def composition_of(compositions: Sequence[Composition], phase: Phase, device_type: str, precision: str) -> Composition | None:
+    """That of the phase; halves of a backward go by the backward's."""
+    wanted = (Phase.FORWARD if phase is Phase.FORWARD else Phase.BACKWARD, device_type, precision)
+    for entry in compositions:
+        if (entry.phase, entry.device_type, entry.precision) == wanted:
+            return entry
+    return None
+
+
+def composed_estimate(
+    parts: Parts, composition: Composition | None, fingerprint: str, drift: tuple[str, float], extrapolated_share: float
+) -> Estimate:
+    """What `composed_s` says, and on which uncertain parameters it rests.
+
+    With a composition: its spread over whole steps, which all components share, and over single components, each its own; the
+    surfaces' own spread is in both. Without one: the surfaces' spread by kind. Lying beyond a surface's reach widens its kind.
+
+    Args:
+        extrapolated_share: of the launches' seconds; with more beyond the surfaces' reach the estimate is extrapolated.
+    """
+    seconds, total = composed_s(parts, composition), parts.total_s
+    shares = {kind: value / total for kind, value in parts.seconds.items()} if total else {}
+    own = parts.widening if composition is not None else {kind: parts.sigma[kind] + parts.widening[kind] for kind in shares}
+    parameters = [drift, *((f"operator:{kind}", own[kind] * shares[kind]) for kind in sorted(shares) if own[kind] > 0)]
+    detail = f"sum of {parts.launches} measured kinds of launches"
+    if composition is not None:
+        parameters += [("composition", composition.step_sigma), (f"compute:{fingerprint}", composition.component_sigma)]
+        detail = (
+            f"{parts.launches} launches, {total / seconds:.0%} of the time, and what a component adds" if seconds else detail
+        )
+    return Estimate(
+        median_s=seconds,
+        source="fitted",
+        parameters=tuple(parameters),
+        detail=detail,
+        extrapolated=parts.outside_s > extrapolated_share * total,
+    )
+
+
+def _price(launch: Launch, model: SurfaceModel) -> Price:
+    price = model.price(launch)
+    if price is None:
+        raise CostError(
+            f"there is no fit for {launch.kind} {launch.function} {launch.phase}: calibrate again, so that it is measured"
+        )
+    return price

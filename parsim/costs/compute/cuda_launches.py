@@ -1,0 +1,176 @@
+"""What torch launches on a GPU for the operators of a component, which were recorded on a CPU, and what autocast adds.
+
+A trace knows each memory-bound operator by its aten name. On a GPU some of them are other kernels, and each has a backward of
+its own; `PASSES` says how often the launch reads or writes its array. Matmuls, convolutions, embeddings and fused attention are
+those of `parsim.costs.compute.operators`.
+
+    dropout      one launch with a mask of one byte per element, where the CPU draws, scales and multiplies in three;
+    add          of two whole arrays is a residual: its backward adds the two gradients that meet there. Of an array and a
+                 broadcast one (a mask, a table of positions) it hands the gradient on;
+    scaling and copies   have a backward like their forward.
+
+Under autocast matmuls and convolutions take half-precision copies of their weights (read 4 bytes, write 2), made once per
+forward, and their gradients are widened again. Layer norm, group norm and the loss are computed in fp32: the norm's output is
+cast for the matmul that follows, the loss's input for the loss, and the backward casts the gradients back. What a residual adds
+to is the norm's fp32 stream. Batch norm, ReLU, GELU, dropout and the inside of scaled_dot_product_attention keep the width of
+their input. Loss scaling and its check for infinities are in the optimizer's step (`parsim.costs.compute.compute`).
+
+Sources: torch's list "CUDA Ops that can autocast" (torch.amp documentation); the passes of the norms and softmax as their CUDA
+kernels make them (aten/src/ATen/native/cuda: layer_norm_kernel, SoftMax, Dropout), rounded to what NeuSight's V100 timings of
+softmax and layer norm show for the forward (2.6 to 3.6 and 3 to 4.5 passes at the bandwidth of an addition).
+
+Leaves out: casts of biases and of a batch of images, the dense gradient of an embedding's table, kernels that a framework other
+than eager torch fuses (bias with GELU, scale with mask and softmax), and the host's time per launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from parsim.costs.compute.operators import Kernel, element_bytes, forward_kernels, halved_backward_kernels
+from parsim.model.component import Operator
+
+FULL_BYTES = 4
+CAST_BYTES = 6
+"""Of an element between fp32 and half precision: four read and two written, or the other way round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """How often the launches of a memory-bound function read or write each element of its array.
+
+    Attributes:
+        mask_bytes: moved besides, whatever the precision. full: autocast computes it in fp32. cast: and its input or output is
+            cast, in the forward and in the backward.
+    """
+
+    forward: float
+    backward: float
+    mask_bytes: float = 0.0
+    full: bool = False
+    cast: bool = False
+
+
+NORMALISED_ROWS = Passes(forward=3, backward=7, full=True, cast=True)
+"""Statistics and values; in the backward its sums, the gradient of the input, and that of weight and bias."""
+SOFTMAX = Passes(forward=3, backward=4)
+DROPOUT = Passes(forward=2, backward=2, mask_bytes=1)
+
+PASSES: Mapping[str, Passes] = {
+    "native_batch_norm": Passes(forward=3, backward=5),
+    "native_layer_norm": NORMALISED_ROWS,
+    "native_group_norm": NORMALISED_ROWS,
+    "_softmax": SOFTMAX,
+    "_safe_softmax": SOFTMAX,
+    "_log_softmax": Passes(forward=4, backward=4, full=True, cast=True),
+    "nll_loss_forward": Passes(forward=0, backward=1, full=True),
+    "bernoulli_": DROPOUT,
+    "native_dropout": DROPOUT,
+}
+LIKE_FORWARD = frozenset({"clone", "copy_", "_to_copy", "mul", "div", "neg"})
+"""Their backward is the same again."""
+CREATIONS = frozenset({"arange", "full", "ones", "scalar_tensor", "tril", "zeros", "zeros_like"})
+STREAM_NORMS = frozenset({"native_layer_norm", "native_group_norm"})
+
+RESIDUAL_ARRAYS = 2.5
+"""An addition that moves more arrays than this has two whole operands."""
+
+
+def cuda_operators(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """The operators without the scaling and the product that belong to a dropout recorded on a CPU."""
+    spare: dict[tuple[str, object], int] = {}
+    for operator in operators:
+        if operator.function == "bernoulli_":
+            for part in ("div_", "mul"):
+                key = part, dict(operator.shape).get("elements")
+                spare[key] = spare.get(key, 0) + operator.count
+    kept: list[Operator] = []
+    for operator in operators:
+        key = operator.function, dict(operator.shape).get("elements")
+        fused = min(operator.count, spare.get(key, 0)) if _is_part_of_dropout(operator) else 0
+        if fused:
+            spare[key] -= fused
+        if operator.count > fused:
+            kept.append(replace(operator, count=operator.count - fused))
+    return tuple(kept)
+
+
+def cuda_forward(operator: Operator, samples: int, precision: str, *, full_stream: bool = False) -> tuple[Kernel, ...]:
+    """The launches of its forward. `full_stream`: autocast's residuals are added in fp32 (after a layer norm)."""
+    if operator.kind != "memory_bound":
+        return (*forward_kernels(operator, samples, precision), *_weight_casts(operator, precision))
+    passes = PASSES.get(operator.function)
+    if passes is not None:
+        return _launches(operator, samples, precision, passes, passes.forward)
+    (kernel,) = forward_kernels(operator, samples, precision)
+    if full_stream and element_bytes(precision) < FULL_BYTES and _is_residual(operator):
+        return (replace(kernel, size_bytes=(FULL_BYTES + 2 + FULL_BYTES) * _elements(operator, samples)),)
+    return (kernel,)
+
+
+def cuda_backward_halves(
+    operator: Operator, samples: int, precision: str, *, input_gradient: bool = True, full_stream: bool = False
+) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+    """The launches of its backward that lead to the gradient of its input, and those for parameters alone."""
+    if operator.kind != "memory_bound":
+        first, second = halved_backward_kernels(operator, samples, precision, input_gradient=input_gradient)
+        return first, (*second, *_weight_casts(operator, precision))
+    if operator.batch == "none" or operator.function in CREATIONS:
+        return (), ()
+    passes = PASSES.get(operator.function)
+    if passes is not None:
+        return _launches(operator, samples, precision, passes, passes.backward), ()
+    (forward,) = forward_kernels(operator, samples, precision)
+    if operator.function in LIKE_FORWARD:
+        return (forward,), ()
+    if operator.function in ("add", "add_"):
+        if not _is_residual(operator):
+            return (), ()
+        if full_stream and element_bytes(precision) < FULL_BYTES:
+            size_bytes = (3 * FULL_BYTES + CAST_BYTES) * _elements(operator, samples)
+            return (replace(forward, size_bytes=size_bytes),), ()
+        return (forward,), ()
+    return halved_backward_kernels(operator, samples, precision, input_gradient=input_gradient)
+
+
+def has_full_stream(operators: tuple[Operator, ...]) -> bool:
+    """Whether a layer norm (or group norm) makes the residuals of these operators fp32 under autocast."""
+    return any(operator.function in STREAM_NORMS for operator in operators)
+
+
+def _launches(operator: Operator, samples: int, precision: str, passes: Passes, times: float) -> tuple[Kernel, ...]:
+    half = element_bytes(precision)
+    width = max(half, FULL_BYTES) if passes.full else half
+    elements = _elements(operator, samples)
+    kernels = [_moved(operator, (times * width + passes.mask_bytes) * elements)] if times else []
+    if passes.cast and half < FULL_BYTES:
+        kernels.append(_moved(operator, CAST_BYTES * elements))
+    return tuple(kernels)
+
+
+def _weight_casts(operator: Operator, precision: str) -> tuple[Kernel, ...]:
+    """To half precision in the forward, of the gradient to fp32 in the backward: as many bytes."""
+    if operator.kind not in ("matmul", "convolution") or not operator.parameter_bytes or not precision.startswith("amp"):
+        return ()
+    return (_moved(operator, CAST_BYTES / FULL_BYTES * operator.parameter_bytes),)
+
+
+def _is_residual(operator: Operator) -> bool:
+    elements = dict(operator.shape).get("elements", 0)
+    return operator.function in ("add", "add_") and operator.activation_bytes > RESIDUAL_ARRAYS * FULL_BYTES * elements
+
+
+def _is_part_of_dropout(operator: Operator) -> bool:
+    """The scaling of the mask, and its product with a whole array."""
+    elements = dict(operator.shape).get("elements", 0)
+    whole = operator.activation_bytes > RESIDUAL_ARRAYS * FULL_BYTES * elements
+    return operator.function == "div_" or (operator.function == "mul" and whole)
+
+
+def _moved(operator: Operator, size_bytes: float) -> Kernel:
+    return Kernel(kind="memory_bound", phase="forward", count=operator.count, flop=0.0, size_bytes=size_bytes)
+
+
+def _elements(operator: Operator, samples: int) -> int:
+    return dict(operator.shape)["elements"] * (1 if operator.batch == "none" else samples)

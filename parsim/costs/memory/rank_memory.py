@@ -1,0 +1,376 @@
+"""Peak memory of one rank, each line apart, from the Model alone (no torch, no Plan).
+
+What is counted, and when: the peak of a synchronous training step, which is the end of the last forward in flight, the
+worst moment of the backward that follows, or the optimizer step. Gradients are views into flat buckets, so they are counted
+once. A value between components lives as long as autograd keeps it for a backward; where the Model does not say who keeps it,
+one that crosses to another rank, or is among no saved activations, is taken to live as long: an upper bound.
+
+A recomputed component holds its inputs while a microbatch is in flight, and what its second forward saves only from there to
+the end of its backward.
+
+What the allocator and libraries take besides is the line `allocator`, an interval; so is what can have arrived early. Whether a
+rank fits is decided with every line at its p95.
+
+Leaves out: the moments of a first forward that are fuller than the backward of the same component.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from types import MappingProxyType
+from typing import NamedTuple
+
+from parsim.errors import CostError, near_matches
+from parsim.hardware.device import DeviceType
+from parsim.model.component import Component, Parameter, Value
+from parsim.model.precision import cast_bytes
+from parsim.units import MIB, format_bytes
+
+OPTIMIZER_STATE_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum": 4, "adam": 8, "adamw": 8}
+"""fp32 state: one momentum array, or Adam's two moments."""
+
+OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum": 0, "adam": 4, "adamw": 4}
+"""Foreach Adam keeps the root of the second moment of all parameters at once; activations are free by then."""
+
+NCCL_COMMUNICATOR_BYTES = 256 * MIB
+"""Assumed per communicator: about a dozen channels, each with send and receive buffers of 4 MiB (the default
+NCCL_BUFFSIZE) for one protocol and as much again for the low-latency ones and scratch, rounded up."""
+
+NOT_TENSORS = ("context", "communication", "allocator")
+"""Lines of the framework, of libraries and of what is lost between blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Attributes: lines: (name, bytes), every line once. limit_bytes: what the device has.
+    spreads: (name, p05, p95) of the lines that cannot be counted exactly, bytes.
+    """
+
+    rank: int
+    lines: tuple[tuple[str, int], ...]
+    limit_bytes: int
+    spreads: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(size for _, size in self.lines)
+
+    @property
+    def tensor_lines(self) -> dict[str, int]:
+        """What an allocator of tensors sees, by line."""
+        return {name: size for name, size in self.lines if name not in NOT_TENSORS}
+
+    @property
+    def low_bytes(self) -> int:
+        """All lines at their p05."""
+        return self.total_bytes - sum(self.line(name) - low for name, low, _ in self.spreads)
+
+    @property
+    def high_bytes(self) -> int:
+        """All lines at their p95: what has to fit."""
+        return self.total_bytes + sum(high - self.line(name) for name, _, high in self.spreads)
+
+    @property
+    def fits(self) -> bool:
+        return self.high_bytes <= self.limit_bytes
+
+    @property
+    def worst(self) -> tuple[str, int]:
+        """The largest line."""
+        return max(self.lines, key=lambda line: line[1])
+
+    @property
+    def excess_bytes(self) -> int:
+        """By how much it does not fit; 0 where it fits."""
+        return max(0, self.high_bytes - self.limit_bytes)
+
+    def line(self, name: str) -> int:
+        return dict(self.lines)[name]
+
+    def describe(self) -> str:
+        """`rank 3 needs 34.1 GiB, at p95 34.3 GiB, of 32 GiB (2.3 GiB too much); its largest line is activations, 30 GiB`."""
+        name, size = self.worst
+        upto = f", at p95 {format_bytes(self.high_bytes)}," if self.spreads else ""
+        over = "" if self.fits else f" ({format_bytes(self.excess_bytes)} too much)"
+        return (
+            f"rank {self.rank} needs {format_bytes(self.total_bytes)}{upto} of {format_bytes(self.limit_bytes)}{over}; "
+            f"its largest line is {name}, {format_bytes(size)}"
+        )
+
+
+class WholeBytes(NamedTuple):
+    """Bytes of buckets that lie whole: how many at least, where the communication keeps up, and at most."""
+
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """What a rank holds of parameters, where that is not simply all of its components'.
+
+    Attributes:
+        parameter_bytes, gradient_bytes: as held all the time, padding included (ZeRO 2 and 3: its parts of the buckets).
+        updated_elements: those whose optimizer state is here and which this rank updates (ZeRO 1: its parts of the buckets).
+        unsharded: by component, of the buckets that lie whole here while it runs backward, for this and what is next.
+    """
+
+    parameter_bytes: int
+    gradient_bytes: int
+    updated_elements: int
+    unsharded: Mapping[str, WholeBytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """What a rank holds of the values at its components' boundaries, bytes of one microbatch.
+
+    Attributes:
+        held_bytes: of values in flight, in all layouts, beyond the saved activations.
+        loaded_bytes: of the batch as loaded. loaded_saved_bytes: that part of it which is counted among the saved activations
+            while the microbatch is in flight.
+        gradient_bytes: by component, of what is there of its outputs' gradients right before its backward.
+    """
+
+    held_bytes: float
+    loaded_bytes: float
+    loaded_saved_bytes: float
+    gradient_bytes: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """What the second forward of a recomputed component changes, bytes of one microbatch.
+
+    Attributes:
+        saved_bytes: what it saves for the backward. released_bytes: of its inputs, what it lets go of then.
+    """
+
+    saved_bytes: int
+    released_bytes: int = 0
+
+
+def rank_memory(
+    *,
+    rank: int,
+    components: Sequence[Component],
+    values: Mapping[str, Value],
+    microbatch_samples: int | Mapping[str, int],
+    in_flight: int | Mapping[str, int],
+    optimizer: str,
+    precision: str,
+    device: DeviceType,
+    backend: str = "nccl",
+    communicators: int = 0,
+    largest_message_bytes: int = 0,
+    loaded_microbatches: int | None = None,
+    boundary: Boundary | None = None,
+    weights: Weights | None = None,
+    halves_waiting: int = 0,
+    recomputed: Mapping[str, Again] = MappingProxyType({}),
+    arriving_bytes: float = 0.0,
+    unsure_arriving_bytes: float = 0.0,
+) -> RankMemory:
+    """Peak memory of the rank that holds `components`.
+
+    Args:
+        components: those the rank runs, in execution order, as they are under the precision (`parsim.model.precision`) and the
+            plan: of a tensor-sharded one the shard (`parsim.model.shard.narrow`), of a recomputed one what it keeps.
+        values: all Values of the model by name (`Model.value`), likewise.
+        precision: decides which copies of the weights are kept.
+        microbatch_samples: samples of one microbatch on this rank; by component where they differ.
+        in_flight: microbatches whose forward has run and whose backward has not, at the worst moment (gpipe: M; 1f1b:
+            min(M, S - s); one stage: 1). By component where they differ (several chunks on one rank).
+        communicators: process groups with collectives or transfers this rank takes part in; 0 for one rank alone.
+        largest_message_bytes: the largest bucket or transfer; gloo keeps a scratch copy of it.
+        loaded_microbatches: how many microbatches of model inputs are on the device at once (None: those in flight).
+        boundary: None where every component sees the same samples and values are handed on as they were made.
+        halves_waiting: microbatches whose backward has run for inputs and not yet for weights: the gradients of what their
+            components put out are still there.
+        recomputed: by component that runs its forward twice, what changes then.
+        arriving_bytes: buffers of transfers that other ranks send, or will send, before they are wanted here, at most.
+        unsure_arriving_bytes: that part of it which is there only if the others are as far ahead as the order allows.
+        weights: None where the rank holds, and updates, all parameters of its components.
+
+    Returns:
+        Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, unsharded (buckets while whole),
+        optimizer_state, buffers, activations, boundary_values, receive_buffers, inputs, communication, context, workspace,
+        allocator. A value is counted with the component that is the first to save it, and under boundary_values elsewhere.
+        Values between components are counted for the component with most microbatches in flight: an upper bound with chunks.
+
+    Raises:
+        CostError: unknown optimizer, samples or in_flight < 1, or samples by component without their boundary.
+    """
+    if optimizer not in OPTIMIZER_STATE_BYTES_PER_ELEMENT:
+        raise CostError(f"unknown optimizer {optimizer!r}{near_matches(optimizer, OPTIMIZER_STATE_BYTES_PER_ELEMENT)}")
+    samples = _samples_of(components, microbatch_samples)
+    alive = _alive_of(samples, in_flight)
+    most = max(alive.values(), default=1)
+    boundary = boundary or _uniform_boundary(components, values, microbatch_samples)
+    weights = weights or all_weights(components)
+    saved = [c.saved_activation_bytes * samples[c.name] + c.saved_fixed_bytes for c in components]
+    copies = {c.name: cast_bytes(c, precision) for c in components}
+    again = {name: replace(entry, saved_bytes=entry.saved_bytes + copies[name]) for name, entry in recomputed.items()}
+    waiting = halves_waiting * sum(entry.saved_bytes for entry in again.values())
+    activations = sum(alive[c.name] * own for c, own in zip(components, saved, strict=True)) + waiting
+    casts = sum(alive[name] * size for name, size in copies.items() if name not in recomputed)
+    held = most * boundary.held_bytes + halves_waiting * sum(boundary.gradient_bytes.values())
+    loaded = most if loaded_microbatches is None else loaded_microbatches
+    inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
+    ends = [own + (0 if c.name in recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
+    update = OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements - activations - casts - held
+    least, unsharded, workspace = _transient_bytes(components, samples, ends, boundary, again, weights, update)
+    beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
+    lines = {
+        "parameters": weights.parameter_bytes,
+        "casts": casts,
+        "gradients": weights.gradient_bytes,
+        "unsharded": unsharded,
+        "optimizer_state": OPTIMIZER_STATE_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements,
+        "buffers": sum(component.buffer_bytes for component in components),
+        "activations": activations,
+        "boundary_values": held,
+        "receive_buffers": arriving_bytes,
+        "inputs": inputs,
+        "communication": _communication_bytes(backend, communicators, largest_message_bytes),
+        "context": device.context_bytes,
+        "workspace": workspace,
+        "allocator": beside.median,
+    }
+    early = {"receive_buffers": (arriving_bytes - unsure_arriving_bytes, arriving_bytes)}
+    return _rounded(rank, device, lines, {**early, "unsharded": (least, unsharded), "allocator": (beside.p05, beside.p95)})
+
+
+def _rounded(
+    rank: int, device: DeviceType, lines: Mapping[str, float], spreads: Mapping[str, tuple[float, float]]
+) -> RankMemory:
+    """Whole bytes; a line whose p05 is its p95 has no spread."""
+    return RankMemory(
+        rank=rank,
+        lines=tuple((name, round(size)) for name, size in lines.items()),
+        limit_bytes=device.memory_bytes,
+        spreads=tuple((name, round(low), round(high)) for name, (low, high) in spreads.items() if low < high),
+    )
+
+
+def all_weights(components: Sequence[Component]) -> Weights:
+    """All parameters of the components, gradients as large, all updated here."""
+    parameters = held_parameters(components)
+    elements = sum(parameter.elements for parameter in parameters)
+    size_bytes = sum(parameter.size_bytes for parameter in parameters)
+    return Weights(parameter_bytes=size_bytes, gradient_bytes=size_bytes, updated_elements=elements)
+
+
+def _samples_of(components: Sequence[Component], samples: int | Mapping[str, int]) -> Mapping[str, int]:
+    if isinstance(samples, int):
+        return dict.fromkeys((component.name for component in components), samples)
+    missing = [component.name for component in components if component.name not in samples]
+    if missing:
+        raise CostError(f"memory needs the samples of every component; {missing[0]!r} has none")
+    return samples
+
+
+def _alive_of(samples: Mapping[str, int], in_flight: int | Mapping[str, int]) -> Mapping[str, int]:
+    """Microbatches in flight by component."""
+    alive = in_flight if isinstance(in_flight, Mapping) else dict.fromkeys(samples, in_flight)
+    if min(samples.values(), default=1) < 1 or max(alive.values(), default=1) < 1:
+        raise CostError(f"memory needs microbatch_samples >= 1 and in_flight >= 1, got {dict(samples)} and {in_flight}")
+    return alive
+
+
+def held_parameters(components: Sequence[Component]) -> tuple[Parameter, ...]:
+    """Every parameter of the components once: one tied within the rank has one copy."""
+    return tuple({p.name: p for component in components for p in component.parameters}.values())
+
+
+def _uniform_boundary(
+    components: Sequence[Component], values: Mapping[str, Value], samples: int | Mapping[str, int]
+) -> Boundary:
+    """Values between components that no saved activation accounts for, inputs of the model, and gradients."""
+    if not isinstance(samples, int):
+        raise CostError("components that see different samples convert values between them; give their boundary too")
+    here = {component.name for component in components}
+    made = {name for component in components for name in component.outputs}
+    read = {name for component in components for name in component.inputs}
+    held = loaded = loaded_saved = 0
+    for name in sorted(made | read):
+        value = values[name]
+        size = value.size_bytes(samples)
+        if value.producer is None:
+            loaded += size
+            loaded_saved += size if _counted(value, here) else 0
+        elif value.savers == ():
+            continue  # let go once it is read, or sent
+        elif value.savers:
+            held += 0 if _counted(value, here) or here.isdisjoint(value.savers) else size
+        elif value.producer not in here or name not in read or not value.saved:
+            held += size
+    return Boundary(
+        held_bytes=held,
+        loaded_bytes=loaded,
+        loaded_saved_bytes=loaded_saved,
+        gradient_bytes={
+            component.name: sum(values[name].size_bytes(samples) for name in component.outputs if values[name].differentiable)
+            for component in components
+        },
+    )
+
+
+def _counted(value: Value, here: Collection[str]) -> bool:
+    """Whether the value is among the saved activations of the components `here`: the first that saves it counts it."""
+    return value.saved if value.savers is None else bool(value.savers) and value.savers[0] in here
+
+
+def _transient_bytes(
+    components: Sequence[Component],
+    samples: Mapping[str, int],
+    saved: Sequence[float],
+    boundary: Boundary,
+    again: Mapping[str, Again],
+    weights: Weights,
+    update: float,
+) -> tuple[float, float, float]:
+    """By how much the worst moment after the last microbatch's forward exceeds its end: buckets whole then, at least and at
+    most, and the rest.
+
+    `update`: what the optimizer step takes beyond that. While component i runs backward, what the later ones saved is free. A
+    recomputed one runs forward before that, beside the gradients of what it puts out.
+    """
+    before = 0.0
+    moments: list[tuple[float, WholeBytes]] = []
+    for component, own in zip(components, saved, strict=True):
+        before += own
+        gradients = boundary.gradient_bytes[component.name]
+        alive = max(_alive_bytes(component, samples[component.name]), gradients)
+        if component.name in again:
+            second = again[component.name]
+            forward = _fullest_bytes(component.forward_peaks, samples[component.name])
+            alive = max(second.saved_bytes - second.released_bytes + alive, forward + gradients)
+        moments.append((before + alive, weights.unsharded.get(component.name, WholeBytes(0.0, 0.0))))
+    peak, whole = max(((size + beside.most, beside.most) for size, beside in moments), key=itemgetter(0), default=(0.0, 0.0))
+    backward = max(0.0, peak - before)
+    unsharded = min(whole, backward) if backward >= update else 0.0
+    workspace = max(backward, update) - unsharded
+    at_least = max((size + beside.least for size, beside in moments), default=0.0) - before
+    least = min(unsharded, max(0.0, max(at_least, update) - workspace))
+    return least, unsharded, workspace
+
+
+def _fullest_bytes(peaks: Sequence[tuple[int, int]], samples: int) -> int:
+    return max((rate * samples + fixed for rate, fixed in peaks), default=0)
+
+
+def _alive_bytes(component: Component, samples: int) -> float:
+    """Beyond what is saved at the fullest moment of the component's backward: as counted when it was traced, else the
+    gradients of the input, the output and the parameters (before they are added to their bucket) of its largest operator."""
+    if component.backward_peaks:
+        return _fullest_bytes(component.backward_peaks, samples)
+    return _fullest_bytes([(op.activation_bytes, op.parameter_bytes) for op in component.operators], samples)
+
+
+def _communication_bytes(backend: str, communicators: int, largest_message_bytes: int) -> int:
+    if communicators <= 0:
+        return 0
+    return NCCL_COMMUNICATOR_BYTES * communicators if backend == "nccl" else largest_message_bytes

@@ -1,0 +1,282 @@
+"""The dynamic engine: a discrete-event simulation on SimPy.
+
+Same-instant rule (both engines): each resource runs its tasks in issue order; a task starts when its dependencies have
+ended and it is at the head of every resource it needs, which are then all free; it holds them all until it ends. So
+what happens in one instant never depends on which event is looked at first.
+
+Every task is a countdown of what blocks it, then a timer; every resource an in-order queue that hands its turn on when
+its head ends. While one rank computes and communicates at once (`overlap`), its computation runs at rate 1 / compute and
+its communication at 1 / communication; a collective or a transfer goes at the rate of its slowest rank. Ranks on one core share
+it. Under `conditions`
+(a scenario) stragglers and links slow tasks too: `parsim.engines.scenario.paces`. A task that nothing slows ends exactly
+when the static engine says.
+
+Programs add repeats, of which one step after the other is opened and closed, and resources that serve by arrival: those who
+come in one instant are lined up when everything else of the instant has happened.
+
+Leaves out: failures, which stop whole steps and belong to `parsim.engines.scenario.whole_run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from parsim.costs.estimate import OverlapFactors
+from parsim.engines.boundary import Slowdown, checked_durations_s, checked_slowdown, simulated_timeline
+from parsim.engines.compile import Program
+from parsim.engines.deadlock import describe_task, stuck_error
+from parsim.engines.instants import Counter, Instants
+from parsim.engines.program import Part, Served, TrainingProgram
+from parsim.engines.scenario.conditions import Conditions
+from parsim.engines.scenario.paces import Key, Paces
+from parsim.errors import StandstillError
+from parsim.graph.columns import Columns, columns_of
+from parsim.graph.task import Resource
+from parsim.graph.taskgraph import TaskGraph
+from parsim.timeline import Timeline
+
+Floats = NDArray[np.float64]
+
+
+def simulate(
+    graph: Program,
+    durations_s: ArrayLike,
+    *,
+    overlap: OverlapFactors | None = None,
+    conditions: Conditions | None = None,
+) -> Timeline:
+    """The Timeline of one step that starts at 0 with every resource free.
+
+    Args:
+        durations_s: float64 [n], seconds each task takes alone.
+        overlap: slowdown while one rank computes and communicates at once; None for none.
+        conditions: of the world; None for none.
+
+    Raises:
+        GraphError: a cycle of dependencies; durations of the wrong shape, negative or not finite; factors below 1.
+        DeadlockError: issue orders that wait for one another.
+        StandstillError: a link that is down for good stops the step.
+    """
+    columns = columns_of(graph) if isinstance(graph, TaskGraph) else graph if isinstance(graph, Columns) else graph.columns
+    durations = checked_durations_s(columns, durations_s, dimensions=1)
+    if not columns.size:
+        return simulated_timeline(columns, np.zeros(0), np.zeros(0))
+    program = TrainingProgram(parts=(Part(graph=columns.graph, durations_s=durations),))
+    done = run_program(program, overlap=overlap, conditions=conditions, record=True)
+    return simulated_timeline(columns, done.start_s, done.end_s)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProgramRun:
+    """What a program did.
+
+    Attributes:
+        step_end_s: float64 [steps], the end of the last task of each. served: what every arrival resource did, in order.
+        start_s, end_s: float64 [tasks], numbered through the steps; empty if they were not to be recorded.
+    """
+
+    step_end_s: Floats
+    served: Served
+    start_s: Floats
+    end_s: Floats
+
+    @property
+    def makespan_s(self) -> float:
+        """To the end of the last task."""
+        return float(self.step_end_s.max())
+
+
+def run_program(
+    program: TrainingProgram,
+    *,
+    overlap: OverlapFactors | None = None,
+    conditions: Conditions | None = None,
+    record: bool = False,
+) -> ProgramRun:
+    """Simulate a program from 0, with every resource free. Memory grows with the steps only with `record`.
+
+    Raises as `simulate`.
+    """
+    for part in program.parts:
+        dimensions = part.durations_s.ndim
+        if not (np.isfinite(part.durations_s).all() and bool(np.all(part.durations_s >= 0))):
+            checked_durations_s(columns_of(part.graph), part.durations_s, dimensions=dimensions)
+    run = _Run(program, checked_slowdown(overlap, program.world_size), conditions, record)
+    run.to_the_end()
+    return ProgramRun(
+        step_end_s=np.array(run.step_end_s),
+        served={resource: tuple(counter.served) for resource, counter in run.counters.items()},
+        start_s=np.array(run.start_s),
+        end_s=np.array(run.end_s),
+    )
+
+
+class _Queue:
+    """The tasks of one resource in issue order, step after step; the first one that has not ended is the head."""
+
+    def __init__(self, order: Iterator[Key]) -> None:
+        self._order = order
+        self.head = next(order, None)
+
+    def advance(self) -> Key | None:
+        """The head has ended; returns the next one."""
+        self.head = next(self._order, None)
+        return self.head
+
+
+class _Shape:
+    """What every step of a part has in common."""
+
+    def __init__(self, part: Part, arrival: frozenset[Resource]) -> None:
+        self.part = part
+        self.tasks = part.graph.tasks
+        self.queued = [task.resources for task in self.tasks]
+        self.counter: list[Resource | None] = [None] * len(self.tasks)
+        for task in self.tasks if arrival else ():
+            self.queued[task.index] = tuple(resource for resource in task.resources if resource not in arrival)
+            self.counter[task.index] = next((resource for resource in task.resources if resource in arrival), None)
+        self.blockers = [
+            len(set(task.dependencies)) + len(queued) for task, queued in zip(self.tasks, self.queued, strict=True)
+        ]
+        self.dependents: list[list[int]] = [[] for _ in self.tasks]
+        for task in self.tasks:
+            for dependency in set(task.dependencies):
+                self.dependents[dependency].append(task.index)
+
+    @cached_property
+    def carried(self) -> dict[int, list[int]]:
+        """Per task of the step before, the tasks that wait for it."""
+        found: dict[int, list[int]] = {}
+        for later, earlier in sorted(set(self.part.carries)):
+            found.setdefault(earlier, []).append(later)
+        return found
+
+
+class _Step:
+    """A step under way. `blockers[i]` counts what task i still waits for: tasks that run or wait, queues it does not head."""
+
+    def __init__(self, shape: _Shape, row_s: Floats) -> None:
+        self.shape = shape
+        self.durations_s: list[float] = row_s.tolist()
+        self.blockers = list(shape.blockers)
+        self.finished: set[int] = set()
+
+
+class _Run:
+    """One simulation of a program."""
+
+    def __init__(self, program: TrainingProgram, slowdown: Slowdown, conditions: Conditions | None, record: bool) -> None:
+        self.instants = Instants()
+        self.environment = self.instants.environment
+        self.step_end_s = [0.0] * len(program.steps)
+        total = program.first_number[-1] if record else 0
+        self.start_s, self.end_s = [0.0] * total, [0.0] * total
+        self._record = record
+        self._program = program
+        self._shapes = [_Shape(part, program.arrival) for part in program.parts]
+        self._steps: dict[int, _Step] = {}
+        self._closed: set[int] = {number for number, (part, _) in enumerate(program.steps) if not self._shapes[part].tasks}
+        self._timers: dict[Key, object] = {}
+        needed = not slowdown.is_none or conditions is not None
+        self._paces = Paces(self, slowdown, conditions or Conditions()) if needed else None
+        resources = dict.fromkeys(resource for part in program.parts for resource in part.graph.resources)
+        self.counters = {resource: Counter(self.instants, self._start) for resource in resources if resource in program.arrival}
+        self._queues = {resource: _Queue(program.issued(resource)) for resource in resources if resource not in program.arrival}
+        for queue in self._queues.values():
+            self._unblock(queue.head)
+
+    def to_the_end(self) -> None:
+        """Raises DeadlockError or GraphError if it is never reached, StandstillError if a link that is down for good is why."""
+        self.environment.run()
+        if len(self._closed) == len(self._program.steps):
+            return
+        if self._paces is not None:
+            self._check_lanes(self._paces)
+        step = next(number for number in range(len(self._program.steps)) if number not in self._closed)
+        finished = self._steps[step].finished if step in self._steps else set()
+        raise stuck_error(self._program.parts[self._program.steps[step][0]].graph, finished)
+
+    def _check_lanes(self, paces: Paces) -> None:
+        for (step, task), lanes in paces.standing.items():
+            names = ", ".join(sorted({"-".join(sorted((lane.source, lane.target))) for lane in lanes}))
+            graph = self._program.parts[self._program.steps[step][0]].graph
+            raise StandstillError(
+                f"{describe_task(graph, task)} never ends: bandwidth_factor = 0 on {names} to the end of the scenario; "
+                "give the spell an until_s, or a factor above 0"
+            )
+
+    def _open(self, number: int) -> _Step:
+        """The step, begun if it has not been: its first task has come to the head of some resource."""
+        if number not in self._steps:
+            part, repeat = self._program.steps[number]
+            shape = self._shapes[part]
+            step = self._steps[number] = _Step(shape, shape.part.row_s(repeat))
+            before = self._steps.get(number - 1)
+            if number and number - 1 not in self._closed:
+                for earlier, waiting in shape.carried.items():
+                    if before is None or earlier not in before.finished:
+                        for later in waiting:
+                            step.blockers[later] += 1
+        return self._steps[number]
+
+    def _unblock(self, key: Key | None) -> None:
+        if key is None:
+            return
+        number, task = key
+        step = self._steps.get(number) or self._open(number)
+        step.blockers[task] -= 1
+        if step.blockers[task]:
+            return
+        counter = step.shape.counter[task]
+        if counter is None:
+            self._start(key)
+        else:
+            self.counters[counter].ask(key, step.shape.queued[task][0].rank)
+
+    def _start(self, key: Key) -> None:
+        number, task = key
+        step = self._steps[number]
+        if self._record:
+            self.start_s[self._program.first_number[number] + task] = self.environment.now
+        self.set_timer(key, step.durations_s[task])
+        if self._paces:
+            self._paces.started(key, step.shape.tasks[task], step.durations_s[task])
+
+    def set_timer(self, key: Key, delay_s: float) -> None:
+        """Task ends `delay_s` from now, unless another timer is set for it before."""
+        timer = self.environment.timeout(delay_s)
+        self._timers[key] = timer
+        timer.callbacks.append(lambda event: self._end(key) if self._timers.get(key) is event else None)
+
+    def stop_timer(self, key: Key) -> None:
+        """Task stands still until a timer is set for it."""
+        self._timers.pop(key, None)
+
+    def _end(self, key: Key) -> None:
+        number, task = key
+        del self._timers[key]
+        step = self._steps[number]
+        if self._record:
+            self.end_s[self._program.first_number[number] + task] = self.environment.now
+        step.finished.add(task)
+        if self._paces:
+            self._paces.ended(key)
+        if len(step.finished) == len(step.shape.tasks):
+            self.step_end_s[number] = self.environment.now
+            self._closed.add(number)
+            del self._steps[number]
+        for later in step.shape.dependents[task]:
+            self._unblock((number, later))
+        following = self._steps.get(number + 1)
+        for later in following.shape.carried.get(task, ()) if following else ():
+            self._unblock((number + 1, later))
+        for resource in step.shape.queued[task]:
+            self._unblock(self._queues[resource].advance())
+        counter = step.shape.counter[task]
+        if counter is not None:
+            self.counters[counter].leave()

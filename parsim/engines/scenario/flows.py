@@ -1,0 +1,161 @@
+"""Which links of a cluster a piece of communication uses, and how much of its time it needs them.
+
+A collective or a transfer is one flow: its bytes pass several links in fixed proportions (rings load every hop alike), so one
+rate describes all of them, and the slowest link paces it. Of the seconds it takes alone, `transfer_s` move bytes, at the pace
+at which its busiest link is full; the rest is latency, which no other flow lengthens.
+
+Leaves out: the phases of a hierarchical collective, whose links are taken to be used together; and, as the prices do, trees
+inside a node, which load the links of its rings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
+from parsim.costs.communication.internode import choices
+from parsim.costs.communication.intranode import link_model_of
+from parsim.costs.communication.linkgraph import Step
+from parsim.costs.communication.traffic import FABRIC, NodeShare, Way, own_leaf_shares, part_loads, uplink_rate
+from parsim.costs.communication.transfers import transfer_loads
+from parsim.hardware.cluster import Cluster
+from parsim.work import Collective, SendRecv
+
+SPINE = "spine0"
+_SECANT = 1 / 1024
+"""Relative step over which the bandwidth part of a cost is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One direction of a link, by the endpoints' names in the topology."""
+
+    source: str
+    target: str
+    kind: str
+
+    def joins(self, a: str, b: str) -> bool:
+        return {self.source, self.target} == {a, b}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """Attributes:
+    loads: per lane, the share of the flow's rate that passes, the largest 1. room: per lane its bytes per second.
+    transfer_s: seconds alone in which bytes move.
+    """
+
+    loads: Mapping[Lane, float]
+    room: Mapping[Lane, float]
+    transfer_s: float
+
+    @property
+    def full_pace(self) -> float:
+        """Bytes per second on its busiest lane when it is alone."""
+        return min(self.room[lane] / share for lane, share in self.loads.items())
+
+
+@lru_cache(maxsize=4096)
+def flow_of(work: Collective | SendRecv, cluster: Cluster) -> Flow | None:
+    """The flow of a piece of communication; None where it moves nothing over any link.
+
+    Raises CostError for a profile that prices communication without links (fits per group, as for gloo), or as its price does.
+    """
+    loads = _collective_loads(work, cluster) if isinstance(work, Collective) else _transfer_lanes(work, cluster)
+    loads = {lane: entry for lane, entry in loads.items() if entry[0] > 0}
+    if not loads:
+        return None
+    largest = max(share for share, _ in loads.values())
+    return Flow(
+        loads={lane: share / largest for lane, (share, _) in loads.items()},
+        room={lane: room for lane, (_, room) in loads.items()},
+        transfer_s=_transfer_s(work, cluster),
+    )
+
+
+def _transfer_s(work: Collective | SendRecv, cluster: Cluster) -> float:
+    """S * dT/dS at the work's own size: the part of its seconds that grows with its bytes."""
+    more = work.size_bytes + max(1, int(work.size_bytes * _SECANT))
+    alone = _seconds(work, work.size_bytes, cluster)
+    slope = (_seconds(work, more, cluster) - alone) / (more - work.size_bytes)
+    return min(max(0.0, slope * work.size_bytes), alone)
+
+
+def _seconds(work: Collective | SendRecv, size_bytes: int, cluster: Cluster) -> float:
+    if isinstance(work, Collective):
+        return estimate_collective(replace(work, size_bytes=size_bytes), cluster).median_s
+    transfer = SendRecv(source=work.source, destination=work.destination, size_bytes=size_bytes)
+    return estimate_send_recv(transfer, cluster).median_s
+
+
+Loads = dict[Lane, tuple[float, float]]
+"""Per lane the share of the bytes that passes, and the lane's bytes per second."""
+
+
+def _collective_loads(work: Collective, cluster: Cluster) -> Loads:
+    if len(work.group) < 2:
+        return {}
+    group = tuple(sorted(work.group))
+    kind = link_model_of(cluster).link_kind
+    spread = cluster.spread(group)
+    ways: tuple[Way, ...] = ("inside",)
+    if work.operation == "all_to_all":
+        ways = ("pairs",)
+    elif len(spread) > 1:
+        best = choices(work.operation, group, work.size_bytes, cluster)[0]
+        ways = ("rails", "inside") if best.algorithm == "hierarchical" else ("through",)
+    found: Loads = {}
+    for way in ways:
+        for node, members in spread:
+            for loads in part_loads(cluster.nodes.shapes[node], kind, NodeShare(members, way, len(group))):
+                for step, share in loads.items():
+                    _add(found, _lane(cluster, node, step), share, step[2].capacity_bytes_per_s)
+        for leaf, share in own_leaf_shares(cluster, group, way).items():
+            for lane in (Lane(leaf, SPINE, FABRIC), Lane(SPINE, leaf, FABRIC)):
+                _add(found, lane, share, uplink_rate(cluster, leaf))
+    return found
+
+
+def _transfer_lanes(work: SendRecv, cluster: Cluster) -> Loads:
+    found: Loads = {}
+    loads = transfer_loads(cluster, link_model_of(cluster).link_kind, (work.source, work.destination))
+    for (place, step), (share, room) in loads.items():
+        if isinstance(place, int) and isinstance(step, tuple):
+            _add(found, _lane(cluster, place, step), share, room)
+        else:
+            leaf = str(place)
+            _add(found, Lane(leaf, SPINE, FABRIC) if step == "up" else Lane(SPINE, leaf, FABRIC), share, room)
+    return found
+
+
+def _add(found: Loads, lane: Lane, share: float, room: float) -> None:
+    found[lane] = (found[lane][0] + share if lane in found else share, room)
+
+
+def _lane(cluster: Cluster, node: int, step: Step) -> Lane:
+    """A link of a node, by local names, as the whole topology calls it."""
+    source, target, link = step
+    return Lane(_name(cluster, node, source), _name(cluster, node, target), link.kind)
+
+
+def _name(cluster: Cluster, node: int, end: str) -> str:
+    if end == FABRIC:
+        return cluster.nodes.leaf[node]
+    return _names(cluster)[node].get(end, end)
+
+
+@lru_cache(maxsize=16)
+def _names(cluster: Cluster) -> tuple[Mapping[str, str], ...]:
+    """Per node, local names to those of the topology."""
+    nodes = cluster.nodes
+    found: list[dict[str, str]] = [{} for _ in nodes.shapes]
+    for device, (node, place) in nodes.place.items():
+        found[node][nodes.shapes[node].devices[place]] = device
+    ends = set(cluster.topology.ends)
+    for node, shape in enumerate(nodes.shapes):
+        for end in (*shape.topology.ends, *(port.nic for port in shape.ports)):
+            if (full := f"node{node}/{end}") in ends:
+                found[node].setdefault(end, full)
+    return tuple(found)

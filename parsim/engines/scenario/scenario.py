@@ -1,0 +1,278 @@
+"""scenario.toml: what happens while a plan runs. Checked here, read-only inside.
+
+    seed = 0
+    start_s = 0.0               # when, in the scenario's time, the simulated step begins (a whole run begins at 0)
+    share_links = true          # transfers that use a link at the same time share it
+
+    [jitter]                    # every task's seconds are multiplied by a draw of mean 1
+    distribution = "lognormal"  # lognormal | gamma | uniform
+    compute_sigma = 0.05        # its relative standard deviation
+    communication_sigma = 0.1
+
+    [[stragglers]]              # computation and loading of a rank take `factor` times as long
+    rank = 3
+    factor = 1.5
+    from_s = 0.0                # until_s left out: to the end
+    until_s = 3600.0
+
+    [[links]]                   # a link (left out: every link) has this share of its bandwidth
+    between = ["gpu0", "gpu3"]
+    bandwidth_factor = 0.5
+
+    [asynchronous]              # data-parallel workers do not wait for one another
+    merge_s = 0.01              # each holds the global model this long, first come first served
+
+and, for whole runs (`parsim.engines.scenario.whole_run`), the tables [run], [checkpoints], [failures] and [device].
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from parsim.errors import ScenarioError, near_matches
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Rank = Annotated[int, Field(ge=0, strict=True)]
+
+
+class ScenarioTable(BaseModel):
+    """Base of all tables: unknown keys are errors, values are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Spell(ScenarioTable):
+    """From `from_s` up to `until_s` of the scenario's time (None: to the end)."""
+
+    from_s: NonNegative = 0.0
+    until_s: Positive | None = None
+
+    @model_validator(mode="after")
+    def _runs_forward(self) -> Spell:
+        if self.until_s is not None and self.until_s <= self.from_s:
+            raise ValueError(f"until_s ({self.until_s:g}) must lie after from_s ({self.from_s:g})")
+        return self
+
+    def holds(self, at_s: float) -> bool:
+        return self.from_s <= at_s and (self.until_s is None or at_s < self.until_s)
+
+
+class Straggler(Spell):
+    """Computation and loading of `rank` take `factor` times as long (below 1: it is faster)."""
+
+    rank: Rank
+    factor: Positive
+
+
+class LinkChange(Spell):
+    """A link, in both directions, has `bandwidth_factor` of its bandwidth; 0: it is down. None: every link.
+
+    Spells that overlap multiply. Latencies stay.
+    """
+
+    between: tuple[str, str] | None = None
+    bandwidth_factor: NonNegative
+
+
+class Jitter(ScenarioTable):
+    """Independent factors of mean 1 on every task, by their relative standard deviation."""
+
+    distribution: Literal["lognormal", "gamma", "uniform"] = "lognormal"
+    compute_sigma: NonNegative = 0.0
+    communication_sigma: NonNegative = 0.0
+
+    @model_validator(mode="after")
+    def _stays_positive(self) -> Jitter:
+        widest = max(self.compute_sigma, self.communication_sigma)
+        if self.distribution == "uniform" and widest > 3**-0.5:
+            raise ValueError(
+                f"a uniform factor of mean 1 and sigma {widest:g} would fall below 0; sigma <= 0.577, or distribution = 'gamma'"
+            )
+        return self
+
+
+class Asynchronous(ScenarioTable):
+    """Workers go on alone; the global model is held by one merge at a time."""
+
+    merge_s: NonNegative
+
+
+class FailureAt(ScenarioTable):
+    """A failure at a stated time, of one rank or one node."""
+
+    at_s: NonNegative
+    rank: Rank | None = None
+    node: Rank | None = None
+
+    @model_validator(mode="after")
+    def _of_something(self) -> FailureAt:
+        if (self.rank is None) == (self.node is None):
+            raise ValueError("a failure is of one rank or of one node; give one of the two keys")
+        return self
+
+
+class Failures(ScenarioTable):
+    """When ranks and nodes fail, each by itself; every failure stops the run until `restart_s` later.
+
+    Attributes:
+        rank_mtbf_s, node_mtbf_s: mean seconds between failures of one rank (beside its node's) and of one node.
+        distribution: of the times between; shape: of "weibull" (below 1: what has just been repaired fails soonest).
+        at: failures at stated times, beside the drawn ones.
+        restart_s: from the failure to the first step, reading the checkpoint included. A failure within it begins it anew.
+    """
+
+    rank_mtbf_s: Positive | None = None
+    node_mtbf_s: Positive | None = None
+    distribution: Literal["exponential", "weibull"] = "exponential"
+    shape: Positive = 0.7
+    at: tuple[FailureAt, ...] = ()
+    restart_s: NonNegative = 0.0
+
+
+class Checkpoints(ScenarioTable):
+    """A checkpoint after every `interval_s` of training, rounded to steps; training stands still while it is written.
+
+    Attributes:
+        write_s: seconds of one; or write_bytes_per_s: then it is the weights and optimizer state over this.
+    """
+
+    interval_s: Positive
+    write_s: NonNegative | None = None
+    write_bytes_per_s: Positive | None = None
+
+    @model_validator(mode="after")
+    def _takes_time(self) -> Checkpoints:
+        if (self.write_s is None) == (self.write_bytes_per_s is None):
+            raise ValueError("a checkpoint takes write_s, or its bytes over write_bytes_per_s; give one of the two keys")
+        return self
+
+
+class Run(ScenarioTable):
+    """The run around the steps.
+
+    Attributes:
+        epochs, samples_per_epoch: together the steps (without epochs: as the run file says). start_s: before the first.
+        epoch_start_s: at the beginning of an epoch (shuffling, first batches). loading_samples_per_s: the most that storage
+            and host deliver: no step is faster than its batch takes.
+        evaluate_every_epochs, evaluation_samples: forward passes over so many samples.
+        warm_up_steps, warm_up_factor: steps that take longer after the start and after every restart.
+        draws: independent runs that make the intervals.
+    """
+
+    epochs: Count | None = None
+    samples_per_epoch: Count
+    start_s: NonNegative = 0.0
+    epoch_start_s: NonNegative = 0.0
+    loading_samples_per_s: Positive | None = None
+    evaluate_every_epochs: Count | None = None
+    evaluation_samples: Annotated[int, Field(ge=0, strict=True)] = 0
+    warm_up_steps: Annotated[int, Field(ge=0, strict=True)] = 0
+    warm_up_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    draws: Annotated[int, Field(ge=1, le=100_000, strict=True)] = 200
+
+
+class DeviceCosts(ScenarioTable):
+    """What a device costs, and draws: `busy_w` while it computes, `idle_w` otherwise."""
+
+    price_per_hour: NonNegative = 0.0
+    currency: str = "USD"
+    busy_w: NonNegative = 0.0
+    idle_w: NonNegative = 0.0
+
+    @model_validator(mode="after")
+    def _works_for_its_power(self) -> DeviceCosts:
+        if self.busy_w < self.idle_w:
+            raise ValueError(f"busy_w ({self.busy_w:g}) must not lie below idle_w ({self.idle_w:g})")
+        return self
+
+
+class Scenario(ScenarioTable):
+    """The whole file. An empty one changes nothing."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
+    start_s: NonNegative = 0.0
+    share_links: bool = False
+    jitter: Jitter = Jitter()
+    stragglers: tuple[Straggler, ...] = ()
+    links: tuple[LinkChange, ...] = ()
+    asynchronous: Asynchronous | None = None
+    run: Run | None = None
+    checkpoints: Checkpoints | None = None
+    failures: Failures = Failures()
+    device: DeviceCosts = DeviceCosts()
+
+    @property
+    def change_times_s(self) -> tuple[float, ...]:
+        """When a spell begins or ends, ascending, without 0."""
+        spells: tuple[Spell, ...] = (*self.stragglers, *self.links)
+        times = {time for spell in spells for time in (spell.from_s, spell.until_s) if time}
+        return tuple(sorted(times))
+
+    def at(self, at_s: float) -> Scenario:
+        """The scenario as it is at a time, for ever."""
+        stragglers = tuple(entry.model_copy(update=_FOR_EVER) for entry in self.stragglers if entry.holds(at_s))
+        links = tuple(entry.model_copy(update=_FOR_EVER) for entry in self.links if entry.holds(at_s))
+        return self.model_copy(update={"stragglers": stragglers, "links": links, "start_s": 0.0})
+
+
+_FOR_EVER = {"from_s": 0.0, "until_s": None}
+
+
+def load_scenario(path: Path) -> Scenario:
+    """Read and check a scenario. Raises ScenarioError: no such file, not TOML, or wrong keys with value, rule and fix."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ScenarioError(f"no scenario file {path}; write one, an empty file changes nothing") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScenarioError(f"cannot read scenario {path}: {error}; it must be a text file in UTF-8") from error
+    return parse_scenario(text, where=str(path))
+
+
+def parse_scenario(text: str, *, where: str = "scenario.toml") -> Scenario:
+    """Check the text of a scenario. Raises ScenarioError."""
+    try:
+        return Scenario.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise ScenarioError(f"{where} is not TOML: {error}; mend that line") from error
+    except ValidationError as error:
+        problems = [_explain(problem) for problem in error.errors(include_url=False)]
+        raise ScenarioError(f"{where}: " + "\n  ".join(problems)) from error
+
+
+_TABLES: dict[str, type[ScenarioTable]] = {
+    "jitter": Jitter,
+    "stragglers": Straggler,
+    "links": LinkChange,
+    "asynchronous": Asynchronous,
+    "run": Run,
+    "checkpoints": Checkpoints,
+    "failures": Failures,
+    "at": FailureAt,
+    "device": DeviceCosts,
+}
+
+
+def _explain(problem: ErrorDetails) -> str:
+    """One wrong key: its path, its value, the rule, and near matches of a name."""
+    path = ".".join(map(str, problem["loc"])) or "the file"
+    parents = [part for part in problem["loc"][:-1] if isinstance(part, str)]
+    table = _TABLES[parents[-1]] if parents and parents[-1] in _TABLES else Scenario
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {path} (= {problem['input']!r}){near_matches(str(problem['loc'][-1]), table.model_fields)}"
+    if problem["type"] == "missing":
+        return f"{path} is missing; add it"
+    if problem["type"] == "value_error":
+        return f"{path}: {problem['msg'].removeprefix('Value error, ')}"
+    if problem["type"] == "literal_error":
+        known = str(problem["ctx"]["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
+        return f"{path} = {problem['input']!r} is unknown{near_matches(str(problem['input']), known)}"
+    rule = problem["msg"].replace("Input should be", "must be")
+    return f"{path} = {problem['input']!r}: {rule}"

@@ -1,0 +1,277 @@
+"""A whole training run with its failures: time, price and energy to the end, for many draws.
+
+Nothing is simulated task by task here: a step takes what the engines found for it under each state of the machine, and the
+run jumps from one event to the next (a failure, a change of the machine's state) over all steps, checkpoints and evaluations
+between them by looking up running sums. So days take milliseconds, and a draw costs as much as it has failures.
+
+A failure loses what was done since the last checkpoint that was wholly written, and the run stands for `restart_s`; a failure
+in that time begins it anew. Warm-up steps add their extra seconds to the start and to every restart. Prices count all devices
+for all the time; energy counts a device as busy for the seconds that it computes, again after a failure where steps are
+repeated, and idle for the rest.
+
+Leaves out: checkpoints written beside the training, spare nodes and smaller meshes after a failure, asynchronous
+workers who would go on when one fails, and silent errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.engines.scenario.course import CHECKPOINT, EPOCH_START, EVALUATION, TRAINING, Course
+from parsim.engines.scenario.failures import failure_times_s
+from parsim.engines.scenario.scenario import DeviceCosts, Failures
+from parsim.errors import ScenarioError
+from parsim.units import format_seconds
+
+Floats = NDArray[np.float64]
+
+HOPELESS = 1000.0
+"""A run that takes this many times as long as without failures does not get on."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Training:
+    """What the engines know of the steps.
+
+    Attributes:
+        step_s: float64 [draws, states], seconds of a step in each state of the machine (inf: none ends).
+        change_s: when each next state begins, ascending, one less than the states.
+        computing_s: seconds per step in which a device computes, the mean over devices. ranks, nodes: that may fail.
+        warm_up_s: extra seconds after the start and every restart. start_s: before the first step.
+    """
+
+    step_s: Floats
+    ranks: int
+    nodes: int = 1
+    change_s: tuple[float, ...] = ()
+    computing_s: float = 0.0
+    warm_up_s: float = 0.0
+    start_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.step_s.ndim != 2 or self.step_s.shape[1] != len(self.change_s) + 1 or not len(self.step_s):
+            raise ScenarioError(
+                f"step_s must have shape [draws, {len(self.change_s) + 1}], one column per state, got {list(self.step_s.shape)}"
+            )
+        if not (bool(np.all(self.step_s > 0)) and np.isfinite(self.step_s[:, -1]).all()):
+            raise ScenarioError("seconds of a step must be above 0, and finite at last: else the run never ends")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WholeRun:
+    """Draws of a run; all float64 [draws].
+
+    Attributes:
+        total_s: to the end of the last block. spent_s: of it in each kind of block (KINDS), repeated work included.
+        lost_s: of that, what failures undid. down_s: starting, restarting, warming up. busy_s: a device computing.
+        failures: int64.
+    """
+
+    total_s: Floats
+    spent_s: dict[int, Floats]
+    lost_s: Floats
+    down_s: Floats
+    busy_s: Floats
+    failures: NDArray[np.int64]
+    devices: int
+
+    @cached_property
+    def useful_fraction(self) -> Floats:
+        """Training that stood, over all seconds."""
+        return np.asarray((self.total_s - self.down_s - self.lost_s - self._beside_s) / self.total_s)
+
+    @property
+    def _beside_s(self) -> Floats:
+        return np.asarray(self.spent_s[CHECKPOINT] + self.spent_s[EVALUATION] + self.spent_s[EPOCH_START])
+
+    def price(self, costs: DeviceCosts) -> Floats:
+        """In the costs' currency: all devices, all the time."""
+        return np.asarray(self.total_s / 3600 * self.devices * costs.price_per_hour)
+
+    def energy_j(self, costs: DeviceCosts) -> Floats:
+        """Of all devices. Leaves out hosts, switches and cooling."""
+        return np.asarray(self.devices * (costs.idle_w * self.total_s + (costs.busy_w - costs.idle_w) * self.busy_s))
+
+
+def simulate_run(course: Course, training: Training, failures: Failures, *, seed: int) -> WholeRun:
+    """Simulate one run per row of `training.step_s`. The same arguments give the same bytes.
+
+    A draw's failures depend on the seed and its number alone, so that runs under different courses meet the same ones.
+
+    Raises ScenarioError for a run that does not get on.
+    """
+    tables, known = None, b""
+    outcomes = []
+    for number, row in enumerate(training.step_s):
+        if tables is None or row.tobytes() != known:
+            tables, known = _Tables(course, training, row), row.tobytes()
+        outcomes.append(_Draw(tables, training, failures).run(np.random.default_rng([seed, number])))
+    columns = np.array([(*one.accounts, one.now_s, one.lost_s, one.down_s) for one in outcomes])
+    return WholeRun(
+        total_s=columns[:, 5],
+        spent_s={kind: columns[:, kind] for kind in (TRAINING, CHECKPOINT, EVALUATION, EPOCH_START)},
+        lost_s=columns[:, 6],
+        down_s=columns[:, 7],
+        busy_s=columns[:, BUSY],
+        failures=np.array([one.failures for one in outcomes], dtype=np.int64),
+        devices=training.ranks,
+    )
+
+
+BUSY = 4
+"""The account, behind those of the four kinds of block, of seconds in which a device computes."""
+
+
+class _Tables:
+    """Running sums over a course, for one row of step seconds.
+
+    Attributes:
+        standing: per state, no step ends in it. seconds: per state float64 [B] of every block (0 for a step that never ends).
+        until: per state float64 [B + 1], their running sum. accounts: per state float64 [B + 1, 5], that of each account.
+    """
+
+    def __init__(self, course: Course, training: Training, row: Floats) -> None:
+        self.course = course
+        self.ends = len(course.kind)
+        self.standing = np.isinf(row).tolist()
+        self.seconds: list[Floats] = [course.steps * (0.0 if np.isinf(step) else float(step)) + course.seconds for step in row]
+        self.until = [_running(seconds) for seconds in self.seconds]
+        fastest_s = float(row.min())
+        self.quiet_s = float((course.steps * fastest_s + course.seconds).sum())
+        share = min(1.0, training.computing_s / fastest_s)
+        busy = course.steps * training.computing_s + np.where(course.kind == EVALUATION, course.seconds * share, 0.0)
+        self.accounts = [
+            np.stack([*(_running(np.where(course.kind == kind, seconds, 0.0)) for kind in range(4)), _running(busy)], axis=1)
+            for seconds in self.seconds
+        ]
+
+    def account(self, state: int, block: int, part: float) -> Floats:
+        """float64 [5]: what every account holds at a place of the course."""
+        table = self.accounts[state]
+        held: Floats = table[block] + part * (table[block + 1] - table[block]) if part else table[block]
+        return held
+
+
+def _running(values: NDArray[Any]) -> Floats:
+    """float64 [n + 1]: the sum of all before."""
+    sums = np.zeros(len(values) + 1)
+    np.cumsum(values, out=sums[1:])
+    return sums
+
+
+class _Draw:
+    """One run. Where it stands: `block`, and the `part` of that block that is done (of its seconds, whatever the state)."""
+
+    def __init__(self, tables: _Tables, training: Training, failures: Failures) -> None:
+        self.now_s = self.lost_s = self.down_s = 0.0
+        self.accounts = np.zeros(5)
+        self.failures = 0
+        self._tables = tables
+        self._course = tables.course
+        self._training = training
+        self._plan = failures
+        self._block, self._part, self._state = 0, 0.0, 0
+        self._since_resume_s = 0.0
+
+    def run(self, rng: np.random.Generator) -> _Draw:
+        """To the end of the course."""
+        training, ends = self._training, self._tables.ends
+        failing = failure_times_s(self._plan, training.ranks, training.nodes, rng)
+        patience_s = HOPELESS * (self._tables.quiet_s + training.start_s + self._plan.restart_s) + max(
+            training.change_s, default=0.0
+        )
+        due_s = self._stand(training.start_s, failing, next(failing, np.inf))
+        while self._block < ends:
+            change_s = training.change_s[self._state] if self._state < len(training.change_s) else np.inf
+            if change_s <= self.now_s:
+                self._state += 1
+                continue
+            self._go_on(min(due_s, change_s))
+            if self._block < ends and due_s <= self.now_s:
+                due_s = self._fail(failing)
+            if self.now_s > patience_s:
+                raise ScenarioError(
+                    f"the run does not get on: after {format_seconds(self.now_s)} and {self.failures} failures block "
+                    f"{self._block + 1} of {ends} is not done, where without failures all take "
+                    f"{format_seconds(self._tables.quiet_s)}; write checkpoints more often or faster"
+                )
+        return self
+
+    def _go_on(self, until_s: float) -> None:
+        """From where the run stands to a time, or to the end of the course if that comes first."""
+        if self._tables.standing[self._state]:
+            self._wait(until_s)
+            return
+        until = self._tables.until[self._state]
+        begun = float(until[self._block] + self._part * self._tables.seconds[self._state][self._block])
+        old = self._block, self._part
+        left_s = float(until[-1]) - begun
+        if self.now_s + left_s <= until_s:
+            reached = float(until[-1])
+            self.now_s += left_s
+            self._block, self._part = self._tables.ends, 0.0
+        else:
+            reached = begun + (until_s - self.now_s)
+            self.now_s = until_s
+            block = min(int(np.searchsorted(until, reached, side="right")) - 1, self._tables.ends - 1)
+            length = float(self._tables.seconds[self._state][block])
+            self._block, self._part = block, min(1.0, (reached - float(until[block])) / length) if length else 0.0
+        self._book(old, begun, reached)
+
+    def _wait(self, until_s: float) -> None:
+        """Training stands still; a checkpoint or an evaluation that was begun goes on to its end."""
+        if self._course.kind[self._block] == TRAINING:
+            self.down_s += until_s - self.now_s
+            self.now_s = until_s
+            return
+        until, length = self._tables.until[self._state], float(self._course.seconds[self._block])
+        old, begun = (self._block, self._part), float(until[self._block]) + self._part * length
+        left_s = (1.0 - self._part) * length
+        if self.now_s + left_s <= until_s:
+            self._block, self._part, done_s = self._block + 1, 0.0, left_s
+        else:
+            done_s = until_s - self.now_s
+            self._part += done_s / length
+        self.now_s += done_s
+        self._book(old, begun, begun + done_s)
+
+    def _book(self, old: tuple[int, float], begun: float, reached: float) -> None:
+        """Add what was done between two places of the course to the accounts."""
+        tables, state = self._tables, self._state
+        self.accounts += tables.account(state, self._block, self._part) - tables.account(state, *old)
+        resume = int(self._course.resume[min(self._block, tables.ends - 1)])
+        if resume > old[0]:
+            self._since_resume_s = reached - float(self._tables.until[self._state][resume])
+        else:
+            self._since_resume_s += reached - begun
+
+    def _fail(self, failing: Iterator[float]) -> float:
+        """Back to the last checkpoint, and up again; returns when the next failure is due."""
+        self.failures += 1
+        self.lost_s += self._since_resume_s
+        self._since_resume_s = 0.0
+        self._block, self._part = int(self._course.resume[self._block]), 0.0
+        return self._stand(self._plan.restart_s, failing, next(failing, np.inf))
+
+    def _stand(self, seconds: float, failing: Iterator[float], due_s: float) -> float:
+        """Stand still so long before the first step; a failure in that time begins it anew. Returns when the next is due."""
+        begun_s = self.now_s
+        ready_s = begun_s + seconds + self._training.warm_up_s
+        while due_s <= ready_s and due_s < np.inf:
+            self.failures += 1
+            ready_s = due_s + seconds + self._training.warm_up_s
+            due_s = next(failing, np.inf)
+            if ready_s > begun_s + HOPELESS * (self._tables.quiet_s + seconds):
+                raise ScenarioError(
+                    f"the run never comes up again: failures come faster than the {seconds:g} s pass that it takes; "
+                    "shorten restart_s, or check the mtbf"
+                )
+        self.down_s += ready_s - begun_s
+        self.now_s = ready_s
+        return due_s

@@ -1,0 +1,295 @@
+"""What every rank does around its work: find its place, join the process group, make sub-groups, leave; and say why it failed.
+
+torch is imported where it is used: a rank that only reports an error does not pay for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import io
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from parsim.errors import ExecutionError, ParsimError
+from parsim.execute.processes.priority import threads_with_priority
+from parsim.execute.processes.processes import PARENT_VARIABLE, die_with_parent
+from parsim.files import write_text_atomically
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_PEER_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "timed out waiting",
+    "timed out after",
+    "socket timeout",
+    "wait timeout",
+    "application timeout caused pair closure",
+    "remote process exited",
+    "nccl communicator was aborted",
+    "connection was likely closed",
+    "failed to recv",
+    "failed to send",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessPlace:
+    """Where this process stands: as torchrun numbers it, and the device it computes on ("cpu", "cuda:1").
+
+    `attempt` counts torchrun's restarts from 0. `store` is the key-value store of this attempt, once the group is joined.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    attempt: int
+    device: str = "cpu"
+    store: Store | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorRecord:
+    """What a failing rank leaves in `error-rank{r}.json`.
+
+    Attributes:
+        kind: the exception's class. reported: it is a ParsimError, whose message stands alone.
+        peer_lost: it failed only because another rank was gone or did not answer. time_s: seconds since 1970.
+    """
+
+    rank: int
+    attempt: int
+    kind: str
+    message: str
+    reported: bool
+    peer_lost: bool
+    time_s: float
+    traceback: str
+
+
+def error_path(folder: Path, rank: int) -> Path:
+    return folder / f"error-rank{rank}.json"
+
+
+def read_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
+    """This process's place from torchrun's variables.
+
+    Raises:
+        ExecutionError: not started by torchrun.
+    """
+    try:
+        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    except (KeyError, ValueError) as error:
+        raise ExecutionError(
+            f"a rank needs RANK and WORLD_SIZE in its environment ({error}); start it with `parsim run` or torchrun"
+        ) from error
+    return ProcessPlace(
+        rank=rank,
+        world_size=world_size,
+        local_rank=int(environment.get("LOCAL_RANK", rank)),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world_size)),
+        attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
+    )
+
+
+def init_group(device: str = "cpu", *, timeout_s: float = 120.0) -> ProcessPlace:
+    """Join the default process group: gloo for "cpu", nccl for "cuda" (one GPU per rank of this host).
+
+    Each attempt of torchrun has its own prefix in the store: under a shared one, restarted ranks find the addresses of
+    dead peers. `timeout_s` bounds the start and each collective: a peer that hangs is noticed after it, one that died at once.
+
+    Raises:
+        ExecutionError: an unknown device, or fewer GPUs than ranks on this host.
+    """
+    import torch
+    from torch import distributed
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    place = read_place()
+    if device not in BACKENDS:
+        raise ExecutionError(f"unknown device {device!r}; known: {', '.join(BACKENDS)}")
+    cuda_device = None
+    if device == "cuda":
+        available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if place.local_rank >= available:
+            raise ExecutionError(
+                f"rank {place.rank} needs GPU {place.local_rank} of this host, which has {available}; "
+                f"use at most {available} processes per host, or device = cpu"
+            )
+        cuda_device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(cuda_device)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    everyone, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+    everyone.set_timeout(timeout)
+    store = PrefixStore(f"parsim/{place.attempt}", everyone)
+    with _threads_of(BACKENDS[device]):
+        distributed.init_process_group(
+            BACKENDS[device],
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=cuda_device,
+        )
+    return replace(place, device="cpu" if cuda_device is None else str(cuda_device), store=store)
+
+
+def _threads_of(backend: str) -> contextlib.AbstractContextManager[bool | None]:
+    """Gloo's threads, begun inside, share a core with computation and come before it; those of others do not."""
+    return threads_with_priority() if backend == BACKENDS["cpu"] else contextlib.nullcontext()
+
+
+Stream = tuple[str, tuple[int, ...]]
+
+
+def make_groups(streams: Sequence[Stream], *, timeout_s: float = 120.0) -> dict[Stream, ProcessGroup]:
+    """One process group per communication stream (name, ranks); returned are those this rank belongs to.
+
+    Streams with the same ranks get separate groups, since two collectives of one group wait for one another. Every rank must
+    pass the same list in the same order. Duplicates share a group.
+
+    Raises:
+        ExecutionError: a stream without ranks, a rank named twice, or one that does not exist.
+    """
+    from torch import distributed
+
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    timeout = datetime.timedelta(seconds=timeout_s)
+    groups: dict[Stream, ProcessGroup] = {}
+    for name, ranks in dict.fromkeys(streams):
+        if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= member < world_size for member in ranks):
+            raise ExecutionError(f"stream {name!r} has ranks {ranks}; list each once, from 0 to {world_size - 1}")
+        with _threads_of(distributed.get_backend()):
+            group = distributed.new_group(list(ranks), timeout=timeout, group_desc=name)
+        if rank in ranks:
+            groups[name, ranks] = group
+    return groups
+
+
+def close_group(place: ProcessPlace, *, timeout_s: float = 10.0) -> bool:
+    """Leave the process group once all ranks have finished; False when they have not, or leaving hung, within `timeout_s`.
+
+    Waiting in the store first keeps a fast rank from closing connections a slow one still reads from.
+    """
+    from torch import distributed
+
+    if not distributed.is_initialized():
+        return True
+    together = place.store is None or _wait_for_all(place, place.store, timeout_s)
+
+    def leave() -> None:
+        if place.device.startswith("cuda"):
+            import torch
+
+            torch.cuda.set_device(torch.device(place.device))
+        distributed.destroy_process_group()
+
+    thread = threading.Thread(target=leave, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return together and not thread.is_alive()
+
+
+def _wait_for_all(place: ProcessPlace, store: Store, timeout_s: float) -> bool:
+    from torch import distributed
+
+    try:
+        if store.add("finished", 1) == place.world_size:
+            store.set("all finished", "yes")
+        store.wait(["all finished"], datetime.timedelta(seconds=timeout_s))
+    except distributed.DistError:
+        return False
+    return True
+
+
+def worker_main(run: Callable[[Path], None]) -> NoReturn:
+    """The main function of a worker module: run(Path of JOB.json), report what went wrong, and end this process.
+
+    An exception becomes `error-rank{r}.json` beside JOB.json and exit status 1; the traceback stands in that file, and only
+    the message on stderr. Ends by os._exit, so that no thread or destructor of a communication library can hold up the end.
+    The process dies with torchrun if parsim launched it.
+    """
+    if PARENT_VARIABLE in os.environ:
+        die_with_parent(int(os.environ[PARENT_VARIABLE]))
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+    if len(sys.argv) != 2:
+        print(f"usage: torchrun ... -m {sys.argv[0]} JOB.json", file=sys.stderr)
+        _leave(2)
+    job_path = Path(sys.argv[1])
+    try:
+        run(job_path)
+    except SystemExit as error:
+        _leave(error.code if isinstance(error.code, int) else int(error.code is not None))
+    except KeyboardInterrupt:
+        _leave(130)
+    except BaseException as error:
+        _record(job_path.parent, error)
+        _leave(1)
+    _leave(0)
+
+
+def _leave(status: int) -> NoReturn:
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+def _record(folder: Path, error: BaseException) -> None:
+    """Write the error record; the first line of the message goes to stderr as well, for when the folder is gone."""
+    message = str(error) or type(error).__name__
+    record = ErrorRecord(
+        rank=int(os.environ.get("RANK", 0)),
+        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        kind=type(error).__name__,
+        message=message,
+        reported=isinstance(error, ParsimError),
+        peer_lost=_is_about_a_peer(error),
+        time_s=time.time(),
+        traceback="".join(traceback.format_exception(error)),
+    )
+    print(f"{record.kind}: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        write_text_atomically(error_path(folder, record.rank), json.dumps(asdict(record), indent=1))
+
+
+def _is_about_a_peer(error: BaseException | None) -> bool:
+    """True if this error, or the one it was raised from, is a communication library's about a peer that is gone."""
+    while error is not None:
+        text = str(error).lower()
+        if not isinstance(error, ParsimError) and any(phrase in text for phrase in _PEER_LOST):
+            return True
+        error = error.__cause__
+    return False
+
+
+def read_error(path: Path) -> ErrorRecord | None:
+    """The record a rank left, or None if there is none that can be read."""
+    try:
+        return ErrorRecord(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None

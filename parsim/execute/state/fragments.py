@@ -1,0 +1,97 @@
+"""Parts of tensors under the name of the whole: how ranks say which pieces they hold, and how the whole is made again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from parsim.errors import ExecutionError
+from parsim.graph.parameter_buckets import HeldParameter
+from parsim.model.component import ParameterShard
+from parsim.model.shard.pieces import assemble
+
+
+class Fragment(NamedTuple):
+    """Elements `start` to `stop` (flat; stop -1: all) of shard `shard` of `ways`, which has `shape` (empty: as it comes).
+
+    Shards are cut along `dim` in `blocks` runs, as `parsim.model.shard.pieces` does.
+    """
+
+    dim: int = 0
+    blocks: int = 1
+    shard: int = 0
+    ways: int = 1
+    start: int = 0
+    stop: int = -1
+    shape: tuple[int, ...] = ()
+
+
+WHOLE = Fragment()
+
+
+def fragment_of(held: HeldParameter) -> Fragment:
+    """What a rank holds of a parameter."""
+    if held.part is None:
+        return WHOLE
+    return Fragment(dim=held.part.dim, blocks=held.part.blocks, shard=held.shard, ways=held.ways)
+
+
+def is_per_element(value: object, key: str) -> TypeGuard[Tensor]:
+    """Whether this entry of an optimizer's state has an element for each one of its parameter: all but step counters.
+
+    The number of dims does not tell: the momentum of a 0-dim parameter has none either.
+    """
+    return isinstance(value, Tensor) and key != "step"
+
+
+def join(name: str, parts: Mapping[Fragment, Tensor]) -> Tensor:
+    """The whole tensor of a name from its fragments.
+
+    Raises:
+        ExecutionError: a fragment is missing.
+    """
+    shards: dict[int, dict[Fragment, Tensor]] = {}
+    for fragment, tensor in parts.items():
+        shards.setdefault(fragment.shard, {})[fragment] = tensor
+    first = next(iter(parts))
+    absent = [shard for shard in range(first.ways) if shard not in shards]
+    if absent:
+        raise ExecutionError(f"{name!r}: shard {absent[0]} of {first.ways} is missing")
+    pieces = [_joined_range(name, shards[shard]) for shard in range(first.ways)]
+    if first.ways == 1:
+        return pieces[0]
+    return assemble(pieces, ParameterShard(name=name, dim=first.dim, blocks=first.blocks))
+
+
+def _joined_range(name: str, parts: Mapping[Fragment, Tensor]) -> Tensor:
+    ordered = sorted(parts.items(), key=lambda entry: entry[0].start)
+    first, tensor = ordered[0]
+    if first.stop < 0:
+        return tensor
+    reached = 0
+    for fragment, _ in ordered:
+        if fragment.start != reached:
+            raise ExecutionError(f"{name!r}: elements {reached} to {fragment.start} are missing")
+        reached = fragment.stop
+    flat = torch.cat([entry.reshape(-1) for _, entry in ordered])
+    size = 1
+    for extent in first.shape:
+        size *= extent
+    if size != flat.numel():
+        raise ExecutionError(f"{name!r}: {flat.numel()} of {size} elements are there")
+    return flat.reshape(first.shape)
+
+
+def join_state(name: str, parts: Mapping[Fragment, Mapping[str, Any]]) -> dict[str, Any]:
+    """The optimizer state of a whole parameter: arrays joined, scalars (step counters) from any fragment."""
+    first = next(iter(parts.values()))
+    joined: dict[str, Any] = {}
+    for key, value in first.items():
+        if is_per_element(value, key):
+            joined[key] = join(name, {fragment: state[key] for fragment, state in parts.items()})
+        else:
+            joined[key] = value
+    return joined

@@ -1,0 +1,111 @@
+"""Moving a training from one plan to another on the same processes, without files.
+
+Parameter by parameter, every rank that is the first to hold a piece broadcasts it with its optimizer state; the whole is put
+together on each rank, which keeps its part under the new plan. So beside what both plans hold, a rank has one whole parameter
+with its state at a time. Running statistics follow the same way, all at once (they are small); a rank keeps its own, and where
+it had none, or the new plan cuts the channels otherwise, takes those of the lowest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parsim.execute.stage import StageReplica
+from parsim.execute.state.checkpoint import RankState
+from parsim.execute.state.fragments import WHOLE, Fragment, is_per_element, join, join_state
+
+
+def reshard(old: StageReplica, new: StageReplica) -> None:
+    """Give `new` the weights, buffers and optimizer state of `old`. Every rank calls it at once, between two steps."""
+    state = old.state()
+    catalogue = _catalogue(state)
+    for name in [parameter.name for parameter in old.layout.model.parameters]:
+        weights = _collect(catalogue["weights"].get(name, {}), state.weights.get(name), old.device)
+        moments = _collect(catalogue["optimizer"].get(name, {}), state.optimizer.get(name), old.device)
+        if name in new.parameters:
+            new.load_parameter(name, join(name, weights), join_state(name, moments) if moments else {})
+        del weights, moments
+    buffers: dict[str, Tensor] = {}
+    for name, holders in catalogue["buffers"].items():
+        found: dict[Fragment, Tensor] = _collect(holders, state.buffers.get(name), old.device)
+        own = state.fragments["buffers"].get(name, WHOLE)
+        if name in state.buffers:
+            found[own] = state.buffers[name]
+        buffers[name] = join(name, found)
+    new.load_buffers(buffers)
+    new.finish_loading()
+
+
+class _Kind(NamedTuple):
+    """Stands in the catalogue for a tensor that its holder will send."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Holder(NamedTuple):
+    """The rank that sends a fragment, and what it is: a _Kind; of optimizer state a dict of such and of step counters."""
+
+    rank: int
+    content: Any
+
+
+_Holders = dict[Fragment, _Holder]
+
+
+def _catalogue(state: RankState) -> dict[str, dict[str, _Holders]]:
+    """Who sends what: by section and name, the same on every rank."""
+    own = {
+        section: {
+            name: (state.fragments[section].get(name, WHOLE), _described(value))
+            for name, value in getattr(state, section).items()
+        }
+        for section in ("weights", "buffers", "optimizer")
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    merged: dict[str, dict[str, _Holders]] = {"weights": {}, "buffers": {}, "optimizer": {}}
+    for rank, sections in enumerate(everyone):
+        for section, names in sections.items():
+            for name, (fragment, content) in names.items():
+                merged[section].setdefault(name, {}).setdefault(fragment, _Holder(rank, content))
+    return merged
+
+
+def _collect(holders: Mapping[Fragment, _Holder], own: Any, device: torch.device) -> dict[Fragment, Any]:
+    """Every fragment, sent by its holder to all ranks; arrays on `device`, step counters where they were."""
+    found: dict[Fragment, Any] = {}
+    for fragment, holder in holders.items():
+        given = own if holder.rank == dist.get_rank() else None
+        if isinstance(holder.content, _Kind):
+            found[fragment] = _sent(holder.content, given, holder.rank, device)
+        else:
+            found[fragment] = {
+                key: _sent(content, None if given is None else given[key], holder.rank, device)
+                if isinstance(content, _Kind)
+                else content
+                for key, content in holder.content.items()
+            }
+    return found
+
+
+def _sent(kind: _Kind, given: Tensor | None, holder: int, device: torch.device) -> Tensor:
+    """A copy on every rank of what its holder has."""
+    if given is None:
+        tensor = torch.empty(kind.shape, dtype=kind.dtype, device=device)
+    else:
+        tensor = given.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+    dist.broadcast(tensor, holder)
+    return tensor
+
+
+def _described(value: Tensor | Mapping[str, Any]) -> Any:
+    """What stands in the catalogue for a tensor, or for the state of a parameter."""
+    if isinstance(value, Tensor):
+        return _Kind(tuple(value.shape), value.dtype)
+    return {key: _described(entry) if is_per_element(entry, key) else entry for key, entry in value.items()}

@@ -1,0 +1,145 @@
+"""ZeRO: the parameters of a bucket in one flat array, of which each rank of the group updates its part.
+
+Gradients lie in a second flat array of the same order. Both are padded with zeros to equal parts. Every optimizer here works
+element by element, so that updating a part of the flat array is updating that part of the parameters.
+
+    stage 1    both arrays are always whole.
+    stage 2    the gradients are whole from `begin_gradients` to `end_gradients` of a microbatch; this rank's part of their sum
+               (`add_gradients`) stays.
+    stage 3    the parameters are whole from `begin_parameters` to `end_parameters`; this rank's part of them stays. In between
+               the flat array has no memory, while its views, and what autograd has saved of them, remain what they are.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stages 1 to 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parsim.execute.state.checkpoint import check_shape
+from parsim.execute.state.fragments import Fragment, fragment_of, is_per_element
+from parsim.graph.parameter_buckets import Bucket, HeldParameter
+
+
+class DividedBucket:
+    """A bucket whose optimizer state is spread over its group; this rank is `place` in it.
+
+    Attributes:
+        parameters: the flat padded array. chunk: this rank's part as a parameter; its `.grad` is its part of the gradients.
+        stage: of ZeRO, for this bucket.
+        gradients: what stays of the gradients between microbatches: the flat padded array, from stage 2 on this rank's part.
+        parts: the parameters the chunk reaches into, by name: what of each, and where in the chunk that lies.
+    """
+
+    def __init__(self, bucket: Bucket, held: Mapping[str, Tensor], place: int, *, stage: int) -> None:
+        first = held[bucket.parameters[0].name]
+        size = bucket.chunk_elements
+        self._bucket = bucket
+        self.stage = stage
+        self._held = {entry.name: held[entry.name] for entry in bucket.parameters}
+        self.parameters = torch.zeros(size * len(bucket.group), dtype=first.dtype, device=first.device)
+        self.parts: dict[str, tuple[Fragment, slice]] = {}
+        start, stop = place * size, (place + 1) * size
+        for entry, offset in self._offsets():
+            parameter = held[entry.name]
+            view = self.parameters[offset : offset + parameter.numel()].view_as(parameter)
+            view.copy_(parameter.data)
+            parameter.data = view
+            first_own, last_own = max(start, offset), min(stop, offset + entry.elements)
+            if first_own < last_own:
+                own = fragment_of(entry)._replace(
+                    start=first_own - offset, stop=last_own - offset, shape=tuple(parameter.shape)
+                )
+                self.parts[entry.name] = own, slice(first_own - start, last_own - start)
+        self.chunk = nn.Parameter(self.parameters[start:stop].clone() if stage >= 3 else self.parameters[start:stop])
+        if stage >= 2:
+            self.gradients = torch.zeros_like(self.chunk.data)
+            self.chunk.grad = self.gradients
+        else:
+            self.gradients = torch.zeros_like(self.parameters)
+            self._show(self.gradients)
+            self.chunk.grad = self.gradients[start:stop]
+        self._whole: Tensor | None = None
+        self._elements = len(self.parameters)
+        if stage >= 3:
+            self.end_parameters()
+
+    def _offsets(self) -> Iterator[tuple[HeldParameter, int]]:
+        offset = 0
+        for entry in self._bucket.parameters:
+            yield entry, offset
+            offset += entry.elements
+
+    def _show(self, gradients: Tensor) -> None:
+        """Make views of a flat array the gradients of the parameters."""
+        for entry, offset in self._offsets():
+            parameter = self._held[entry.name]
+            parameter.grad = gradients[offset : offset + parameter.numel()].view_as(parameter)
+
+    # --- stage 2: gradients come and go -------------------------------------------------------------------------------
+
+    def begin_gradients(self) -> None:
+        """Room for the gradients of a microbatch, unless there is some."""
+        if self._whole is None:
+            self._whole = torch.zeros(self._elements, dtype=self.chunk.dtype, device=self.chunk.device)
+            self._show(self._whole)
+
+    def end_gradients(self) -> Tensor:
+        """The flat gradients of a microbatch, which are forgotten here."""
+        whole, self._whole = self._whole, None
+        assert whole is not None, "a backward has begun these gradients"
+        for parameter in self._held.values():
+            parameter.grad = None
+        return whole
+
+    def add_gradients(self, own: Tensor) -> None:
+        """This rank's part of the sum over the group."""
+        self.gradients.add_(own)
+
+    # --- stage 3: parameters come and go ------------------------------------------------------------------------------
+
+    def begin_parameters(self) -> Tensor:
+        """Room for all parameters: the flat array, for the parts of all ranks."""
+        self.parameters.untyped_storage().resize_(self._elements * self.chunk.element_size())
+        return self.parameters
+
+    def end_parameters(self) -> None:
+        """Let go of all but this rank's part."""
+        self.parameters.untyped_storage().resize_(0)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def weight_of(self, name: str) -> Tensor:
+        """This rank's part of one parameter (stage 3)."""
+        return self.chunk.data[self.parts[name][1]]
+
+    def load_weight(self, name: str, weight: Tensor) -> None:
+        """Take this rank's part of one whole parameter, or of its piece, if it is cut (stage 3).
+
+        Raises ExecutionError where the shape is another.
+        """
+        check_shape(name, weight, self._held[name])
+        if name in self.parts:
+            fragment, place = self.parts[name]
+            self.chunk.data[place] = weight.reshape(-1)[fragment.start : fragment.stop].to(self.chunk.data)
+
+    def state_of(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What the state of the chunk says of one parameter: views into its arrays, and its step counter."""
+        place = self.parts[name][1]
+        return {key: value[place] if is_per_element(value, key) else value for key, value in state.items()}
+
+    def add_state(self, chunk_state: MutableMapping[str, Any], name: str, state: Mapping[str, Any]) -> None:
+        """Put this rank's part of the state of one whole parameter (of its piece, if it is cut) into that of the chunk."""
+        if name not in self.parts:
+            return
+        fragment, place = self.parts[name]
+        for key, value in state.items():
+            if is_per_element(value, key):
+                flat = chunk_state.setdefault(key, torch.zeros_like(self.chunk.data))
+                flat[place] = value.reshape(-1)[fragment.start : fragment.stop].to(flat)
+            else:
+                chunk_state.setdefault(key, value)

@@ -1,0 +1,168 @@
+"""Who holds which part of which parameter, and over which ranks its gradient is summed: gradient buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from parsim.model.component import Component, Parameter, ParameterShard
+from parsim.plans.placement import Placement
+from parsim.plans.plan import Plan, holding
+
+
+class HeldParameter(NamedTuple):
+    """What one rank holds of a parameter: all of it, or piece `shard` of `ways` as `part` cuts it. `elements` are its own."""
+
+    name: str
+    elements: int
+    element_bytes: int
+    part: ParameterShard | None = None
+    shard: int = 0
+    ways: int = 1
+
+    @property
+    def size_bytes(self) -> int:
+        return self.elements * self.element_bytes
+
+
+class Bucket(NamedTuple):
+    """Gradients summed together over `group` (all ranks that hold these very parameters, or pieces)."""
+
+    number: int
+    stages: tuple[int, ...]
+    group: tuple[int, ...]
+    parameters: tuple[HeldParameter, ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(parameter.elements for parameter in self.parameters)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(parameter.size_bytes for parameter in self.parameters)
+
+    @property
+    def chunk_elements(self) -> int:
+        """Of each rank's part when the bucket is divided over its group, padded to equal parts (ZeRO)."""
+        return -(-self.elements // len(self.group))
+
+    @property
+    def padded_bytes(self) -> int:
+        return self.chunk_elements * len(self.group) * self.parameters[0].element_bytes
+
+
+def hold(component: Component, placement: Placement, parameter: Parameter, shard: int) -> HeldParameter:
+    """What tp rank `shard` holds of a parameter of one of its components."""
+    if placement.kind == "shard":
+        for part in component.sharding(placement.rule).parameters:
+            if part.name == parameter.name:
+                ways = placement.ways
+                return HeldParameter(
+                    parameter.name, parameter.elements // ways, parameter.element_bytes, part, shard % ways, ways
+                )
+    return HeldParameter(parameter.name, parameter.elements, parameter.element_bytes)
+
+
+def alike(component: Component, placement: Placement, parameter: str, tp: int) -> tuple[tuple[int, ...], ...]:
+    """The tp ranks that hold the parameter, grouped into those whose gradients add up.
+
+    Batch-sharded: all together, each has seen other samples. Cut over `ways`: those with the same piece. Whole in a sharded
+    component: all together, each has summands only. Replicated: each alone, since all have computed the same.
+    """
+    kind = holding(component, placement, parameter)[0]
+    match kind:
+        case "shard":
+            ways = placement.ways
+            return tuple(tuple(range(shard, tp, ways)) for shard in range(ways))
+        case "replicate":
+            return tuple((shard,) for shard in range(tp))
+        case "place":
+            return ((placement.shard,),)
+    return (tuple(range(tp)),)
+
+
+class _Open(NamedTuple):
+    """A parameter on its way into a bucket: the component that decides how it is held, and its stages."""
+
+    parameter: Parameter
+    component: Component
+    stages: tuple[int, ...]
+
+
+def gradient_buckets(
+    plan: Plan, components: Sequence[Component], placements: Mapping[str, Placement], holders: Mapping[str, tuple[int, ...]]
+) -> tuple[Bucket, ...]:
+    """Buckets in the order their gradients are complete: backwards through each stage, those tied across stages last.
+
+    Parameters held alike share buckets; a bucket is closed once it holds `bucket_bytes`. A parameter is ready when the
+    *first* component that uses it has run its backward. Where buckets come and go with every microbatch (ZeRO 2 and 3) none
+    holds parameters of two chunks.
+    """
+    first: dict[tuple[str, int], Component] = {}
+    parameters: dict[str, Parameter] = {}
+    chunks: dict[str, dict[int, None]] = {}
+    chunk_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.components}
+    stage_of = {name: number % plan.mesh.pp for name, number in chunk_of.items()}
+    for component in components:
+        for parameter in component.parameters:
+            parameters[parameter.name] = parameter
+            chunks.setdefault(parameter.name, {})[chunk_of[component.name]] = None
+            first.setdefault((parameter.name, stage_of[component.name]), component)
+    buckets: list[Bucket] = []
+
+    def close(entries: list[_Open]) -> None:
+        if not entries:
+            return
+        lead = entries[0]
+        tp = plan.mesh.tp
+        for shards in alike(lead.component, placements[lead.component.name], lead.parameter.name, tp):
+            group = tuple(
+                plan.mesh.rank(stage=stage, replica=replica, shard=shard)
+                for stage in lead.stages
+                for replica in range(plan.mesh.dp)
+                for shard in shards
+            )
+            held = tuple(
+                hold(entry.component, placements[entry.component.name], entry.parameter, shards[0]) for entry in entries
+            )
+            buckets.append(Bucket(len(buckets), lead.stages, group, held))
+
+    def fill(entries: Sequence[_Open]) -> None:
+        open_by_kind: dict[tuple[object, ...], list[_Open]] = {}
+        held_bytes: dict[tuple[object, ...], int] = {}
+        for entry in entries:
+            key = _key(entry, placements)
+            open_by_kind.setdefault(key, []).append(entry)
+            own = hold(entry.component, placements[entry.component.name], entry.parameter, 0)
+            held_bytes[key] = held_bytes.get(key, 0) + own.size_bytes
+            if held_bytes[key] >= plan.bucket_bytes:
+                close(open_by_kind.pop(key))
+                held_bytes[key] = 0
+        for rest in open_by_kind.values():
+            close(rest)
+
+    for stage in range(plan.mesh.pp):
+        runs: dict[tuple[int, ...], list[_Open]] = {}
+        for name in reversed([name for name in parameters if holders[name] == (stage,)]):
+            run = tuple(chunks[name]) if plan.zero_stage >= 2 else ()
+            runs.setdefault(run, []).append(_Open(parameters[name], first[name, stage], (stage,)))
+        for entries in runs.values():
+            fill(entries)
+    tied: dict[tuple[int, ...], list[_Open]] = {}
+    for name, parameter in parameters.items():
+        stages = holders[name]
+        if len(stages) > 1:
+            tied.setdefault(stages, []).append(_Open(parameter, first[name, stages[0]], stages))
+    for entries in tied.values():
+        kinds: dict[tuple[object, ...], list[_Open]] = {}
+        for entry in entries:
+            kinds.setdefault(_key(entry, placements), []).append(entry)
+        for rest in kinds.values():
+            close(rest)
+    return tuple(buckets)
+
+
+def _key(entry: _Open, placements: Mapping[str, Placement]) -> tuple[object, ...]:
+    """Equal for parameters whose gradients are summed over the same ranks."""
+    kind, *rest = holding(entry.component, placements[entry.component.name], entry.parameter.name)
+    return (kind, rest[0] if rest else 0)

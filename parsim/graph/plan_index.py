@@ -1,0 +1,348 @@
+"""Questions every lowering pass (and the executor) asks about one plan of one model: who holds, makes and reads what.
+
+"Stage" here is a place on the pp axis, which is what decides who sends to whom; where a rank has several chunks, all of them
+are one stage here, and only the pipeline's actions (`Plan.stages`) tell them apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from parsim.errors import PlanError
+from parsim.graph.parameter_buckets import Bucket, HeldParameter, gradient_buckets, hold
+from parsim.model.model import Model
+from parsim.plans.pipeline import SPLIT_ORDERS, check_order
+from parsim.plans.placement import Placement
+from parsim.plans.plan import Plan, check_plan
+from parsim.plans.redistribution import ValueAndGradientLayout, ValueLayout, conversion, input_ends, output_ends
+from parsim.work import Phase
+
+
+class Reading(NamedTuple):
+    """Some components of one stage that read a value alike: in one layout, making its gradient in one layout."""
+
+    stage: int
+    ends: ValueAndGradientLayout
+    components: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlanIndex:
+    """A plan laid over its model. Raises PlanError if they do not match."""
+
+    plan: Plan
+    model: Model
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        check_plan(plan, self.model)
+        check_order(plan.pipeline_order, plan.mesh.pp, plan.microbatches, plan.chunks)
+        if self.plan.is_mixed:
+            self._check_conversions()
+
+    def _check_conversions(self) -> None:
+        """Every value can be cut as its way from layout to layout asks."""
+        tp, samples = self.plan.mesh.tp, self.plan.microbatch_samples
+        for value in self.model.values:
+            for reading in self.readings[value.name]:
+                ways = self._ways_of(value.name, reading)
+                if ways and not (value.batch_first and value.bytes_per_sample):
+                    raise PlanError(
+                        f"value {value.name} has no samples along dim 0, so {', '.join(reading.components)} cannot read it in "
+                        f"another layout than {value.producer} makes it in; place them alike"
+                    )
+                pieces = max((tp // layout.ways for layout in ways), default=1)
+                if samples % pieces:
+                    raise PlanError(
+                        f"value {value.name} is cut into {pieces} pieces of the batch on its way to {reading.components[0]}, "
+                        f"which a microbatch of {samples} samples does not divide into; use fewer microbatches or place "
+                        f"{value.producer} and {reading.components[0]} alike"
+                    )
+
+    def _ways_of(self, value: str, reading: Reading) -> list[ValueLayout]:
+        """Every layout a value and its gradient pass through between its maker and a reading; none if they never change."""
+        if value not in self.source:
+            return []
+        made, tp = self.source[value], self.plan.mesh.tp
+        hops = conversion(made.value, reading.ends.value, tp)
+        if self.model.value[value].differentiable:
+            hops = hops + conversion(reading.ends.gradient, made.gradient, tp)
+        return [layout for hop in hops for layout in (hop.source, hop.target)]
+
+    def rank(self, stage: int, replica: int, shard: int = 0) -> int:
+        return self.plan.mesh.rank(stage=stage, replica=replica, shard=shard)
+
+    @cached_property
+    def placement(self) -> dict[str, Placement]:
+        return {name: placement for stage in self.plan.stages for name, placement in stage.placed()}
+
+    def runs_on(self, rank: int, component: str) -> bool:
+        """Whether the rank runs the component."""
+        if self.stage_of[component] != self.plan.stage_of_rank(rank):
+            return False
+        return self.placement[component].runs_on(self.plan.shard_of_rank(rank))
+
+    def runners(self, component: str, replica: int) -> tuple[int, ...]:
+        """The ranks of a replica that run the component."""
+        stage, tp = self.stage_of[component], self.plan.mesh.tp
+        return tuple(self.rank(stage, replica, shard) for shard in range(tp) if self.placement[component].runs_on(shard))
+
+    @cached_property
+    def _rank_components(self) -> dict[tuple[int, int], tuple[str, ...]]:
+        return {
+            (place, shard): tuple(
+                name
+                for number in self.plan.place_stages(place)
+                for name, placement in self.plan.stages[number].placed()
+                if placement.runs_on(shard)
+            )
+            for place in range(self.plan.mesh.pp)
+            for shard in range(self.plan.mesh.tp)
+        }
+
+    def rank_components(self, rank: int) -> tuple[str, ...]:
+        """What the rank runs, in execution order."""
+        return self._rank_components[self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank)]
+
+    def local_samples(self, component: str) -> int:
+        """Samples of one microbatch each rank that runs the component sees."""
+        tp = self.plan.mesh.tp
+        return self.plan.microbatch_samples * self.placement[component].batch_ways(tp) // tp
+
+    @cached_property
+    def stage_of(self) -> dict[str, int]:
+        """Place on the pp axis by component."""
+        return {name: number % self.plan.mesh.pp for name, number in self.chunk_of.items()}
+
+    @cached_property
+    def chunk_of(self) -> dict[str, int]:
+        """Number in `Plan.stages` by component."""
+        return {name: number for number, stage in enumerate(self.plan.stages) for name in stage.components}
+
+    def gradient_phase(self, component: str) -> Phase:
+        """The phase whose task hands on the gradients of the component's inputs."""
+        return Phase.BACKWARD_INPUT if self.is_halved(component) else Phase.BACKWARD
+
+    def weight_phase(self, component: str) -> Phase:
+        """The phase whose task completes the gradients of the component's parameters: its last."""
+        return Phase.BACKWARD_WEIGHT if self.is_halved(component) else Phase.BACKWARD
+
+    def is_halved(self, component: str) -> bool:
+        """Whether its backward runs in halves: if the order does so, and there is something to do in both."""
+        return component in self._halved
+
+    @cached_property
+    def _halved(self) -> frozenset[str]:
+        if self.plan.pipeline_order not in SPLIT_ORDERS:
+            return frozenset()
+        return frozenset(
+            component.name
+            for component in self.model.components
+            if component.name in self.differentiable and component.parameters and self.wants_input_gradient(component.name)
+        )
+
+    def recomputes(self, component: str) -> bool:
+        """Whether its forward runs again before its backward."""
+        return component in self._recomputed
+
+    @cached_property
+    def _recomputed(self) -> frozenset[str]:
+        return self.plan.recomputed & self.differentiable
+
+    def wants_input_gradient(self, component: str) -> bool:
+        """Whether its backward hands a gradient on."""
+        values = (self.model.value[name] for name in self.model.component(component).inputs)
+        return any(value.producer is not None and value.differentiable for value in values)
+
+    @cached_property
+    def stage_of_value(self) -> dict[str, int | None]:
+        """Stage that makes a value; None for the batch itself."""
+        return {v.name: None if v.producer is None else self.stage_of[v.producer] for v in self.model.values}
+
+    @cached_property
+    def consumers(self) -> dict[str, tuple[str, ...]]:
+        """Components that read a value, in execution order."""
+        readers: dict[str, list[str]] = {value.name: [] for value in self.model.values}
+        for component in self.model.components:
+            for value in dict.fromkeys(component.inputs):
+                readers[value].append(component.name)
+        return {value: tuple(names) for value, names in readers.items()}
+
+    @cached_property
+    def differentiable(self) -> frozenset[str]:
+        """Components that have a backward."""
+        return differentiable_components(self.model)
+
+    @cached_property
+    def source(self) -> dict[str, ValueAndGradientLayout]:
+        """In what layout each value that a component makes is made, and in what layout its gradient is wanted there."""
+        tp = self.plan.mesh.tp
+        return {
+            value: output_ends(component, self.placement[component.name], tp, number)
+            for component in self.model.components
+            for number, value in enumerate(component.outputs)
+        }
+
+    @cached_property
+    def _input_ends(self) -> dict[tuple[str, str], ValueAndGradientLayout]:
+        tp = self.plan.mesh.tp
+        return {
+            (component.name, value): input_ends(component, self.placement[component.name], tp, number)
+            for component in self.model.components
+            for number, value in enumerate(component.inputs)
+        }
+
+    def reads_in(self, component: str, value: str) -> ValueAndGradientLayout:
+        """The layouts of a value and its gradient at one of its readers."""
+        return self._input_ends[component, value]
+
+    @cached_property
+    def readings(self) -> dict[str, tuple[Reading, ...]]:
+        """Per value its readers, grouped by stage and layouts, in execution order of the first of each group."""
+        found: dict[str, tuple[Reading, ...]] = {}
+        for value, names in self.consumers.items():
+            groups: dict[tuple[int, ValueAndGradientLayout], list[str]] = {}
+            for name in names:
+                groups.setdefault((self.stage_of[name], self.reads_in(name, value)), []).append(name)
+            found[value] = tuple(Reading(stage, ends, tuple(group)) for (stage, ends), group in groups.items())
+        return found
+
+    def batch_layouts(self, rank: int) -> dict[str, tuple[ValueLayout, ...]]:
+        """The values of the batch that a rank's components read, and in which layouts."""
+        stage, shard, tp = self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank), self.plan.mesh.tp
+        found: dict[str, tuple[ValueLayout, ...]] = {}
+        for value, readings in self.readings.items():
+            if self.stage_of_value[value] is None:
+                layouts = dict.fromkeys(
+                    reading.ends.value
+                    for reading in readings
+                    if reading.stage == stage and shard in reading.ends.value.holders(tp)
+                )
+                if layouts:
+                    found[value] = tuple(layouts)
+        return found
+
+    def batch_ways(self, rank: int) -> int:
+        """How many neighbouring tp ranks load the same samples: enough for all that this rank's components read."""
+        layouts = [layout for found in self.batch_layouts(rank).values() for layout in found]
+        ways = max((layout.ways for layout in layouts), default=1)
+        nested = all(ways % layout.ways == 0 for layout in layouts)
+        return ways if nested else self.plan.mesh.tp
+
+    def completed_readings(self, stage: int, name: str) -> tuple[tuple[str, Reading], ...]:
+        """The values, each with the reading, whose gradient is complete once the backward of `name` has run in `stage`."""
+        found = []
+        for value in dict.fromkeys(self.model.component(name).inputs):
+            if self.stage_of_value[value] is None or not self.model.value[value].differentiable:
+                continue
+            for reading in self.readings[value]:
+                backward = [reader for reader in reading.components if reader in self.differentiable]
+                if reading.stage == stage and backward and backward[0] == name:
+                    found.append((value, reading))
+        return tuple(found)
+
+    @cached_property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Stages that hold a parameter, by its name: more than one if it is tied across stages."""
+        stages: dict[str, dict[int, None]] = {}
+        for component in self.model.components:
+            for parameter in component.parameters:
+                stages.setdefault(parameter.name, {})[self.stage_of[component.name]] = None
+        return {name: tuple(numbers) for name, numbers in stages.items()}
+
+    @cached_property
+    def _held(self) -> dict[tuple[int, int], tuple[HeldParameter, ...]]:
+        held: dict[tuple[int, int], tuple[HeldParameter, ...]] = {}
+        for place, names in self._rank_components.items():
+            found: dict[str, HeldParameter] = {}
+            for name in names:
+                component = self.model.component(name)
+                for parameter in component.parameters:
+                    found.setdefault(parameter.name, hold(component, self.placement[name], parameter, place[1]))
+            held[place] = tuple(found.values())
+        return held
+
+    def rank_parameters(self, rank: int) -> tuple[HeldParameter, ...]:
+        """What the rank holds of every parameter it has, each once."""
+        return self._held[self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank)]
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """See `gradient_buckets`."""
+        return gradient_buckets(self.plan, self.model.components, self.placement, self.holders)
+
+    @cached_property
+    def _rank_buckets(self) -> dict[int, tuple[Bucket, ...]]:
+        found: dict[int, list[Bucket]] = {rank: [] for rank in range(self.plan.world_size)}
+        for bucket in self.buckets:
+            for rank in bucket.group:
+                found[rank].append(bucket)
+        return {rank: tuple(buckets) for rank, buckets in found.items()}
+
+    def rank_buckets(self, rank: int) -> tuple[Bucket, ...]:
+        """The buckets that hold the gradients of a rank's parameters."""
+        return self._rank_buckets[rank]
+
+    def is_divided(self, bucket: Bucket) -> bool:
+        """Whether the optimizer state of these parameters is spread over the group (ZeRO 1 and above)."""
+        return self.zero_stage_of(bucket) >= 1
+
+    def zero_stage_of(self, bucket: Bucket) -> int:
+        """What of a bucket is divided: as `Plan.zero_stage` says, but nothing where one rank holds it alone, and at most the
+        optimizer state where its parameters are used in several stages of the plan, or by no backward."""
+        if len(bucket.group) == 1:
+            return 0
+        if self.plan.zero_stage < 2:
+            return self.plan.zero_stage
+        users = [name for parameter in bucket.parameters for name in self._users[parameter.name]]
+        alone = len({self.chunk_of[name] for name in users}) == 1
+        return self.plan.zero_stage if alone and not self.differentiable.isdisjoint(users) else 1
+
+    @cached_property
+    def _unsharded(self) -> dict[str, tuple[Bucket, ...]]:
+        found: dict[str, dict[int, Bucket]] = {component.name: {} for component in self.model.components}
+        for bucket in self.buckets:
+            if self.zero_stage_of(bucket) >= 2:
+                for parameter in bucket.parameters:
+                    for name in self._users[parameter.name]:
+                        found[name][bucket.number] = bucket
+        return {name: tuple(buckets.values()) for name, buckets in found.items()}
+
+    def unsharded_buckets(self, component: str) -> tuple[Bucket, ...]:
+        """The buckets, of all shards, of the component's parameters that lie whole (unsharded) on a rank for a while only: with
+        ZeRO 2 their gradients, with ZeRO 3 their parameters too."""
+        return self._unsharded[component]
+
+    def completes(self, bucket: Bucket, stage: int) -> tuple[str, ...]:
+        """The components whose backward is the last of their chunk in `stage` to add to the bucket."""
+        found: dict[int, str] = {}
+        for parameter in bucket.parameters:
+            for name in self._users[parameter.name]:
+                chunk = self.chunk_of[name]
+                if self.stage_of[name] == stage and name in self.differentiable:
+                    first = found.setdefault(chunk, name)
+                    if self.model.component_index[name] < self.model.component_index[first]:
+                        found[chunk] = name
+        return tuple(found[chunk] for chunk in sorted(found))
+
+    @cached_property
+    def _users(self) -> dict[str, tuple[str, ...]]:
+        """Components that use a parameter, in execution order."""
+        users: dict[str, list[str]] = {}
+        for component in self.model.components:
+            for parameter in component.parameters:
+                users.setdefault(parameter.name, []).append(component.name)
+        return {name: tuple(names) for name, names in users.items()}
+
+
+def differentiable_components(model: Model) -> frozenset[str]:
+    """Components that have a backward: a differentiable output that some backward, or the loss, asks for."""
+    needed: set[str] = set()
+    wanted = {name for name in model.outputs if model.value[name].differentiable}
+    for component in reversed(model.components):
+        if any(value in wanted for value in component.outputs):
+            needed.add(component.name)
+            wanted.update(value for value in component.inputs if model.value[value].differentiable)
+    return frozenset(needed)

@@ -1,0 +1,135 @@
+"""What is alive while a component runs: counted on fake tensors, operator by operator.
+
+Forward: what it has made by then. Backward: what is alive beyond what the forward had saved. The backward runs as in the
+executor: the outputs' gradients are held until it ends, the inputs' are handed over, those of parameters are added to what is
+there. Every moment's bytes are linear in the batch; kept are the moments that can be the largest for some batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from parsim.model.autograd.cut import Saved, backward_component, enter
+from parsim.model.memory.live_memory import LiveBytes
+from parsim.model.runnable import CallProgram, TensorKind, run_op
+
+Peaks = tuple[tuple[int, int], ...]
+"""(bytes per sample, fixed bytes) of moments."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
+    """One component as recorded at so many samples. `autocast`: the half-precision type it ran under, or None."""
+
+    program: CallProgram
+    fakes: FakeTensorMode
+    samples: int
+    autocast: torch.dtype | None = None
+
+
+def component_peaks(small: Recorded, large: Recorded) -> tuple[Peaks, Peaks]:
+    """Forward and backward of one component as recorded at two batches.
+
+    Empty where the two recordings differ in more than the batch; of the backward, too, where there is none.
+    """
+    both = zip(moments(small), moments(large), strict=True)
+    forward, backward = (_lines(less, more, small.samples, large.samples) for less, more in both)
+    return forward, backward
+
+
+def _lines(less: Sequence[int], more: Sequence[int], small: int, large: int) -> Peaks:
+    """The envelope of moments' bytes at two batches."""
+    if len(less) != len(more):
+        return ()
+    rates = [(top - low) // (large - small) for low, top in zip(less, more, strict=True)]
+    return upper_envelope({(rate, low - rate * small) for rate, low in zip(rates, less, strict=True)})
+
+
+@contextlib.contextmanager
+def autocast_as(half: torch.dtype | None) -> Any:
+    """The CPU's autocast to `half`; nothing for None."""
+    with torch.autocast("cpu", dtype=half) if half is not None else contextlib.nullcontext():
+        yield
+
+
+def upper_envelope(moments: set[tuple[int, int]]) -> Peaks:
+    """Those (rate, fixed) that are the largest `rate * samples + fixed` for some number of samples >= 1."""
+    best: list[tuple[int, int]] = []
+    for rate, fixed in sorted(moments):
+        while best and best[-1][1] <= fixed:
+            best.pop()
+        while len(best) > 1 and not _needed(best[-2], best[-1], (rate, fixed)):
+            best.pop()
+        best.append((rate, fixed))
+    while len(best) > 1 and sum(best[0]) <= sum(best[1]):
+        best.pop(0)
+    return tuple(best)
+
+
+def _needed(low: tuple[int, int], middle: tuple[int, int], high: tuple[int, int]) -> bool:
+    """Whether the middle line rises above both others somewhere; slopes ascend, intercepts descend."""
+    return (middle[1] - low[1]) * (high[0] - low[0]) > (high[1] - low[1]) * (middle[0] - low[0])
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    """As if it had been added in place to what is there. (Of fake tensors torch adds out of place.)"""
+    parameter.grad = None
+
+
+def moments(recorded: Recorded) -> tuple[list[int], list[int]]:
+    """After every storage that is made: bytes that the forward has made, and bytes beyond the saved ones in the backward."""
+    program = recorded.program
+    environment: list[Any] = [None] * program.slots
+    with recorded.fakes, torch.enable_grad():
+        entries = []
+        for _, slot, differentiable in program.inputs:
+            value = _like(program.tensors[slot])
+            cut, entry = enter(value) if differentiable else (value, None)
+            environment[slot] = cut
+            entries.append(entry)
+        for key, slot in program.state:
+            value = _like(program.tensors[slot])
+            if key.kind == "parameter" and program.tensors[slot].differentiable:
+                value.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+            environment[slot] = value
+        for constant, slot in program.constants:
+            environment[slot] = constant
+        with LiveBytes() as live:
+            for tensor in environment:
+                if tensor is not None:
+                    live.ignore(tensor)
+            with autocast_as(recorded.autocast):
+                for op in program.ops:
+                    run_op(op, environment)
+            outputs = [environment[slot] for _, slot, _ in program.outputs]
+            edges = tuple(
+                torch.autograd.graph.get_gradient_edge(value) if isinstance(value, Tensor) and value.requires_grad else None
+                for value in outputs
+            )
+            shapes = [(value.shape, value.dtype) for value in outputs]
+            del outputs, environment
+            forward = live.moments
+            if not any(edges):
+                return forward, []
+            saved = live.current_bytes
+            live.moments = []
+            gradients = [
+                None if edge is None else torch.ones(shape, dtype=dtype)
+                for edge, (shape, dtype) in zip(edges, shapes, strict=True)
+            ]
+            backward_component(Saved(tuple(entries), edges), gradients)
+            return forward, [moment - saved for moment in live.moments]
+
+
+def _like(kind: TensorKind) -> Tensor:
+    """A new tensor of that shape and memory order."""
+    order: Sequence[int] = sorted(range(len(kind.shape)), key=lambda dim: -kind.stride[dim])
+    tensor = torch.empty([kind.shape[dim] for dim in order], dtype=kind.dtype)
+    return tensor.permute([list(order).index(dim) for dim in range(len(kind.shape))])

@@ -1,0 +1,161 @@
+"""What a tensor holds inside one shard of a component, and how a sharding rule sees and answers one recorded call.
+
+The invariant all rules keep: the gradient of a *full* tensor is, in each shard, a summand of the true one; that of a
+*partial* tensor (a summand of the true value) is the true one, whole; that of a *shard* is its own piece. So a full tensor
+may become a piece or a summand inside a shard at no cost, and nothing may become full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from parsim.errors import ModelError
+from parsim.model.component import FULL, PARTIAL, ParameterShard
+from parsim.model.runnable import Nested, Op, Ref, TensorKind
+
+SHARD = "shard"
+
+
+class Content(NamedTuple):
+    """`form` is full, partial or shard; of a shard, dim `dim` is `blocks` equal runs, each cut into as many pieces as ranks."""
+
+    form: str
+    dim: int = 0
+    blocks: int = 1
+
+
+WHOLE = Content(FULL)
+SUMMAND = Content(PARTIAL)
+
+
+def cut_along(dim: int, blocks: int = 1) -> Content:
+    """A piece of dim `dim`."""
+    return Content(SHARD, dim, blocks)
+
+
+class First(NamedTuple):
+    """A full operand that only shard 0 contributes; the others take zeros."""
+
+
+class Piece(NamedTuple):
+    """A full operand of which a shard takes its piece; a parameter or buffer taken so is held as that piece."""
+
+    dim: int
+    blocks: int = 1
+
+
+class ShardNumber(NamedTuple):
+    """Stands in rewritten arguments for the number of the shard."""
+
+
+class Refused(ModelError):
+    """A call cannot be done in shards with these contents."""
+
+
+class Undecided(Exception):
+    """Whether to cut a weight is open: one of `options` (None: keep it whole) must be chosen for `name`."""
+
+    def __init__(self, name: str, options: tuple[ParameterShard | None, ...]) -> None:
+        super().__init__(name)
+        self.name = name
+        self.options = options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleOutcome:
+    """A rule's answer for one call.
+
+    Attributes:
+        contents: per output of the call.
+        converted: operands (by slot) that are full and enter the call as First or Piece.
+        function, arguments: what to call instead, if not what was recorded (with its arguments, converted ones replaced).
+        label: what was done to a weight: column, row, vocabulary, channels_out, channels_in; or "attention".
+        whole_weight: a matrix, kernel or table was used without being cut.
+    """
+
+    contents: tuple[Content, ...]
+    converted: Mapping[int, First | Piece] = field(default_factory=dict)
+    function: Callable[..., Any] | None = None
+    arguments: tuple[Any, ...] | None = None
+    label: str = ""
+    whole_weight: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One recorded call as a rule sees it; shapes are those of the uncut tensors.
+
+    Attributes:
+        contents, state: by slot; `state` names parameters and buffers. decided: per weight how it is cut (None: not).
+        ways: how many shards there are; 1 while only contents are asked for.
+    """
+
+    op: Op
+    contents: Mapping[int, Content]
+    tensors: Sequence[TensorKind]
+    state: Mapping[int, str]
+    decided: Mapping[str, ParameterShard | None]
+    ways: int
+
+    def given(self, name: str, place: int, default: Any = None) -> Any:
+        """The argument called `name`, or at `place`."""
+        for keyword, value in self.op.keywords:
+            if keyword == name:
+                return value
+        return self.op.arguments[place] if place < len(self.op.arguments) else default
+
+    def operands(self) -> tuple[int, ...]:
+        """The slots the call reads, each once, in order."""
+        return operands_of(self.op)
+
+    def content(self, value: Any) -> Content:
+        """Full for what is no tensor."""
+        return self.contents[value.slot] if type(value) is Ref else WHOLE
+
+    def shape(self, value: Ref) -> tuple[int, ...]:
+        return self.tensors[value.slot].shape
+
+    def made(self, number: int = 0) -> tuple[int, ...]:
+        """Shape of an output."""
+        return self.tensors[self.op.outputs[number][1]].shape
+
+    def same(self, content: Content) -> RuleOutcome:
+        """Every output has this content."""
+        return RuleOutcome(contents=(content,) * len(self.op.outputs))
+
+    def local(self, shape: Sequence[int], dim: int) -> tuple[int, ...]:
+        """The shape of a shard that is cut in `dim`."""
+        return tuple(size // self.ways if place == dim else size for place, size in enumerate(shape))
+
+    def decision(self, weight: Ref, options: Iterable[tuple[int, int]]) -> ParameterShard | None:
+        """How a weight is cut: None, or one of the (dim, blocks) its sizes allow. Raises Undecided."""
+        name = self.state.get(weight.slot)
+        if name is None:
+            return None
+        if name not in self.decided:
+            shape = self.shape(weight)
+            cuts = tuple(
+                ParameterShard(name=name, dim=dim, blocks=blocks)
+                for dim, blocks in options
+                if shape[dim] % blocks == 0 and shape[dim] > blocks
+            )
+            raise Undecided(name, (*cuts, None))
+        return self.decided[name]
+
+
+Rule = Callable[[Step], RuleOutcome]
+
+
+def operands_of(op: Op) -> tuple[int, ...]:
+    """The slots a call reads, each once, in order."""
+    return tuple(dict.fromkeys(_refs((*op.arguments, *(value for _, value in op.keywords)))))
+
+
+def _refs(values: Iterable[Any]) -> Iterator[int]:
+    for value in values:
+        if type(value) is Ref:
+            yield value.slot
+        elif type(value) is Nested:
+            yield from _refs(value.items)

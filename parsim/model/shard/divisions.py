@@ -1,0 +1,228 @@
+"""The `Sharding`s of a component with what each divides, measured: one shard is run on fake tensors beside the whole.
+
+A shard's operators and saved bytes are compared with the whole's, call by call. Left out: the small kernels that a shard
+has and the whole has not (taking its piece of a full operand, masking tokens).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from parsim.model.component import Operator, OperatorShard, ParameterShard, Sharding
+from parsim.model.runnable import CallProgram, TensorKind, run_op
+from parsim.model.shard.content import SHARD, Content, Refused, Undecided
+from parsim.model.shard.propagation import Propagation, propagate
+from parsim.model.shard.sharded import localise
+from parsim.model.shard.variants import Variant, variants
+from parsim.model.tracing.operators import OperatorMode, RawOperator, grow
+from parsim.model.tracing.recorder import storage_key
+
+Split = Callable[[int, int, str], tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeComponent:
+    """One component as measured whole at one batch.
+
+    Attributes:
+        operators: `op` counted from the component's first call.
+        counted_inputs: per input whether its storage is among the component's saved activations.
+    """
+
+    program: CallProgram
+    fakes: FakeTensorMode
+    operators: list[RawOperator]
+    counted_inputs: tuple[bool, ...]
+
+
+class OperatorDivision(NamedTuple):
+    """Of one operator what a shard divides."""
+
+    dim: str
+    activation_bytes: int
+
+
+class _Divided(NamedTuple):
+    variant: Variant
+    cuts: dict[Hashable, OperatorDivision]
+    saved_activation_bytes: int
+    saved_fixed_bytes: int
+
+
+def divide(
+    small: WholeComponent, large: WholeComponent, step: int, split: Split, saved: tuple[int, int], cuttable: Sequence[bool]
+) -> tuple[tuple[Operator, ...], tuple[Sharding, ...]]:
+    """Operators per sample and shardings of a component measured at two batches that differ by `step` samples.
+
+    Args:
+        split: (bytes at the small batch, at the large one, what) -> (per sample, fixed). saved: what the whole saves, so.
+        cuttable: per input whether dim 0 is the batch in both.
+    """
+    grown = _numbered(grow(small.operators, large.operators, step))
+    found = [
+        divided
+        for variant in variants(small.program, cuttable)
+        if (divided := _divided(small, large, step, split, saved, variant, grown)) is not None
+    ]
+    counts: dict[tuple[Operator, tuple[OperatorDivision | None, ...]], int] = {}
+    for key, operator in grown:
+        mark = tuple(divided.cuts.get(key) for divided in found)
+        counts[operator, mark] = counts.get((operator, mark), 0) + 1
+    operators = tuple(replace(operator, count=count) for (operator, _), count in counts.items())
+    shardings = tuple(
+        _sharding(
+            small.program,
+            divided,
+            tuple(
+                OperatorShard(number=number, dim=cut.dim, activation_bytes=cut.activation_bytes)
+                for number, (_, mark) in enumerate(counts)
+                if (cut := mark[place]) is not None
+            ),
+        )
+        for place, divided in enumerate(found)
+    )
+    return operators, shardings
+
+
+def _sharding(program: CallProgram, divided: _Divided, operators: tuple[OperatorShard, ...]) -> Sharding:
+    found = divided.variant.found
+
+    def parts(kind: str) -> tuple[ParameterShard, ...]:
+        names = dict.fromkeys(key.name for key, _ in program.state if key.kind == kind)
+        return tuple(found.parts[name] for name in names if name in found.parts)
+
+    return Sharding(
+        rule=found.rule,
+        limit=found.limit,
+        inputs=tuple(_text(content) for content in divided.variant.inputs),
+        outputs=found.outputs,
+        parameters=parts("parameter"),
+        buffers=parts("buffer"),
+        operators=operators,
+        saved_activation_bytes=divided.saved_activation_bytes,
+        saved_fixed_bytes=divided.saved_fixed_bytes,
+    )
+
+
+def _text(content: Content) -> str:
+    return f"{SHARD}:{content.dim}" if content.form == SHARD else content.form
+
+
+def _divided(
+    small: WholeComponent,
+    large: WholeComponent,
+    step: int,
+    split: Split,
+    saved: tuple[int, int],
+    variant: Variant,
+    grown: list[tuple[Hashable, Operator]],
+) -> _Divided | None:
+    """None if the larger batch does not allow the same."""
+    ways = next(ways for ways in range(2, variant.found.limit + 1) if variant.found.limit % ways == 0)
+    try:
+        one, other = (propagate(whole.program, variant.inputs, variant.decided, ways) for whole in (small, large))
+    except (Refused, Undecided):
+        return None
+    if (one.outputs, one.parts, one.limit) != (other.outputs, other.parts, other.limit):
+        return None
+    runs = [_run_shard(whole, variant.inputs, found, ways) for whole, found in ((small, one), (large, other))]
+    local = dict(_numbered(grow(runs[0].operators, runs[1].operators, step)))
+    cuts = {key: cut for key, operator in grown if key in local and (cut := _cut(operator, local[key], ways)) is not None}
+    rates = split(runs[0].saved_bytes, runs[1].saved_bytes, f"what a shard of {small.program.name} saves")
+    rate, fixed = (_whole_of(all_, part, ways) for all_, part in zip(saved, rates, strict=True))
+    return _Divided(variant, cuts, rate, fixed)
+
+
+def _whole_of(everything: int, local: int, ways: int) -> int:
+    """The part that is divided, from what one of `ways` shards has left of everything."""
+    return min(everything, max(0, everything - local) * ways // (ways - 1))
+
+
+def _cut(whole: Operator, local: Operator, ways: int) -> OperatorDivision | None:
+    sizes, local_sizes = dict(whole.shape), dict(local.shape)
+    dims = [name for name in sizes if local_sizes.get(name) != sizes[name]]
+    if len(dims) != 1 or local_sizes.get(dims[0], 0) * ways != sizes[dims[0]]:
+        return None
+    return OperatorDivision(dims[0], _whole_of(whole.activation_bytes, local.activation_bytes, ways))
+
+
+def _numbered(grown: Sequence[tuple[RawOperator | None, Operator]]) -> list[tuple[Hashable, Operator]]:
+    """By (call, function, which of them): the same for the whole and for a shard."""
+    seen: dict[Hashable, int] = {}
+    found: list[tuple[Hashable, Operator]] = []
+    for place, (raw, operator) in enumerate(grown):
+        call: Hashable = ("sum of a loop", place) if raw is None else (raw.op, raw.function)
+        seen[call] = seen.get(call, 0) + 1
+        found.append(((call, seen[call]), operator))
+    return found
+
+
+class _ShardRun(NamedTuple):
+    operators: list[RawOperator]
+    saved_bytes: int
+
+
+def _run_shard(whole: WholeComponent, inputs: Sequence[Content], found: Propagation, ways: int) -> _ShardRun:
+    """Shard 0 on fake tensors laid out in memory as the whole's."""
+    program, origins = localise(whole.program, found, 0, ways)
+    environment: list[Any] = [None] * program.slots
+    uncounted: list[Tensor] = []
+    with whole.fakes:
+        for (_, slot, _), content, counted in zip(program.inputs, inputs, whole.counted_inputs, strict=True):
+            environment[slot] = _like(program.tensors[slot], content, ways)
+            if not counted:
+                uncounted.append(environment[slot])
+        state = []
+        for key, slot in program.state:
+            part = found.parts.get(key.name)
+            content = Content("full") if part is None else Content(SHARD, part.dim, part.blocks)
+            environment[slot] = _like(program.tensors[slot], content, ways)
+            state.append(environment[slot])
+        for constant, slot in program.constants:
+            environment[slot] = constant
+        watch = _SavedBytes([*state, *uncounted])
+        position = 0
+        mode = OperatorMode(lambda: position, {storage_key(tensor) for tensor in state})
+        with watch.open(), mode:
+            for op, origin in zip(program.ops, origins, strict=True):
+                position = -1 if origin is None else origin
+                run_op(op, environment)
+    return _ShardRun([raw for raw in mode.operators if raw.op >= 0], watch.size_bytes)
+
+
+def _like(kind: TensorKind, content: Content, ways: int) -> Tensor:
+    """A new tensor of the local shape, its dims in memory in the order of the recorded one's."""
+    shape = [size // ways if content.form == SHARD and dim == content.dim else size for dim, size in enumerate(kind.shape)]
+    order = sorted(range(len(shape)), key=lambda dim: -kind.stride[dim])
+    tensor = torch.empty([shape[dim] for dim in order], dtype=kind.dtype)
+    tensor = tensor.permute([order.index(dim) for dim in range(len(shape))])
+    return tensor.requires_grad_(kind.differentiable)
+
+
+class _SavedBytes:
+    """Counts what autograd keeps, each storage once; those of `known` tensors not at all."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        self.size_bytes = 0
+        self._seen = {storage_key(tensor) for tensor in known}
+        self._alive: list[Tensor] = list(known)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept):
+            yield
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        key = storage_key(tensor)
+        if key not in self._seen:
+            self._seen.add(key)
+            self._alive.append(tensor)
+            self.size_bytes += tensor.untyped_storage().nbytes()
+        return tensor

@@ -1,0 +1,155 @@
+"""Sharding rules of calls that only move data: where the cut dim of a tensor goes. Summands pass through all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from parsim.model.component import FULL, PARTIAL
+from parsim.model.runnable import Nested
+from parsim.model.shard.content import SHARD, WHOLE, Content, First, Piece, Refused, Rule, RuleOutcome, Step, cut_along
+
+
+def moving(place: Callable[[Step, Content], RuleOutcome]) -> Rule:
+    """A rule for one moved tensor (the first argument): `place` is asked only where it is cut."""
+
+    def rule(step: Step) -> RuleOutcome:
+        content = step.content(step.given("input", 0))
+        return place(step, content) if content.form == SHARD else step.same(content)
+
+    return rule
+
+
+def same(step: Step, content: Content) -> RuleOutcome:
+    """Shapes stay."""
+    return step.same(content)
+
+
+def carried(before: Sequence[int], after: Sequence[int], content: Content) -> Content | None:
+    """The cut of a tensor of shape `before` that is reshaped to `after`; None if no single dim is cut any more.
+
+    A cut of dim d in b blocks divides the flat array into prod(before[:d]) * b runs, each of which is cut in pieces.
+    """
+    runs = math.prod(before[: content.dim]) * content.blocks
+    outer = 1
+    for place, size in enumerate(after):
+        if runs % outer == 0 and size > runs // outer and size % (runs // outer) == 0:
+            return cut_along(place, runs // outer)
+        outer *= size
+    return None
+
+
+def reshaped(step: Step, content: Content) -> RuleOutcome:
+    """view, reshape, flatten, unflatten, squeeze, unsqueeze: sizes that name the cut dim become local ones."""
+    given = step.given("input", 0)
+    if any(isinstance(value, torch.dtype) for value in step.op.arguments):
+        raise Refused("a view as another dtype does not keep the dims of a cut tensor")
+    before, after = step.shape(given), step.made()
+    found = carried(before, after, content)
+    if found is None:
+        raise Refused(f"reshaping {before} to {after} spreads dim {content.dim}, which is cut, over several dims")
+    return RuleOutcome(contents=(found,), function=Tensor.reshape, arguments=(given, step.local(after, found.dim)))
+
+
+def permuted(step: Step, content: Content) -> RuleOutcome:
+    """permute, transpose and the like: the call on a probe whose sizes number its dims tells where the cut dim goes."""
+    given = step.given("input", 0)
+    probe = torch.empty(tuple(range(2, 2 + len(step.shape(given)))), device="meta")
+    keywords = {name: value for name, value in step.op.keywords if name != "input"}
+    found = step.op.function(probe, *step.op.arguments[1:], **keywords)
+    return step.same(cut_along(list(found.shape).index(content.dim + 2), content.blocks))
+
+
+def expanded(step: Step, content: Content) -> RuleOutcome:
+    given, after = step.given("input", 0), step.made()
+    dim = content.dim + len(after) - len(step.shape(given))
+    return RuleOutcome(
+        contents=(cut_along(dim, content.blocks),), function=Tensor.expand, arguments=(given, step.local(after, dim))
+    )
+
+
+def unbound(step: Step, content: Content) -> RuleOutcome:
+    """unbind, select: one dim goes."""
+    dim = step.given("dim", 1, 0) % len(step.shape(step.given("input", 0)))
+    if dim == content.dim:
+        raise Refused(f"{_name(step)} takes dim {dim} apart, which is cut")
+    return step.same(cut_along(content.dim - (dim < content.dim), content.blocks))
+
+
+def indexed(step: Step, content: Content) -> RuleOutcome:
+    """x[...] with integers, slices, None and an ellipsis; the cut dim must be taken whole."""
+    rank = len(step.shape(step.given("input", 0)))
+    index = step.op.arguments[1]
+    entries = list(index) if isinstance(index, tuple) else [index]
+    if any(not (entry is None or entry is Ellipsis or type(entry) in (int, slice)) for entry in entries):
+        raise Refused("a cut tensor is indexed by a tensor, a list or a mask")
+    taken = sum(entry is not None and entry is not Ellipsis for entry in entries)
+    if not any(entry is Ellipsis for entry in entries):
+        entries.append(Ellipsis)
+    at = next(place for place, entry in enumerate(entries) if entry is Ellipsis)
+    entries[at : at + 1] = [slice(None)] * (rank - taken)
+    read = made = 0
+    for entry in entries:
+        if entry is not None:
+            if read == content.dim:
+                if entry != slice(None):
+                    raise Refused(f"x[{entry}] takes a part of dim {read}, which is cut")
+                return step.same(cut_along(made, content.blocks))
+            read += 1
+        made += type(entry) is not int
+    raise AssertionError("an index runs over every dim")
+
+
+def divided(step: Step, content: Content) -> RuleOutcome:
+    """split, chunk: along another dim nothing changes; along the cut one each run must lie within one part."""
+    given = step.given("input", 0)
+    dim = step.given("dim", 2, 0) % len(step.shape(given))
+    if dim != content.dim:
+        return step.same(content)
+    sizes = [step.made(number)[dim] for number in range(len(step.op.outputs))]
+    if len(set(sizes)) > 1 or content.blocks % len(sizes):
+        raise Refused(f"dim {dim} is cut in {content.blocks} runs, which do not fall to parts of {sizes}")
+    parts = (given, sizes[0] // step.ways, dim)
+    return RuleOutcome(
+        contents=(cut_along(dim, content.blocks // len(sizes)),) * len(sizes), function=torch.split, arguments=parts
+    )
+
+
+def joined(step: Step) -> RuleOutcome:
+    """cat: pieces along another dim than they are cut in, or summands."""
+    given = step.given("tensors", 0)
+    operands = step.operands()
+    forms = {step.contents[slot].form for slot in operands}
+    if forms == {FULL}:
+        return step.same(WHOLE)
+    cuts = {step.contents[slot] for slot in operands if step.contents[slot].form != FULL}
+    if len(cuts) > 1 or type(given) is not Nested:
+        raise Refused(f"cat joins tensors with different contents: {sorted(cuts)}")
+    (content,) = cuts
+    full = [slot for slot in operands if step.contents[slot].form == FULL]
+    if content.form == PARTIAL:
+        return RuleOutcome(contents=(content,), converted={slot: First() for slot in full})
+    dim = step.given("dim", 1, 0) % len(step.made())
+    if dim == content.dim:
+        raise Refused(f"cat joins along dim {dim}, which is cut")
+    return RuleOutcome(contents=(content,), converted={slot: Piece(content.dim, content.blocks) for slot in full})
+
+
+def reduced(step: Step, content: Content) -> RuleOutcome:
+    """mean, sum over dims that are not cut."""
+    rank = len(step.shape(step.given("input", 0)))
+    dims = step.given("dim", 1)
+    if dims is None:
+        raise Refused(f"{_name(step)} runs over all dims, one of which is cut")
+    over = {dim % rank for dim in ((dims,) if isinstance(dims, int) else dims)}
+    if content.dim in over:
+        raise Refused(f"{_name(step)} runs over dim {content.dim}, which is cut")
+    gone = 0 if len(step.made()) == rank else sum(dim < content.dim for dim in over)
+    return step.same(cut_along(content.dim - gone, content.blocks))
+
+
+def _name(step: Step) -> str:
+    return str(getattr(step.op.function, "__name__", step.op.function))

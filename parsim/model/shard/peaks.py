@@ -1,0 +1,97 @@
+"""What is alive while a shard of a component runs, for every number of ways: counted on fake tensors at two of them.
+
+Every size in a shard is a whole one or a piece of one, so every moment's bytes are affine in 1 / ways as they are in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from parsim.model.component import Sharding, ShardPeak
+from parsim.model.memory.peaks import Recorded, moments, upper_envelope
+from parsim.model.runnable import CallProgram, TensorKind
+from parsim.model.shard.content import SHARD, Content
+from parsim.model.shard.sharded import content_of, shard_program
+
+ShardPeaks = tuple[ShardPeak, ...]
+
+
+def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[ShardPeaks, ShardPeaks]:
+    """Forward and backward of the shards of one component as recorded at two batches.
+
+    The first shard and those after it differ, which stand in with zeros for what the first contributes: the fuller counts.
+
+    Empty where the shards differ in more than their sizes; of the backward, too, where there is none.
+    """
+    widths = divisors(sharding.limit)
+    forward: set[ShardPeak] = set()
+    backward: set[ShardPeak] = set()
+    for shard in (0, 1):
+        counted = {
+            (ways, run.samples): moments(replace(run, program=_local(run.program, sharding, shard, ways)))
+            for ways in widths[:2]
+            for run in (small, large)
+        }
+        for found, phase in ((forward, 0), (backward, 1)):
+            lists = {at: both[phase] for at, both in counted.items()}
+            if len({len(entry) for entry in lists.values()}) > 1:
+                return (), ()
+            found.update(_affine(lists, widths[:2], (small.samples, large.samples)))
+    return _fullest(forward, widths), _fullest(backward, widths)
+
+
+def divisors(limit: int) -> list[int]:
+    """All ways but one that `limit` allows, ascending."""
+    return [ways for ways in range(2, limit + 1) if limit % ways == 0]
+
+
+def _local(program: CallProgram, sharding: Sharding, shard: int, ways: int) -> CallProgram:
+    """The calls of one shard, with the tensors that it is given in their local shapes."""
+    parts = {part.name: Content(SHARD, part.dim, part.blocks) for part in (*sharding.parameters, *sharding.buffers)}
+    given = [(slot, content_of(text)) for (_, slot, _), text in zip(program.inputs, sharding.inputs, strict=True)]
+    held = [(slot, parts[key.name]) for key, slot in program.state if key.name in parts]
+    tensors = list(program.tensors)
+    for slot, content in (*given, *held):
+        tensors[slot] = _piece(tensors[slot], content, ways)
+    return replace(shard_program(program, sharding, shard, ways), tensors=tuple(tensors))
+
+
+def _piece(kind: TensorKind, content: Content, ways: int) -> TensorKind:
+    if content.form != SHARD:
+        return kind
+    shape = tuple(size // ways if dim == content.dim else size for dim, size in enumerate(kind.shape))
+    return kind._replace(shape=shape)
+
+
+def _affine(lists: dict[tuple[int, int], list[int]], widths: list[int], batches: tuple[int, int]) -> Iterator[ShardPeak]:
+    """Per moment the bytes that are whole and those that are divided, per sample and fixed, from two batches and two ways."""
+    small, large = batches
+    lines = [
+        [
+            ((top - low) // (large - small), low - (top - low) // (large - small) * small)
+            for low, top in zip(lists[ways, small], lists[ways, large], strict=True)
+        ]
+        for ways in widths
+    ]
+    if len(widths) == 1:  # a prime limit: no other ways exist
+        yield from (ShardPeak(rate, fixed, 0, 0) for rate, fixed in lines[0])
+        return
+    first, second = widths
+    for (rate, fixed), (other_rate, other_fixed) in zip(*lines, strict=True):
+        divided_rate = (rate - other_rate) * first * second // (second - first)
+        divided_fixed = (fixed - other_fixed) * first * second // (second - first)
+        yield ShardPeak(rate - divided_rate // first, fixed - divided_fixed // first, divided_rate, divided_fixed)
+
+
+def _fullest(peaks: Iterable[ShardPeak], widths: list[int]) -> ShardPeaks:
+    """Those that are the fullest for some batch and some ways."""
+    ordered, found = sorted(peaks), set[ShardPeak]()
+    for ways in widths:
+        lines: dict[tuple[int, int], ShardPeak] = {}
+        for peak in ordered:
+            line = peak.at(ways)
+            if line not in lines or peak in found:
+                lines[line] = peak
+        found.update(lines[line] for line in upper_envelope(set(lines)))
+    return tuple(sorted(found))

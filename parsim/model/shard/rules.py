@@ -1,0 +1,376 @@
+"""Which operators can be sharded how: one table from recorded torch functions to rules.
+
+A component with a call that is not in the table is not sharded. Contents of tensors are full, partial or shard
+(`parsim.model.shard.content`). The matrix rules are those of Shoeybi et al., "Megatron-LM" (2019), section 3; the rest is what
+linear, elementwise and data-moving calls do to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from parsim.model.component import FULL, PARTIAL
+from parsim.model.runnable import Ref
+from parsim.model.shard.content import (
+    SHARD,
+    SUMMAND,
+    WHOLE,
+    First,
+    Piece,
+    Refused,
+    Rule,
+    RuleOutcome,
+    ShardNumber,
+    Step,
+    cut_along,
+)
+from parsim.model.shard.moves import (
+    divided,
+    expanded,
+    indexed,
+    joined,
+    moving,
+    permuted,
+    reduced,
+    reshaped,
+    same,
+    unbound,
+)
+
+_RUNS = (1, 2, 3)
+"""A fused projection has as many runs as results: two with a gate, three for query, key and value."""
+
+
+def _forms(step: Step) -> set[str]:
+    return {step.contents[slot].form for slot in step.operands()}
+
+
+def _together(step: Step) -> RuleOutcome:
+    """Elementwise with broadcasting: where one operand is cut the others are cut alike."""
+    operands = step.operands()
+    shapes = {slot: step.tensors[slot].shape for slot in operands}
+    cuts = {
+        (content.dim - len(shapes[slot]), content.blocks) for slot in operands if (content := step.contents[slot]).form == SHARD
+    }
+    if not cuts:
+        return step.same(WHOLE)
+    if len(cuts) > 1:
+        raise Refused("an elementwise call on tensors that are cut in different dims")
+    ((back, blocks),) = cuts
+    size = step.made()[back]
+    converted = {
+        slot: Piece(len(shapes[slot]) + back, blocks)
+        for slot in operands
+        if step.contents[slot].form == FULL and len(shapes[slot]) >= -back and shapes[slot][back] == size
+    }
+    return RuleOutcome(contents=(cut_along(len(step.made()) + back, blocks),) * len(step.op.outputs), converted=converted)
+
+
+def _sum(step: Step) -> RuleOutcome:
+    """a + b, a - b: a full summand of partial ones is contributed by shard 0 alone."""
+    forms = _forms(step)
+    if PARTIAL not in forms:
+        return _together(step)
+    if SHARD in forms:
+        raise Refused("a sum of a partial tensor and a cut one")
+    if any(type(value) is not Ref for value in step.op.arguments[:2]):
+        raise Refused("a number added to a partial tensor would be added by every shard")
+    full = [slot for slot in step.operands() if step.contents[slot].form == FULL]
+    return RuleOutcome(contents=(SUMMAND,), converted={slot: First() for slot in full})
+
+
+def _product(step: Step) -> RuleOutcome:
+    """a * b with one partial factor."""
+    forms = [step.content(value).form for value in step.op.arguments[:2]]
+    if PARTIAL not in forms:
+        return _together(step)
+    if sorted(forms) != [FULL, PARTIAL]:
+        raise Refused("a product of a partial tensor and one that is not full")
+    return step.same(SUMMAND)
+
+
+def _quotient(step: Step) -> RuleOutcome:
+    """a / b with a partial dividend."""
+    if step.content(step.op.arguments[1]).form == PARTIAL:
+        raise Refused("a quotient by a partial tensor is not linear")
+    return _product(step)
+
+
+def _pointwise(step: Step) -> RuleOutcome:
+    """Nothing nonlinear may be done to summands."""
+    if PARTIAL in _forms(step):
+        raise Refused(f"{_name(step)} of a partial tensor is not linear")
+    return _together(step)
+
+
+def _whole(step: Step) -> RuleOutcome:
+    """Full tensors only."""
+    if _forms(step) - {FULL}:
+        raise Refused(f"{_name(step)} needs full tensors")
+    return step.same(WHOLE)
+
+
+def _dropout(step: Step) -> RuleOutcome:
+    """Without effect it passes everything; random numbers would differ between shards that hold the same values."""
+    if step.given("p", 1, 0.5) and step.given("training", 2, True):
+        raise Refused("dropout draws random numbers, which differ between shards")
+    return step.same(step.content(step.given("input", 0)))
+
+
+def _softmax(step: Step) -> RuleOutcome:
+    outcome = _pointwise(step)
+    (content,) = outcome.contents
+    dim = step.given("dim", 1)
+    if content.form == SHARD and (dim is None or dim % len(step.made()) == content.dim):
+        raise Refused(f"softmax runs over dim {content.dim}, which is cut")
+    return outcome
+
+
+def _matrix(step: Step, given: Ref, weight: Ref, bias: Ref | None, out: int) -> RuleOutcome:
+    """y = x W + b with the output features in dim `out` of W: whole, by columns (features) or by rows."""
+    content = step.content(given)
+    last = len(step.shape(given)) - 1
+    if any(step.content(value).form != FULL for value in (weight, bias)) or len(step.shape(weight)) != 2:
+        raise Refused(f"{_name(step)} with a weight that is not full")
+    if content.form == PARTIAL:
+        raise Refused(f"{_name(step)} of a partial tensor: sum it first")
+    if content.form == FULL:
+        part = step.decision(weight, [(out, blocks) for blocks in _RUNS])
+        if part is None:
+            return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+        if part.dim != out:
+            raise Refused(f"{part.name} is cut along its input, which is full")
+        return RuleOutcome(
+            contents=(cut_along(last, part.blocks),),
+            converted=_bias(bias, Piece(0, part.blocks)) | {weight.slot: Piece(out, part.blocks)},
+            label="column",
+        )
+    if content.dim != last:
+        return RuleOutcome(contents=(content,), whole_weight=True)
+    return RuleOutcome(
+        contents=(SUMMAND,),
+        converted=_bias(bias, First()) | {weight.slot: Piece(1 - out, content.blocks)},
+        label="row",
+    )
+
+
+def _bias(bias: Ref | None, how: First | Piece) -> dict[int, First | Piece]:
+    return {} if bias is None else {bias.slot: how}
+
+
+def _linear(step: Step) -> RuleOutcome:
+    return _matrix(step, step.given("input", 0), step.given("weight", 1), step.given("bias", 2), out=0)
+
+
+def _addmm(step: Step) -> RuleOutcome:
+    """Linear layers written as torch.addmm(b, x, W), W [inputs, outputs]."""
+    bias = step.given("input", 0)
+    if len(step.shape(bias)) != 1 or {name for name, _ in step.op.keywords} & {"beta", "alpha"}:
+        raise Refused("addmm with factors or with a bias that is not one row")
+    return _matrix(step, step.given("mat1", 1), step.given("mat2", 2), bias, out=1)
+
+
+def _batched_matmul(step: Step) -> RuleOutcome:
+    """Of two activations: cut in the same leading dim (heads)."""
+    left, right = step.op.arguments[:2]
+    contents = {step.content(left), step.content(right)}
+    if contents == {WHOLE}:
+        return step.same(WHOLE)
+    rank = len(step.shape(left))
+    if len(contents) > 1 or len(step.shape(right)) != rank or not all(c.form == SHARD and c.dim < rank - 2 for c in contents):
+        raise Refused("matmul of tensors that are not cut in the same leading dim")
+    return replace(step.same(contents.pop()), label="attention")
+
+
+def _attention(step: Step) -> RuleOutcome:
+    """Scaled dot-product attention over its own heads; query and key heads may differ in number (grouped queries)."""
+    if step.given("dropout_p", 4, 0.0):
+        raise Refused("attention dropout draws random numbers, which differ between shards")
+    query, key, value = (step.given(name, place) for place, name in enumerate(("query", "key", "value")))
+    contents = {step.content(entry) for entry in (query, key, value)}
+    mask = step.given("attn_mask", 3)
+    if step.content(mask).form != FULL:
+        raise Refused("attention with a mask that is not full")
+    if contents == {WHOLE}:
+        return step.same(WHOLE)
+    rank = len(step.shape(query))
+    (content, *others) = contents
+    if others or content.form != SHARD or content.dim >= rank - 2 or content.blocks > 1:
+        raise Refused("attention whose query, key and value are not all cut by heads")
+    back = content.dim - rank
+    converted: dict[int, First | Piece] = {}
+    if type(mask) is Ref and len(step.shape(mask)) >= -back and step.shape(mask)[back] > 1:
+        converted[mask.slot] = Piece(len(step.shape(mask)) + back)
+    return RuleOutcome(contents=(content,), converted=converted, label="attention")
+
+
+def _embedding(step: Step) -> RuleOutcome:
+    """Whole, by rows of the table (a shard looks up the tokens it has, zeros for others), or by features."""
+    tokens, table = step.given("input", 0), step.given("weight", 1)
+    if step.content(tokens).form != FULL or step.content(table).form != FULL:
+        raise Refused("an embedding of tokens or from a table that are not full")
+    if step.given("max_norm", 3) is not None or step.given("scale_grad_by_freq", 5, False) or step.given("sparse", 6, False):
+        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+    padded = step.given("padding_idx", 2) is not None
+    part = step.decision(table, [(1, 1)] if padded else [(0, 1), (1, 1)])
+    if part is None:
+        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+    converted = {table.slot: Piece(part.dim)}
+    if part.dim == 1:
+        return RuleOutcome(contents=(cut_along(len(step.made()) - 1),), converted=converted, label="column")
+    return RuleOutcome(
+        contents=(SUMMAND,),
+        converted=converted,
+        function=own_rows,
+        arguments=(tokens, table, ShardNumber()),
+        label="vocabulary",
+    )
+
+
+def own_rows(tokens: Tensor, table: Tensor, shard: int) -> Tensor:
+    """Rows [shard * len(table), ...) of an embedding: zeros for the tokens whose row another shard has."""
+    local = tokens - shard * table.shape[0]
+    foreign = (local < 0) | (local >= table.shape[0])
+    return functional.embedding(local.masked_fill(foreign, 0), table).masked_fill(foreign.unsqueeze(-1), 0)
+
+
+def _convolution(step: Step) -> RuleOutcome:
+    """Whole, by output channels, or by input channels; grouped ones only whole."""
+    given, kernel, bias = step.given("input", 0), step.given("weight", 1), step.given("bias", 2)
+    content = step.content(given)
+    if any(step.content(value).form != FULL for value in (kernel, bias)):
+        raise Refused("a convolution with a kernel that is not full")
+    if content.form == FULL:
+        part = None if step.given("groups", 6, 1) != 1 else step.decision(kernel, [(0, 1)])
+        if part is None:
+            return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+        return RuleOutcome(
+            contents=(cut_along(len(step.made()) - len(step.shape(kernel)) + 1),),
+            converted=_bias(bias, Piece(0)) | {kernel.slot: Piece(0)},
+            label="channels_out",
+        )
+    if step.given("groups", 6, 1) != 1 or content.form != SHARD or content.dim != 1:
+        raise Refused("a convolution that is grouped, or of a tensor not cut by channels")
+    return RuleOutcome(
+        contents=(SUMMAND,),
+        converted=_bias(bias, First()) | {kernel.slot: Piece(1, content.blocks)},
+        label="channels_in",
+    )
+
+
+def _batch_norm(step: Step) -> RuleOutcome:
+    """By channels, running statistics with them."""
+    given = step.given("input", 0)
+    content = step.content(given)
+    if content.form == FULL:
+        return step.same(WHOLE)
+    if content.form == PARTIAL or content.dim != 1:
+        raise Refused("batch normalisation of a partial tensor or of one not cut by channels")
+    others = [slot for slot in step.operands() if slot != given.slot]
+    return RuleOutcome(contents=(content,), converted={slot: Piece(0, content.blocks) for slot in others})
+
+
+def _layer_norm(step: Step) -> RuleOutcome:
+    """Over full features."""
+    given = step.given("input", 0)
+    content = step.content(given)
+    kept = len(step.shape(given)) - len(step.given("normalized_shape", 1))
+    if content.form == PARTIAL or (content.form == SHARD and content.dim >= kept):
+        raise Refused("layer normalisation of a partial tensor or of one cut in the dims it runs over")
+    return step.same(content)
+
+
+def _pool(spatial: int, *, linear: bool) -> Rule:
+    """A pool over the last `spatial` dims; an average passes summands."""
+
+    def rule(step: Step) -> RuleOutcome:
+        given = step.given("input", 0)
+        content = step.content(given)
+        if content.form == PARTIAL and not linear:
+            raise Refused("a maximum of a partial tensor")
+        if content.form == SHARD and content.dim >= len(step.shape(given)) - spatial:
+            raise Refused("a pool over a dim that is cut")
+        return step.same(content)
+
+    return rule
+
+
+def _name(step: Step) -> str:
+    return str(getattr(step.op.function, "__name__", step.op.function))
+
+
+Functions = tuple[Callable[..., Any], ...]
+_SUMS: Functions = (Tensor.add, Tensor.add_, torch.add, Tensor.sub, Tensor.sub_, torch.sub)
+_PRODUCTS: Functions = (Tensor.mul, Tensor.mul_, torch.mul)
+_QUOTIENTS: Functions = (Tensor.div, Tensor.div_, torch.div, Tensor.true_divide, torch.true_divide)
+_POINTWISE: Functions = (
+    *(functional.relu, torch.relu, torch.relu_, Tensor.relu, functional.relu6, functional.leaky_relu, functional.hardtanh),
+    *(functional.elu, functional.selu, functional.celu, functional.gelu, functional.silu, functional.mish),
+    *(functional.hardswish, functional.hardsigmoid, functional.softplus, functional.logsigmoid),
+    *(functional.tanh, torch.tanh, Tensor.tanh, functional.sigmoid, torch.sigmoid, Tensor.sigmoid),
+    *(torch.exp, Tensor.exp, torch.log, Tensor.log, torch.sqrt, Tensor.sqrt, torch.rsqrt, Tensor.rsqrt),
+    *(torch.pow, Tensor.pow, torch.square, Tensor.square, torch.abs, Tensor.abs, torch.clamp, Tensor.clamp),
+    *(torch.sin, Tensor.sin, torch.cos, Tensor.cos, torch.erf, Tensor.erf, Tensor.__rsub__, Tensor.__rtruediv__),
+    *(torch.where, Tensor.where, torch.masked_fill, Tensor.masked_fill, torch.maximum, torch.minimum),
+    *(Tensor.eq, Tensor.ne, Tensor.lt, Tensor.le, Tensor.gt, Tensor.ge, Tensor.__eq__, Tensor.__ne__),
+)
+_WHOLE: Functions = (
+    *(functional.group_norm, torch.group_norm, torch.cumsum, Tensor.cumsum, torch.diff, Tensor.all, torch.all, Tensor.any),
+    *(torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor, torch.zeros_like, torch.ones_like, torch.full_like),
+    *(
+        torch.outer,
+        torch.tril,
+        torch.triu,
+        Tensor.tril,
+        Tensor.triu,
+        Tensor.repeat,
+        torch.stack,
+        functional.pad,
+        torch.einsum,
+        Tensor.argmax,
+    ),
+    *(Tensor.__and__, Tensor.__or__, Tensor.logical_not, Tensor.new_zeros, Tensor.new_ones, Tensor.long, Tensor.bool),
+)
+
+RULES: dict[Callable[..., Any], Rule] = {
+    functional.linear: _linear,
+    torch.addmm: _addmm,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _batched_matmul),
+    functional.scaled_dot_product_attention: _attention,
+    functional.embedding: _embedding,
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), _convolution),
+    functional.batch_norm: _batch_norm,
+    **dict.fromkeys((functional.layer_norm, functional.rms_norm), _layer_norm),
+    **dict.fromkeys((functional.softmax, torch.softmax, Tensor.softmax), _softmax),
+    **dict.fromkeys((functional.max_pool1d, torch.max_pool1d), _pool(1, linear=False)),
+    **dict.fromkeys((functional.max_pool2d, torch.max_pool2d), _pool(2, linear=False)),
+    **dict.fromkeys((functional.max_pool3d, torch.max_pool3d), _pool(3, linear=False)),
+    **dict.fromkeys((functional.avg_pool1d, functional.adaptive_avg_pool1d), _pool(1, linear=True)),
+    **dict.fromkeys((functional.avg_pool2d, functional.adaptive_avg_pool2d), _pool(2, linear=True)),
+    **dict.fromkeys((functional.avg_pool3d, functional.adaptive_avg_pool3d), _pool(3, linear=True)),
+    **dict.fromkeys(_SUMS, _sum),
+    **dict.fromkeys(_PRODUCTS, _product),
+    **dict.fromkeys(_QUOTIENTS, _quotient),
+    **dict.fromkeys(_POINTWISE, _pointwise),
+    **dict.fromkeys((functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d), _dropout),
+    **dict.fromkeys((torch.neg, Tensor.neg, Tensor.contiguous, Tensor.clone, torch.clone, Tensor.to), moving(same)),
+    **dict.fromkeys((Tensor.float, Tensor.double, Tensor.type, Tensor.detach), moving(same)),
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), moving(reshaped)),
+    **dict.fromkeys((Tensor.unflatten, torch.unflatten, Tensor.view_as, Tensor.reshape_as), moving(reshaped)),
+    **dict.fromkeys((Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze), moving(reshaped)),
+    **dict.fromkeys((Tensor.permute, torch.permute, Tensor.transpose, torch.transpose), moving(permuted)),
+    **dict.fromkeys((Tensor.swapaxes, torch.swapaxes, Tensor.movedim, torch.movedim, Tensor.t, torch.t), moving(permuted)),
+    **dict.fromkeys((Tensor.expand, Tensor.expand_as), moving(expanded)),
+    **dict.fromkeys((Tensor.unbind, torch.unbind, Tensor.select, torch.select), moving(unbound)),
+    Tensor.__getitem__: moving(indexed),
+    **dict.fromkeys((Tensor.split, torch.split, Tensor.chunk, torch.chunk), moving(divided)),
+    **dict.fromkeys((torch.cat, torch.concat), joined),
+    **dict.fromkeys((Tensor.mean, torch.mean, Tensor.sum, torch.sum), moving(reduced)),
+    **dict.fromkeys(_WHOLE, _whole),
+}

@@ -1,0 +1,136 @@
+"""One shard of a runnable component: the same calls on pieces, summands and full tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parsim.errors import ModelError
+from parsim.model.component import FULL, ParameterShard, Sharding
+from parsim.model.runnable import PLAIN, CallProgram, Nested, Op, Ref, Runnable
+from parsim.model.shard.content import SHARD, WHOLE, Content, First, Piece, Refused, ShardNumber, cut_along, operands_of
+from parsim.model.shard.narrow import check_ways
+from parsim.model.shard.pieces import piece
+from parsim.model.shard.propagation import Propagation, propagate
+
+
+def shard_runnable(runnable: Runnable, sharding: Sharding, shard: int, ways: int) -> Runnable:
+    """Shard `shard` of `ways` of a component; it runs (and goes through `autograd_cut`) like any Runnable.
+
+    It reads the parameters and buffers of the same live module under the same names, where those that `sharding` divides
+    must have been replaced by their pieces (`pieces.piece`). Inputs come as `sharding.inputs` says, outputs leave as
+    `sharding.outputs` says. Gradients: of a full input and of an undivided parameter a summand; of a piece its own.
+
+    Args:
+        runnable: recorded with whole shapes, at the number of samples the shard sees.
+
+    Raises:
+        ModelError: if `ways` does not divide the sharding's limit, or the component has no such sharding.
+    """
+    return Runnable(shard_program(runnable.program, sharding, shard, ways), runnable.module)
+
+
+def shard_program(program: CallProgram, sharding: Sharding, shard: int, ways: int) -> CallProgram:
+    """The calls of shard `shard` of `ways`; arguments and errors as for `shard_runnable`."""
+    check_ways(program.name, sharding, ways)
+    if not 0 <= shard < ways:
+        raise ModelError(f"{program.name} has shards 0 to {ways - 1} of {ways}, got {shard}")
+    decided: dict[str, ParameterShard | None] = {key.name: None for key, _ in program.state}
+    decided.update({part.name: part for part in (*sharding.parameters, *sharding.buffers)})
+    given = {name: part for name, part in decided.items() if part is not None}
+    mismatch = f"{program.name} as recorded does not have the sharding {sharding.rule}"
+    try:
+        found = propagate(program, tuple(content_of(text) for text in sharding.inputs), decided, ways)
+    except Refused as error:
+        raise ModelError(f"{mismatch}: {error}; trace the model again") from error
+    if found.outputs != sharding.outputs or dict(found.parts) != given:
+        raise ModelError(
+            f"{mismatch}: it divides {sorted(found.parts)} to make {found.outputs}, the sharding {sorted(given)} to make "
+            f"{sharding.outputs}; trace the model again"
+        )
+    return localise(program, found, shard, ways)[0]
+
+
+def content_of(text: str) -> Content:
+    """From the text of `Sharding.inputs`: "full" or "shard:d"."""
+    return WHOLE if text == FULL else cut_along(int(text.removeprefix(f"{SHARD}:")))
+
+
+def localise(program: CallProgram, found: Propagation, shard: int, ways: int) -> tuple[CallProgram, tuple[int | None, ...]]:
+    """The calls of one shard, and per call the number of the recorded one it stands for (None: it converts an operand)."""
+    ops: list[Op] = []
+    origins: list[int | None] = []
+    slots = program.slots
+    for number, (op, outcome) in enumerate(zip(program.ops, found.outcomes, strict=True)):
+        state = {slot for _, slot in program.state}
+        swap: dict[int, int] = {}
+        for slot in operands_of(op):
+            how = outcome.converted.get(slot)
+            converter = _converter(how, slot in state, shard, ways)
+            if converter is not None:
+                ops.append(
+                    replace(op, function=converter, arguments=(Ref(slot),), keywords=(), outputs=(((), slots),), drop=())
+                )
+                origins.append(None)
+                swap[slot] = slots
+                slots += 1
+        rewritten = outcome.arguments is not None
+        ops.append(
+            replace(
+                op,
+                function=outcome.function or op.function,
+                arguments=tuple(_local(item, swap, shard) for item in outcome.arguments or op.arguments),
+                keywords=() if rewritten else tuple((name, _local(item, swap, shard)) for name, item in op.keywords),
+                drop=(*op.drop, *swap.values()),
+            )
+        )
+        origins.append(number)
+    moved: dict[int, int] = {}
+    for slot in found.whole_outputs if shard else ():
+        ops.append(Op(nothing_like, (Ref(slot),), (), (((), slots),), PLAIN, (slot,)))
+        origins.append(None)
+        moved[slot] = slots
+        slots += 1
+    outputs = tuple((name, moved.get(slot, slot), flows) for name, slot, flows in program.outputs)
+    return replace(program, ops=tuple(ops), slots=slots, outputs=outputs), tuple(origins)
+
+
+def _converter(how: First | Piece | None, is_state: bool, shard: int, ways: int) -> Any:
+    """What makes the operand; None if the shard has it as it is."""
+    if type(how) is First:
+        return nothing_like if shard else None
+    if type(how) is Piece and not is_state:
+        part = ParameterShard(name="operand", dim=how.dim, blocks=how.blocks)
+        return partial(piece, part=part, shard=shard, ways=ways)
+    return None
+
+
+def _local(template: Any, swap: Mapping[int, int], shard: int) -> Any:
+    if type(template) is Ref:
+        return Ref(swap.get(template.slot, template.slot))
+    if type(template) is Nested:
+        return Nested(template.rebuild, tuple(_local(item, swap, shard) for item in template.items))
+    return shard if type(template) is ShardNumber else template
+
+
+class _Nothing(torch.autograd.Function):
+    """Zeros in place of a tensor that another shard contributes; its gradient is one zero seen as many, not absent."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return torch.zeros_like(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0].new_zeros(()).expand_as(gradients[0])
+
+
+def nothing_like(value: Tensor) -> Tensor:
+    """Zeros of the same shape, through which a gradient of zeros flows back."""
+    result: Tensor = _Nothing.apply(value)  # type: ignore[no-untyped-call]
+    return result

@@ -1,0 +1,100 @@
+"""The ways a component can be sharded: a search over what may be cut, and the choice of those worth offering."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from parsim.model.component import FULL, ParameterShard
+from parsim.model.runnable import CallProgram
+from parsim.model.shard.content import SHARD, WHOLE, Content, Refused, Undecided, cut_along
+from parsim.model.shard.propagation import Propagation, propagate
+
+TRIES = 512
+"""Propagations per component, after which the search has looked long enough (a block needs about fifty)."""
+SLACK = 0.9
+"""Of two variants with the same boundary, one that cuts at least this share of the other's parameters is as good."""
+
+SHARE = 0.5
+"""A variant that cuts less than this share of what another one cuts is not offered."""
+
+
+class Variant(NamedTuple):
+    """One way: contents of the inputs, what was decided on weights, and what follows."""
+
+    inputs: tuple[Content, ...]
+    decided: dict[str, ParameterShard | None]
+    found: Propagation
+
+
+def variants(program: CallProgram, cuttable: Sequence[bool]) -> tuple[Variant, ...]:
+    """The shardings worth offering, one per rule name, in the order found.
+
+    Args:
+        cuttable: per input whether it may come in pieces (its dim 0 is the batch).
+    """
+    groups: dict[tuple[tuple[Content, ...], tuple[str, ...]], list[Variant]] = {}
+    for variant in _all(program, cuttable):
+        groups.setdefault((variant.inputs, variant.found.outputs), []).append(variant)
+    named: dict[str, Variant] = {}
+    for group in groups.values():
+        best = _best(program, group)
+        known = named.get(best.found.rule)
+        if known is None or _worth(program, best) > _worth(program, known):
+            named[best.found.rule] = best
+    most = max((_elements(program, variant) for variant in named.values()), default=0)
+    return tuple(variant for variant in named.values() if _elements(program, variant) >= SHARE * most)
+
+
+def _all(program: CallProgram, cuttable: Sequence[bool]) -> Iterator[Variant]:
+    tries = 0
+    for inputs in product(*(_choices(program, slot, may) for (_, slot, _), may in zip(program.inputs, cuttable, strict=True))):
+        open_: list[dict[str, ParameterShard | None]] = [{}]
+        while open_ and tries < TRIES:
+            decided = open_.pop()
+            tries += 1
+            try:
+                found = propagate(program, inputs, decided)
+            except Undecided as question:
+                open_ += [{**decided, question.name: option} for option in reversed(question.options)]
+                continue
+            except Refused:
+                continue
+            if _useful(inputs, found):
+                yield Variant(inputs, decided, found)
+
+
+def _choices(program: CallProgram, slot: int, cuttable: bool) -> tuple[Content, ...]:
+    """Full; or cut by channels (dim 1 of images) or features (the last dim of rows and sequences)."""
+    kind = program.tensors[slot]
+    dim = 2 if len(kind.shape) == 3 else 1
+    if not cuttable or not kind.dtype.is_floating_point or len(kind.shape) < 2 or kind.shape[dim] == 1:
+        return (WHOLE,)
+    return (WHOLE, cut_along(dim))
+
+
+def _useful(inputs: Sequence[Content], found: Propagation) -> bool:
+    if found.limit < 2 or found.only_pieces:
+        return False
+    if found.rule == "follow":
+        return found.whole_weights == 0 and any(content.form == SHARD for content in inputs)
+    return True
+
+
+def _elements(program: CallProgram, variant: Variant) -> int:
+    """Of the parameters and buffers that are cut."""
+    shapes = {key.name: program.tensors[slot].shape for key, slot in program.state}
+    return sum(math.prod(shapes[name]) for name in variant.found.parts)
+
+
+def _best(program: CallProgram, group: Sequence[Variant]) -> Variant:
+    """Of those that cut about the most, the one that allows the most shards; the first of equals."""
+    most = max(_elements(program, variant) for variant in group)
+    close = [variant for variant in group if _elements(program, variant) >= SLACK * most]
+    return max(close, key=lambda variant: variant.found.limit)
+
+
+def _worth(program: CallProgram, variant: Variant) -> tuple[int, int]:
+    return _elements(program, variant), sum(content.form != FULL for content in variant.inputs)

@@ -1,0 +1,294 @@
+"""Cut a recording into components: contiguous intervals of its calls, so that running them in order is a topological order.
+
+Granularity "layer": a component starts at each leaf module that owns parameters; what follows without parameters
+(activation, pooling, residual add) joins it. Granularity "block": a component is a repeated block (a child of a
+ModuleList or Sequential of modules that have children themselves), or a leaf with a weight matrix outside the blocks.
+Granularity "sublayer": blocks, cut after their residual adds (`parsim.model.tracing.sublayers`).
+Calls that belong to neither (class token, flatten, concatenation) join the component before them, or the first one.
+An in-place operation on what an earlier component made merges the two: no boundary value is ever changed.
+"""
+
+from __future__ import annotations
+
+import re
+
+from torch import Tensor, nn
+
+from parsim.errors import TraceError
+from parsim.model.component import LOSS
+from parsim.model.model import GRANULARITIES
+from parsim.model.runnable import CallProgram, Op, Runnable, TensorKind, renumber
+from parsim.model.tracing.recorder import Call, Recording, storage_key
+from parsim.model.tracing.sublayers import CallInterval, sublayers
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def cut(recording: Recording, module: nn.Module, granularity: str) -> list[CallInterval]:
+    """The components of a recording, in execution order, with what crosses their boundaries.
+
+    Raises TraceError for an unknown granularity or a forward without a torch call.
+    """
+    if granularity not in GRANULARITIES:
+        raise TraceError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
+    if not recording.ops:
+        raise TraceError(f"{type(module).__name__} makes no torch call in its forward; there is nothing to cut")
+    labels = _layer_labels(recording, module) if granularity == "layer" else _block_labels(recording, module)
+    intervals = _intervals(recording, module, labels)
+    if granularity == "sublayer":
+        intervals = [piece for interval in intervals for piece in sublayers(recording, interval)]
+    intervals = _merge_in_place(recording, intervals)
+    _unique_names(intervals)
+    _boundaries(recording, intervals)
+    return intervals
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, child) for name, child in module.named_children() if name != "parametrizations"]
+
+
+def _is_container(module: nn.Module) -> bool:
+    """A Sequential, ModuleList or ModuleDict of at least two modules that have children themselves."""
+    return isinstance(module, _CONTAINERS) and sum(bool(_children(child)) for _, child in _children(module)) >= 2
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(parameter.dim() >= 2 for parameter in module.parameters())
+
+
+def block_modules(root: nn.Module) -> set[str]:
+    """Qualified names of the modules at which a block-level component starts."""
+    found: set[str] = set()
+
+    def descend(name: str, module: nn.Module) -> None:
+        for key, child in _children(module):
+            path = f"{name}.{key}" if name else key
+            below = _children(child)
+            if not below:
+                if _has_matrix(child):
+                    found.add(path)
+            elif any(_is_container(inner) for inner in child.modules()):
+                descend(path, child)
+            elif isinstance(child, _CONTAINERS) and not isinstance(module, _CONTAINERS):
+                found.update(f"{path}.{inner}" for inner, leaf in below if _has_matrix(leaf))
+            elif _has_matrix(child) or any(True for _ in child.parameters()):
+                found.add(path)
+
+    name, module = "", root
+    descend(name, module)
+    while len(found) == 1 and _children(root.get_submodule(next(iter(found)))):
+        name = found.pop()
+        descend(name, root.get_submodule(name))
+        if not found:
+            found.add(name)
+            break
+    if not found and not _children(root):
+        found.add("")
+    return found
+
+
+def _block_labels(recording: Recording, module: nn.Module) -> list[int | None]:
+    """Per recorded op the call of the outermost block around it."""
+    blocks = block_modules(module)
+
+    def outermost(call: int | None) -> int | None:
+        label = None
+        while call is not None:
+            if recording.calls[call].module in blocks:
+                label = call
+            call = recording.calls[call].parent
+        return label
+
+    return [outermost(op.call) for op in recording.ops]
+
+
+def _layer_labels(recording: Recording, module: nn.Module) -> list[int | None]:
+    """Per recorded op the innermost call that owns parameters and called no other module."""
+    parents = {call.parent for call in recording.calls}
+    own = [
+        number not in parents and next(module.get_submodule(call.module).parameters(), None) is not None
+        for number, call in enumerate(recording.calls)
+    ]
+    return [op.call if op.call is not None and own[op.call] else None for op in recording.ops]
+
+
+def _label_name(call: Call, module: nn.Module) -> str:
+    name = re.sub(r"\s", "_", call.module) or type(module).__name__
+    return name if call.number == 1 else f"{name}#{call.number}"
+
+
+def _intervals(recording: Recording, module: nn.Module, labels: list[int | None]) -> list[CallInterval]:
+    intervals: list[CallInterval] = []
+    current: int | None = None
+    last = len(recording.ops) if recording.loss_start is None else recording.loss_start
+    for number in range(last):
+        label = labels[number]
+        if label is None or label == current:
+            continue
+        if current is not None and _both_embeddings(recording, module, current, label):
+            continue
+        call = recording.calls[label]
+        intervals.append(CallInterval(_label_name(call, module), number if intervals else 0, last))
+        if len(intervals) > 1:
+            intervals[-2].end = number
+        current = label
+    if not intervals:
+        intervals.append(CallInterval(type(module).__name__, 0, last))
+    if recording.loss_start is not None:
+        intervals.append(CallInterval(LOSS, last, len(recording.ops)))
+    return intervals
+
+
+def _both_embeddings(recording: Recording, module: nn.Module, one: int, other: int) -> bool:
+    """Token, position and type embeddings side by side make one component."""
+    return all(isinstance(module.get_submodule(recording.calls[call].module), nn.Embedding) for call in (one, other))
+
+
+def _merge_in_place(recording: Recording, intervals: list[CallInterval]) -> list[CallInterval]:
+    """Join the intervals from the one that made a storage to the one that changes it in place."""
+    made: dict[int, int] = {}
+    kept_state = {storage_key(recording.tensors[number]) for number in recording.state}
+    joined = list(range(len(intervals)))
+    for place, interval in enumerate(intervals):
+        for op in recording.ops[interval.start : interval.end]:
+            for number in op.mutated:
+                key = storage_key(recording.tensors[number])
+                if key in made and key not in kept_state:
+                    first = made[key]
+                    for between in range(first + 1, place + 1):
+                        joined[between] = min(joined[between], joined[first])
+            for _, number in op.outputs:
+                made.setdefault(storage_key(recording.tensors[number]), place)
+    merged: list[CallInterval] = []
+    for place, interval in enumerate(intervals):
+        if merged and joined[place] != place:
+            merged[-1].end = interval.end
+        else:
+            merged.append(interval)
+    return merged
+
+
+def _unique_names(intervals: list[CallInterval]) -> None:
+    """`loss` is kept for the loss; a repeated name gets a number."""
+    seen: set[str] = set()
+    for place, interval in enumerate(intervals):
+        last = place == len(intervals) - 1
+        name = interval.name
+        if name == LOSS and not last:
+            name = f"{LOSS}_"
+        number = 2
+        while name in seen:
+            name = f"{interval.name}#{number}"
+            number += 1
+        seen.add(name)
+        interval.name = name
+
+
+def _boundaries(recording: Recording, intervals: list[CallInterval]) -> None:
+    """Fill in which values enter and leave each interval."""
+    producer: dict[int, int] = {}
+    wanted: dict[int, set[int]] = {}
+    for place, interval in enumerate(intervals):
+        inputs: dict[int, None] = {}
+        for op in recording.ops[interval.start : interval.end]:
+            for number in op.reads:
+                if number in recording.state or number in recording.constants:
+                    continue
+                if producer.get(number) != place:
+                    inputs[number] = None
+                    if number in producer:
+                        wanted.setdefault(producer[number], set()).add(number)
+            for _, number in op.outputs:
+                if number not in producer and number not in inputs:
+                    producer[number] = place
+        interval.inputs = list(inputs)
+    for number in final_values(recording):
+        if number in producer:
+            wanted.setdefault(producer[number], set()).add(number)
+    for place, interval in enumerate(intervals):
+        interval.outputs = sorted(wanted.get(place, ()))
+
+
+def final_values(recording: Recording) -> list[int]:
+    """Value numbers that leave the model: the loss if there is one, otherwise every tensor of the output."""
+    if recording.loss_value is not None:
+        return [recording.loss_value]
+    return list(dict.fromkeys(leaf.slot for leaf in recording.output_leaves if hasattr(leaf, "slot")))
+
+
+def value_names(recording: Recording, intervals: list[CallInterval]) -> dict[int, str]:
+    """`input:0`, `target`, and `component:0` for what each component makes, in order."""
+    names = {number: name for name, number in recording.inputs}
+    for interval in intervals:
+        for place, number in enumerate(interval.outputs):
+            names[number] = f"{interval.name}:{place}"
+    return names
+
+
+def runnables(recording: Recording, intervals: list[CallInterval], module: nn.Module) -> tuple[Runnable, ...]:
+    """One Runnable per interval, bound to `module`."""
+    return tuple(Runnable(program, module) for program in programs(recording, intervals))
+
+
+def programs(recording: Recording, intervals: list[CallInterval]) -> tuple[CallProgram, ...]:
+    """One Program per interval."""
+    names = value_names(recording, intervals)
+    writers = _buffer_writers(recording, intervals)
+    return tuple(_program(recording, interval, names, writers.get(place, [])) for place, interval in enumerate(intervals))
+
+
+def _buffer_writers(recording: Recording, intervals: list[CallInterval]) -> dict[int, list[tuple[str, int]]]:
+    writers: dict[int, list[tuple[str, int]]] = {}
+    for name, number in recording.buffer_writes.items():
+        for place, interval in enumerate(intervals):
+            if any(number == made for op in recording.ops[interval.start : interval.end] for _, made in op.outputs):
+                writers.setdefault(place, []).append((name, number))
+                break
+    return writers
+
+
+def _program(recording: Recording, interval: CallInterval, names: dict[int, str], writes: list[tuple[str, int]]) -> CallProgram:
+    recorded = recording.ops[interval.start : interval.end]
+    slot: dict[int, int] = {}
+    for number in (
+        *interval.inputs,
+        *(number for op in recorded for number in op.reads),
+        *(number for op in recorded for _, number in op.outputs),
+    ):
+        slot.setdefault(number, len(slot))
+    kept = {*interval.outputs, *(number for _, number in writes)}
+    last_use: dict[int, int] = {}
+    for place, op in enumerate(recorded):
+        for number in (*op.reads, *(number for _, number in op.outputs)):
+            last_use[number] = place
+    drops: dict[int, list[int]] = {}
+    for number, place in last_use.items():
+        if number not in kept:
+            drops.setdefault(place, []).append(slot[number])
+    ops = tuple(
+        Op(
+            function=op.function,
+            arguments=tuple(renumber(item, slot) for item in op.arguments),
+            keywords=tuple((name, renumber(item, slot)) for name, item in op.keywords),
+            outputs=tuple((path, slot[number]) for path, number in op.outputs),
+            context=op.context,
+            drop=tuple(drops.get(place, ())),
+        )
+        for place, op in enumerate(recorded)
+    )
+    differentiable = recording.differentiable
+    return CallProgram(
+        name=interval.name,
+        ops=ops,
+        slots=len(slot),
+        inputs=tuple((names[number], slot[number], differentiable.get(number, False)) for number in interval.inputs),
+        outputs=tuple((names[number], slot[number], differentiable.get(number, False)) for number in interval.outputs),
+        state=tuple((recording.state[number], slot[number]) for number in slot if number in recording.state),
+        constants=tuple((recording.constants[number], slot[number]) for number in slot if number in recording.constants),
+        buffer_writes=tuple((name, slot[number]) for name, number in writes),
+        tensors=tuple(_kind(recording.tensors[number]) for number in slot),
+    )
+
+
+def _kind(tensor: Tensor) -> TensorKind:
+    return TensorKind(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)

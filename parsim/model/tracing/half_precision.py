@@ -1,0 +1,73 @@
+"""What components keep under autocast to half precision, recorded on fake tensors as everything else is.
+
+Autocast keeps the weights in fp32 and casts them where an operator runs in half precision; the casts that its backward needs
+stay until then. Which operators do so is PyTorch's list for the CPU: matmul, convolution and attention in half precision, and
+what follows in the type it is given. Leaves out: CUDA's own list, which takes normalisations, softmax and losses in fp32, so
+that what these save there is up to twice as large.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from parsim.model.component import Component, HalfComponent, HalfSharding, HalfValue, Sharding, Value
+from parsim.model.model import Model
+from parsim.model.tracing.cut import value_names
+from parsim.model.tracing.measure import Counted, TracedForward, nbytes, split
+from parsim.model.tracing.recorder import storage_key
+
+HALF = torch.bfloat16
+"""As large as float16, and the type the CPU's autocast casts to."""
+
+
+def with_half_precision(model: Model, small: TracedForward, large: TracedForward) -> Model:
+    """The model with what two forwards under autocast, at different batches, say of its components and values.
+
+    Raises TraceError if a size is not linear in the batch.
+    """
+    peaks = Counted(small, large)
+    return replace(
+        model,
+        components=tuple(_component(entry, small, large, place, peaks) for place, entry in enumerate(model.components)),
+        values=_values(model.values, small, large),
+    )
+
+
+def _component(component: Component, small: TracedForward, large: TracedForward, place: int, peaks: Counted) -> Component:
+    one, other = small.intervals[place], large.intervals[place]
+    batches = (small.batch, large.batch)
+    rate, fixed = split(small.saved_bytes(one), large.saved_bytes(other), batches, f"what {one.name} saves")
+    forward, backward = peaks.of_component(component, place)
+    half = HalfComponent(
+        saved_activation_bytes=rate,
+        saved_fixed_bytes=fixed,
+        cast_bytes=small.saved_bytes(one, casts=True),
+        forward_peaks=forward,
+        backward_peaks=backward,
+    )
+    return replace(
+        component, half=half, shardings=tuple(_sharding(entry, component, place, peaks) for entry in component.shardings)
+    )
+
+
+def _sharding(sharding: Sharding, component: Component, place: int, peaks: Counted) -> Sharding:
+    forward, backward = peaks.of_shards(component, place, sharding)
+    return replace(sharding, half=HalfSharding(forward_peaks=forward, backward_peaks=backward))
+
+
+def _values(values: tuple[Value, ...], small: TracedForward, large: TracedForward) -> tuple[Value, ...]:
+    numbers, others = (
+        {name: number for number, name in value_names(run.recording, run.intervals).items()} for run in (small, large)
+    )
+    saved = {key for _, key, _ in small.saved}
+    found = []
+    for value in values:
+        one = small.recording.tensors[numbers[value.name]]
+        other = large.recording.tensors[others[value.name]]
+        rate, fixed = split(nbytes(one), nbytes(other), (small.batch, large.batch), f"value {value.name}")
+        key = storage_key(one)
+        half = HalfValue(bytes_per_sample=rate, fixed_bytes=fixed, saved=key in saved, savers=small.savers(key))
+        found.append(replace(value, half=half))
+    return tuple(found)

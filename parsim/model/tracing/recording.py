@@ -1,0 +1,231 @@
+"""Record what a module does: one forward on fake tensors, every torch-level call written down.
+
+Fake tensors have shapes and no data, so nothing is computed, no buffer changes and no random number is drawn. A module
+whose Python code looks at the *values* of tensors cannot be recorded: what it decided would be wrong for other data.
+Left out: state that a module keeps in plain attributes from one forward to the next (registered buffers are kept).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from parsim.errors import TraceError
+from parsim.model.losses import loss_sum
+from parsim.model.runnable import Ref, StateKey
+from parsim.model.tracing.recorder import Recorder, Recording, tensors_in, value_message
+
+
+@contextlib.contextmanager
+def _fake_state(recorder: Recorder) -> Iterator[None]:
+    """Put fake parameters and buffers in the module's place; afterwards everything the forward set is undone."""
+    module = recorder.module
+    kept = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+    known: dict[int, Tensor] = {}
+    try:
+        for path, owner in module.named_modules():
+            for kind, holder in (("parameter", owner._parameters), ("buffer", owner._buffers)):
+                entries: dict[str, Tensor | None] = holder
+                for key, real in entries.items():
+                    if real is None:
+                        continue
+                    if id(real) not in known:
+                        fake = real if isinstance(real, FakeTensor) else recorder.fakes.from_tensor(real)
+                        known[id(real)] = fake
+                        number = recorder.add(fake)
+                        recorder.alias(real, number)
+                        recorder.recording.state[number] = StateKey(kind, f"{path}.{key}" if path else key)
+                    entries[key] = known[id(real)]
+        yield
+        _note_buffer_writes(recorder, kept)
+    finally:
+        for owner, attributes, parameters, buffers in kept:
+            owner.__dict__.clear()
+            owner.__dict__.update(attributes)
+            owner._parameters.clear()
+            owner._parameters.update(parameters)
+            owner._buffers.clear()
+            owner._buffers.update(buffers)
+
+
+def _note_buffer_writes(recorder: Recorder, kept: list[Any]) -> None:
+    names = {id(owner): path for path, owner in recorder.module.named_modules()}
+    state = recorder.recording.state
+    for owner, _, _, buffers in kept:
+        for key, real in buffers.items():
+            now = owner._buffers.get(key)
+            if real is None or now is None:
+                continue
+            number = recorder.number_of(now)
+            if number not in state:
+                path = names[id(owner)]
+                recorder.recording.buffer_writes[f"{path}.{key}" if path else key] = number
+
+
+def _enter(recorder: Recorder, name: str, *_: Any) -> None:
+    recorder.enter(name)
+
+
+def _leave(recorder: Recorder, name: str, *_: Any) -> None:
+    recorder.leave(name)
+
+
+@contextlib.contextmanager
+def _module_hooks(recorder: Recorder) -> Iterator[None]:
+    handles = []
+    try:
+        for name, module in recorder.module.named_modules():
+            handles.append(module.register_forward_pre_hook(partial(_enter, recorder, name), prepend=True))
+            handles.append(module.register_forward_hook(partial(_leave, recorder, name)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _autograd_functions(recorder: Recorder) -> Iterator[None]:
+    """While recording, `SomeFunction.apply(...)` of a custom torch.autograd.Function is one call, with its own backward."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = original.__get__(None, cls)
+        return bound(*args, **kwargs) if recorder.suspended else recorder.call(bound, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """Leaves and structure of a module's arguments."""
+    return tree_flatten((tuple(args), dict(kwargs)))
+
+
+def run_recorded(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    loss: str | None,
+    watch: Callable[[Recorder], contextlib.AbstractContextManager[Any]] | None = None,
+) -> Recording:
+    """One forward of `module` on fakes of the given inputs, then the loss on its logits.
+
+    Args:
+        watch: makes a context that is open during the forward, inside the fake mode (statistics hang there).
+
+    Raises:
+        TraceError: if the forward fails, looks at tensor values, or returns something a tensor cannot be found in.
+    """
+    leaves, spec = flatten_inputs(args, kwargs)
+    existing = [leaf for leaf in (*module.parameters(), *module.buffers(), *leaves) if isinstance(leaf, Tensor)]
+    fakes = detect_fake_mode(existing) or FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = Recorder(module, fakes)
+    recording = recorder.recording
+    rng = torch.get_rng_state()
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_fake_state(recorder))
+            fake_leaves = [_fake_input(recorder, leaf) for leaf in leaves]
+            stack.enter_context(_module_hooks(recorder))
+            stack.enter_context(_autograd_functions(recorder))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(fakes)
+            if watch is not None:
+                stack.enter_context(watch(recorder))
+            stack.enter_context(recorder)
+            fake_args, fake_kwargs = spec.unflatten(fake_leaves)
+            output = module(*fake_args, **fake_kwargs)
+            _note_output(recorder, output)
+            if loss is not None:
+                _note_loss(recorder, output, loss)
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(_explain(recorder, error)) from error
+    finally:
+        torch.set_rng_state(rng)
+    return recording
+
+
+def _explain(recorder: Recorder, error: Exception) -> str:
+    kind = type(error).__name__
+    if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
+        return value_message(recorder.where, error)
+    return f"the forward of {recorder.where} failed on the example inputs: {kind}: {error}"
+
+
+def _fake_input(recorder: Recorder, leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    fake = (
+        leaf if isinstance(leaf, FakeTensor) else recorder.fakes.from_tensor(leaf.detach().requires_grad_(leaf.requires_grad))
+    )
+    if id(fake) in recorder._number:
+        return fake
+    number = recorder.add(fake)
+    recorder.recording.inputs.append((f"input:{len(recorder.recording.inputs)}", number))
+    recorder.recording.differentiable[number] = fake.requires_grad
+    return fake
+
+
+def _note_output(recorder: Recorder, output: Any) -> None:
+    leaves, spec = tree_flatten(output)
+    noted: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            noted.append(Ref(recorder.number_of(leaf)))
+        elif leaf is None or isinstance(leaf, bool | int | float | str):
+            noted.append(leaf)
+        else:
+            raise TraceError(
+                f"{type(recorder.module).__name__} returns a {type(leaf).__name__}, which may hide tensors; return tensors in "
+                f"tuples or dicts (for a Hugging Face model set config.use_cache = False)"
+            )
+    recorder.recording.output_leaves = tuple(noted)
+    recorder.recording.output_spec = spec
+
+
+def logits_of(output: Any) -> Tensor:
+    """What a loss is taken of: `.logits` of a model output, the tensor itself, or the first tensor of a tuple or dict."""
+    found = getattr(output, "logits", output)
+    if isinstance(found, Tensor):
+        return found
+    first = next((tensor for _, tensor in tensors_in(found)), None)
+    if first is None:
+        raise TraceError(f"cannot take a loss of a {type(output).__name__} without a tensor; return a tensor or .logits")
+    return first
+
+
+def _note_loss(recorder: Recorder, output: Any, loss: str) -> None:
+    """The loss becomes the last component; its second input is called "target"."""
+    logits = logits_of(output)
+    target = _fake_target(recorder, logits, integer=loss == "cross_entropy")
+    number = recorder.add(target)
+    recorder.recording.inputs.append(("target", number))
+    recorder.recording.differentiable[number] = False
+    recorder.recording.logits_value = recorder.number_of(logits)
+    recorder.recording.loss_start = recorder.current
+    value = loss_sum(loss, logits, target)
+    recorder.recording.loss_value = recorder.number_of(value)
+
+
+def _fake_target(recorder: Recorder, logits: Tensor, *, integer: bool) -> Tensor:
+    suspended, recorder.suspended = recorder.suspended, True
+    try:
+        if integer:
+            return torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
+        return torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+    finally:
+        recorder.suspended = suspended

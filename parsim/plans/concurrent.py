@@ -1,0 +1,125 @@
+"""Which groups of a mesh communicate at the same time, because the plan has them do the same thing in step.
+
+The ranks of one stage run the same program on other samples and shards. So whatever a group does, every shift of it along the
+dp and tp axes of its stages does too: the groups of other replicas where a group lies within its own, the neighbouring groups
+of shards where it does not span the tp axis.
+
+Leaves out: other stages, which are at other points of the program at any instant, and different collectives that happen to
+overlap (a conversion on tp with a gradient sum on dp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from parsim.plans.mesh import Mesh
+from parsim.work import Collective, SendRecv, Work
+
+
+class Groups(tuple[tuple[int, ...], ...]):
+    """Groups of ranks, as a key that is hashed once however large it is."""
+
+    def __new__(cls, groups: Iterable[tuple[int, ...]] = ()) -> Groups:
+        made = super().__new__(cls, groups)
+        made._hash = tuple.__hash__(made)
+        return made
+
+    _hash: int
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def concurrent_with(mesh: Mesh, work: Work) -> Groups:
+    """The groups of a collective, or the transfers, that run at the same time as `work` in a plan on this mesh; none for
+    what does not communicate."""
+    match work:
+        case Collective():
+            return concurrent_groups(mesh, work.group)
+        case SendRecv():
+            return concurrent_transfers(mesh, (work.source, work.destination))
+    return Groups()
+
+
+@lru_cache(maxsize=65536)
+def concurrent_groups(mesh: Mesh, group: tuple[int, ...]) -> Groups:
+    """The group and its shifts along dp and tp that share no rank with it or one another; each in ascending order.
+
+    A group that is no grid of stages, replicas and shards (there is none in plans of today) comes back alone.
+    """
+    stages, replicas, shards = (sorted(axis) for axis in zip(*(_place(mesh, rank) for rank in group), strict=True))
+    grid = [sorted(set(axis)) for axis in (stages, replicas, shards)]
+    size = len(grid[0]) * len(grid[1]) * len(grid[2])
+    if size != len(group):
+        return Groups([tuple(sorted(group))])
+    return _shifted(mesh, tuple(grid[0]), tuple(_shifts(grid[1], mesh.dp)), tuple(_shifts(grid[2], mesh.tp)))
+
+
+@lru_cache(maxsize=65536)
+def concurrent_transfers(mesh: Mesh, pair: tuple[int, int]) -> Groups:
+    """The (source, destination) of all replicas and shards that send at the same time as `pair`.
+
+    Between stages every rank of a stage sends to its own counterpart (the same replica and shard); inside a stage (a value
+    moved between shards) all replicas do. A transfer of another kind comes back alone.
+    """
+    source, destination = _place(mesh, pair[0]), _place(mesh, pair[1])
+    if source[1] != destination[1]:
+        return Groups([pair])
+    if source[0] == destination[0]:
+        moved = [(source[2], destination[2])]
+    elif source[2] == destination[2]:
+        moved = [(shard, shard) for shard in range(mesh.tp)]
+    else:
+        return Groups([pair])
+    return _transfers(mesh, source[0], destination[0], tuple(moved))
+
+
+@lru_cache(maxsize=4096)
+def _transfers(mesh: Mesh, source: int, destination: int, shards: tuple[tuple[int, int], ...]) -> Groups:
+    return Groups(
+        (
+            mesh.rank(stage=source, replica=replica, shard=a),
+            mesh.rank(stage=destination, replica=replica, shard=b),
+        )
+        for replica in range(mesh.dp)
+        for a, b in shards
+    )
+
+
+@lru_cache(maxsize=4096)
+def _shifted(
+    mesh: Mesh, stages: tuple[int, ...], replicas: tuple[tuple[int, ...], ...], shards: tuple[tuple[int, ...], ...]
+) -> Groups:
+    """One value for all groups that run together, so that what is worked out for it is found by identity."""
+    return Groups(
+        tuple(
+            mesh.rank(stage=stage, replica=replica, shard=shard)
+            for stage in stages
+            for replica in some_replicas
+            for shard in some_shards
+        )
+        for some_replicas in replicas
+        for some_shards in shards
+    )
+
+
+def _shifts(members: list[int], size: int) -> list[tuple[int, ...]]:
+    """The members and their shifts within 0..size-1, none overlapping another, in order: a partition where one exists."""
+    pattern = [member - members[0] for member in members]
+    found: list[tuple[int, ...]] = []
+    taken = set(members)
+    for start in range(size):
+        shift = [start + step for step in pattern]
+        if shift == members:
+            found.append(tuple(members))
+        elif shift[-1] < size and taken.isdisjoint(shift):
+            found.append(tuple(shift))
+            taken.update(shift)
+    return found
+
+
+def _place(mesh: Mesh, rank: int) -> tuple[int, int, int]:
+    """Stage, replica, shard."""
+    above, shard = divmod(rank, mesh.tp)
+    return (*divmod(above, mesh.dp), shard)

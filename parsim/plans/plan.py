@@ -1,0 +1,297 @@
+"""A Plan: intent. Which component on which ranks, in how many microbatches, in which order, synchronised how.
+
+Frozen, JSON, holds no measured number. `check_plan` compares it with a model and a batch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from parsim.errors import ModelError, PlanError, near_matches
+from parsim.model.component import Component
+from parsim.model.model import Model
+from parsim.model.shard.narrow import check_ways
+from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import CHUNKED_ORDERS, check_chunks
+from parsim.plans.placement import BATCH, Placement, parse_placement
+from parsim.plans.recompute import NONE, Recompute, normalised, recomputed_names
+
+SCHEMA_VERSION = 2
+STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
+DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
+ZERO_STAGES = (0, 1, 2, 3)
+ZERO_STAGES_TEXT = "it is 0, 1 (optimizer state divided), 2 (gradients too) or 3 (parameters too)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Consecutive components on a `dp x tp` grid of ranks (replica-major), and how each lies on the tp axis.
+
+    `placements` is one per component; left out: all batch-sharded.
+    """
+
+    components: tuple[str, ...]
+    ranks: tuple[int, ...]
+    placements: tuple[Placement, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.placements and len(self.placements) != len(self.components):
+            raise PlanError(
+                f"a stage of {len(self.components)} components lists {len(self.placements)} placements; give one for each"
+            )
+        if all(placement == BATCH for placement in self.placements):
+            object.__setattr__(self, "placements", ())
+
+    def placed(self) -> tuple[tuple[str, Placement], ...]:
+        """Every component with its placement."""
+        return tuple(zip(self.components, self.placements or (BATCH,) * len(self.components), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One way of training one model on `mesh.size` ranks.
+
+    Attributes:
+        strategy: the family it was chosen from.
+        global_batch: samples per step over all replicas. microbatches: per replica.
+        stages: in the order of the model; `chunks` times as many as the mesh has pp, stage s on the ranks of s % pp.
+        pipeline_order: a key of `parsim.plans.pipeline.PIPELINE_ORDERS`.
+        bucket_bytes: a gradient bucket is closed once it holds this much.
+        zero_stage: what is divided over the ranks that hold the same parameters: 1 the optimizer state (and its step), 2 the
+            gradients too, summed after the backward of every microbatch, 3 the parameters too, gathered where they are used.
+        recompute: the components that keep nothing but their inputs and run their forward again before their backward: "none",
+            "full" (all of them) or their names.
+    """
+
+    strategy: str
+    mesh: Mesh
+    stages: tuple[Stage, ...]
+    global_batch: int
+    microbatches: int = 1
+    pipeline_order: str = "1f1b"
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    zero_stage: int = 0
+    recompute: Recompute = NONE
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise PlanError(f"unknown strategy {self.strategy!r}{near_matches(self.strategy, STRATEGIES)}")
+        chunked = self.pipeline_order in CHUNKED_ORDERS
+        if not self.stages or len(self.stages) % self.mesh.pp or (len(self.stages) != self.mesh.pp and not chunked):
+            multiple = " or a multiple of it" if chunked else ""
+            raise PlanError(
+                f"mesh has pp={self.mesh.pp}, but the plan lists {len(self.stages)} stages; {self.pipeline_order} takes as "
+                f"many as pp{multiple}"
+            )
+        if self.mesh.pp == 1 and len(self.stages) > 1:
+            raise PlanError(f"chunks = {len(self.stages)} with pp = 1: there is no pipeline to interleave; use one stage")
+        check_chunks(self.pipeline_order, self.chunks)
+        for number, stage in enumerate(self.stages):
+            if not stage.components:
+                raise PlanError(f"stage {number} holds no component; use fewer stages")
+            if stage.ranks != self.mesh.stage_ranks(number):
+                raise PlanError(f"stage {number} must run on ranks {self.mesh.stage_ranks(number)}, got {stage.ranks}")
+            for name, placement in stage.placed():
+                _check_axis(name, placement, self.mesh.tp)
+        if self.zero_stage not in ZERO_STAGES:
+            raise PlanError(f"zero_stage = {self.zero_stage}: {ZERO_STAGES_TEXT}")
+        if self.microbatches < 1 or self.bucket_bytes < 1:
+            raise PlanError(f"microbatches ({self.microbatches}) and bucket_bytes ({self.bucket_bytes}) must be >= 1")
+        object.__setattr__(self, "recompute", normalised(self.recompute, self.components))
+        parts = self.mesh.dp * self.microbatches
+        if self.global_batch < 1 or self.global_batch % parts:
+            raise PlanError(
+                f"global_batch ({self.global_batch}) must be divisible by dp ({self.mesh.dp}) * microbatches "
+                f"({self.microbatches}) = {parts}; the nearest that is: {max(1, round(self.global_batch / parts)) * parts}"
+            )
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """All of them, in execution order."""
+        return tuple(name for stage in self.stages for name in stage.components)
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """The components whose forward runs again before their backward, if they have one."""
+        return recomputed_names(self.recompute, self.components)
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.size
+
+    @property
+    def microbatch_samples(self) -> int:
+        """Samples of one microbatch on one replica, which its tp ranks share as their placements say."""
+        return self.global_batch // (self.mesh.dp * self.microbatches)
+
+    @property
+    def chunks(self) -> int:
+        """Stages per rank."""
+        return len(self.stages) // self.mesh.pp
+
+    def place_stages(self, place: int) -> range:
+        """The stages that run at one place on the pp axis, in execution order."""
+        return range(place, len(self.stages), self.mesh.pp)
+
+    def stage_of_rank(self, rank: int) -> int:
+        """Place on the pp axis: the number of its (first) stage."""
+        return rank // (self.mesh.dp * self.mesh.tp)
+
+    def replica_of_rank(self, rank: int) -> int:
+        return rank // self.mesh.tp % self.mesh.dp
+
+    def shard_of_rank(self, rank: int) -> int:
+        """Place on the tp axis."""
+        return rank % self.mesh.tp
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether any component is placed otherwise than batch-sharded."""
+        return any(stage.placements for stage in self.stages)
+
+    def summary(self) -> str:
+        """`hp pp=2 dp=4 tp=1 mb=8x16 1f1b`; with chunks `interleavedx2`."""
+        chunks = f"x{self.chunks}" if self.chunks > 1 else ""
+        order = f" {self.pipeline_order}{chunks}" if self.mesh.pp > 1 else ""
+        zero = f" zero{self.zero_stage}" if self.zero_stage else ""
+        again = f" recompute={self._recomputes()}" if self.recompute != NONE else ""
+        return (
+            f"{self.strategy} {self.mesh} mb={self.microbatches}x{self.microbatch_samples}{order}{zero}{again}{self._placed()}"
+        )
+
+    def _recomputes(self) -> str:
+        """`full`, or `3 of 12`."""
+        return self.recompute if isinstance(self.recompute, str) else f"{len(self.recompute)} of {len(self.components)}"
+
+    def _placed(self) -> str:
+        """` [embed shard:vocabulary/4 | layer0..layer3 batch]`, or nothing where all are batch-sharded."""
+        if not self.is_mixed:
+            return ""
+        runs: list[tuple[Placement, list[str]]] = []
+        for stage in self.stages:
+            for name, placement in stage.placed():
+                if not runs or runs[-1][0] != placement:
+                    runs.append((placement, []))
+                runs[-1][1].append(name)
+        parts = [f"{names[0]}{f'..{names[-1]}' if len(names) > 1 else ''} {placement}" for placement, names in runs]
+        return f" [{' | '.join(parts)}]"
+
+    def to_dict(self) -> dict[str, Any]:
+        document = asdict(self)
+        for entry, stage in zip(document["stages"], self.stages, strict=True):
+            entry["placements"] = [str(placement) for placement in stage.placements]
+        if self.recompute == NONE:
+            del document["recompute"]
+        return {"schema_version": SCHEMA_VERSION, **document}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.to_json())
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "plan JSON") -> Plan:
+        """Raises PlanError with the place that is wrong."""
+        try:
+            document = json.loads(text)
+            version = document.pop("schema_version", None)
+            if version != SCHEMA_VERSION:
+                raise PlanError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}; plan again")
+            document["mesh"] = Mesh(**document["mesh"])
+            document["stages"] = tuple(
+                Stage(
+                    components=tuple(stage["components"]),
+                    ranks=tuple(stage["ranks"]),
+                    placements=tuple(parse_placement(text) for text in stage["placements"]),
+                )
+                for stage in document["stages"]
+            )
+            return cls(**document)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise PlanError(f"{where} is not a plan: {error}; write it with `parsim plan` or Plan.save") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        if not path.is_file():
+            raise PlanError(f"no plan file {path}; write one with `parsim plan RUN.toml`")
+        return cls.from_json(path.read_text(), str(path))
+
+
+def _check_axis(name: str, placement: Placement, tp: int) -> None:
+    """What can be said of a placement without the model."""
+    if placement.kind == "shard" and (placement.ways < 2 or tp % placement.ways):
+        raise PlanError(f"{name} {placement}: ways must be at least 2 and divide tp ({tp})")
+    if placement.kind == "place" and not 0 <= placement.shard < tp:
+        raise PlanError(f"{name} {placement}: tp rank {placement.shard} does not exist; tp is {tp}")
+    if placement.kind == "replicate" and tp == 1:
+        raise PlanError(f"{name} replicate: there is nothing to replicate over with tp = 1; write batch")
+
+
+def check_plan(plan: Plan, model: Model) -> None:
+    """Raise PlanError unless the stages hold exactly the model's components, in its order, placed as they can be."""
+    planned = list(plan.components)
+    expected = [component.name for component in model.components]
+    if planned == expected:
+        for stage in plan.stages:
+            for name, placement in stage.placed():
+                _check_placement(plan, model, name, placement)
+        _check_tied(plan, model)
+        return
+    unknown = [name for name in planned if name not in model.component_index]
+    if unknown:
+        raise PlanError(
+            f"the plan names component {unknown[0]!r}, which {model.name} has not{near_matches(unknown[0], expected)}"
+        )
+    missing = [name for name in expected if name not in planned]
+    if missing:
+        raise PlanError(f"the plan leaves out component {missing[0]!r} of {model.name}; every component needs a stage")
+    raise PlanError(f"the plan's stages must keep the order of {model.name}'s components: {', '.join(expected)}")
+
+
+def _check_placement(plan: Plan, model: Model, name: str, placement: Placement) -> None:
+    """The rule exists, its sizes divide, and so do the samples."""
+    if placement.kind == "shard":
+        try:
+            check_ways(name, model.component(name).sharding(placement.rule), placement.ways)
+        except ModelError as error:
+            raise PlanError(f"{error}; or place it as batch, replicate or place:J") from error
+    pieces = plan.mesh.tp // placement.batch_ways(plan.mesh.tp)
+    if plan.microbatch_samples % pieces:
+        raise PlanError(
+            f"{name} {placement} cuts each microbatch of {plan.microbatch_samples} samples into {pieces} pieces, which does "
+            f"not divide; use fewer microbatches or a global_batch that is a multiple of "
+            f"{plan.mesh.dp * plan.microbatches * pieces}"
+        )
+
+
+def _check_tied(plan: Plan, model: Model) -> None:
+    """Components that share a parameter hold it alike, so that its gradients can be summed."""
+    held: dict[str, tuple[str, object]] = {}
+    placements = {name: placement for stage in plan.stages for name, placement in stage.placed()}
+    for component in model.components:
+        placement = placements[component.name]
+        for parameter in component.parameters:
+            how = holding(component, placement, parameter.name)
+            first, other = held.setdefault(parameter.name, (component.name, how))
+            if other != how:
+                raise PlanError(
+                    f"{first} ({placements[first]}) and {component.name} ({placement}) share the parameter {parameter.name} "
+                    "and would hold it differently; place them alike"
+                )
+
+
+def holding(component: Component, placement: Placement, parameter: str) -> tuple[object, ...]:
+    """What decides which part of a parameter a tp rank holds, and over which ranks its gradient is summed."""
+    match placement.kind:
+        case "shard":
+            for part in component.sharding(placement.rule).parameters:
+                if part.name == parameter:
+                    return ("shard", placement.ways, part.dim, part.blocks)
+            return ("batch",)
+        case "place":
+            return ("place", placement.shard)
+    return (placement.kind,)

@@ -1,0 +1,205 @@
+"""How a value lies over the tp ranks of a stage, and the way from one layout to another as a chain of small hops.
+
+Of T ranks, `ways` neighbours share one piece of the microbatch (the T // ways pieces lie in rank order), and hold of it
+    full       all of it
+    partial    a summand: the value is the sum over the `ways` ranks
+    shard      their piece of dim `dim`, in rank order
+    placed     nothing, but for tp rank `rank`, which holds the whole microbatch (ways is T)
+
+A hop changes one thing and is one kind of work. What a hop costs is the scheduler's to ask; what it does to tensors the
+executor's. Gradients of values have layouts of their own: where a shard reads a full value, it makes a partial gradient.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+from parsim.errors import PlanError
+from parsim.model.component import FULL, PARTIAL, Component
+from parsim.plans.placement import Placement
+
+
+class ValueLayout(NamedTuple):
+    """Prints as full/1 (pieces of the batch), full/4, partial/4, shard1/4, placed2/4 (on rank 2 of 4)."""
+
+    form: str
+    ways: int
+    dim: int = 0
+    rank: int = 0
+
+    def __str__(self) -> str:
+        number = {"shard": self.dim, "placed": self.rank}.get(self.form, "")
+        return f"{self.form}{number}/{self.ways}"
+
+    def local_share(self, tp: int) -> float:
+        """Bytes one holding rank has, as a share of the value of the whole microbatch."""
+        share = self.ways / tp
+        return share / self.ways if self.form == "shard" else share
+
+    def holders(self, tp: int) -> tuple[int, ...]:
+        """The tp ranks that hold any of it."""
+        return (self.rank,) if self.form == "placed" else tuple(range(tp))
+
+
+def parse_layout(text: str) -> ValueLayout:
+    """Inverse of `str(layout)`. Raises PlanError."""
+    match = re.fullmatch(r"(full|partial|shard|placed)(\d*)/(\d+)", text)
+    if match is None:
+        raise PlanError(f"cannot read layout {text!r}; write it as full/1, partial/4, shard1/4 or placed2/4")
+    number = int(match[2] or 0)
+    return ValueLayout(
+        match[1], int(match[3]), dim=number if match[1] == "shard" else 0, rank=number if match[1] == "placed" else 0
+    )
+
+
+PIECES = ValueLayout("full", 1)
+"""Pieces of the batch, one per rank."""
+
+
+class ValueAndGradientLayout(NamedTuple):
+    """The layout of a value at a component, and that of its gradient there."""
+
+    value: ValueLayout
+    gradient: ValueLayout
+
+
+def input_ends(component: Component, placement: Placement, tp: int, number: int) -> ValueAndGradientLayout:
+    """In what layout the component reads its input `number`, and in what layout it makes the gradient."""
+    if placement.kind == "shard":
+        needs = component.sharding(placement.rule).inputs[number]
+        if needs == FULL:
+            return ValueAndGradientLayout(ValueLayout("full", placement.ways), ValueLayout("partial", placement.ways))
+        both = _sharded(needs, placement.ways)
+        return ValueAndGradientLayout(both, both)
+    return _unsharded(placement, tp)
+
+
+def output_ends(component: Component, placement: Placement, tp: int, number: int) -> ValueAndGradientLayout:
+    """In what layout the component makes its output `number`, and in what layout it wants the gradient."""
+    if placement.kind == "shard":
+        makes = component.sharding(placement.rule).outputs[number]
+        if makes == PARTIAL:
+            return ValueAndGradientLayout(ValueLayout("partial", placement.ways), ValueLayout("full", placement.ways))
+        both = _sharded(makes, placement.ways)
+        return ValueAndGradientLayout(both, both)
+    return _unsharded(placement, tp)
+
+
+def _sharded(content: str, ways: int) -> ValueLayout:
+    return ValueLayout("shard", ways, dim=int(content.removeprefix("shard:")))
+
+
+def _unsharded(placement: Placement, tp: int) -> ValueAndGradientLayout:
+    match placement.kind:
+        case "batch":
+            layout = PIECES
+        case "replicate":
+            layout = ValueLayout("full", tp)
+        case _:
+            layout = ValueLayout("placed", tp, rank=placement.shard)
+    return ValueAndGradientLayout(layout, layout)
+
+
+class Hop(NamedTuple):
+    """One step of a conversion. `operation` is a key of HOPS. Prints as all_gather_batch:full/1>full/4."""
+
+    operation: str
+    source: ValueLayout
+    target: ValueLayout
+
+    def __str__(self) -> str:
+        return f"{self.operation}:{self.source}>{self.target}"
+
+
+def parse_hop(text: str) -> Hop:
+    """Inverse of `str(hop)`. Raises PlanError."""
+    operation, _, ends = text.partition(":")
+    source, _, target = ends.partition(">")
+    if operation not in HOPS:
+        raise PlanError(f"unknown hop {operation!r}; known: {', '.join(HOPS)}")
+    return Hop(operation, parse_layout(source), parse_layout(target))
+
+
+HOPS = {
+    "split_batch": "full/w -> full/v, v < w: keep a piece; nothing is sent",
+    "split_dim": "full/w -> shard/w: keep a piece; nothing is sent",
+    "keep": "full/T -> placed: rank j has it already; nothing is sent",
+    "all_gather_batch": "full/v -> full/w, v < w: all_gather of pieces of the batch",
+    "all_gather_dim": "shard/w -> full/w: all_gather along the dim",
+    "all_reduce": "partial/w -> full/w",
+    "reduce_scatter_batch": "partial/w -> full/1: each rank sums its piece of the batch",
+    "reduce_scatter_dim": "partial/w -> shard/w: each rank sums its piece of the dim",
+    "all_to_all": "shard/w -> full/1 or back: pieces of the dim for pieces of the batch",
+    "broadcast": "placed -> full/T",
+    "scatter": "placed -> full/1: its rank sends each its piece of the batch",
+    "gather": "full/1 -> placed: each sends its piece to that rank",
+    "move": "placed -> placed on another rank",
+}
+LOCAL_HOPS = ("split_batch", "split_dim", "keep")
+
+
+@lru_cache(maxsize=65536)
+def conversion(source: ValueLayout, target: ValueLayout, tp: int) -> tuple[Hop, ...]:
+    """The hops from one layout to another; none if they are equal. Nothing is ever turned into a partial.
+
+    The way to a layout passed on the way is the beginning of the way, so that two readers share what they have in common.
+
+    Raises:
+        PlanError: a target that is partial.
+    """
+    if target.form == "partial" and source != target:
+        raise PlanError(f"a value in layout {source} cannot become {target}: nothing reads partial sums of another's making")
+    hops: list[Hop] = []
+    here = source
+    while here != target:
+        hop = _next(here, target, tp)
+        hops.append(hop)
+        here = hop.target
+    return tuple(hops)
+
+
+def _next(here: ValueLayout, target: ValueLayout, tp: int) -> Hop:
+    """The first hop of the way; every case comes closer to the target."""
+
+    def hop(operation: str, to: ValueLayout) -> Hop:
+        return Hop(operation, here, to)
+
+    full_there = ValueLayout("full", target.ways)
+    match here.form:
+        case "placed":
+            if target.form == "placed":
+                return hop("move", target)
+            return hop("scatter", PIECES) if target == PIECES else hop("broadcast", ValueLayout("full", tp))
+        case "partial":
+            if target == PIECES or _apart(here, target, tp):
+                return hop("reduce_scatter_batch", PIECES)
+            if target.form == "shard" and target.ways == here.ways:
+                return hop("reduce_scatter_dim", target)
+            return hop("all_reduce", ValueLayout("full", here.ways))
+        case "shard":
+            if target == PIECES or _apart(here, target, tp):
+                return hop("all_to_all", PIECES)
+            return hop("all_gather_dim", ValueLayout("full", here.ways))
+    if target.form == "placed":
+        if here.ways == tp:
+            return hop("keep", target)
+        return hop("gather", target) if here == PIECES else hop("split_batch", PIECES)
+    if target.form == "shard":
+        if here == PIECES:
+            return hop("all_to_all", target)
+        if here.ways == target.ways:
+            return hop("split_dim", target)
+    if here.ways == full_there.ways:
+        raise PlanError(f"no way from layout {here} to {target}")
+    if full_there.ways % here.ways == 0:
+        return hop("all_gather_batch", full_there)
+    return hop("split_batch", full_there if here.ways % full_there.ways == 0 else PIECES)
+
+
+def _apart(here: ValueLayout, target: ValueLayout, tp: int) -> bool:
+    """Whether the way leads over single pieces of the batch: neither layout's groups lie within the other's."""
+    if target.form == "placed":
+        return here.ways != tp
+    return bool(here.ways % target.ways and target.ways % here.ways)

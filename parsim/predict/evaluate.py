@@ -1,0 +1,253 @@
+"""Price and simulate one plan: the same graph the executor will run, medians for the timeline, draws for the interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.analyze.bounds import busiest_resource_s
+from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
+from parsim.costs.estimate import Estimate, OverlapFactors
+from parsim.costs.memory.rank_memory import RankMemory
+from parsim.costs.uncertainty.draws import medians_s, rank_noise, sample_durations_s
+from parsim.engines import dynamic, static
+from parsim.engines.compile import CompiledGraph, compile_graph
+from parsim.engines.steps import mean_step_s
+from parsim.errors import PlanError
+from parsim.graph.columns import Columns
+from parsim.graph.expand import lower_columns
+from parsim.graph.fold import Folding, folding_of, unfolded
+from parsim.graph.taskgraph import TaskGraph
+from parsim.plans.plan import Plan
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.result import Interval, IntervalCorrection, PlanResult
+from parsim.timeline import Timeline
+from parsim.work import Work, ranks_of_work
+
+REPEATED_STEPS = 4
+NOISY_STEPS = 64
+SAMPLES = 200
+SEED = 0
+MANY_RANKS = 64
+"""Beyond so many ranks, those that are interchangeable are simulated once unless asked otherwise."""
+
+WORTH_SAYING = 0.01
+"""A warning about extrapolated tasks is given from this share of all task seconds on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A plan's result with everything it was read from.
+
+    Memory and breakdown are of every rank; program and timeline of those that `folding` says stand for others.
+
+    Attributes:
+        estimates: per unit of the program (`Columns.units`). overlap: the factors of the program as a whole.
+        steady_step_s: the tasks of a step without noise of single ranks.
+    """
+
+    folding: Folding
+    result: PlanResult
+    compiled: CompiledGraph
+    estimates: tuple[Estimate, ...]
+    overlap: OverlapFactors
+    timeline: Timeline
+    memory: tuple[RankMemory, ...]
+    breakdown: tuple[RankBreakdown, ...]
+    steady_step_s: float
+
+    @property
+    def graph(self) -> TaskGraph:
+        """The program as tasks."""
+        return self.compiled.graph
+
+
+def evaluate(
+    problem: PlanningProblem,
+    plan: Plan,
+    *,
+    engine: str = "static",
+    samples: int = SAMPLES,
+    reason: str = "",
+    fold: bool | None = None,
+) -> Evaluation:
+    """Simulate one step of `plan`.
+
+    Args:
+        fold: simulate interchangeable ranks once (`parsim.graph.fold`); None: where there are more than `MANY_RANKS`. Not done
+            where ranks are noisy, each by itself, as one that stands for many would not wait for the slowest, nor where ranks
+            share cores.
+
+    The step time is the mean of `REPEATED_STEPS` steps in a row (`parsim.engines.steps`), or where the profile
+    knows how unsteady single ranks are, the mean of `NOISY_STEPS` steps with that noise: ranks wait for the slowest. What ranks
+    do between steps, where the profile knows it, comes on top: it is nobody's task. The interval comes from `samples` draws of
+    the cost parameters (none: the interval is the median). Discrete choices stay as at the medians. The timeline and the
+    breakdown are those of a step without noise.
+
+    Raises:
+        PlanError: more ranks than devices, or a plan that does not match the model. CostError: a task without a price.
+    """
+    if plan.world_size > problem.cluster.size:
+        raise PlanError(
+            f"the plan needs {plan.world_size} ranks and {problem.cluster.name} offers {problem.cluster.size} devices; "
+            "ask for more devices or a smaller mesh"
+        )
+    layout, costs = problem.layout(plan), problem.costs(plan.world_size)
+    sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
+    folds = (fold or (fold is None and plan.world_size > MANY_RANKS)) and not sigma and not costs.shared_cores
+    folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if folds else unfolded(plan.mesh)
+    columns = lower_columns(plan, problem.model, layout, folding)
+    if costs.resume_s:
+        columns = columns.resuming()
+    estimates = tuple(problem.price(columns.units, plan.mesh))
+    medians = medians_s(estimates)[columns.unit]
+    seconds = _seconds(estimates, columns, folding)
+    overlap = costs.overlap([unit.work for unit in columns.units], seconds)
+    compiled = compile_graph(columns)
+    engines = {"static": static.simulate, "dynamic": dynamic.simulate}
+    timeline = engines[engine](compiled, medians, overlap=overlap)
+    steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
+    step_s = steady_s
+    if sigma and plan.world_size > 1:
+        step_s = unsteady_step_s(compiled, medians[None, :], overlap, sigma)
+    step_s += costs.between_steps_s
+    interval = Interval(median=step_s, p05=step_s, p95=step_s)
+    parts = breakdown(compiled, timeline, ranks=folding.ranks)
+    fractions = step_fractions(parts, folding.weights)
+    memory = problem.memory(plan)
+    result = PlanResult(
+        strategy=plan.strategy,
+        step_s=interval,
+        throughput_samples_per_s=interval.inverse(plan.global_batch),
+        communication_fraction=fractions.communication_fraction,
+        communication_busy_fraction=fractions.communication_busy_fraction,
+        exposed_communication_s=fractions.exposed_communication_s,
+        bubble_fraction=fractions.bubble_fraction,
+        peak_memory_bytes=tuple(entry.total_bytes for entry in memory),
+        fits=all(entry.fits for entry in memory),
+        cost_sources=_sources(estimates, seconds),
+        plan=plan,
+        warnings=_warnings(estimates, seconds, memory),
+        reason=reason,
+        cluster=problem.cluster.name,
+        lower_bound_s=busiest_resource_s(compiled, medians),
+    )
+    evaluation = Evaluation(
+        folding=folding,
+        result=result,
+        compiled=compiled,
+        estimates=estimates,
+        overlap=overlap,
+        timeline=timeline,
+        memory=memory,
+        breakdown=_of_every_rank(parts, folding),
+        steady_step_s=steady_s,
+    )
+    return with_interval(problem, evaluation, samples=samples, reason=reason)
+
+
+def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: int, reason: str) -> Evaluation:
+    """The same evaluation with an interval from `samples` draws of the cost parameters, corrected by the problem's history,
+    and the reason it was kept for.
+
+    Where tasks have noise of their own, a rank that stands for many would not wait for the slowest: nothing is folded then.
+    """
+    result, estimates = replace(evaluation.result, reason=reason), evaluation.estimates
+    if samples:
+        plan = result.plan
+        if evaluation.folding.is_folded and any(estimate.repeat_sigma for estimate in estimates):
+            return evaluate(problem, plan, samples=samples, reason=reason, fold=False)
+        times = _sampled_steps_s(evaluation.compiled, estimates, samples, evaluation.overlap)
+        median = result.step_s.median
+        history = problem.history
+        found = IntervalCorrection(
+            correction=history.correction,
+            uncorrected=Interval.of(median, times * (median / evaluation.steady_step_s)),
+            notes=history.notes,
+        )
+        interval = found.corrected
+        rate = interval.inverse(plan.global_batch)
+        result = replace(result, step_s=interval, throughput_samples_per_s=rate, interval_correction=found)
+    return replace(evaluation, result=result)
+
+
+def _communication_s(problem: PlanningProblem, plan: Plan, work: Work) -> float:
+    return problem.price([(work, 0)], plan.mesh)[0].median_s
+
+
+def _sampled_steps_s(
+    compiled: CompiledGraph, estimates: Sequence[Estimate], samples: int, overlap: OverlapFactors
+) -> NDArray[np.float64]:
+    """float64 [samples]: the mean step under each draw. Where no task has noise of its own, draws are per unit."""
+    unit = compiled.columns.unit
+    if any(estimate.repeat_sigma for estimate in estimates):
+        draws = sample_durations_s(estimates, samples, SEED, unit=unit)
+        return mean_step_s(compiled, draws, overlap, steps=REPEATED_STEPS)
+    draws = sample_durations_s(estimates, samples, SEED)
+    return mean_step_s(compiled, draws, overlap, steps=REPEATED_STEPS, unit=unit)
+
+
+def unsteady_step_s(compiled: CompiledGraph, rows_s: NDArray[np.float64], overlap: OverlapFactors, sigma: float) -> float:
+    """Seconds of the mean step over task times float64 [rows, n], under at least `NOISY_STEPS` draws of noise that the rows
+    share out. The noise is that of a rank's core, which ranks may share; one rank has nobody to wait for, and none."""
+    columns = compiled.columns
+    if sigma and columns.world_size > 1:
+        core_of_rank = np.array(overlap.core_of_rank or range(columns.world_size), dtype=np.int64)
+        core = np.where(columns.communicates, -1, core_of_rank[columns.first_rank])
+        rows_s = np.repeat(rows_s, -(-NOISY_STEPS // len(rows_s)), axis=0)
+        rows_s = rows_s * rank_noise(core, sigma, len(rows_s), SEED)
+    return float(mean_step_s(compiled, rows_s, overlap, steps=REPEATED_STEPS).mean())
+
+
+def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArray[np.float64]:
+    """float64 [samples, tasks]: the draws the interval of `evaluate` was made of."""
+    return sample_durations_s(evaluation.estimates, samples, SEED, unit=evaluation.compiled.columns.unit)
+
+
+def _of_every_rank(parts: Sequence[RankBreakdown], folding: Folding) -> tuple[RankBreakdown, ...]:
+    """A rank that another stands for fares as that one does."""
+    if not folding.is_folded:
+        return tuple(parts)
+    by_rank = {part.rank: part for part in parts}
+    return tuple(replace(by_rank[folding.stands_for(rank)], rank=rank) for rank in range(folding.mesh.size))
+
+
+def _seconds(estimates: Sequence[Estimate], columns: Columns, folding: Folding) -> NDArray[np.float64]:
+    """float64 [units]: the seconds of all tasks of each unit, those of ranks that another stands for too.
+
+    A task stands for as many as the ranks that its own stand for, over how many take part in one.
+    """
+    weight = np.zeros(columns.world_size)
+    weight[list(folding.ranks)] = folding.weights
+    rows = columns.uses.row_numbers
+    ranks = np.bincount(rows, weights=weight[columns.resource_rank[columns.uses.values]], minlength=columns.size)
+    taking_part = np.array([len(ranks_of_work(unit.work)) or 1 for unit in columns.units])
+    copies = np.bincount(columns.unit, weights=ranks, minlength=len(estimates)) / taking_part
+    seconds: NDArray[np.float64] = medians_s(estimates) * copies
+    return seconds
+
+
+def _sources(estimates: Sequence[Estimate], seconds: NDArray[np.float64]) -> dict[str, float]:
+    by_source: dict[str, float] = {}
+    for estimate, own in zip(estimates, seconds.tolist(), strict=True):
+        by_source[estimate.source] = by_source.get(estimate.source, 0.0) + own
+    total = sum(by_source.values())
+    return {source: value / total if total else 0.0 for source, value in sorted(by_source.items())}
+
+
+def _warnings(estimates: Sequence[Estimate], seconds: NDArray[np.float64], memory: Sequence[RankMemory]) -> tuple[str, ...]:
+    warnings = []
+    over = [entry for entry in memory if not entry.fits]
+    if over:
+        worst = max(over, key=lambda entry: entry.excess_bytes)
+        warnings.append(f"does not fit: {worst.describe()}")
+    outside = np.array([estimate.extrapolated for estimate in estimates], dtype=bool)
+    share = float(seconds[outside].sum() / max(seconds.sum(), 1e-30))
+    if share >= WORTH_SAYING:
+        example = next(estimate.detail for estimate in estimates if estimate.extrapolated)
+        warnings.append(f"{100 * share:.0f}% of the task time lies outside the measured range, e.g. {example}")
+    return tuple(warnings)

@@ -1,0 +1,111 @@
+"""What a rank keeps for the backward under a plan: precision and recomputation change that, and nothing else here does.
+
+A recomputed component keeps its inputs as it reads them (and copies of its buffers), and what it would have saved is there only
+from its second forward to the end of its backward. So its inputs have one keeper more, and what it saves has one fewer.
+
+Leaves out: values that share one storage (each counts by itself where a recomputed component reads it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from parsim.costs.memory.rank_memory import Again
+from parsim.graph.plan_index import PlanIndex
+from parsim.model.component import Component, Value
+from parsim.model.precision import component_in, value_in
+from parsim.model.shard.narrow import narrow
+
+
+@dataclass(frozen=True)
+class KeptActivations:
+    """A model as the ranks of one layout keep it. Components are as one rank has them: shards, where the plan cuts them."""
+
+    layout: PlanIndex
+    precision: str
+
+    @cached_property
+    def values(self) -> Mapping[str, Value]:
+        """All values, with the components that keep them under this plan."""
+        return {value.name: self._value(value) for value in self._before.values()}
+
+    @cached_property
+    def _before(self) -> Mapping[str, Value]:
+        """All values, with the components that would keep them if nothing were recomputed."""
+        return {value.name: value_in(value, self.precision) for value in self.layout.model.values}
+
+    def _value(self, value: Value) -> Value:
+        readers = {name for name in self.layout.consumers[value.name] if self.layout.recomputes(name)}
+        savers = value.savers or ()
+        if not readers and not any(self.layout.recomputes(name) for name in savers):
+            return value
+        keepers = readers | {name for name in savers if not self.layout.recomputes(name)}
+        order = self.layout.model.component_index
+        return replace(value, savers=tuple(sorted(keepers, key=lambda name: order[name])), saved=bool(keepers))
+
+    def component(self, name: str) -> Component:
+        """What a rank that runs the component has of it, with what it saves under this plan."""
+        if name not in self._components:
+            self._components[name] = self._component(name)
+        return self._components[name]
+
+    @cached_property
+    def _components(self) -> dict[str, Component]:
+        return {}
+
+    def _component(self, name: str) -> Component:
+        own = self._alone(name)
+        if not self.layout.plan.recomputed:
+            return own
+        rate, fixed = own.saved_activation_bytes, own.saved_fixed_bytes
+        if self.layout.recomputes(name):
+            rate, fixed = 0, own.buffer_bytes
+        for value in self._values_at(name):
+            before, now = (_counts(name, values[value]) for values in (self._before, self.values))
+            counted = now - (before and not self.layout.recomputes(name))
+            own_rate, own_fixed = self._size_at(name, value)
+            rate, fixed = rate + counted * own_rate, fixed + counted * own_fixed
+        return replace(own, saved_activation_bytes=max(0, rate), saved_fixed_bytes=max(0, fixed))
+
+    def again(self, name: str) -> Again:
+        """What the second forward of a recomputed component changes.
+
+        An input that its backward does not need is let go before that, if nobody else keeps it.
+        """
+        own, samples = self._alone(name), self.layout.local_samples(name)
+        saved, released = own.saved_activation_bytes * samples + own.saved_fixed_bytes, 0
+        for value in dict.fromkeys(own.inputs):
+            rate, fixed = self._size_at(name, value)
+            before, now = self._before[value], self.values[value]
+            if _counts(name, before):
+                saved -= rate * samples + fixed
+            if name not in (before.savers or ()) and _counts(name, now) and now.producer is not None:
+                released += rate * samples + fixed
+        return Again(saved_bytes=max(0, saved), released_bytes=released)
+
+    def _alone(self, name: str) -> Component:
+        """What a rank has of the component, as if nothing were recomputed."""
+        placement = self.layout.placement[name]
+        return narrow(component_in(self.layout.model.component(name), self.precision), placement.rule, placement.ways)
+
+    def _values_at(self, name: str) -> tuple[str, ...]:
+        component = self.layout.model.component(name)
+        return tuple(dict.fromkeys((*component.inputs, *component.outputs)))
+
+    def _size_at(self, name: str, value: str) -> tuple[int, int]:
+        """Bytes per sample that the component sees, and fixed, of a value as it reads or makes it."""
+        entry = self._before[value]
+        made = self.layout.model.value[value].producer == name
+        ends = self.layout.source[value] if made else self.layout.reads_in(name, value)
+        ways = ends.value.ways if ends.value.form == "shard" else 1
+        rate = entry.bytes_per_sample
+        if entry.producer is not None and self.layout.stage_of[entry.producer] == self.layout.stage_of[name]:
+            rate = entry.storage_bytes_per_sample or rate
+        return rate // ways, entry.fixed_bytes
+
+
+def _counts(name: str, value: Value) -> bool:
+    """Whether the value is among what this component saves: it is the first that keeps it."""
+    return (value.savers or ())[:1] == (name,)

@@ -1,0 +1,278 @@
+"""Peak memory of every rank of a plan.
+
+Where components are placed differently, a value lies on a rank in the layout in which it was made there and in those in which
+it is read there. Counted beyond the saved activations is every copy that some component keeps for its backward, but for the one
+of the first to save it, whose saved activations hold it; not counted is what only moves on.
+
+Leaves out: conversions of earlier values that are under way while a later component computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from parsim.costs.memory.rank_memory import Boundary, RankMemory, Weights, rank_memory
+from parsim.graph.hops import hop_groups, hop_pairs
+from parsim.graph.parameter_buckets import Bucket
+from parsim.graph.passes.convert import POINT_TO_POINT_HOPS
+from parsim.graph.plan_index import PlanIndex, Reading
+from parsim.hardware.cluster import Cluster
+from parsim.model.component import Value
+from parsim.plans.pipeline import halves_waiting, in_flight, moments
+from parsim.plans.redistribution import LOCAL_HOPS, Hop, ValueLayout, conversion
+from parsim.predict.kept_activations import KeptActivations
+from parsim.predict.unsharded_memory import unsharded_bytes
+
+
+def plan_memory(layout: PlanIndex, cluster: Cluster, *, precision: str, optimizer: str) -> tuple[RankMemory, ...]:
+    """One RankMemory per rank, in rank order. Ranks at one place of different replicas differ only by their device; so do tp
+    ranks of a stage where no component is placed on one of them."""
+    plan, kept = layout.plan, KeptActivations(layout, precision)
+    alike = all(placement.kind != "place" for stage in plan.stages for placement in stage.placements)
+    known: dict[tuple[int, int, str], RankMemory] = {}
+    memories = []
+    for rank in range(plan.world_size):
+        device = cluster.devices[rank].type
+        stage = plan.stage_of_rank(rank)
+        place = (stage, 0 if alike else plan.shard_of_rank(rank), device.name)
+        if place not in known:
+            messages = _messages(layout, kept.values, rank)
+            names = layout.rank_components(rank)
+            arriving, unsure = _arriving_bytes(kept, rank)
+            known[place] = rank_memory(
+                rank=rank,
+                components=[kept.component(name) for name in names],
+                values=kept.values,
+                microbatch_samples={name: layout.local_samples(name) for name in names}
+                if plan.is_mixed
+                else plan.microbatch_samples // plan.mesh.tp,
+                in_flight=_in_flight(kept, rank),
+                halves_waiting=halves_waiting(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks),
+                optimizer=optimizer,
+                precision=precision,
+                device=device,
+                backend=cluster.profile.communication.backend,
+                communicators=len({message.group for message in messages}),
+                largest_message_bytes=round(max((message.size_bytes for message in messages), default=0.0)),
+                loaded_microbatches=plan.microbatches,
+                boundary=rank_boundary(layout, kept.values, rank) if plan.is_mixed else None,
+                weights=rank_weights(layout, rank),
+                recomputed={name: kept.again(name) for name in names if layout.recomputes(name)},
+                arriving_bytes=arriving,
+                unsure_arriving_bytes=unsure,
+            )
+        memories.append(replace(known[place], rank=rank))
+    return tuple(memories)
+
+
+def _in_flight(kept: KeptActivations, rank: int) -> dict[str, int]:
+    """By component of the rank the microbatches in flight, at the moment at which they save most."""
+    layout, plan = kept.layout, kept.layout.plan
+    place, names = plan.stage_of_rank(rank), layout.rank_components(rank)
+    saved = [0.0] * plan.chunks
+    for name in names if plan.chunks > 1 else ():
+        component = kept.component(name)
+        size = component.saved_activation_bytes * layout.local_samples(name) + component.saved_fixed_bytes
+        saved[layout.chunk_of[name] // plan.mesh.pp] += size
+    alive = max(
+        moments(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks),
+        key=lambda moment: (sum(a * b for a, b in zip(moment, saved, strict=True)), sum(moment)),
+    )
+    return {name: alive[layout.chunk_of[name] // plan.mesh.pp] for name in names}
+
+
+def rank_weights(layout: PlanIndex, rank: int) -> Weights:
+    """Parameters as held; with ZeRO in buckets padded to equal parts, one of which this rank updates (stage 1), whose gradients
+    (2) and parameters (3) are all that it holds throughout."""
+    stages = [(bucket, layout.zero_stage_of(bucket)) for bucket in layout.rank_buckets(rank)]
+    return Weights(
+        parameter_bytes=sum(_held_of(bucket, whole=stage < 3, padded=stage >= 1) for bucket, stage in stages),
+        gradient_bytes=sum(_held_of(bucket, whole=stage < 2, padded=stage >= 1) for bucket, stage in stages),
+        updated_elements=sum(bucket.chunk_elements if stage >= 1 else bucket.elements for bucket, stage in stages),
+        unsharded=unsharded_bytes(layout, rank),
+    )
+
+
+def _held_of(bucket: Bucket, *, whole: bool, padded: bool) -> int:
+    if whole:
+        return bucket.padded_bytes if padded else bucket.size_bytes
+    return bucket.padded_bytes // len(bucket.group)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def rank_boundary(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> Boundary:
+    """What the rank holds of values (as they are kept under the plan) in all layouts in which it makes or reads them."""
+    held = loaded = loaded_saved = 0.0
+    batch = ValueLayout("full", layout.batch_ways(rank))
+    for name, layouts in layout.batch_layouts(rank).items():
+        value = values[name]
+        loaded += local_bytes(layout, value, batch)
+        counted = value.saved if value.savers is None else any(layout.runs_on(rank, first) for first in value.savers[:1])
+        if counted and all(entry.form != "shard" for entry in layouts):  # pieces of a dim are copies
+            loaded_saved += min(local_bytes(layout, value, entry) for entry in layouts)
+    for value in values.values():
+        if value.producer is not None:
+            held += _held_bytes(layout, rank, value)
+    return Boundary(
+        held_bytes=held,
+        loaded_bytes=loaded,
+        loaded_saved_bytes=loaded_saved,
+        gradient_bytes={name: _gradient_bytes(layout, values, name) for name in layout.rank_components(rank)},
+    )
+
+
+def local_bytes(layout: PlanIndex, value: Value, how: ValueLayout) -> float:
+    """What a rank that holds any of one microbatch of a value in that layout has of it."""
+    plan = layout.plan
+    return value.bytes_per_sample * plan.microbatch_samples * how.local_share(plan.mesh.tp) + value.fixed_bytes
+
+
+def _held_bytes(layout: PlanIndex, rank: int, value: Value) -> float:
+    """Copies of a value on this rank that are kept for a backward and that no saved activation stands for."""
+    if value.savers is None:
+        return _held_at_most(layout, rank, value)
+    here = value.producer is not None and layout.runs_on(rank, value.producer)
+    made = layout.source[value.name].value
+    layouts = {name: reading.ends.value for reading in layout.readings[value.name] for name in reading.components}
+    if value.producer is not None:
+        layouts[value.producer] = made
+    keepers = [name for name in value.savers if name in layouts and layout.runs_on(rank, name)]
+    kept: dict[ValueLayout, float] = {}
+    for name in keepers:
+        storage = layouts[name]
+        if here:
+            storage = _storage(conversion(made, storage, layout.plan.mesh.tp), made, layout.plan.shard_of_rank(rank))
+        kept[storage] = local_bytes(layout, value, storage)
+    counted = local_bytes(layout, value, layouts[keepers[0]]) if keepers and keepers[:1] == list(value.savers[:1]) else 0.0
+    return sum(kept.values()) - counted
+
+
+def _held_at_most(layout: PlanIndex, rank: int, value: Value) -> float:
+    """The same where the Model does not say who keeps the value: as if every reader did."""
+    assert value.producer is not None
+    stage = layout.plan.stage_of_rank(rank)
+    read = list(dict.fromkeys(reading.ends.value for reading in _readings_here(layout, rank, value)))
+    if not layout.runs_on(rank, value.producer):
+        return sum(local_bytes(layout, value, entry) for entry in read)
+    made = layout.source[value.name].value
+    elsewhere = all(reading.stage != stage for reading in layout.readings[value.name])
+    total = 0.0 if value.saved and not elsewhere else local_bytes(layout, value, made)
+    if made.form == "partial":  # no operator that keeps its output can make summands
+        total, read = 0.0, read[1:] if value.saved else read
+    for entry in read:
+        hops = conversion(made, entry, layout.plan.mesh.tp)
+        whole = _storage(hops, made, layout.plan.shard_of_rank(rank))
+        if whole == made:
+            total += local_bytes(layout, value, whole) - local_bytes(layout, value, entry)
+        else:
+            total += local_bytes(layout, value, whole)
+    return total
+
+
+def _readings_here(layout: PlanIndex, rank: int, value: Value) -> Iterator[Reading]:
+    for reading in layout.readings[value.name]:
+        if any(layout.runs_on(rank, name) for name in reading.components):
+            yield reading
+
+
+def _storage(hops: Sequence[Hop], made: ValueLayout, shard: int) -> ValueLayout:
+    """The layout whose memory the result of the hops lies in on tp rank `shard`: pieces of the batch are views."""
+    for hop in reversed(hops):
+        view = hop.operation in ("split_batch", "keep") or (hop.operation == "scatter" and shard == hop.source.rank)
+        if not view:
+            return hop.target
+    return made
+
+
+def _gradient_bytes(layout: PlanIndex, values: Mapping[str, Value], name: str) -> float:
+    """Gradients of the component's outputs as it wants them, or in the costliest step of a conversion to that."""
+    total = 0.0
+    for output in layout.model.component(name).outputs:
+        value, wanted = values[output], layout.source[output].gradient
+        if value.differentiable:
+            hops = [
+                hop
+                for reading in layout.readings[output]
+                for hop in conversion(reading.ends.gradient, wanted, layout.plan.mesh.tp)
+            ]
+            steps = [local_bytes(layout, value, hop.source) + local_bytes(layout, value, hop.target) for hop in hops]
+            total += max(local_bytes(layout, value, wanted), *steps, 0.0)
+    return total
+
+
+def _arriving_bytes(kept: KeptActivations, rank: int) -> tuple[float, float]:
+    """Buffers of transfers to this rank that are not wanted yet, at most; and what of it depends on how far the others are.
+
+    A receive is posted as soon as the one before it on its stream has ended. Of values one more microbatch than those in flight
+    can have arrived, and the next be posted, where there are so many (one of the two is there for certain); of gradients the
+    next is posted.
+    """
+    layout, plan = kept.layout, kept.layout.plan
+    stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
+    alive = in_flight(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks)
+    values_ahead = max(0, min(2, plan.microbatches * plan.chunks - alive))
+    gradients_ahead = min(1, plan.microbatches - 1)
+    total = unsure = 0.0
+    for value in kept.values.values():
+        home = layout.stage_of_value[value.name]
+        for reading in layout.readings[value.name]:
+            if home is None or home == reading.stage:
+                continue
+            if reading.stage == stage and shard in reading.ends.value.holders(plan.mesh.tp):
+                size = local_bytes(layout, value, reading.ends.value)
+                total, unsure = total + values_ahead * size, unsure + max(0, values_ahead - 1) * size
+            if home == stage and value.differentiable and shard in reading.ends.gradient.holders(plan.mesh.tp):
+                total += gradients_ahead * local_bytes(layout, value, reading.ends.gradient)
+    return total, unsure
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+class _Message(NamedTuple):
+    """What a rank sends, receives or reduces, and the process group it does it in."""
+
+    group: tuple[object, ...]
+    size_bytes: float
+
+
+def _messages(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> list[_Message]:
+    """Every kind of message of one step: gradient buckets, conversions, transfers between stages."""
+    plan = layout.plan
+    stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
+    found = [
+        _Message(("dp", bucket.group), bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes)
+        for bucket in layout.rank_buckets(rank)
+        if len(bucket.group) > 1
+    ]
+    for value in values.values():
+        home = layout.stage_of_value[value.name]
+        if home is None:
+            continue
+        for reading in layout.readings[value.name]:
+            ways = [(home, reading.stage, layout.source[value.name].value, reading.ends.value, reading.ends.value)]
+            if value.differentiable:
+                ends = (reading.ends.gradient, layout.source[value.name].gradient)
+                ways.append((reading.stage, home, *ends, reading.ends.gradient))
+            for source, target, begin, end, moved in ways:
+                if source != target and stage in (source, target) and shard in moved.holders(plan.mesh.tp):
+                    found.append(_Message((source, target), local_bytes(layout, value, moved)))
+                if stage == home:
+                    for hop in conversion(begin, end, plan.mesh.tp):
+                        found += _hop_messages(layout, value, hop, shard)
+    return found
+
+
+def _hop_messages(layout: PlanIndex, value: Value, hop: Hop, shard: int) -> list[_Message]:
+    tp = layout.plan.mesh.tp
+    if hop.operation in LOCAL_HOPS:
+        return []
+    size_bytes = max(local_bytes(layout, value, hop.source), local_bytes(layout, value, hop.target))
+    if hop.operation in POINT_TO_POINT_HOPS:
+        pairs = [tuple(sorted(pair)) for pair in hop_pairs(hop, tp) if shard in pair]
+        return [_Message(("tp", pair), size_bytes / (1 if hop.operation == "move" else tp)) for pair in pairs]
+    return [_Message(("tp", group), size_bytes) for group in hop_groups(hop, tp) if shard in group]

@@ -1,0 +1,117 @@
+"""The question a scheduler answers: this model, on this cluster, with this batch, precision and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from parsim.costs.costs import Costs
+from parsim.costs.estimate import Estimate
+from parsim.costs.feedback.history import NO_HISTORY, History
+from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections
+from parsim.costs.memory.rank_memory import RankMemory
+from parsim.costs.pricing import Priced, price
+from parsim.graph.plan_index import PlanIndex
+from parsim.hardware.cluster import Cluster
+from parsim.model.model import Model
+from parsim.plans.concurrent import concurrent_with
+from parsim.plans.mesh import Mesh
+from parsim.plans.placement import Placement
+from parsim.plans.plan import Plan
+from parsim.plans.recompute import NONE, Recompute
+from parsim.predict.plan_memory import plan_memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningProblem:
+    """Attributes:
+    global_batch: samples per step. precision, optimizer: as in RUN.toml. corrections: learnt from a run.
+    zero_stage: that plans are to have. recompute: likewise; "auto": where a plan would not fit, as little as makes it fit.
+    history: of the profile's validations, by which intervals are corrected.
+    pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
+    """
+
+    model: Model
+    cluster: Cluster
+    global_batch: int
+    precision: str = "fp32"
+    optimizer: str = "sgd_momentum"
+    corrections: Corrections = NO_CORRECTIONS
+    history: History = NO_HISTORY
+    zero_stage: int = 0
+    recompute: Recompute = NONE
+    pins: tuple[tuple[str, Placement], ...] = ()
+    forbids: tuple[tuple[str, str], ...] = ()
+
+    def allows(self, component: str, placement: Placement) -> bool:
+        """Whether pins and forbids leave the component this placement."""
+        pinned = self._pinned.get(component, placement)
+        forbidden = self._forbidden.get(component, frozenset())
+        return placement == pinned and placement.kind not in forbidden and str(placement) not in forbidden
+
+    @cached_property
+    def _pinned(self) -> dict[str, Placement]:
+        return dict(self.pins)
+
+    @cached_property
+    def _forbidden(self) -> dict[str, frozenset[str]]:
+        names = {component for component, _ in self.forbids}
+        return {name: frozenset(text for component, text in self.forbids if component == name) for name in names}
+
+    def layout(self, plan: Plan) -> PlanIndex:
+        """The plan over this model; made once. Raises PlanError if they do not match."""
+        if plan not in self._layouts:
+            self._layouts[plan] = PlanIndex(plan, self.model)
+        return self._layouts[plan]
+
+    @cached_property
+    def _layouts(self) -> dict[Plan, PlanIndex]:
+        return {}
+
+    @cached_property
+    def found(self) -> dict[str, dict[Any, Any]]:
+        """What parts of the search have worked out for this problem and may need again, by what it is."""
+        return {}
+
+    def memory(self, plan: Plan) -> tuple[RankMemory, ...]:
+        """Peak memory of every rank of a plan."""
+        if plan not in self._memories:
+            self._memories[plan] = plan_memory(
+                self.layout(plan), self.cluster, precision=self.precision, optimizer=self.optimizer
+            )
+        return self._memories[plan]
+
+    @cached_property
+    def _memories(self) -> dict[Plan, tuple[RankMemory, ...]]:
+        return {}
+
+    def costs(self, ranks: int) -> Costs:
+        """Prices under the load of `ranks` ranks that compute at once, or of as many as have cores of their own: how ranks
+        on one core take turns is the engines' part."""
+        if ranks not in self._costs:
+            self._costs[ranks] = Costs(
+                model=self.model,
+                cluster=self.cluster,
+                precision=self.precision,
+                optimizer=self.optimizer,
+                ranks_active=len(set(self.cluster.core_of_rank(ranks))),
+                ranks=ranks,
+                corrections=self.corrections,
+            )
+        return self._costs[ranks]
+
+    def price(self, work_of_ranks: Iterable[Priced], mesh: Mesh) -> list[Estimate]:
+        """Estimates in order, for a plan on a mesh whose groups slow one another where they share links; what one plan has
+        asked is known for the next. Raises CostError."""
+        known = self._known.setdefault(mesh.size, {})
+        return price(work_of_ranks, self.costs(mesh.size), known, partial(concurrent_with, mesh))
+
+    @cached_property
+    def _known(self) -> dict[int, dict[Hashable, Estimate]]:
+        return {}
+
+    @cached_property
+    def _costs(self) -> dict[int, Costs]:
+        return {}

@@ -1,0 +1,312 @@
+"""What an adaptive controller is given: a planner, the cost of a switch, and observations made from timelines.
+
+Two planners: `search_planner` searches all families anew under the corrections; `pool_planner` prices a list of plans that were
+lowered before, in milliseconds, which is what thousands of simulated windows need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.costs.estimate import OverlapFactors
+from parsim.costs.feedback.run_corrections import (
+    NO_CORRECTIONS,
+    ClassSeconds,
+    CommunicationClass,
+    Corrections,
+    WorkClass,
+    class_of,
+    class_seconds,
+)
+from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
+from parsim.costs.uncertainty.draws import medians_s
+from parsim.engines import static
+from parsim.engines.boundary import checked_slowdown
+from parsim.engines.compile import CompiledGraph
+from parsim.engines.steps import mean_step_s
+from parsim.errors import ScheduleError
+from parsim.graph.parameter_buckets import HeldParameter, hold
+from parsim.graph.taskgraph import TaskGraph
+from parsim.model.model import Model
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import REPEATED_STEPS, Evaluation, evaluate
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.families import FAMILIES
+from parsim.schedule.live.controller import Controller, ControllerConfig, Observation, PlanChoice, PlanFor, SwitchCost
+from parsim.schedule.search import search
+from parsim.timeline import Timeline
+from parsim.work import Collective, SendRecv
+
+Floats = NDArray[np.float64]
+
+
+def task_seconds(size: int, timeline: Timeline) -> Floats:
+    """float64 [size]: of each task the latest end minus the latest start of its spans; 0 for a task without a span."""
+    start, end = np.full(size, -np.inf), np.full(size, -np.inf)
+    np.maximum.at(start, timeline.task, timeline.start_s)
+    np.maximum.at(end, timeline.task, timeline.end_s)
+    seconds: Floats = np.where(np.isfinite(end), end, 0.0) - np.where(np.isfinite(start), start, 0.0)
+    return seconds
+
+
+def observation_of(
+    graph: TaskGraph,
+    per_task_seconds: Floats | Sequence[Sequence[float]],
+    *,
+    window: int,
+    step_s: float,
+    steps_left: int,
+    epoch_ended: bool = False,
+    probes: Corrections = NO_CORRECTIONS,
+) -> Observation:
+    """An Observation of one window.
+
+    Args:
+        graph: of the plan that ran.
+        per_task_seconds: float64 [tasks] or [steps, tasks], as `task_seconds` reads them off a Timeline; steps are averaged.
+            Of a collective or transfer it is the time from when its last rank was ready, without waiting.
+
+    Raises:
+        ScheduleError: another number of tasks than the graph's, no step, or a time that is negative or not finite.
+    """
+    seconds = np.atleast_2d(np.asarray(per_task_seconds, dtype=np.float64))
+    if seconds.ndim != 2 or seconds.shape[1] != len(graph.tasks) or not len(seconds):
+        raise ScheduleError(
+            f"per_task_seconds has shape {seconds.shape}, the graph has {len(graph.tasks)} tasks; give [steps, tasks]"
+        )
+    if not (np.isfinite(seconds).all() and (seconds >= 0).all()):
+        raise ScheduleError("per_task_seconds holds a negative or infinite time, or none (NaN); leave out steps not recorded")
+    mean = seconds.mean(axis=0).tolist()
+    entries = [(task.work, task.resources[0].rank, own) for task, own in zip(graph.tasks, mean, strict=True)]
+    return Observation(
+        window=window,
+        steps_left=steps_left,
+        step_s=step_s,
+        seconds=class_seconds(entries),
+        epoch_ended=epoch_ended,
+        probes=probes,
+    )
+
+
+def probe_work(programs: Sequence[CompiledGraph]) -> dict[CommunicationClass, Collective | SendRecv]:
+    """What to time in order to know the communication of these programs (`Evaluation.compiled`, `PricedPlan.compiled`): of each
+    class the work with the most bytes."""
+    found: dict[CommunicationClass, Collective | SendRecv] = {}
+    for program in programs:
+        for work, rank, _ in program.columns.units:
+            key = class_of(work, rank)
+            if not (isinstance(key, CommunicationClass) and isinstance(work, Collective | SendRecv)):
+                continue
+            if key not in found or work.size_bytes > found[key].size_bytes:
+                found[key] = work
+    return found
+
+
+def probes_of(problem: PlanningProblem, timed: Sequence[tuple[Collective | SendRecv, float]]) -> Corrections:
+    """`Observation.probes` from (work, measured seconds): factors to the profile. What the profile holds for free is left out.
+
+    Raises CostError for work without a price, or seconds that are not above 0.
+    """
+    factors: dict[CommunicationClass, float] = {}
+    for work, seconds in timed:
+        key, profile_s = class_of(work, 0), problem.costs(problem.cluster.size).estimate(work, 0).median_s
+        if isinstance(key, CommunicationClass) and profile_s > 0:
+            factors[key] = seconds / profile_s
+    return Corrections(communication=tuple(factors.items()))
+
+
+def expected_seconds(problem: PlanningProblem, plan: Plan) -> dict[WorkClass, float]:
+    """The seconds per step of a plan's work by class under the problem's own costs, slowdown by overlap included."""
+    return _class_seconds(evaluate(problem, plan, samples=0, fold=False))
+
+
+def _class_seconds(evaluation: Evaluation) -> dict[WorkClass, float]:
+    columns = evaluation.compiled.columns
+    own = np.bincount(columns.unit, weights=task_seconds(columns.size, evaluation.timeline), minlength=len(columns.units))
+    return class_seconds((unit.work, unit.rank, seconds) for unit, seconds in zip(columns.units, own.tolist(), strict=True))
+
+
+def controller_for(
+    problem: PlanningProblem,
+    plan: Plan,
+    *,
+    config: ControllerConfig | None = None,
+    plan_for: PlanFor | None = None,
+    rebuild_s: float = 0.0,
+) -> Controller:
+    """A controller at the start of a run of `plan`; left out: the tuned parameters, and `search_planner` over all families.
+
+    Args:
+        rebuild_s: seconds of a switch beside the moving of weights: process groups, graphs, first steps.
+    """
+    return Controller(
+        config=config or ControllerConfig(),
+        plan_for=plan_for or search_planner(problem),
+        switch_cost_s=switch_cost(problem, rebuild_s),
+        plan=plan,
+        expected=expected_seconds(problem, plan),
+    )
+
+
+def search_planner(
+    problem: PlanningProblem, strategies: Sequence[str] = tuple(FAMILIES), *, world_size: int | None = None
+) -> PlanFor:
+    """A planner that searches the families under the corrected costs, for plans on `world_size` ranks (None: on any)."""
+
+    def plan_for(corrections: Corrections, current: Plan) -> PlanChoice:
+        now = replace(problem, corrections=corrections)
+        found = search(now, strategies, samples=0)
+        results = [entry.result for entry in found.candidates]
+        fitting = [result for result in results if result.fits and world_size in (None, result.plan.world_size)]
+        if not fitting:
+            asked = f"no plan fits: {results[0].reason}" if world_size is None else f"no plan on {world_size} ranks fits"
+            raise ScheduleError(asked)
+        best = fitting[0]
+        return PlanChoice(
+            plan=best.plan,
+            step_s=best.step_s.median,
+            current_step_s=evaluate(now, current, samples=0).result.step_s.median,
+            expected=expected_seconds(problem, best.plan),
+        )
+
+    return plan_for
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PricedPlan:
+    """A plan lowered and priced once, whose step under any corrections takes one pass of the static engine.
+
+    Attributes:
+        seconds: float64 [units], the problem's own medians per unit of work. classes: per unit.
+    """
+
+    plan: Plan
+    compiled: CompiledGraph
+    overlap: OverlapFactors
+    seconds: Floats
+    classes: tuple[WorkClass | None, ...]
+    expected: ClassSeconds
+
+    def durations_s(self, corrections: Corrections) -> Floats:
+        """float64 [tasks]."""
+        units = self.compiled.columns.units
+        factors = np.array([corrections.factor(unit.work, unit.rank) for unit in units])
+        durations: Floats = (self.seconds * factors)[self.compiled.columns.unit]
+        return durations
+
+    def step_s(self, corrections: Corrections) -> float:
+        """As `evaluate` finds it without noise of single ranks."""
+        rows = self.durations_s(corrections)[None, :]
+        return float(mean_step_s(self.compiled, rows, self.overlap, steps=REPEATED_STEPS)[0])
+
+    def observed(self, durations_s: Floats) -> dict[WorkClass, float]:
+        """Seconds per step by class when the tasks take `durations_s` (float64 [tasks]) each alone."""
+        columns = self.compiled.columns
+        if not checked_slowdown(self.overlap, columns.world_size).is_none:
+            timeline = static.simulate(self.compiled, durations_s, overlap=self.overlap)
+            durations_s = task_seconds(columns.size, timeline)
+        by_unit = np.bincount(columns.unit, weights=durations_s, minlength=len(columns.units))
+        totals = np.bincount(self._class_numbers, weights=by_unit, minlength=len(self._class_names) + 1)
+        return dict(zip(self._class_names, totals[:-1].tolist(), strict=True))
+
+    @cached_property
+    def _class_names(self) -> tuple[WorkClass, ...]:
+        return tuple(dict.fromkeys(key for key in self.classes if key is not None))
+
+    @cached_property
+    def _class_numbers(self) -> NDArray[np.int64]:
+        """Per unit the place of its class; those of no class come last."""
+        place = {key: number for number, key in enumerate(self._class_names)}
+        return np.array([len(place) if key is None else place[key] for key in self.classes], dtype=np.int64)
+
+
+def priced(problem: PlanningProblem, plan: Plan) -> PricedPlan:
+    """Raises ScheduleError for a plan that does not fit, else as `evaluate`."""
+    evaluation = evaluate(problem, plan, samples=0, fold=False)
+    if not evaluation.result.fits:
+        raise ScheduleError(f"{plan.summary()} does not fit: {evaluation.result.warnings[0]}; leave it out of the pool")
+    columns = evaluation.compiled.columns
+    return PricedPlan(
+        plan=plan,
+        compiled=evaluation.compiled,
+        overlap=evaluation.overlap,
+        seconds=medians_s(evaluation.estimates),
+        classes=tuple(class_of(unit.work, unit.rank) for unit in columns.units),
+        expected=_class_seconds(evaluation),
+    )
+
+
+def pool_planner(pool: Sequence[PricedPlan]) -> PlanFor:
+    """A planner that chooses among plans priced before; answers are remembered. The current plan must be one of them."""
+    place = {priced_plan.plan: priced_plan for priced_plan in pool}
+    if not place:
+        raise ScheduleError("a pool planner needs at least one plan, got none; price the candidates of a search")
+
+    @lru_cache(maxsize=4096)
+    def steps_s(corrections: Corrections) -> dict[Plan, float]:
+        return {plan: entry.step_s(corrections) for plan, entry in place.items()}
+
+    def plan_for(corrections: Corrections, current: Plan) -> PlanChoice:
+        if current not in place:
+            raise ScheduleError(f"{current.summary()} is not in the pool of {len(place)} plans; add it")
+        steps = steps_s(corrections)
+        best = min(steps, key=lambda plan: steps[plan])
+        return PlanChoice(plan=best, step_s=steps[best], current_step_s=steps[current], expected=place[best].expected)
+
+    return plan_for
+
+
+def switch_cost(problem: PlanningProblem, rebuild_s: float = 0.0) -> SwitchCost:
+    """Prices a switch: every rank receives the weights and optimizer state it will need and does not hold.
+
+    Transfers of one rank go one after the other, those of different ranks at once; the busiest rank sets the time. A parameter
+    comes from the first rank that holds it (or any piece of it). Leaves out disks (a switch by checkpoint reads and writes
+    files) and ZeRO, under which the optimizer state lies elsewhere than the weights.
+
+    Args:
+        rebuild_s: seconds beside the moving: process groups, graphs, first steps.
+    """
+    state_bytes = OPTIMIZER_STATE_BYTES_PER_ELEMENT[problem.optimizer]
+
+    def cost_s(old: Plan, new: Plan) -> float:
+        before, after = _holdings(old, problem.model), _holdings(new, problem.model)
+        moved: dict[tuple[int, int], int] = {}
+        for rank, wanted in after.items():
+            held = before.get(rank, {})
+            for name, part in wanted.items():
+                own = held.get(name)
+                if own is not None and (own == part or own.part is None):
+                    continue
+                source = next(other for other, parts in before.items() if name in parts and other != rank)
+                size = part.size_bytes + state_bytes * part.elements
+                moved[source, rank] = moved.get((source, rank), 0) + size
+        costs = problem.costs(max(old.world_size, new.world_size))
+        busy: dict[int, float] = {}
+        for (source, rank), size_bytes in moved.items():
+            work = SendRecv(source=source, destination=rank, size_bytes=size_bytes)
+            seconds = costs.estimate(work, rank).median_s
+            for end in (source, rank):
+                busy[end] = busy.get(end, 0.0) + seconds
+        return rebuild_s + max(busy.values(), default=0.0)
+
+    return cost_s
+
+
+def _holdings(plan: Plan, model: Model) -> dict[int, dict[str, HeldParameter]]:
+    """Per rank what it holds, by name of the parameter."""
+    held: dict[int, dict[str, HeldParameter]] = {}
+    for stage in plan.stages:
+        for rank in stage.ranks:
+            own = held.setdefault(rank, {})
+            shard = plan.shard_of_rank(rank)
+            for name, placement in stage.placed():
+                if placement.runs_on(shard):
+                    component = model.component(name)
+                    for parameter in component.parameters:
+                        own[parameter.name] = hold(component, placement, parameter, shard)
+    return held

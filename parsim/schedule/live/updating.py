@@ -1,0 +1,159 @@
+"""Close the loop: from a prediction and its measurement to a profile that would have predicted it."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from parsim.costs.feedback.refit import Evidence, refit
+from parsim.costs.feedback.run_corrections import Corrections, WorkClass, class_seconds
+from parsim.costs.feedback.updates import updates_of, with_update, without_updates
+from parsim.graph.taskgraph import TaskGraph
+from parsim.hardware.profile import Profile
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.live.planning import expected_seconds, task_seconds
+from parsim.timeline import Timeline
+
+FINE = 1e-3
+"""A step is matched to this relative error."""
+
+MOST_PASSES = 12
+PRINTED_DIGITS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updated:
+    """Attributes:
+    profile: with one more update; the very same where nothing changed. changes: what changed, for people.
+    before_s, after_s: the predicted step under the profile as it was and as it is.
+    """
+
+    profile: Profile
+    changes: tuple[str, ...]
+    before_s: float
+    after_s: float
+
+
+def updated(
+    problem: PlanningProblem,
+    plan: Plan,
+    graph: TaskGraph,
+    timelines: Sequence[Timeline],
+    *,
+    step_s: float,
+    floor: float,
+    run: str,
+    steps: int,
+) -> Updated:
+    """The problem's profile after a run of `plan`.
+
+    Task times teach the factors of ranks, phases and communication (`parsim.costs.feedback.refit`). If the step is still off
+    by more
+    than the floor, the time lies between the tasks, which the profile counts to the computation: all ranks' factors are scaled
+    until the step fits.
+
+    Args:
+        graph, timelines: the plan's program and its measured steps. step_s: the mean measured step. floor: its A/A floor.
+        run, steps: for the record.
+
+    Raises:
+        CostError: nothing was observed. GraphError, PlanError: as `evaluate`.
+    """
+    profile, before = problem.cluster.profile, updates_of(problem.cluster)
+    base = _on(problem, without_updates(profile))
+    observed = [_class_seconds(graph, timeline) for timeline in timelines]
+    evidence = Evidence(observed=observed, expected=expected_seconds(base, plan), step_s=step_s, floor=floor)
+    found = _rounded(_fitted_to_step(base, plan, refit(evidence, before), step_s, floor))
+    before_s = _step_s(problem, plan)
+    changes = _changes(before, found)
+    if not changes:
+        return Updated(profile=profile, changes=(), before_s=before_s, after_s=before_s)
+    provenance = {
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "run": run,
+        "plan": plan.summary(),
+        "steps": steps,
+        "aa_floor": floor,
+    }
+    after = with_update(profile, found, problem.cluster, provenance)
+    return Updated(profile=after, changes=changes, before_s=before_s, after_s=_step_s(_on(problem, after), plan))
+
+
+def _fitted_to_step(base: PlanningProblem, plan: Plan, found: Corrections, step_s: float, floor: float) -> Corrections:
+    """The factors with those of the ranks scaled until the predicted step is the measured one, if it is off by more than noise.
+
+    A secant in logarithms: the step grows with the ranks' factors, by at most as much. One that hardly depends on them is left.
+    """
+    error = math.log(_with(base, plan, found) / step_s)
+    if abs(error) <= math.log1p(floor):
+        return found
+    scale, slope = 0.0, 1.0
+    for _ in range(MOST_PASSES):
+        if abs(error) <= FINE:
+            break
+        change = -error / slope
+        scale += change
+        following = math.log(_with(base, plan, _scaled(base, found, scale)) / step_s)
+        moved = (following - error) / change
+        if moved < 0.1:
+            return found
+        error, slope = following, moved
+    return _scaled(base, found, scale)
+
+
+def _scaled(base: PlanningProblem, found: Corrections, scale: float) -> Corrections:
+    ranks = range(base.cluster.size)
+    return replace(found, ranks=tuple((rank, found.rank_factor(rank) * math.exp(scale)) for rank in ranks))
+
+
+def _with(base: PlanningProblem, plan: Plan, found: Corrections) -> float:
+    return _step_s(replace(base, corrections=found), plan)
+
+
+def _step_s(problem: PlanningProblem, plan: Plan) -> float:
+    return evaluate(problem, plan, samples=0, fold=False).result.step_s.median
+
+
+def _on(problem: PlanningProblem, profile: Profile) -> PlanningProblem:
+    """The same question on another version of the profile."""
+    return replace(problem, cluster=replace(problem.cluster, profile=profile))
+
+
+def _class_seconds(graph: TaskGraph, timeline: Timeline) -> dict[WorkClass, float]:
+    seconds = task_seconds(len(graph.tasks), timeline).tolist()
+    return class_seconds((task.work, task.resources[0].rank, own) for task, own in zip(graph.tasks, seconds, strict=True))
+
+
+def _rounded(found: Corrections) -> Corrections:
+    """More digits would only record the noise of one run."""
+
+    def short(factor: float) -> float:
+        return float(f"{factor:.{PRINTED_DIGITS}g}")
+
+    return Corrections(
+        ranks=tuple((rank, short(factor)) for rank, factor in found.ranks),
+        phases=tuple((phase, short(factor)) for phase, factor in found.phases),
+        communication=tuple((key, short(factor)) for key, factor in found.communication),
+    )
+
+
+def _changes(before: Corrections, after: Corrections) -> tuple[str, ...]:
+    """Such as "rank 1: x1 -> x1.2"."""
+    old, new = _named(before), _named(after)
+    return tuple(
+        f"{name}: x{old.get(name, 1.0):.3g} -> x{new.get(name, 1.0):.3g}"
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name, 1.0) != new.get(name, 1.0)
+    )
+
+
+def _named(corrections: Corrections) -> dict[str, float]:
+    return {
+        **{f"rank {rank}": factor for rank, factor in corrections.ranks},
+        **{phase.value: factor for phase, factor in corrections.phases},
+        **{str(key): factor for key, factor in corrections.communication},
+    }

@@ -1,0 +1,191 @@
+"""The scheduler's problem for one model on one mesh: a placement for every component, as figures in arrays.
+
+    min  sum of forward and backward of all microbatches, conversions between neighbours and optimizer steps included
+         + what of the gradient synchronisation the last microbatch's backward does not hide
+    s.t. memory of every tp rank; components that share a parameter hold it alike; pins and forbids of the problem
+
+A value with several readers is converted for the first from its maker's layout, and for each later one from the layout in which
+the one before has it: readers that agree share one conversion, as in the program.
+
+Leaves out: overlap of conversions with computation, and pipelines (a stage is placed for itself).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.model.component import Component, Value
+from parsim.plans.placement import Placement
+from parsim.plans.plan import holding
+from parsim.plans.redistribution import ValueAndGradientLayout, input_ends, output_ends
+from parsim.schedule.options import Prices
+from parsim.work import Phase
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementProblem:
+    """The problem in figures. Seconds of one step; bytes per tp rank.
+
+    Attributes:
+        options: per component the placements it may have.
+        forward_s: [component][option] everything that the gradient synchronisation cannot hide behind: all forwards, the
+            backwards of all microbatches but the last, the optimizer's step.
+        backward_s: [component][option] the last microbatch's backward. synchronisation_s: [component][option].
+        conversion_s: (maker or earlier reader, reader) -> forward and backward seconds, [option of one][option of other];
+            the backward of all microbatches but the last is counted with the forward.
+        memory_bytes: [component][option, tp rank]. limit_bytes: [tp rank], what components may take.
+        allowed: (component, component) -> which pairs of options go together, for components that share parameters.
+    """
+
+    components: tuple[str, ...]
+    options: tuple[tuple[Placement, ...], ...]
+    forward_s: tuple[FloatArray, ...]
+    backward_s: tuple[FloatArray, ...]
+    synchronisation_s: tuple[FloatArray, ...]
+    conversion_s: Mapping[tuple[int, int], tuple[FloatArray, FloatArray]]
+    memory_bytes: tuple[FloatArray, ...]
+    limit_bytes: FloatArray
+    allowed: Mapping[tuple[int, int], NDArray[np.bool_]]
+
+    def restricted(self, keep: Sequence[Sequence[int]]) -> PlacementProblem:
+        """The same problem with some of every component's options: `keep` lists their numbers."""
+        return PlacementProblem(
+            components=self.components,
+            options=tuple(tuple(own[k] for k in kept) for own, kept in zip(self.options, keep, strict=True)),
+            forward_s=tuple(own[list(kept)] for own, kept in zip(self.forward_s, keep, strict=True)),
+            backward_s=tuple(own[list(kept)] for own, kept in zip(self.backward_s, keep, strict=True)),
+            synchronisation_s=tuple(own[list(kept)] for own, kept in zip(self.synchronisation_s, keep, strict=True)),
+            conversion_s={
+                (one, two): (forward[np.ix_(keep[one], keep[two])], backward[np.ix_(keep[one], keep[two])])
+                for (one, two), (forward, backward) in self.conversion_s.items()
+            },
+            memory_bytes=tuple(own[list(kept)] for own, kept in zip(self.memory_bytes, keep, strict=True)),
+            limit_bytes=self.limit_bytes,
+            allowed={(one, two): pairs[np.ix_(keep[one], keep[two])] for (one, two), pairs in self.allowed.items()},
+        )
+
+
+def placing_of(
+    prices: Prices, options: Sequence[Sequence[Placement]], *, microbatches: int, limit_bytes: Sequence[float]
+) -> PlacementProblem:
+    """The figures of the problem.
+
+    Args:
+        options: per component, in the model's order; none may be empty. limit_bytes: per tp rank.
+    """
+    model = prices.problem.model
+    place = model.component_index
+    forward, backward, summed, memory = [], [], [], []
+    for component, choices in zip(model.components, options, strict=True):
+        ahead = np.array([prices.compute_s(component, choice, Phase.FORWARD) for choice in choices])
+        back = np.array(
+            [
+                prices.compute_s(component, choice, Phase.BACKWARD) if component.name in prices.differentiable else 0.0
+                for choice in choices
+            ]
+        )
+        update = np.array([prices.update_s(component, choice) for choice in choices])
+        forward.append(microbatches * ahead + (microbatches - 1) * back + update)
+        backward.append(back)
+        summed.append(np.array([prices.synchronisation_s(component, choice) for choice in choices]))
+        memory.append(
+            np.array([[prices.memory_bytes(component, choice, shard) for shard in range(prices.mesh.tp)] for choice in choices])
+        )
+    conversions: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
+    for value, maker, reader in _neighbours(prices):
+        pair = (place[maker.name], place[reader.name])
+        ahead, back = _conversion_s(prices, value, maker, reader, options[pair[0]], options[pair[1]])
+        total = (microbatches * ahead + (microbatches - 1) * back, back)
+        before = conversions.get(pair)
+        conversions[pair] = total if before is None else (before[0] + total[0], before[1] + total[1])
+    return PlacementProblem(
+        components=tuple(component.name for component in model.components),
+        options=tuple(tuple(choices) for choices in options),
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        synchronisation_s=tuple(summed),
+        conversion_s=conversions,
+        memory_bytes=tuple(memory),
+        limit_bytes=np.array(limit_bytes, dtype=np.float64),
+        allowed=_ties(prices, options),
+    )
+
+
+def _neighbours(prices: Prices) -> Iterator[tuple[Value, Component, Component]]:
+    """Per value its maker and first reader, then each reader and the next."""
+    model = prices.problem.model
+    readers: dict[str, list[Component]] = {}
+    for component in model.components:
+        for name in dict.fromkeys(component.inputs):
+            readers.setdefault(name, []).append(component)
+    for name, reading in readers.items():
+        value = model.value[name]
+        if value.producer is None:
+            continue
+        before = model.component(value.producer)
+        for reader in reading:
+            yield value, before, reader
+            before = reader
+
+
+def _conversion_s(
+    prices: Prices,
+    value: Value,
+    before: Component,
+    reader: Component,
+    before_options: Sequence[Placement],
+    reader_options: Sequence[Placement],
+) -> tuple[FloatArray, FloatArray]:
+    tp = prices.mesh.tp
+    makes = value.producer == before.name
+
+    def held(choice: Placement) -> ValueAndGradientLayout:
+        if makes:
+            return output_ends(before, choice, tp, before.outputs.index(value.name))
+        return input_ends(before, choice, tp, before.inputs.index(value.name))
+
+    sources = [held(choice) for choice in before_options]
+    targets = [input_ends(reader, choice, tp, reader.inputs.index(value.name)) for choice in reader_options]
+    ahead = np.zeros((len(sources), len(targets)))
+    back = np.zeros_like(ahead)
+    for row, source in enumerate(sources):
+        for column, target in enumerate(targets):
+            if source.value != target.value:
+                ahead[row, column] = prices.conversion_s(value, source.value, target.value)
+            if not value.differentiable or reader.name not in prices.differentiable:
+                continue
+            wanted = source.gradient
+            if not makes and wanted != target.gradient and wanted.form == "partial":
+                wanted = source.value
+            if wanted != target.gradient:
+                back[row, column] = prices.conversion_s(value, target.gradient, wanted)
+    return ahead, back
+
+
+def _ties(prices: Prices, options: Sequence[Sequence[Placement]]) -> dict[tuple[int, int], NDArray[np.bool_]]:
+    """For components that share a parameter: the pairs of options under which both hold it alike."""
+    first: dict[str, int] = {}
+    allowed: dict[tuple[int, int], NDArray[np.bool_]] = {}
+    components = prices.problem.model.components
+    for number, component in enumerate(components):
+        for parameter in component.parameters:
+            other = first.setdefault(parameter.name, number)
+            if other == number:
+                continue
+            pairs = np.array(
+                [
+                    [
+                        holding(components[other], one, parameter.name) == holding(component, two, parameter.name)
+                        for two in options[number]
+                    ]
+                    for one in options[other]
+                ]
+            )
+            allowed[other, number] = allowed.get((other, number), np.ones_like(pairs)) & pairs
+    return allowed

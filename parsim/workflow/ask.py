@@ -1,0 +1,252 @@
+"""The way from a run file to an answer and back: ask, choose, run for real, compare. Commands only print what these return."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, PlanError
+from parsim.execute.job import Job, RunSpec
+from parsim.execute.processes.environment import describe_environment
+from parsim.execute.processes.launch import launch
+from parsim.execute.processes.same_machine import differences_from_here
+from parsim.hardware.pace import longer_text
+from parsim.hardware.profile import Profile
+from parsim.model.model import Model
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import Evaluation, evaluate, sampled_durations_s
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.speed import differs, slowness, step_at_pace
+from parsim.report.compare import Comparison, PaceComparison, compare, kind_intervals_s, relative_error
+from parsim.report.tables import format_error
+from parsim.schedule.search import Search
+from parsim.units import format_seconds
+from parsim.workflow.config import RunConfig
+from parsim.workflow.load import cluster_of, fixed_plan, is_saved_model, problem_of, search_plans
+from parsim.workflow.run_folder import RunFolder, write_json
+
+if TYPE_CHECKING:
+    from parsim.execute.measurement import Measurement
+
+PROGRESS = "parsim-progress "
+"""Lines of a rank that start so carry one JSON object about how far it is."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A run file with its plan: chosen by search, or given (then `search` is None)."""
+
+    config: RunConfig
+    problem: PlanningProblem
+    evaluation: Evaluation
+    search: Search | None
+
+
+def answer(config: RunConfig) -> Answer:
+    """Price the plan the file names, or the best of the family it names.
+
+    Where no plan fits, the evaluation is that of the fastest that does not: `run` refuses it, everything else shows it.
+
+    Raises: ConfigError, ModelError, ProfileError, PlanError, CostError, ScheduleError.
+    """
+    problem = problem_of(config)
+    plan = fixed_plan(problem, config)
+    if plan is not None:
+        return Answer(config=config, problem=problem, evaluation=evaluate(problem, plan), search=None)
+    found = search_plans(problem, config)
+    return Answer(config=config, problem=problem, evaluation=found.chosen or found.candidates[0], search=found)
+
+
+def check_launchable(config: RunConfig) -> None:
+    """Raise PlanError for a cluster of several nodes: all processes are started on this machine."""
+    if config.cluster.nodes > 1:
+        raise PlanError(
+            f"cluster.nodes = {config.cluster.nodes}: only the processes of one node can be started from here; set "
+            "cluster.nodes = 1 to train, or use `parsim plan` and `parsim simulate`, which take any number of nodes"
+        )
+
+
+def check_runnable(asked: Answer, nproc: int | None) -> None:
+    """Raise unless the plan fits its devices and takes `nproc` processes (None: as many as it needs).
+
+    Raises: DoesNotFitError, ModelError, PlanError.
+    """
+    plan = asked.evaluation.result.plan
+    over = [memory for memory in asked.evaluation.memory if not memory.fits]
+    if over:
+        worst = max(over, key=lambda memory: memory.excess_bytes)
+        raise DoesNotFitError(
+            f"the plan ({plan.summary()}) cannot fit: {worst.describe()}; use more devices or microbatches, a smaller "
+            "training.global_batch, or another plan.strategy"
+        )
+    if is_saved_model(Path(asked.config.model.name)):
+        raise ModelError(
+            f"{asked.config.model.name} is a saved Model: it can be planned and simulated, but holds no module to train; "
+            "name a model of the zoo, package.module:factory or a Hugging Face config.json"
+        )
+    if nproc is not None and nproc != plan.world_size:
+        more = "more" if nproc > plan.world_size else "fewer"
+        raise PlanError(
+            f"--nproc {nproc} is {more} processes than the plan has ranks ({plan.world_size}: {plan.summary()}); "
+            f"use --nproc {plan.world_size}, or set cluster.devices = {nproc} and plan again"
+        )
+    if asked.config.training.precision != "fp32" and asked.problem.cluster.devices[0].type.kind == "cpu":
+        raise PlanError(
+            f"training.precision = {asked.config.training.precision!r}: the executor computes in training.dtype, mixed "
+            'precision is only simulated; set precision = "fp32"'
+        )
+
+
+def with_every_rank(asked: Answer) -> Answer:
+    """The answer with every rank simulated: what is measured has every rank, and is compared task by task."""
+    return replace(asked, evaluation=every_rank(asked.problem, asked.evaluation))
+
+
+def every_rank(problem: PlanningProblem, evaluation: Evaluation) -> Evaluation:
+    """The evaluation with every rank simulated, for whoever shows or compares its timeline."""
+    if not evaluation.folding.is_folded:
+        return evaluation
+    return evaluate(problem, evaluation.result.plan, reason=evaluation.result.reason, fold=False)
+
+
+def run_spec(asked: Answer, name: str, model_path: Path) -> RunSpec:
+    """The answer's plan as the executor takes it."""
+    training = asked.config.training
+    return RunSpec(
+        name=name,
+        model=asked.config.model_spec,
+        model_path=str(model_path.resolve()),
+        plan=asked.evaluation.result.plan,
+        optimizer=training.optimizer,
+        learning_rate=training.resolved_learning_rate,
+        dataset=training.dataset,
+        data_root=training.data_root,
+        dtype=training.dtype,
+        seed=training.seed,
+    )
+
+
+def device_kind(asked: Answer) -> str:
+    """ "cpu" or "cuda", as the profile's first device says."""
+    return asked.problem.cluster.devices[0].type.kind
+
+
+def warn_of_profile(asked: Answer) -> list[str]:
+    """What has changed since the profile was measured, also on stderr: what is now run is held against its predictions."""
+    warnings = differences_from_here(asked.problem.cluster.profile)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    return list(warnings)
+
+
+def launch_job(job: Job, folder: RunFolder, say: Say) -> None:
+    """Save the job beside its run and launch it. Raises ExecutionError; nothing is left running."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    job.save(folder.job)
+    write_json(folder.environment, describe_environment())
+
+    def on_line(line: str) -> None:
+        if line.startswith(PROGRESS):
+            event: dict[str, Any] = json.loads(line.removeprefix(PROGRESS))
+            say(", ".join(f"{name} {value}" for name, value in event.items()))
+
+    launch(folder.job, job.world_size, on_line=on_line)
+
+
+def measured(folder: RunFolder, run: str, evaluation: Evaluation) -> Measurement:
+    """What the ranks of one run of the folder's job wrote down."""
+    from parsim.execute.measurement import load_measurement
+
+    return load_measurement(folder.records(run), evaluation.graph)
+
+
+def judge(problem: PlanningProblem, evaluation: Evaluation, seen: Measurement) -> Comparison:
+    """Predicted against measured, task by task; of peak memory what lies in tensors, which is what can be measured alike.
+
+    Raises: ExecutionError if no step was recorded.
+    """
+    if not seen.timelines or not len(seen.step_s):
+        raise ExecutionError("the run recorded no step to compare; train for at least one step after the warm-up")
+    durations = sampled_durations_s(evaluation)
+    found = evaluation.result.interval_correction
+    comparison = compare(
+        evaluation.graph,
+        evaluation.timeline,
+        seen.timelines,
+        predicted_step=evaluation.result.step_s,
+        measured_step=[float(value) for value in seen.step_s],
+        predicted_memory_bytes=[sum(memory.tensor_lines.values()) for memory in evaluation.memory],
+        measured_memory_bytes=seen.peak_bytes if all(seen.peak_bytes) else (),
+        kind_intervals=kind_intervals_s(evaluation.graph, durations),
+    )
+    correction = None if found is None else found.to_dict()
+    return replace(comparison, interval_correction=correction, at_pace=at_pace(problem, evaluation, seen))
+
+
+def at_pace(problem: PlanningProblem, evaluation: Evaluation, seen: Measurement) -> PaceComparison | None:
+    """What the profile says of the step at the pace of the cores beside the run; None if nobody looked."""
+    slow = slowness(problem.cluster.profile, seen.pace_s, evaluation.result.plan.world_size)
+    if slow is None:
+        return None
+    predicted_s = step_at_pace(problem, evaluation, slow)
+    error = relative_error(predicted_s, seen.mean_step_s)
+    return PaceComparison(slowness=float(slow.mean()), predicted_s=predicted_s, relative_error=error)
+
+
+def speed_of(profile: Profile, found: PaceComparison | None) -> dict[str, Any] | None:
+    """The same for people, and a warning where the machine is no longer what the profile's intervals count on."""
+    if found is None:
+        return None
+    factor = found.slowness
+    longer = longer_text(factor)
+    then = f"then {format_seconds(found.predicted_s)} are predicted ({format_error(found.relative_error)})"
+    text = f"the same work took {longer} than while profile {profile.name} was measured; {then}"
+    warning = f"the machine's speed has changed ({longer} for the same work): calibrate again"
+    return {**found.to_dict(), "text": text, "warning": warning if differs(profile, factor) else ""}
+
+
+def typical_step(seen: Measurement) -> int:
+    """Index of the recorded step whose makespan is the median."""
+    order = sorted(range(len(seen.timelines)), key=lambda number: seen.timelines[number].makespan_s)
+    return order[len(order) // 2]
+
+
+def ask_again(folder: RunFolder) -> Answer:
+    """The question of a run folder, priced anew from the profile, its history and the plan that lie in it.
+
+    Raises: ConfigError if it is no whole run folder.
+    """
+    config = folder.read_config()
+    for path in (folder.model, folder.plan, folder.profile):
+        if not path.is_file():
+            raise ConfigError(f"{folder.path} holds no {path.name}, so it is no whole run folder; simulate or run again")
+    plan = Plan.load(folder.plan)
+    profile = folder.read_profile()
+    problem = PlanningProblem(
+        model=Model.load(folder.model),
+        cluster=cluster_of(config, profile),
+        history=folder.read_history(profile),
+        global_batch=plan.global_batch,
+        precision=config.training.precision,
+        optimizer=config.training.optimizer,
+    )
+    fold = False if folder.job.is_file() else None
+    return Answer(config=config, problem=problem, evaluation=evaluate(problem, plan, fold=fold), search=None)
+
+
+def reopen(path: Path) -> tuple[RunFolder, Answer, str]:
+    """A folder that was run: its question asked again, and the name of its run.
+
+    Raises: ConfigError if it is no run folder; ExecutionError if it was never run.
+    """
+    folder = RunFolder(path)
+    asked = ask_again(folder)
+    if not folder.job.is_file():
+        raise ExecutionError(f"{path} was never run; use `parsim run` with --out {path}")
+    return folder, asked, Job.load(folder.job).runs[0].name

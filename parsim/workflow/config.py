@@ -1,0 +1,455 @@
+"""RUN.toml: what a user asks for, checked at the boundary.
+
+Precedence: `--set a.b=c` on the command line, then the file, then the defaults below. Every wrong key is reported with its
+path, its value and the fix, as ConfigError. Inside the library the sections are read-only.
+
+Relative paths (a profile, a plan, a Hugging Face config.json, a data folder) are taken from the file's own folder; those
+given with `--set` from the current directory. They are made absolute here, so the resolved config that a run keeps in its
+folder works from anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic_core import ErrorDetails
+
+from parsim.errors import ConfigError, PlanError, near_matches
+from parsim.model.spec import ModelSpec
+from parsim.plans.mesh import Mesh, check_mesh
+from parsim.plans.pipeline import CHUNKED_ORDERS, PIPELINE_ORDERS
+from parsim.plans.placement import KINDS, parse_placement
+from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
+from parsim.plans.recompute import AUTO, FULL, NONE
+from parsim.workflow.toml_text import merge, parse_overrides, parse_value, table_text
+
+Count = Annotated[int, Field(strict=True, ge=1)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Scalar = StrictBool | StrictInt | Number | StrictStr
+
+Precision = Literal["fp32", "amp_fp16", "amp_bf16"]
+Optimizer = Literal["sgd", "sgd_momentum", "adam", "adamw"]
+Dataset = Literal["digits", "cifar10", "cifar100", "synthetic"]
+Dtype = Literal["float32", "float64"]
+
+Granularity = Literal["block", "sublayer", "layer"]
+Name = Annotated[str, Field(strict=True, min_length=1)]
+
+# Keys that fix the plan by hand; they have a meaning with strategy = "custom" alone.
+CUSTOM_KEYS = ("mesh", "microbatches", "pipeline_order", "chunks", "bucket_bytes", "placements")
+# Keys that steer the search of strategy = "adaptive".
+ADAPTIVE_KEYS = ("pin", "forbid")
+
+
+class ConfigSection(BaseModel):
+    """Base of all tables: unknown keys are errors, values are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelSection(ConfigSection):
+    """[model]: what is trained."""
+
+    name: Annotated[str, Field(strict=True, min_length=1)]
+    """A model of the zoo, "package.module:factory", the path of a Hugging Face config.json or of a Model saved as JSON."""
+    args: dict[str, Scalar] = {}
+    """Keyword arguments of the model."""
+    input_shape: tuple[Count, ...] | None = None
+    """One sample: [channels, height, width], or [seq] for tokens; left out: what the model was made for."""
+    granularity: Granularity = "block"
+    """What is placed, priced and run as one component: blocks, their halves (attention, feed-forward), or single layers."""
+
+
+class ClusterSection(ConfigSection):
+    """[cluster]: what it is trained on."""
+
+    profile: Annotated[str, Field(strict=True, min_length=1)]
+    """A shipped hardware profile by name, or the path of one."""
+    history: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    """Path of the profile's validations; left out: beside a profile that is a file, none for a shipped one."""
+    devices: Count | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None = None
+    """The first N devices of every node, or a list of device numbers, which count through the nodes; left out: all."""
+    nodes: Annotated[int, Field(strict=True, ge=1)] = 1
+    """So many machines of the profile, joined by `network`."""
+    network: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    """A shipped network by name, or the path of one; needed for nodes > 1, and without meaning for one node."""
+
+
+class TrainingSection(ConfigSection):
+    """[training]: how it is trained, whatever the plan."""
+
+    global_batch: Count
+    """Samples per step over all replicas."""
+    precision: Precision = "fp32"
+    optimizer: Optimizer = "sgd_momentum"
+    learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
+    """Left out: 0.05 for sgd and sgd_momentum, 0.001 for adam and adamw."""
+    dataset: Dataset = "digits"
+    data_root: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    """Folder with the files of cifar10 or cifar100."""
+    epochs: Count = 1
+    steps: Count | None = None
+    """Steps to train; left out: as many as `epochs` takes."""
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
+    dtype: Dtype = "float32"
+    """Of the weights of a real run."""
+
+    @property
+    def resolved_learning_rate(self) -> float:
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return {"sgd": 0.05, "sgd_momentum": 0.05, "adam": 1e-3, "adamw": 1e-3}[self.optimizer]
+
+
+class MeshTable(ConfigSection):
+    """plan.mesh: pp stages of dp replicas of tp shards."""
+
+    pp: Count = 1
+    dp: Count = 1
+    tp: Count = 1
+
+
+class PlanSection(ConfigSection):
+    """[plan]: how the work is divided."""
+
+    strategy: Annotated[str, Field(strict=True, min_length=1)] = "adaptive"
+    """A family to search (single, dp, mp, hp, adaptive), "custom", or the path of a plan.json."""
+    mesh: MeshTable | None = None
+    microbatches: Count | None = None
+    """Per replica."""
+    pipeline_order: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    chunks: Count | None = None
+    """Stages per rank of an interleaved (or zero-bubble) pipeline."""
+    bucket_bytes: Count | None = None
+    """A gradient bucket is closed once it holds this much."""
+    placements: dict[Name, Name] | None = None
+    """How components lie on the tp axis of the mesh, by pattern ("layers.*"); the first that matches counts, else batch."""
+    pin: dict[Name, Name] = {}
+    """Placements that an adaptive plan must keep, by pattern."""
+    forbid: dict[Name, tuple[Name, ...]] = {}
+    """Placements, or kinds of them (batch, shard, replicate, place), that an adaptive plan must not use, by pattern."""
+    zero_stage: Annotated[int, Field(strict=True)] = 0
+    """1 divides the optimizer state over the ranks that hold the same parameters."""
+    recompute: Name | tuple[Name, ...] = AUTO
+    """Components whose forward runs again before their backward: "auto" (as few as make a searched plan fit), "none", "full" or
+    a list of their names."""
+
+    @property
+    def plan_path(self) -> Path | None:
+        """The plan file that `strategy` names, if it names one."""
+        return Path(self.strategy) if _is_path(self.strategy) else None
+
+
+class RunConfig(ConfigSection):
+    """The whole file, with every default filled in."""
+
+    model: ModelSection
+    cluster: ClusterSection
+    training: TrainingSection
+    plan: PlanSection = PlanSection()
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        return ModelSpec(name=self.model.name, args=tuple(sorted(self.model.args.items())), input_shape=self.model.input_shape)
+
+    @property
+    def devices(self) -> int | list[int] | None:
+        """As `parsim.hardware.cluster.cluster_from_profile` takes it."""
+        chosen = self.cluster.devices
+        return list(chosen) if isinstance(chosen, tuple) else chosen
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; what is None is left out."""
+        document: dict[str, Any] = self.model_dump(mode="json", exclude_none=True)
+        return document
+
+    def to_toml(self) -> str:
+        """`parse_config` reads it back to an equal config."""
+        return "\n".join(table_text(name, section) for name, section in self.to_dict().items())
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read and check a run file.
+
+    Args:
+        overrides: texts "section.key=value", the value as TOML or as a bare word. An override of plan.strategy
+            replaces the hand-written plan of the file (CUSTOM_KEYS) unless it says "custom", and what steers its search
+            (ADAPTIVE_KEYS) unless it says "adaptive".
+
+    Raises:
+        ConfigError: no such file, not TOML, or a wrong key; with its path, its value and the fix.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"no run file {path}; write one with the tables [model], [cluster] and [training]") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read run file {path}: {error}; it must be a text file in UTF-8") from error
+    return parse_config(text, overrides, where=str(path), folder=path.resolve().parent)
+
+
+def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.toml", folder: Path | None = None) -> RunConfig:
+    """Check the text of a run file; relative paths in it start at `folder` (None: the current directory)."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is not TOML: {error}; mend that line") from error
+    _make_paths_absolute(document, folder or Path.cwd())
+    changes = parse_overrides(overrides)
+    _make_paths_absolute(changes, Path.cwd())
+    strategy = changes["plan"].get("strategy") if isinstance(changes.get("plan"), dict) else None
+    if strategy not in (None, "custom") and isinstance(document.get("plan"), dict):
+        dropped = CUSTOM_KEYS if strategy == "adaptive" else CUSTOM_KEYS + ADAPTIVE_KEYS
+        document["plan"] = {key: value for key, value in document["plan"].items() if key not in dropped}
+    merge(document, changes, "")
+    try:
+        config = RunConfig.model_validate(document)
+    except ValidationError as error:
+        # A union reports every member that did not match: one message per key is enough.
+        problems = {tuple(_key_parts(problem)): _explain(problem) for problem in reversed(error.errors(include_url=False))}
+        raise ConfigError(f"{where}: " + "\n  ".join(reversed(problems.values()))) from error
+    try:
+        _check_plan_section(config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return config
+
+
+def scalar_pairs(texts: Sequence[str]) -> tuple[tuple[str, bool | int | float | str], ...]:
+    """`["num_classes=10"]` as the sorted args of a ModelSpec. Raises ConfigError for a text of another form or a table."""
+    pairs: dict[str, bool | int | float | str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        parsed = parse_value(value.strip())
+        if not equals or not key.strip() or not isinstance(parsed, bool | int | float | str):
+            raise ConfigError(f"--arg {text!r}: write it as key=value with one number or word, e.g. num_classes=10")
+        pairs[key.strip()] = parsed
+    return tuple(sorted(pairs.items()))
+
+
+def parse_numbers(option: str, text: str) -> tuple[int, ...]:
+    """`"0,1,2"` of a command-line option. Raises ConfigError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: write whole numbers with commas between, e.g. 0,1,2") from error
+
+
+def _is_path(name: str) -> bool:
+    return name.endswith(".json") or os.sep in name
+
+
+_PATH_KEYS = (
+    ("model", "name"),
+    ("cluster", "profile"),
+    ("cluster", "history"),
+    ("cluster", "network"),
+    ("plan", "strategy"),
+    ("training", "data_root"),
+)
+_ALWAYS_PATHS = ("data_root", "history")
+
+
+def _make_paths_absolute(document: Mapping[str, Any], folder: Path) -> None:
+    for table, key in _PATH_KEYS:
+        section = document.get(table)
+        value = section.get(key) if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(value, str) and value and (key in _ALWAYS_PATHS or _is_path(value)):
+            section[key] = str(folder / Path(value).expanduser())
+
+
+def _check_plan_section(config: RunConfig) -> None:
+    """What no single key can say: hand-written plans, the mesh against the devices, and what exists today."""
+    plan, cluster = config.plan, config.cluster
+    if plan.plan_path is None and plan.strategy not in STRATEGIES:
+        raise ConfigError(
+            f"plan.strategy = {plan.strategy!r} is unknown{near_matches(plan.strategy, STRATEGIES)} "
+            "(or the path of a plan.json)"
+        )
+    if plan.pipeline_order is not None and plan.pipeline_order not in PIPELINE_ORDERS:
+        near = near_matches(plan.pipeline_order, PIPELINE_ORDERS)
+        raise ConfigError(f"plan.pipeline_order = {plan.pipeline_order!r} is unknown{near}")
+    if (plan.chunks or 1) > 1 and (plan.pipeline_order or "1f1b") not in CHUNKED_ORDERS:
+        raise ConfigError(
+            f"plan.chunks = {plan.chunks} needs an order with several chunks per rank; set plan.pipeline_order to one of "
+            f"{', '.join(CHUNKED_ORDERS)}"
+        )
+    if plan.zero_stage not in ZERO_STAGES:
+        raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: {ZERO_STAGES_TEXT}")
+    if plan.zero_stage and plan.plan_path is not None:
+        raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: the plan is read from {plan.plan_path}; drop zero_stage")
+    if isinstance(plan.recompute, str) and plan.recompute not in (AUTO, NONE, FULL):
+        near = near_matches(plan.recompute, (AUTO, NONE, FULL))
+        raise ConfigError(f"plan.recompute = {plan.recompute!r} is unknown{near} (or a list of component names)")
+    if plan.recompute != AUTO and plan.plan_path is not None:
+        raise ConfigError(f"plan.recompute = {plan.recompute!r}: the plan is read from {plan.plan_path}; drop recompute")
+    if cluster.nodes > 1 and cluster.network is None:
+        raise ConfigError(
+            f"cluster.nodes = {cluster.nodes} needs cluster.network, which joins the nodes; for example "
+            f"{_EXAMPLES['cluster.network']}"
+        )
+    if isinstance(cluster.devices, tuple) and (not cluster.devices or len(set(cluster.devices)) != len(cluster.devices)):
+        raise ConfigError(f"cluster.devices = {list(cluster.devices)}: list every device once, and at least one")
+    given = [key for key in CUSTOM_KEYS if getattr(plan, key) is not None]
+    if plan.strategy != "custom" and given:
+        chosen = "is read from that file" if plan.plan_path else "is searched for"
+        raise ConfigError(
+            f"plan.{given[0]} fixes the plan by hand, but with plan.strategy = {plan.strategy!r} it {chosen}; "
+            f'set strategy = "custom" or drop {", ".join(given)}'
+        )
+    if plan.strategy == "custom" and plan.mesh is None:
+        raise ConfigError('plan.strategy = "custom" needs plan.mesh, for example mesh = { pp = 2, dp = 2, tp = 1 }')
+    if plan.mesh is not None:
+        _check_mesh(plan.mesh, plan.microbatches or 1, config)
+    steering = [key for key in ADAPTIVE_KEYS if getattr(plan, key)]
+    if steering and plan.strategy != "adaptive":
+        raise ConfigError(
+            f"plan.{steering[0]} steers the search for an adaptive plan, but plan.strategy = {plan.strategy!r}; "
+            f'set strategy = "adaptive" or drop {", ".join(steering)}'
+        )
+    _check_placements(plan)
+
+
+def _check_placements(plan: PlanSection) -> None:
+    """Every placement can be read; which components a pattern means is checked where the model is known."""
+    written = [("placements", *entry) for entry in (plan.placements or {}).items()]
+    written += [("pin", *entry) for entry in plan.pin.items()]
+    written += [("forbid", pattern, text) for pattern, texts in plan.forbid.items() for text in texts if text not in KINDS]
+    for key, pattern, text in written:
+        try:
+            parse_placement(text)
+        except PlanError as error:
+            known = "" if key != "forbid" else near_matches(text, KINDS)
+            raise ConfigError(f"plan.{key}.{pattern!r} = {text!r}: {error}{known}") from error
+
+
+def _check_mesh(table: MeshTable, microbatches: int, config: RunConfig) -> None:
+    """The axes multiply to the devices, and the batch divides by replicas and microbatches."""
+    chosen = config.cluster.devices
+    devices = len(chosen) if isinstance(chosen, tuple) else None if chosen is None else chosen * config.cluster.nodes
+    if devices is not None:
+        try:
+            check_mesh(mesh_of(table), devices)
+        except PlanError as error:
+            raise ConfigError(f"plan.mesh: {error}") from error
+    batch, parts = config.training.global_batch, table.dp * microbatches
+    if batch % parts:
+        raise ConfigError(
+            f"training.global_batch ({batch}) must be divisible by plan.mesh.dp ({table.dp}) * plan.microbatches "
+            f"({microbatches}) = {parts}; the nearest that is: {max(1, round(batch / parts)) * parts}"
+        )
+
+
+def mesh_of(table: MeshTable) -> Mesh:
+    """The Mesh a [plan] table asks for."""
+    return Mesh(pp=table.pp, dp=table.dp, tp=table.tp)
+
+
+_RULES = {
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "string_type": "must be text in quotes",
+    "bool_type": "must be true or false",
+    "model_type": "must be a table",
+    "model_attributes_type": "must be a table",
+    "dict_type": "must be a table",
+    "tuple_type": "must be a list",
+    "finite_number": "must be finite",
+    "string_too_short": "must not be empty",
+}
+
+
+def _explain(problem: ErrorDetails) -> str:
+    """One wrong key: its path, its value, the rule and the fix."""
+    location = _key_parts(problem)
+    path = ".".join(location)
+    table_key = ".".join(location[:2])
+    kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
+    if kind == "extra_forbidden":
+        known = _section_at(location[:-1]).model_fields
+        return f"unknown key {path} (= {_short(value)}){near_matches(location[-1], known)}"
+    if kind == "missing":
+        example = _EXAMPLES.get(path, "")
+        place = f"under [{'.'.join(location[:-1])}]" if len(location) > 1 else "to the file"
+        return f"{path} is missing; add {example or path} {place}"
+    if kind == "literal_error":
+        allowed = _choices(location)
+        near = near_matches(value, allowed) if isinstance(value, str) else ""
+        listing = "" if near.startswith("; known") else f" (known: {', '.join(allowed)})"
+        return f"{path} = {_short(value)} is unknown{near}{listing}"
+    if table_key in _UNION_RULES:
+        rule = _UNION_RULES[table_key]
+    elif kind in ("greater_than_equal", "greater_than", "less_than"):
+        sign, bound = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "less_than": ("<", "lt")}[kind]
+        rule = f"must be {sign} {context[bound]:g}"
+    else:
+        rule = _RULES.get(kind, problem["msg"])
+    example = _EXAMPLES.get(table_key, "")
+    return f"{path} = {_short(value)}: {rule}" + (f"; for example {example}" if example else "")
+
+
+_UNION_RULES = {
+    "cluster.devices": "must be a number of devices >= 1 or a list of device numbers",
+    "model.args": "must hold text, finite numbers, true or false",
+}
+
+_EXAMPLES = {
+    "model": "the table [model] with name",
+    "cluster": "the table [cluster] with profile",
+    "training": "the table [training] with global_batch",
+    "model.name": 'name = "resnet50"',
+    "model.args": "args = { num_classes = 100 }",
+    "model.input_shape": "input_shape = [3, 224, 224]",
+    "cluster.profile": 'profile = "dgx1-v100-32gb"',
+    "cluster.devices": "devices = 8 or devices = [0, 1, 2, 3]",
+    "cluster.nodes": "nodes = 2",
+    "cluster.network": 'network = "infiniband-100g"',
+    "training.global_batch": "global_batch = 256",
+    "training.learning_rate": "learning_rate = 0.05",
+    "training.epochs": "epochs = 10",
+    "training.steps": "steps = 100",
+    "training.seed": "seed = 0",
+    "plan.strategy": 'strategy = "adaptive"',
+    "plan.mesh": "mesh = { pp = 2, dp = 2, tp = 1 }",
+    "plan.microbatches": "microbatches = 8",
+    "plan.pipeline_order": 'pipeline_order = "1f1b"',
+    "plan.chunks": "chunks = 2",
+    "plan.bucket_bytes": "bucket_bytes = 26214400",
+    "plan.placements": 'placements = { "layers.*" = "shard:heads+row/2", "*" = "batch" }',
+    "plan.pin": 'pin = { "head" = "place:0" }',
+    "plan.forbid": 'forbid = { "layers.*" = ["replicate", "shard"] }',
+}
+
+
+def _key_parts(problem: ErrorDetails) -> list[str]:
+    """`[cluster, devices, 1]`, without the names of union members that pydantic puts between."""
+    tag = re.compile(r"(constrained-)?(int|float|str|bool)|tuple\[.*")
+    return [str(part) for part in problem["loc"] if not (isinstance(part, str) and tag.fullmatch(part))]
+
+
+def _section_at(location: Sequence[str]) -> type[ConfigSection]:
+    """The table a path leads to."""
+    tables: dict[str, type[ConfigSection]] = {
+        "model": ModelSection,
+        "cluster": ClusterSection,
+        "training": TrainingSection,
+        "plan": PlanSection,
+        "mesh": MeshTable,
+    }
+    return tables[location[-1]] if location else RunConfig
+
+
+def _choices(location: Sequence[str]) -> tuple[str, ...]:
+    annotation = _section_at(location[:-1]).model_fields[location[-1]].annotation
+    return get_args(annotation)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,131 @@
+"""From a RunConfig to what the scheduler answers: the Problem, and the plans the [plan] table allows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parsim.errors import ConfigError, PlanError
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
+from parsim.plans.recompute import AUTO, NONE
+from parsim.workflow.config import RunConfig, mesh_of
+
+if TYPE_CHECKING:
+    from parsim.hardware.cluster import Cluster
+    from parsim.hardware.profile import Profile
+    from parsim.model.model import Model
+    from parsim.predict.planning_problem import PlanningProblem
+    from parsim.schedule.search import Search
+
+
+def problem_of(config: RunConfig) -> PlanningProblem:
+    """Load the model and the profile that the file names.
+
+    Raises: ModelError, ProfileError; ConfigError for pins and forbids that the model cannot follow.
+    """
+    from parsim.costs.feedback.history import history_path, read_history
+    from parsim.predict.planning_problem import PlanningProblem
+    from parsim.schedule.by_hand import forbids_by_pattern, parse_placements, pins_by_pattern
+
+    cluster, model = cluster_of(config), model_of(config)
+    pins = pins_by_pattern(parse_placements(config.plan.pin), model, cluster.size)
+    return PlanningProblem(
+        model=model,
+        cluster=cluster,
+        global_batch=config.training.global_batch,
+        precision=config.training.precision,
+        optimizer=config.training.optimizer,
+        history=read_history(history_path(config.cluster.profile, config.cluster.history), cluster.profile),
+        zero_stage=config.plan.zero_stage,
+        recompute=config.plan.recompute,
+        pins=pins,
+        forbids=forbids_by_pattern(config.plan.forbid, model, pins),
+    )
+
+
+def cluster_of(config: RunConfig, profile: Profile | None = None) -> Cluster:
+    """The cluster of [cluster], on its own profile or on the one given. Raises ProfileError."""
+    from parsim.hardware.cluster import cluster_from_profile
+    from parsim.hardware.profile import load_profile
+
+    return cluster_from_profile(
+        load_profile(config.cluster.profile) if profile is None else profile,
+        config.devices,
+        nodes=config.cluster.nodes,
+        network=config.cluster.network,
+    )
+
+
+def model_of(config: RunConfig) -> Model:
+    """The Model of [model]; a JSON that Model.save wrote is read as it is, without torch.
+
+    Raises:
+        ModelError: an unknown or broken model. ConfigError: arguments for a model that is read from a file.
+    """
+    from parsim.model.model import Model
+    from parsim.model.spec import load_model
+
+    path = Path(config.model.name)
+    if path.suffix != ".json" or not is_saved_model(path):
+        return load_model(config.model_spec, granularity=config.model.granularity)
+    if config.model.args or config.model.input_shape is not None:
+        raise ConfigError(f"{path} holds a finished Model: model.args and model.input_shape cannot change it; drop them")
+    model = Model.load(path)
+    if config.model.granularity not in ("block", model.granularity):
+        raise ConfigError(
+            f"{path} holds a finished Model of granularity {model.granularity}: model.granularity = "
+            f"{config.model.granularity!r} cannot change it; drop it"
+        )
+    return model
+
+
+def is_saved_model(path: Path) -> bool:
+    """True for a file of Model.save, false for a Hugging Face config."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # whoever reads it next says what is wrong with it
+        return False
+    return isinstance(document, dict) and "components" in document
+
+
+def fixed_plan(problem: PlanningProblem, config: RunConfig) -> Plan | None:
+    """The plan of strategy "custom" or of a plan file; None where plans are searched for.
+
+    Raises:
+        PlanError: the plan contradicts the model, the batch or the cluster. ConfigError: so does a pattern of placements.
+    """
+    table = config.plan
+    if table.plan_path is not None:
+        plan = Plan.load(table.plan_path)
+        check_plan(plan, problem.model)
+        if plan.global_batch != problem.global_batch:
+            raise PlanError(
+                f"{table.plan_path} is for global_batch {plan.global_batch}, the run file asks for {problem.global_batch}; "
+                f"set training.global_batch = {plan.global_batch} or plan again"
+            )
+        return plan
+    if table.mesh is None:
+        return None
+    from parsim.plans.mesh import check_mesh
+    from parsim.schedule.by_hand import custom_plan, parse_placements, placements_by_pattern
+
+    mesh = mesh_of(table.mesh)
+    check_mesh(mesh, problem.cluster.size)
+    return custom_plan(
+        problem,
+        mesh,
+        placements=placements_by_pattern(parse_placements(table.placements), problem.model) if table.placements else None,
+        microbatches=table.microbatches or 1,
+        pipeline_order=table.pipeline_order or "1f1b",
+        chunks=table.chunks or 1,
+        bucket_bytes=table.bucket_bytes or DEFAULT_BUCKET_BYTES,
+        recompute=NONE if table.recompute == AUTO else table.recompute,
+    )
+
+
+def search_plans(problem: PlanningProblem, config: RunConfig, *, top: int | None = None) -> Search:
+    """Search the family that [plan] names. Raises ScheduleError, CostError."""
+    from parsim.schedule.search import search
+
+    return search(problem, (config.plan.strategy,), top=top)

@@ -1,0 +1,87 @@
+"""What a run leaves for people: both timelines, the Perfetto trace, report.html."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from parsim.analyze.breakdown import breakdown
+from parsim.execute.processes.environment import describe_environment, machine_line
+from parsim.report.chrome_trace import save_chrome_trace
+from parsim.report.compare import Comparison
+from parsim.report.coverage import coverage_figures, coverage_tables
+from parsim.report.html import ReportData, ReportRun, ReportSection, write_report
+from parsim.report.profile_table import calibration_table
+from parsim.workflow.ask import Answer, typical_step
+from parsim.workflow.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from parsim.execute.measurement import Measurement
+    from parsim.predict.evaluate import Evaluation
+
+
+def write_run_files(
+    folder: RunFolder, asked: Answer, seen: Measurement | None = None, comparison: Comparison | None = None
+) -> None:
+    """predicted-timeline.json.gz, trace.json and report.html; of a plan that was run also the measured timeline.json.gz."""
+    evaluation, problem = asked.evaluation, asked.problem
+    timelines = {"predicted": evaluation.timeline}
+    evaluation.timeline.save(folder.predicted_timeline)
+    if seen is not None:
+        timelines["measured"] = seen.timelines[typical_step(seen)]
+        timelines["measured"].save(folder.timeline)
+    save_chrome_trace(folder.trace, evaluation.graph, timelines)
+    section = ReportSection(
+        model=problem.model.name,
+        title=f"{problem.model.name} on {problem.cluster.name}",
+        text=f"Global batch {problem.global_batch}, {problem.optimizer}, {problem.precision}.",
+        results=_results(asked),
+        chosen=evaluation.result.to_dict(),
+        runs=(report_run(evaluation, seen, comparison),),
+    )
+    history = problem.history.records
+    data = ReportData(
+        title=f"{problem.model.name}: {' and '.join(timelines)}",
+        facts=report_facts(),
+        summary=(f"Plan {evaluation.result.plan.summary()}.",),
+        sections=(section,),
+        extra_tables=(calibration_table(problem.cluster.profile), *coverage_tables(history)),
+        extra_figures=coverage_figures(history),
+    )
+    write_report(data, folder.report)
+
+
+def _results(asked: Answer) -> Sequence[dict[str, object]]:
+    if asked.search is None:
+        return [asked.evaluation.result.to_dict()]
+    return [candidate.result.to_dict() for candidate in asked.search.candidates]
+
+
+def report_run(evaluation: Evaluation, seen: Measurement | None, comparison: Comparison | None) -> ReportRun:
+    """One plan for the report, with what was measured of it if anything was."""
+    step = None if seen is None else seen.timelines[typical_step(seen)]
+    return ReportRun(
+        label=evaluation.result.strategy,
+        plan=evaluation.result.plan.to_dict(),
+        graph=evaluation.graph,
+        predicted=evaluation.timeline,
+        measured=step,
+        predicted_breakdown=[asdict(rank) for rank in evaluation.breakdown],
+        measured_breakdown=() if step is None else [asdict(rank) for rank in breakdown(evaluation.graph, step)],
+        memory=[asdict(memory) for memory in evaluation.memory],
+        measured_memory_bytes=() if seen is None or not all(seen.peak_bytes) else seen.peak_bytes,
+        comparison=None if comparison is None else comparison.to_dict(),
+    )
+
+
+def report_facts() -> tuple[tuple[str, str], ...]:
+    """Machine, date and versions, for the head of a report."""
+    environment = describe_environment()
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
+    return (
+        ("Machine", machine_line(environment)),
+        ("Date", datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")),
+        ("Versions", versions),
+    )
