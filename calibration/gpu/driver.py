@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from parsim.errors import ExecutionError
-from parsim.execute.environment import memory_limit_bytes, processor_name
+from parsim.execute.processes.environment import memory_limit_bytes, processor_name
 from parsim.units import MIB
 
 CALIBRATION_CYCLES = 20_000_000

@@ -16,7 +16,6 @@ from programs import DTYPE, EagerStep, ExecutorStep, Program, compiled, graphed,
 from questions import GRANULARITY, Question, Scope
 from rounds import build_all, interleaved
 
-from calibration.calibrate import CalibrationRequest, calibrate
 from calibration.gpu.board import find_reader
 from calibration.gpu.copies import Route, measure_copy
 from calibration.gpu.driver import Driver
@@ -24,10 +23,11 @@ from calibration.gpu.journal import Row
 from calibration.gpu.launches import event_cost, graph_cost, launch_cost, synchronisation_cost
 from calibration.gpu.products import PRECISIONS, Product, measure_product
 from calibration.gpu.programme import Case, failure
-from calibration.raw_points import raw_path
+from calibration.rounds.calibrate import CalibrationRequest, calibrate
+from calibration.rounds.raw_points import raw_path
 from parsim.errors import ExecutionError
-from parsim.execute.environment import describe_environment
-from parsim.execute.launch import launch
+from parsim.execute.processes.environment import describe_environment
+from parsim.execute.processes.launch import launch
 from parsim.files import write_text_atomically
 from parsim.hardware.profile import save_profile
 from parsim.units import format_bytes, format_seconds

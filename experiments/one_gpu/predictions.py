@@ -15,9 +15,9 @@ from calibration.gpu.journal import DONE, STATUS, Row
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile, Sourced, SourceEntry, parse_profile
 from parsim.model.spec import load_model
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.report.compare import task_durations_s
-from parsim.schedule.evaluate import evaluate
-from parsim.schedule.problem import Problem
 from parsim.work import kind_of
 
 PROFILE_PRECISIONS = {"fp32": "fp32", "tf32": "tf32", "bf16": "amp_bf16", "fp16": "amp_fp16", "fp8": "fp8"}
@@ -32,7 +32,7 @@ def predict(profile: Profile, question: Question) -> dict[str, Any]:
     The batch lies on the device, so loading costs nothing here.
     """
     model = load_model(question.spec, granularity=GRANULARITY)
-    problem = Problem(
+    problem = PlanningProblem(
         model=model,
         cluster=cluster_from_profile(without_loading(profile), 1),
         global_batch=question.batch,

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from calibration.gpu.driver import UnsupportedError
 from parsim.execute.memory_lines import StepWatch, watching
-from parsim.execute.optimizer import make_optimizer
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica, seeded_module
+from parsim.execute.state.optimizer import make_optimizer
 from parsim.execute.streams import make_streams
-from parsim.graph.layout import Layout
 from parsim.graph.lower import lower
+from parsim.graph.plan_index import PlanIndex
 from parsim.model.losses import loss_sum
 from parsim.model.spec import example_batch, load_model, loss_of
 
@@ -50,7 +50,7 @@ class ExecutorStep:
         plan = question.plan(tuple(component.name for component in model.components))
         self.stage = StageReplica(
             question.spec,
-            Layout(plan, model),
+            PlanIndex(plan, model),
             0,
             optimizer=question.optimizer,
             learning_rate=LEARNING_RATE,

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from calibration.gpu.products import CORE_SIDES, SIDES, Product, squares, transformer_products
 from parsim.model.spec import ModelSpec
-from parsim.plan.mesh import Mesh
-from parsim.plan.plan import Plan, Stage
-from parsim.plan.recompute import NONE, Recompute
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
+from parsim.plans.recompute import NONE, Recompute
 
 GRANULARITY = "block"
 LEARNING_RATE = 1e-4

@@ -20,7 +20,7 @@ from calibration.gpu.programme import failure
 AGAIN = " again"
 WARM_STEPS = 3
 LONG_STEP_S, LONG_STEPS = 0.1, 2
-"""Steps that take so long: fewer in a turn, and none before them, since what another program left in the caches hardly counts."""
+"""Steps that take so long: fewer in a turn, and none before them. What another program left in the caches hardly counts."""
 
 
 def interleaved(driver: Driver, programs: Sequence[Program], scope: Scope, *, seed: int, remaining_s: float) -> dict[str, Any]:
