@@ -31,7 +31,7 @@ from questions import ON_A_GPU, REHEARSED, Scope  # noqa: E402
 from calibration.gpu.board import BoardWatch, find_reader  # noqa: E402
 from calibration.gpu.driver import make_driver  # noqa: E402
 from calibration.gpu.journal import CASE, DONE, FAILED, SKIPPED, STATUS, Journal, Row, read_rows  # noqa: E402
-from calibration.gpu.programme import run_programme  # noqa: E402
+from calibration.gpu.programme import Case, run_programme  # noqa: E402
 from parsim.errors import ParsimError  # noqa: E402
 from parsim.files import write_text_atomically  # noqa: E402
 from parsim.hardware.profile import save_profile  # noqa: E402
@@ -46,6 +46,8 @@ class TwoFiles(Journal):
 
     def __init__(self, path: Path, other: Path | None) -> None:
         super().__init__(path)
+        if other is not None:
+            other.parent.mkdir(parents=True, exist_ok=True)
         self._other = None if other is None or other.resolve() == path.resolve() else Journal(other)
         if self._other is not None:
             self.add_missing(list(self._other.rows.values()))
@@ -65,6 +67,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/one_gpu"))
     parser.add_argument("--done", type=Path, help="rows of earlier calls; finished cases are appended")
     parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--skip", help="leave out cases whose names contain this")
     parser.add_argument("--retry", action="store_true", help="run the cases that failed, or needed one that did, once more")
     parser.add_argument("--list", action="store_true", help="the cases with their estimates, without running any")
     parser.add_argument("--analyse", type=Path, metavar="DIR", help="the tables of DIR, without measuring")
@@ -94,7 +97,7 @@ def measure(asked: argparse.Namespace) -> int:
         journal.forget(name for name, row in journal.rows.items() if failed(row))
     restore_files(journal, asked.out, scope)
     programme = Programme(driver, scope, asked.out, seed=asked.seed, say=progress)
-    cases = [case for case in programme.cases() if asked.only in case.name]
+    cases = chosen(programme, asked)
     reader, source = find_reader() if asked.device == "cuda" else (None, "a CPU has no board")
 
     def beside(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -115,12 +118,19 @@ def measure(asked: argparse.Namespace) -> int:
     return show(asked.out, as_json=asked.json)
 
 
+def chosen(programme: Programme, asked: argparse.Namespace) -> list[Case]:
+    """The cases that --only and --skip leave."""
+    return [
+        case for case in programme.cases() if asked.only in case.name and (asked.skip is None or asked.skip not in case.name)
+    ]
+
+
 def list_cases(asked: argparse.Namespace, scope: Scope) -> int:
     """On any machine: nothing is run."""
     path = asked.out / ROWS_FILE
     known = {row[CASE] for file in (path, asked.done) if file is not None and file.is_file() for row in read_rows(file)}
     programme = Programme(make_driver("cpu"), scope, asked.out, seed=asked.seed, say=progress)
-    cases = [case for case in programme.cases() if asked.only in case.name]
+    cases = chosen(programme, asked)
     for case in cases:
         print(f"{case.estimate_s:6.1f} s  {case.name}{'  (done)' if case.name in known else ''}")
     print(f"{sum(case.estimate_s for case in cases if case.name not in known):6.0f} s at most, left to do")
