@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LACKS = ("simpy", "pydantic", "pydantic_core", "annotated-types", "typing-inspection")
+LACKS = ("simpy", "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "plotly")
 GLIBC_MINORS = (28, 27, 17, 12, 5)
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS), "manylinux2014_x86_64", "manylinux1_x86_64")
 MIB = 2**20
@@ -63,9 +63,8 @@ def main() -> int:
     for wheel in wheels:
         print(f"{wheel.stat().st_size / MIB:8.2f} MiB  {wheel.name}")
     tree, carried = tree_bytes(), sum(wheel.stat().st_size for wheel in wheels)
-    print(
-        f"{carried / MIB:8.2f} MiB of wheels, {tree / MIB:.2f} MiB of tree, {(carried + tree) / MIB:.2f} of {asked.limit_mib:g} MiB"
-    )
+    together = f"{(carried + tree) / MIB:.2f} of {asked.limit_mib:g} MiB"
+    print(f"{carried / MIB:8.2f} MiB of wheels, {tree / MIB:.2f} MiB of tree, together {together}")
     if carried + tree > asked.limit_mib * MIB:
         print("error: more than the limit; name fewer packages with --lacks", file=sys.stderr)
         return 1
@@ -109,8 +108,8 @@ def budgets_of(minutes: float) -> list[int]:
     Raises ValueError for too few minutes.
     """
     others_s = SMOKE_S + CORRECTNESS_S + START_S
-    whole, rest_s = divmod(int(60 * minutes) - others_s, CALL_S)
-    budgets = [CALL_S - MARGIN_S] * max(0, whole) + ([rest_s - MARGIN_S] if rest_s >= LEAST_CALL_S else [])
+    whole, rest_s = divmod(max(0, int(60 * minutes) - others_s), CALL_S)
+    budgets = [CALL_S - MARGIN_S] * whole + ([rest_s - MARGIN_S] if rest_s >= LEAST_CALL_S else [])
     if not budgets:
         least = math.ceil((LEAST_CALL_S + others_s) / 60)
         raise ValueError(f"{minutes:g} minutes are too few for the three commands; give --minutes {least} or more")
@@ -133,8 +132,8 @@ def commands(minutes: float) -> list[str]:
         f"1. Smoke, about {SMOKE_S} s: does everything import, does the GPU do what the programme asks of it?",
         f"   {ways['smoke']}",
         "",
-        f"2. The programme, {len(budgets)} call(s) with --budget {told}; each ends within {MARGIN_S} s of its budget. After each",
-        f"   call copy rows.jsonl from $OUT to {KEPT}/ in the tree: the next call goes on from there.",
+        f"2. The programme, {len(budgets)} call(s) with --budget {told}; each ends within {MARGIN_S} s of its budget.",
+        f"   After each call copy rows.jsonl from $OUT to {KEPT}/ in the tree: the next call goes on from there.",
         f"   {ways['programme']}",
         "",
         f"3. Correctness, about {CORRECTNESS_S} s:",
