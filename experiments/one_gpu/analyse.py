@@ -38,8 +38,8 @@ def analyse(all_rows: Sequence[Row]) -> tuple[dict[str, Any], str]:
     """Results as plain JSON, and the same for people, in Markdown. Of several rows of one case the last counts."""
     rows = {row["case"]: row for row in all_rows}
     done = {name: row for name, row in rows.items() if row[STATUS] == DONE}
-    said = done.get("predictions", {})
-    predictions = {entry["question"]: entry for entry in said.get("predictions", [])}
+    frozen = {row["precision"]: row for name, row in done.items() if name.startswith("predictions ")}
+    predictions = {entry["question"]: entry for row in frozen.values() for entry in row["predictions"]}
     steps = [step_of(row, predictions) for name, row in done.items() if name.startswith("step ")]
     results: dict[str, Any] = {
         "machine": {key: value for key, value in done.get("machine", {}).items() if key not in ("case", "status", "headline")},
@@ -47,9 +47,12 @@ def analyse(all_rows: Sequence[Row]) -> tuple[dict[str, Any], str]:
         "products": products_of(done.values()),
         "copies": [copy_of(row) for row in done.values() if "route" in row],
         "predictions": {
-            "sha256": said.get("sha256"),
-            "unchanged": bool(said) and digest(said["predictions"]) == said["sha256"],
-            "unpriced": said.get("unpriced", {}),
+            precision: {
+                "sha256": row["sha256"],
+                "unchanged": digest(row["predictions"]) == row["sha256"],
+                "unpriced": row["unpriced"],
+            }
+            for precision, row in frozen.items()
         },
         "steps": steps,
         "accuracy": accuracy_of(steps),
@@ -136,6 +139,7 @@ def step_of(row: Row, predictions: Mapping[str, Mapping[str, Any]]) -> dict[str,
     if said is not None and row["predicted"] is not None:
         median_s, low_s, high_s = said["step_s"]
         found |= {
+            "precision": said["precision"],
             "predicted_s": median_s,
             "interval_s": [low_s, high_s],
             "error": median_s / measured_s - 1,
@@ -160,6 +164,10 @@ def accuracy_of(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     predicted = [step for step in steps if "predicted_s" in step]
     groups = {
         "all": predicted,
+        **{
+            precision: [step for step in predicted if step["precision"] == precision]
+            for precision in dict.fromkeys(step["precision"] for step in predicted)
+        },
         "held-out models": [step for step in predicted if step["held_out"]],
         "calibrated models, other batches": [step for step in predicted if not step["held_out"]],
     }
@@ -242,9 +250,9 @@ def _steps_text(results: Mapping[str, Any]) -> list[str]:
         return []
     names = list(dict.fromkeys(name for step in results["steps"] for name in step["executor_over"]))
     lines = ["## Steps", ""]
-    sha = results["predictions"]["sha256"]
-    if sha is not None:
-        lines += [f"Predictions frozen before, sha256 {sha}.", ""]
+    for precision, entry in results["predictions"].items():
+        changed = "" if entry["unchanged"] else ", CHANGED since"
+        lines += [f"Predictions in {precision} frozen before, sha256 {entry['sha256']}{changed}.", ""]
     header = [
         "step",
         "predicted",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from predictions import digest, frozen, packed_profile, predict, unpacked_profile, with_machine_facts
-from programs import DTYPE, EagerStep, ExecutorStep, Program, compiled, graphed, let_go
+from programs import EagerStep, ExecutorStep, Program, compiled, graphed, let_go
 from questions import GRANULARITY, Question, Scope
 from rounds import build_all, interleaved
 
@@ -32,7 +32,9 @@ from parsim.files import write_text_atomically
 from parsim.hardware.profile import save_profile
 from parsim.units import format_bytes, format_seconds
 
-CALIBRATION, PREDICTIONS = "calibration", "predictions"
+CALIBRATION, PREDICTIONS = "calibration ", "predictions "
+"""Before the precision."""
+
 PREDICTIONS_FILE = "predictions.json"
 COMMAND = "python experiments/one_gpu/run.py"
 HOST_ROUTES: tuple[Route, ...] = ("to_device", "to_host", "to_device_pageable", "to_host_pageable")
@@ -55,6 +57,7 @@ class Programme:
         """In order of value."""
         scope = self.scope
         core, more = scope.products
+        first = scope.precisions[0]
         return [
             self._case("machine", 10, self._machine),
             self._case("cost of a launch", 8, lambda *_: launch_cost(self.driver)),
@@ -64,16 +67,22 @@ class Programme:
             *self._products(core),
             *(self._copy("on_device", size) for size in scope.copy_sizes),
             *(self._copy(route, size) for route in HOST_ROUTES[:2] for size in scope.host_sizes),
-            self._case(CALIBRATION, sum(scope.calibration_s) + CALIBRATION_OVERHEAD_S, self._calibration),
-            self._case(PREDICTIONS, 60, self._predictions, needs=(CALIBRATION,)),
-            *(self._rounds(question) for question in scope.held_out),
-            *(self._memory(question) for question in scope.held_out),
-            *(self._variant(question) for question in (*scope.recomputed, *scope.microbatched)),
-            *(self._memory(question) for question in (*scope.recomputed, *scope.microbatched)),
+            *(case for precision in scope.precisions for case in self._steps(precision)),
+            *(self._memory(question) for precision in scope.precisions for question in scope.steps_in(precision)),
+            *(self._variant(question) for question in scope.variants_in(first)),
+            *(self._memory(question) for question in scope.variants_in(first)),
             *self._products(more),
             *(self._copy(route, size) for route in HOST_ROUTES[2:] for size in scope.host_sizes),
-            *(self._compiled(question) for question in scope.held_out if question.compiled or scope.quick_calibration),
+            *(self._compiled(question) for question in scope.steps_in(first) if question.compiled),
         ]
+
+    def _steps(self, precision: str) -> Iterator[Case]:
+        """One precision: calibrated, predicted, measured."""
+        calibration_s = sum(self.scope.calibration_s) + CALIBRATION_OVERHEAD_S
+        yield self._case(calibration_name(precision), calibration_s, partial(self._calibration, precision))
+        needs = (calibration_name(precision),)
+        yield self._case(predictions_name(precision), 60, partial(self._predictions, precision), needs=needs)
+        yield from (self._rounds(question) for question in self.scope.steps_in(precision))
 
     def _case(
         self,
@@ -127,15 +136,16 @@ class Programme:
 
     # --- calibration and predictions --------------------------------------------------------------------------------------
 
-    def _calibration(self, rows: Rows, remaining_s: float) -> dict[str, Any]:
+    def _calibration(self, precision: str, rows: Rows, remaining_s: float) -> dict[str, Any]:
         """Components and operators by the calibration that every machine gets, in a process of its own."""
-        scope, path = self.scope, self.out / f"{self.scope.profile_name}.json"
+        scope, path = self.scope, profile_path(self.out, self.scope, precision)
         components_s, operators_s = scope.calibration_s
         request = CalibrationRequest(
             models=scope.calibrated,
             device=self.driver.device.type,
             nproc=1,
             optimizers=("sgd_momentum", "adamw"),
+            precision=precision,
             granularities=(GRANULARITY,),
             quick=scope.quick_calibration,
             shard_ways=(),
@@ -163,6 +173,7 @@ class Programme:
         save_profile(profile, path)
         compute = profile.compute
         return {
+            "precision": precision,
             "profile": packed_profile(profile),
             "components": len(compute.components),
             "operators": len(compute.operator_points),
@@ -171,24 +182,27 @@ class Programme:
             "headline": f"{len(compute.components)} component and {len(compute.operator_points)} operator points",
         }
 
-    def _predictions(self, rows: Rows, _: float) -> dict[str, Any]:
-        """Every step of the programme, before any of them is measured."""
-        measured = [question.name for question in self._questions() if rounds_name(question) in rows]
+    def _predictions(self, precision: str, rows: Rows, _: float) -> dict[str, Any]:
+        """Every step of this precision, before any of them is measured."""
+        questions = self.scope.questions_in(precision)
+        measured = [question.name for question in questions if rounds_name(question) in rows]
         if measured:
             raise ExecutionError(f"predictions come before measurements, but there are rows of {', '.join(measured)}")
-        profile = unpacked_profile(rows[CALIBRATION]["profile"])
+        profile = unpacked_profile(rows[calibration_name(precision)]["profile"])
         said, unpriced = [], {}
-        for question in self._questions():
+        for question in questions:
             try:
                 said.append(predict(profile, question))
             except Exception as error:  # one model without a price must not take the others' predictions
                 unpriced[question.name] = f"{type(error).__name__}: {error}"
         document = frozen(said)
-        write_text_atomically(self.out / PREDICTIONS_FILE, json.dumps(document, indent=1))
-        return {**document, "unpriced": unpriced, "headline": f"{len(said)} steps, sha256 {document['sha256'][:12]}"}
-
-    def _questions(self) -> tuple[Question, ...]:
-        return (*self.scope.held_out, *self.scope.recomputed, *self.scope.microbatched)
+        write_predictions(self.out, {**rows, predictions_name(precision): document})
+        return {
+            "precision": precision,
+            **document,
+            "unpriced": unpriced,
+            "headline": f"{len(said)} steps, sha256 {document['sha256'][:12]}",
+        }
 
     # --- steps ------------------------------------------------------------------------------------------------------------
 
@@ -205,7 +219,7 @@ class Programme:
             return self._interleaved(question, builders, rows, remaining_s)
 
         estimate_s = 2 * self.scope.round_budget_s + 15
-        return self._case(rounds_name(question), estimate_s, measure, after=(PREDICTIONS,))
+        return self._case(rounds_name(question), estimate_s, measure, after=(predictions_name(question.precision),))
 
     def _variant(self, question: Question) -> Case:
         """The executor alone, against itself: nobody else recomputes or cuts the batch by the same plan."""
@@ -214,7 +228,9 @@ class Programme:
             builders = [("executor", lambda: ExecutorStep(question, self.driver.device).as_program())]
             return self._interleaved(question, builders, rows, remaining_s)
 
-        return self._case(rounds_name(question), self.scope.round_budget_s + 15, measure, after=(PREDICTIONS,))
+        return self._case(
+            rounds_name(question), self.scope.round_budget_s + 15, measure, after=(predictions_name(question.precision),)
+        )
 
     def _compiled(self, question: Question) -> Case:
         """torch.compile against eager torch."""
@@ -237,7 +253,7 @@ class Programme:
             close_all(programs)
         first = found["rounds_s"][programs[0].name]
         mean_s = sum(first) / len(first)
-        told = {"question": question.name, "held_out": question.held_out, "predicted": frozen_hash(rows)}
+        told = {"question": question.name, "held_out": question.held_out, "predicted": frozen_hash(rows, question.precision)}
         return {**told, **found, "not_built": failed, "headline": f"{programs[0].name} {format_seconds(mean_s)}"}
 
     def _memory(self, question: Question) -> Case:
@@ -249,7 +265,7 @@ class Programme:
             executor = ExecutorStep(question, device)
             try:
                 executor.step()
-                found: dict[str, Any] = {"question": question.name, "held_out": question.held_out, "dtype": str(DTYPE)}
+                found: dict[str, Any] = {"question": question.name, "held_out": question.held_out}
                 if device.type == "cuda":
                     self.driver.wait()
                     torch.cuda.reset_peak_memory_stats(device)
@@ -267,7 +283,7 @@ class Programme:
             headline = f"counted {format_bytes(total)}" if lines else f"not counted: {counting['error']}"
             return {**found, "lines": lines, "counted_bytes": total, "counting": counting, "headline": headline}
 
-        return self._case(f"memory {question.name}", 20, measure, after=(PREDICTIONS,))
+        return self._case(f"memory {question.name}", 20, measure, after=(predictions_name(question.precision),))
 
 
 def close_all(programs: list[Program]) -> None:
@@ -287,9 +303,32 @@ def rounds_name(question: Question) -> str:
     return f"step {question.name}"
 
 
-def frozen_hash(rows: Rows) -> str | None:
+def calibration_name(precision: str) -> str:
+    return CALIBRATION + precision
+
+
+def predictions_name(precision: str) -> str:
+    return PREDICTIONS + precision
+
+
+def profile_path(out: Path, scope: Scope, precision: str) -> Path:
+    return out / f"{scope.profile_name}-{precision}.json"
+
+
+def write_predictions(out: Path, rows: Rows) -> None:
+    """All that were frozen so far, by precision, each with its hash."""
+    document = {
+        name.removeprefix(PREDICTIONS): {key: row[key] for key in ("sha256", "predictions")}
+        for name, row in rows.items()
+        if name.startswith(PREDICTIONS) and "sha256" in row
+    }
+    if document:
+        write_text_atomically(out / PREDICTIONS_FILE, json.dumps(document, indent=1))
+
+
+def frozen_hash(rows: Rows, precision: str) -> str | None:
     """Of the predictions there were when a step was measured; None: there were none. Raises if they were changed since."""
-    row = rows.get(PREDICTIONS, {})
+    row = rows.get(predictions_name(precision), {})
     if "sha256" not in row:
         return None
     if digest(row["predictions"]) != row["sha256"]:

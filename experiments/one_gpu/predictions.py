@@ -36,6 +36,7 @@ def predict(profile: Profile, question: Question) -> dict[str, Any]:
         model=model,
         cluster=cluster_from_profile(without_loading(profile), 1),
         global_batch=question.batch,
+        precision=question.precision,
         optimizer=question.optimizer,
     )
     plan = question.plan(tuple(component.name for component in model.components))
@@ -47,6 +48,7 @@ def predict(profile: Profile, question: Question) -> dict[str, Any]:
     return {
         "question": question.name,
         "model": question.model,
+        "precision": question.precision,
         "held_out": question.held_out,
         "step_s": [interval.median, interval.p05, interval.p95],
         "kinds_s": kinds,

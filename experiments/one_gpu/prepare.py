@@ -32,8 +32,8 @@ CALL_S, MARGIN_S, LEAST_CALL_S = 600, 60, 180
 is worth making for."""
 
 INSTALL = (
-    "python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl"
-    " && export PYTHONPATH=$PWD:/tmp/site PYTHONUNBUFFERED=1"
+    "SITE=$(mktemp -d) && python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target $SITE .whl/*.whl"
+    " && export PYTHONPATH=$PWD:$SITE PYTHONUNBUFFERED=1"
 )
 KEPT = "experiments/one_gpu/measured"
 

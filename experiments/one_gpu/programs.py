@@ -6,6 +6,7 @@ how the step is issued and in nothing else. None loads samples: predictions leav
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from parsim.model.spec import example_batch, load_model, loss_of
 
 SEED = 0
 DTYPE = torch.float32
+HALF_TYPES = {"amp_bf16": torch.bfloat16}
+"""By precision. amp_fp16 needs a scaled loss, which a plain eager step has not."""
+
 GRAPH_WARM_STEPS = 3
 """Before a capture, on a stream of its own, as PyTorch asks for."""
 
@@ -46,6 +50,7 @@ class ExecutorStep:
     """The step as parsim's executor runs it, in this process, with the one rank there is."""
 
     def __init__(self, question: Question, device: torch.device) -> None:
+        set_switches(question.precision)
         model = load_model(question.spec, granularity=GRANULARITY)
         plan = question.plan(tuple(component.name for component in model.components))
         self.stage = StageReplica(
@@ -90,18 +95,22 @@ class ExecutorStep:
 class EagerStep:
     """The same step as a PyTorch user writes it. `run` is the module, or what torch.compile made of it."""
 
-    def __init__(self, question: Question, device: torch.device, *, compiled: bool = False) -> None:
+    def __init__(self, question: Question, device: torch.device, *, compiled: bool = False, cache_casts: bool = True) -> None:
+        set_switches(question.precision)
+        self.cache_casts = cache_casts
         module = seeded_module(question.spec, SEED, DTYPE, device)
         self.parameters = list(module.parameters())
         self.optimizer = make_optimizer(question.optimizer, self.parameters, LEARNING_RATE)
         self.run: Callable[..., Any] = torch.compile(module) if compiled else module
         self.kind, self.batch = loss_of(question.spec), question.batch
+        self.precision, self.device = question.precision, device
         self.inputs, self.target = example_batch(question.spec, question.batch, seed=SEED, dtype=DTYPE, device=device)
         self.last: Tensor | None = None
 
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        self.last = loss_sum(self.kind, self.run(*self.inputs), self.target) / self.batch
+        with autocast(self.precision, self.device, cache=self.cache_casts):
+            self.last = loss_sum(self.kind, self.run(*self.inputs), self.target) / self.batch
         self.last.backward()
         self.optimizer.step()
 
@@ -119,7 +128,7 @@ def graphed(question: Question, device: torch.device) -> Program:
     """
     if device.type != "cuda":
         raise UnsupportedError("CUDA graphs need CUDA")
-    eager = EagerStep(question, device)
+    eager = EagerStep(question, device, cache_casts=False)  # a cached cast would not be part of the capture
     for group in eager.optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
@@ -148,7 +157,16 @@ def let_go(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def ieee_products() -> None:
-    """fp32 means IEEE everywhere in this process: neither products nor convolutions may use tf32."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+def autocast(precision: str, device: torch.device, *, cache: bool) -> contextlib.AbstractContextManager[object]:
+    """Around a forward and its loss: autocast to the half-precision type of the precision, where it has one."""
+    if precision not in HALF_TYPES:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=HALF_TYPES[precision], cache_enabled=cache)
+
+
+def set_switches(precision: str) -> None:
+    """Whether products and convolutions of fp32 arrays may use tf32: fp32 means IEEE, whatever torch's defaults are."""
+    tf32 = precision == "tf32"
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32

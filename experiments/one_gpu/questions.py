@@ -21,6 +21,7 @@ class Question:
     Attributes:
         model: its name in rows. held_out: no component of this model was calibrated; else only the batch is new.
         compiled: whether torch.compile is tried on it, last.
+        precision: as in RUN.toml.
     """
 
     model: str
@@ -31,12 +32,14 @@ class Question:
     microbatches: int = 1
     recompute: Recompute = NONE
     compiled: bool = False
+    precision: str = "fp32"
 
     @property
     def name(self) -> str:
-        """`vit_b_16 b64`, `gpt b8 m4`, `bert b16 recompute`: names its rows."""
+        """`vit_b_16 b64 amp_bf16`, `gpt b8 m4 tf32`, `bert b16 recompute fp32`: names its rows."""
         parts = f" m{self.microbatches}" if self.microbatches > 1 else ""
-        return f"{self.model} b{self.batch}{parts}{' recompute' if self.recompute != NONE else ''}"
+        again = " recompute" if self.recompute != NONE else ""
+        return f"{self.model} b{self.batch}{parts}{again} {self.precision}"
 
     def plan(self, components: tuple[str, ...]) -> Plan:
         """The one-rank plan."""
@@ -55,7 +58,9 @@ class Scope:
     """Everything of one size of the experiment.
 
     Attributes:
-        calibrated: models with their local batches. held_out: steps to predict and to measure.
+        precisions: in which steps are calibrated, predicted and measured, by order of value.
+        calibrated: models with their local batches. held_out: steps to predict and to measure, in the first precision all of
+            them, in the others the first `fewer`.
         microbatched, recomputed: variants of steps. products: by order of value, two lots.
         copy_sizes, host_sizes: bytes. sustained_s, short_s: device seconds of large and of small products.
         calibration_s: of components, of operators. round_budget_s: of the interleaved rounds of one question.
@@ -63,6 +68,8 @@ class Scope:
     """
 
     profile_name: str
+    precisions: tuple[str, ...]
+    fewer: int
     calibrated: tuple[tuple[ModelSpec, tuple[int, ...]], ...]
     held_out: tuple[Question, ...]
     microbatched: tuple[Question, ...]
@@ -78,6 +85,19 @@ class Scope:
     steps: int
     quick_calibration: bool = False
     patience: float = 1.0
+
+    def steps_in(self, precision: str) -> tuple[Question, ...]:
+        """What is measured against other programs."""
+        chosen = self.held_out if precision == self.precisions[0] else self.held_out[: self.fewer]
+        return tuple(replace(question, precision=precision) for question in chosen)
+
+    def variants_in(self, precision: str) -> tuple[Question, ...]:
+        """Recomputed and in microbatches: in the first precision alone."""
+        chosen = (*self.recomputed, *self.microbatched) if precision == self.precisions[0] else ()
+        return tuple(replace(question, precision=precision) for question in chosen)
+
+    def questions_in(self, precision: str) -> tuple[Question, ...]:
+        return (*self.steps_in(precision), *self.variants_in(precision))
 
 
 def language(name: str, **args: int) -> ModelSpec:
@@ -102,6 +122,8 @@ VIT = ModelSpec(name="vit_b_16")
 
 ON_A_GPU = Scope(
     profile_name="h200-1gpu",
+    precisions=("amp_bf16", "tf32"),
+    fewer=4,
     calibrated=(
         (ModelSpec(name="resnet50"), (16, 64)),
         (ModelSpec(name="gpt"), (2, 8)),
@@ -147,13 +169,15 @@ SMALL_GPT = language("gpt_small", hidden=192, layers=6, heads=6, vocab=256, seq=
 
 REHEARSED = Scope(
     profile_name="rehearsal-cpu",
+    precisions=("fp32",),
+    fewer=2,
     calibrated=(
         (ModelSpec(name="resnet_small"), (2, 8)),
         (ModelSpec(name="gpt_small"), (2, 8)),
         (ModelSpec(name="vgg_small"), (2, 8)),
     ),
     held_out=(
-        asked("vit_small", ModelSpec(name="vit_small"), 4),
+        asked("vit_small", ModelSpec(name="vit_small"), 4, compiled=True),
         asked("bert_small", ModelSpec(name="bert_small"), 4),
         asked("gpt_medium", SMALL_GPT, 4),
         asked("resnet_small", ModelSpec(name="resnet_small"), 4, held_out=False),

@@ -23,9 +23,8 @@ BEGIN_S = time.monotonic()  # what imports take belongs to the budget
 
 import torch  # noqa: E402
 from analyse import analyse  # noqa: E402
-from cases import CALIBRATION, PREDICTIONS, PREDICTIONS_FILE, Programme  # noqa: E402
+from cases import PREDICTIONS_FILE, Programme, calibration_name, profile_path, write_predictions  # noqa: E402
 from predictions import unpacked_profile  # noqa: E402
-from programs import ieee_products  # noqa: E402
 from questions import ON_A_GPU, REHEARSED, Scope  # noqa: E402
 
 from calibration.gpu.board import BoardWatch, find_reader  # noqa: E402
@@ -90,7 +89,6 @@ def measure(asked: argparse.Namespace) -> int:
     driver = make_driver(asked.device)
     if asked.device == "cpu":
         torch.set_num_threads(1)
-    ieee_products()
     asked.out.mkdir(parents=True, exist_ok=True)
     journal = TwoFiles(asked.out / ROWS_FILE, asked.done)
     if asked.retry:
@@ -115,7 +113,10 @@ def measure(asked: argparse.Namespace) -> int:
         around=beside if asked.device == "cuda" else None,
     )
     progress(f"{len(outcome.ran)} cases ran, {len(outcome.known)} were done before, {len(outcome.left)} are left")
-    return show(asked.out, as_json=asked.json)
+    results, text = analyse(list(journal.rows.values()))
+    write_text_atomically(asked.out / "results.json", json.dumps(results, indent=1))
+    print(json.dumps(results) if asked.json else text)
+    return 0
 
 
 def chosen(programme: Programme, asked: argparse.Namespace) -> list[Case]:
@@ -143,14 +144,13 @@ def failed(row: Row) -> bool:
 
 
 def restore_files(journal: Journal, out: Path, scope: Scope) -> None:
-    """The profile and the predictions of earlier calls, where DIR has them no longer: the rows hold both."""
-    calibrated, said = journal.rows.get(CALIBRATION, {}), journal.rows.get(PREDICTIONS, {})
-    profile = out / f"{scope.profile_name}.json"
-    if calibrated.get(STATUS) == DONE and not profile.is_file():
-        save_profile(unpacked_profile(calibrated["profile"]), profile)
-    if said.get(STATUS) == DONE and not (out / PREDICTIONS_FILE).is_file():
-        document = {key: said[key] for key in ("sha256", "predictions")}
-        write_text_atomically(out / PREDICTIONS_FILE, json.dumps(document, indent=1))
+    """The profiles and the predictions of earlier calls, where DIR has them no longer: the rows hold both."""
+    for precision in scope.precisions:
+        row, path = journal.rows.get(calibration_name(precision), {}), profile_path(out, scope, precision)
+        if row.get(STATUS) == DONE and not path.is_file():
+            save_profile(unpacked_profile(row["profile"]), path)
+    if not (out / PREDICTIONS_FILE).is_file():
+        write_predictions(out, journal.rows)
 
 
 def show(folder: Path, *, as_json: bool) -> int:

@@ -42,6 +42,7 @@ def said(question: str, step_s: tuple[float, float, float], tensor_bytes: int = 
     return {
         "question": question,
         "model": question.split()[0],
+        "precision": "fp32",
         "held_out": True,
         "step_s": list(step_s),
         "kinds_s": {},
@@ -68,7 +69,8 @@ def step_row(question: str, executor: list[float], eager: list[float], *, predic
 
 
 def predictions_row(own: Any, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"case": "predictions", "status": "done", **own("predictions").frozen(entries), "unpriced": {}, "seconds": 1.0}
+    document = own("predictions").frozen(entries)
+    return {"case": "predictions fp32", "status": "done", "precision": "fp32", **document, "unpriced": {}, "seconds": 1.0}
 
 
 def test_a_step_is_compared_with_its_prediction_and_with_eager_torch(own: Any) -> None:
@@ -92,7 +94,7 @@ def test_a_step_is_compared_with_its_prediction_and_with_eager_torch(own: Any) -
     assert everything["coverage"] == 0.5
     assert everything["bias"] == pytest.approx((0.1 - 0.5) / 2)
     assert everything["aa_floor_median"] > 0
-    assert results["predictions"]["unchanged"]
+    assert results["predictions"]["fp32"]["unchanged"]
     assert "+10.0%" in text
     assert "(missed)" in text
 
@@ -120,12 +122,12 @@ def test_what_was_measured_before_any_prediction_is_not_judged(own: Any) -> None
 
 def test_predictions_changed_afterwards_are_noticed(own: Any) -> None:
     row = predictions_row(own, [said("vit b4", (0.1, 0.09, 0.11))])
-    assert own("analyse").analyse([row])[0]["predictions"]["unchanged"]
-    assert own("cases").frozen_hash({"predictions": row}) == row["sha256"]
+    assert own("analyse").analyse([row])[0]["predictions"]["fp32"]["unchanged"]
+    assert own("cases").frozen_hash({"predictions fp32": row}, "fp32") == row["sha256"]
     row["predictions"][0]["step_s"][0] = 0.2
-    assert not own("analyse").analyse([row])[0]["predictions"]["unchanged"]
+    assert not own("analyse").analyse([row])[0]["predictions"]["fp32"]["unchanged"]
     with pytest.raises(Exception, match="not those that were frozen"):
-        own("cases").frozen_hash({"predictions": row})
+        own("cases").frozen_hash({"predictions fp32": row}, "fp32")
 
 
 def test_memory_is_compared_by_line_and_with_the_allocator(own: Any) -> None:
@@ -278,7 +280,7 @@ def test_the_rehearsal_killed_and_moved_to_a_fresh_folder_goes_on(tmp_path: Path
     assert rows == read_rows(done)
     assert [row for row in rows if row["status"] == "failed"] == []
     results = json.loads((second / "results.json").read_text())
-    assert results["predictions"]["unchanged"]
+    assert results["predictions"]["fp32"]["unchanged"]
     assert len(results["steps"]) == 6
     assert all("predicted_s" in step for step in results["steps"])
     assert len(list(second.iterdir())) <= 8
