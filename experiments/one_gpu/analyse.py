@@ -30,6 +30,9 @@ LINES: Mapping[str, tuple[str, ...]] = {
 }
 """By the name in the table: lines of the prediction and of the count that mean the same."""
 
+SAME_LOSS = 1e-2
+"""Relative difference of losses, from which on programs are said not to have trained the same."""
+
 ROOFLINE_SLACK = 1.1
 """A rate so much above the roofline of the measured peaks is implausible."""
 
@@ -128,7 +131,7 @@ def step_of(row: Row, predictions: Mapping[str, Mapping[str, Any]]) -> dict[str,
         "aa_floor_median": floor.median,
         "aa_floor_p95": floor.p95,
         "executor_again": ratio_interval(again, own),
-        "losses": row["losses"],
+        "loss_difference": loss_difference(row["losses"]),
         "not_built": {name: f"{error['error']}: {error['message']}" for name, error in row["not_built"].items()},
         "others_s": {name: statistics.mean(values) for name, values in rounds.items() if not name.startswith("executor")},
         "executor_over": {
@@ -147,6 +150,17 @@ def step_of(row: Row, predictions: Mapping[str, Mapping[str, Any]]) -> dict[str,
             "sources": said["sources"],
         }
     return found
+
+
+def loss_difference(losses: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """By program: how far its first losses are from the executor's, relative, at most. They train the same model on the same
+    samples, so more than rounding means that something else was timed."""
+    own = losses.get("executor", ())
+    return {
+        name: max(abs(one - other) / abs(other) for one, other in zip(own, values, strict=True))
+        for name, values in losses.items()
+        if name != "executor" and own
+    }
 
 
 def ratio_interval(over: Sequence[float], under: Sequence[float], *, seed: int = 0) -> dict[str, float]:
@@ -212,6 +226,10 @@ def memory_of(row: Row, predictions: Mapping[str, Mapping[str, Any]]) -> dict[st
             found["error"] = tensors / row["counted_bytes"] - 1
         if "allocated_bytes" in row:
             found["error_of_allocated"] = tensors / row["allocated_bytes"] - 1
+        if "used_bytes" in row:
+            low, high = said["memory_interval_bytes"]
+            found["error_of_used"] = said["memory_bytes"] / row["used_bytes"] - 1
+            found["used_inside"] = low <= row["used_bytes"] <= high
     return found
 
 
@@ -277,6 +295,15 @@ def _steps_text(results: Mapping[str, Any]) -> list[str]:
         floors = [f"{100 * step[key]:.1f}%" for key in ("aa_floor_median", "aa_floor_p95")]
         ratios = [_ratio(step["executor_over"][name]) if name in step["executor_over"] else "" for name in names]
         lines.append(_row([step["question"], *said, *floors, *ratios]))
+    far = [
+        (step["question"], *pair)
+        for step in results["steps"]
+        for pair in step["loss_difference"].items()
+        if pair[1] > SAME_LOSS
+    ]
+    lines += (
+        ["", *(f"- {question}: the loss of {name} differs by {100 * off:.2g}%" for question, name, off in far)] if far else []
+    )
     if results["accuracy"]:
         header = ["steps of", "n", "median error", "p95", "worst", "bias", "A/A median", "A/A p95", "inside 90%"]
         lines += ["", _row(header), _row(["---"] * len(header))]
@@ -321,10 +348,10 @@ def _costs_text(results: Mapping[str, Any]) -> list[str]:
 def _memory_text(results: Mapping[str, Any]) -> list[str]:
     if not results["memory"]:
         return []
-    header = ["step", "predicted", "counted", "error", "allocator", "error of the allocator's", "largest error of a line"]
+    header = ["step", "predicted", "counted", "error", "allocator", "its error", "with context", "largest error of a line"]
     lines = ["## Memory of tensors", "", _row(header), _row(["---"] * len(header))]
     for entry in results["memory"]:
-        cells = [entry["question"], "none", "not counted", "", "", "", ""]
+        cells = [entry["question"], "none", "not counted", "", "", "", "", ""]
         if entry["counted_bytes"]:
             cells[2] = format_bytes(entry["counted_bytes"])
         if "allocated_bytes" in entry:
@@ -333,12 +360,14 @@ def _memory_text(results: Mapping[str, Any]) -> list[str]:
             cells[1] = format_bytes(entry["predicted_bytes"])
         if "error_of_allocated" in entry:
             cells[5] = f"{100 * entry['error_of_allocated']:+.1f}%"
+        if "error_of_used" in entry:
+            cells[6] = f"{100 * entry['error_of_used']:+.1f}%{'' if entry['used_inside'] else ' (missed)'}"
         if "error" in entry:
             line, off = max(
                 ((name, entry["predicted_lines"][name] - size) for name, size in entry["lines"].items()),
                 key=lambda pair: abs(pair[1]),
             )
-            cells[3], cells[6] = (
+            cells[3], cells[7] = (
                 f"{100 * entry['error']:+.1f}%",
                 f"{line}, {100 * off / entry['counted_bytes']:+.1f}% of the peak",
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from predictions import digest, frozen, packed_profile, predict, unpacked_profile, with_machine_facts
+from predictions import digest, frozen, packed_profile, predict, unpacked_profile, with_machine_facts, without_held
 from programs import EagerStep, ExecutorStep, Program, compiled, graphed, let_go
 from questions import GRANULARITY, Question, Scope
 from rounds import build_all, interleaved
@@ -167,7 +167,8 @@ class Programme:
             within_s = remaining_s if timeout_s is None else min(timeout_s, remaining_s)
             launch(job_path, nproc, module=module, timeout_s=within_s, on_line=on_line)
 
-        profile = calibrate(request, calibrated, on_line=self.say, launcher=launcher)
+        held_bytes = used_bytes(self.driver)
+        profile = without_held(calibrate(request, calibrated, on_line=self.say, launcher=launcher), held_bytes)
         raw_path(path).write_bytes(raw_path(calibrated).read_bytes())
         profile = with_machine_facts(profile, rows.values(), command=COMMAND)
         save_profile(profile, path)
@@ -178,6 +179,7 @@ class Programme:
             "components": len(compute.components),
             "operators": len(compute.operator_points),
             "surfaces": len(compute.operator_surfaces),
+            "held_bytes": held_bytes,
             "warnings": list(profile.provenance.warnings),
             "headline": f"{len(compute.components)} component and {len(compute.operator_points)} operator points",
         }
@@ -274,7 +276,7 @@ class Programme:
                     found |= {
                         "allocated_bytes": torch.cuda.max_memory_allocated(device) - before,
                         "reserved_bytes": torch.cuda.max_memory_reserved(device),
-                        "used_bytes": self.driver.memory_bytes - torch.cuda.mem_get_info(device)[0],
+                        "used_bytes": used_bytes(self.driver),
                     }
                 lines, counting = counted_lines(executor)
             finally:
@@ -301,6 +303,14 @@ def counted_lines(executor: ExecutorStep) -> tuple[dict[str, int], dict[str, Any
 
 def rounds_name(question: Question) -> str:
     return f"step {question.name}"
+
+
+def used_bytes(driver: Driver) -> int:
+    """Of the GPU, by all processes, as its driver tells it; 0 for a CPU, whose processes are counted one by one."""
+    if driver.device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(driver.device)
+    return total - free
 
 
 def calibration_name(precision: str) -> str:

@@ -120,3 +120,12 @@ def with_machine_facts(profile: Profile, rows: Iterable[Row], *, command: str) -
     return profile.model_copy(
         update={"device_types": {name: entry.model_copy(update=update)}, "sources": sources, "provenance": provenance}
     )
+
+
+def without_held(profile: Profile, held_bytes: int) -> Profile:
+    """The profile with a context that leaves out what the programme's own process held of the GPU while the other measured it:
+    a driver tells what is in use by all processes."""
+    ((name, entry),) = profile.device_types.items()
+    context = entry.context_bytes
+    alone = Sourced(value=max(0.0, context.value - held_bytes), source=context.source)
+    return profile.model_copy(update={"device_types": {name: entry.model_copy(update={"context_bytes": alone})}})

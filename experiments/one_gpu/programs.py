@@ -139,6 +139,7 @@ def graphed(question: Question, device: torch.device) -> Program:
             eager.step()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
+    eager.last = None  # with what its backward kept of the side stream
     eager.optimizer.zero_grad(set_to_none=True)
     with torch.cuda.graph(graph):
         eager.step()

@@ -77,7 +77,6 @@ def test_the_executor_trains_what_plain_training_on_the_cpu_does(driver: CudaDri
     """float64, four steps of a small model, samples of the same order."""
     from parsim.data import BatchOrder
     from parsim.data.for_model import dataset_for
-    from parsim.execute.worker import batch_values
 
     spec, batch, steps = ModelSpec(name="vit_small"), 4, 4
     model = load_model(spec)
@@ -100,10 +99,13 @@ def test_the_executor_trains_what_plain_training_on_the_cpu_does(driver: CudaDri
     streams = make_streams(driver.device)
     program = RankProgram(lower(plan, model), stage, streams, {})
     order = BatchOrder(n=len(data), global_batch=batch, seed=0)
-    wanted = tuple(stage.layout.batch_layouts(0))
     losses = []
     for step in range(steps):
-        values = batch_values(data, order.indices(step), wanted, torch.float64, driver.device)
+        inputs, targets = data.batch(order.indices(step))
+        values = {
+            "input:0": torch.from_numpy(inputs).to(driver.device, torch.float64),
+            "target": torch.from_numpy(targets).to(driver.device),
+        }
         losses.append(program.step(lambda _, values=values: values)[0] / batch)
     streams.close()
     assert losses == pytest.approx(expected.losses, rel=1e-9)

@@ -49,6 +49,8 @@ def said(question: str, step_s: tuple[float, float, float], tensor_bytes: int = 
         "sources": {"fitted": 1.0},
         "memory_lines": {"parameters": 600, "activations": tensor_bytes - 600, "context": 10**9},
         "memory_tensor_bytes": tensor_bytes,
+        "memory_bytes": 2 * tensor_bytes,
+        "memory_interval_bytes": [1.5 * tensor_bytes, 2.5 * tensor_bytes],
     }
 
 
@@ -62,7 +64,7 @@ def step_row(question: str, executor: list[float], eager: list[float], *, predic
         "rounds": len(executor),
         "steps": 2,
         "rounds_s": {"executor": executor, "eager": eager, "executor again": executor},
-        "losses": {},
+        "losses": {"executor": [2.0, 1.5], "eager": [2.0, 1.5]},
         "not_built": {"cuda graph": {"error": "UnsupportedError", "message": "CUDA graphs need CUDA"}},
         "seconds": 1.0,
     }
@@ -139,6 +141,7 @@ def test_memory_is_compared_by_line_and_with_the_allocator(own: Any) -> None:
         "lines": {"parameters": 600, "activations": 200},
         "counted_bytes": 800,
         "allocated_bytes": 1250,
+        "used_bytes": 1600,
         "seconds": 1.0,
     }
     (entry,) = own("analyse").analyse([predictions_row(own, [said("vit b4", (1, 1, 1))]), row])[0]["memory"]
@@ -152,6 +155,42 @@ def test_memory_is_compared_by_line_and_with_the_allocator(own: Any) -> None:
     (entry,) = own("analyse").analyse([predictions_row(own, [said("vit b4", (1, 1, 1))]), uncounted])[0]["memory"]
     assert "error" not in entry
     assert entry["error_of_allocated"] == pytest.approx(-0.2)
+
+
+def test_programs_that_train_something_else_are_named(own: Any) -> None:
+    row = step_row("vit b4", [0.1] * 6, [0.1] * 6, predicted=None)
+    results, text = own("analyse").analyse([row])
+    assert results["steps"][0]["loss_difference"] == {"eager": 0.0}
+    assert "differs" not in text
+    row["losses"]["eager"] = [2.0, 1.2]
+    results, text = own("analyse").analyse([row])
+    assert results["steps"][0]["loss_difference"]["eager"] == pytest.approx(0.25)
+    assert "the loss of eager differs by 25%" in text
+
+
+def test_the_peaks_and_the_context_of_a_profile_are_what_was_measured(own: Any) -> None:
+    from parsim.hardware.profile import load_profile
+
+    predictions, shipped = own("predictions"), load_profile("dgx1-v100-32gb")
+    ((name, entry),) = shipped.device_types.items()
+    done = {"status": "done"}
+    rows = [
+        {**done, "precision": "bf16", "flop_per_s": 6e14},
+        {**done, "precision": "bf16", "flop_per_s": 7e14},
+        {**done, "precision": "tf32", "flop_per_s": 3e14},
+        {**done, "route": "on_device", "bytes_per_s": 4e12, "beyond_cache": True},
+        {**done, "route": "on_device", "bytes_per_s": 9e12, "beyond_cache": False},
+        {**done, "route": "to_host", "bytes_per_s": 5e10, "beyond_cache": True},
+        {"status": "failed"},
+    ]
+    found = predictions.with_machine_facts(shipped, rows, command="the command")
+    peaks = found.device_types[name].peak_flop_per_s
+    assert (peaks["amp_bf16"].value, peaks["tf32"].value) == (7e14, 3e14)
+    assert peaks["fp32"] == entry.peak_flop_per_s["fp32"]  # nothing was measured of it
+    assert found.device_types[name].memory_bandwidth_bytes_per_s.value == 4e12
+    assert predictions.unpacked_profile(predictions.packed_profile(found)) == found
+    held = predictions.without_held(found, 10**6).device_types[name].context_bytes.value
+    assert held == entry.context_bytes.value - 10**6
 
 
 def test_a_rate_above_the_roofline_is_called_implausible(own: Any) -> None:
