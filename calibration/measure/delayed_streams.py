@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
 
 from parsim.execute.streams import Operation, Streams, TaskTime
 from parsim.graph.task import COMPUTE
@@ -18,6 +21,8 @@ class Pausing:
     Attributes: computed_s: processor seconds of each computation of the step at hand or just finished, and of handing over the
         call before it.
     """
+
+    loads_ahead = False
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -48,6 +53,24 @@ class Pausing:
 
         self._streams.compute(task, stream, dependencies, counted)
         self._last = task
+
+    def load(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
+        self.compute(task, stream, dependencies, operation)
+
+    def loaded(self, task: int) -> None:
+        self._streams.loaded(task)
+
+    def load_ahead(self, task: int, stream: str, operation: Operation) -> None:
+        self._streams.load_ahead(task, stream, operation)
+
+    def used(self, tensor: Tensor) -> None:
+        self._streams.used(tensor)
+
+    def fence(self) -> Any:
+        return self._streams.fence()
+
+    def after(self, fence: Any) -> None:
+        self._streams.after(fence)
 
     def finish(self) -> list[TaskTime]:
         self._last = None

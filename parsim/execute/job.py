@@ -18,7 +18,9 @@ class RunSpec:
 
     Attributes:
         name: unique in the job; names its files. model_path: the Model JSON the plan was made for.
-        dtype: "float32" or "float64".
+        dtype: "float32" or "float64", of weights and computation in precision fp32.
+        precision: as in RUN.toml (`parsim.model.number_formats`). master_weights: with bf16, the optimizer's copies in fp32.
+        loss_scale, loss_scale_growth_steps: with amp_fp16, the first scale and after how many good steps it grows.
         dataset, data_root: as `parsim.data.load_dataset` takes them. seed: of weights and sample order.
     """
 
@@ -32,6 +34,10 @@ class RunSpec:
     data_root: str | None = None
     dtype: str = "float32"
     seed: int = 0
+    precision: str = "fp32"
+    master_weights: bool = True
+    loss_scale: float = 65536.0
+    loss_scale_growth_steps: int = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,18 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
-from parsim.data import BatchOrder, Dataset, part
+from parsim.data import BatchOrder, Dataset
 from parsim.data.for_model import dataset_for
 from parsim.execute.adaptive_run import Steering
 from parsim.execute.job import Job, RunSpec
+from parsim.execute.loading import Loader
 from parsim.execute.measurement import RankRecord
 from parsim.execute.memory_lines import StepWatch, watching
+from parsim.execute.numerics import numerics_of, set_switches
 from parsim.execute.processes.group import ProcessPlace, Stream, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.processes.pinning import prepare_rank
 from parsim.execute.processes.speed_probe import SpeedProbe
@@ -33,15 +33,16 @@ from parsim.execute.score import score
 from parsim.execute.stage import StageReplica
 from parsim.execute.state import checkpoint
 from parsim.execute.state.reshard import reshard
-from parsim.execute.streams import TaskTime, make_streams
+from parsim.execute.streams import make_streams
+from parsim.execute.task_time import TaskTime
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.component import LOSS
 from parsim.model.model import Model
+from parsim.model.number_formats import number_format
 from parsim.plans.plan import Plan
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 RECORDED_STEPS = 64
 """Task times are kept of at most this many steps per run."""
 SAY_EVERY_S = 1.0
@@ -57,11 +58,19 @@ class ProcessGroups:
         self.mine: dict[Stream, dist.ProcessGroup] = {}
         self._made: set[Stream] = set()
 
-    def make(self, graph: TaskGraph) -> None:
-        """Make what the graph needs and nobody has made yet."""
-        new = [stream for stream in required_groups(graph) if stream not in self._made]
+    def make(self, graph: TaskGraph, precision: str) -> None:
+        """Make what the graph, trained in that precision, needs and nobody has made yet."""
+        needed = required_groups(graph)
+        if number_format(precision).scales_loss:
+            needed.append(agreement(graph.world_size))
+        new = [stream for stream in needed if stream not in self._made]
         self._made.update(new)
         self.mine.update(make_groups(new))
+
+
+def agreement(world_size: int) -> Stream:
+    """The stream on which all ranks of a plan find out whether the gradients of any have overflowed."""
+    return "scale", tuple(range(world_size))
 
 
 class RankRun:
@@ -71,6 +80,7 @@ class RankRun:
         self, run: RunSpec, layout: PlanIndex, graph: TaskGraph, place: ProcessPlace, groups: Mapping[Stream, dist.ProcessGroup]
     ) -> None:
         device = torch.device(place.device)
+        numerics = numerics_of(run, device)
         self.run = run
         self.layout = layout
         self.stage = StageReplica(
@@ -79,14 +89,26 @@ class RankRun:
             place.rank,
             optimizer=run.optimizer,
             learning_rate=run.learning_rate,
-            dtype=DTYPES[run.dtype],
+            dtype=numerics.weights,
             seed=run.seed,
             device=device,
+            numerics=numerics,
         )
+        if numerics.loss_scale is not None:
+            group = groups[agreement(run.plan.world_size)]
+            self.stage.agree = lambda flag: dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         self.streams = make_streams(device)
         self.program = RankProgram(graph, self.stage, self.streams, groups)
         self.data = run_dataset(run, "train")
-        self.order = BatchOrder(n=len(self.data), global_batch=run.plan.global_batch, seed=run.seed)
+        self.loader = Loader(
+            self.data,
+            BatchOrder(n=len(self.data), global_batch=run.plan.global_batch, seed=run.seed),
+            layout,
+            place.rank,
+            dtype=numerics.weights,
+            device=device,
+            pin=Tensor.pin_memory if self.streams.loads_ahead else None,
+        )
         self.step_number = 0
         self.losses: list[float] = []
         self.recorded: list[list[TaskTime]] = []
@@ -103,38 +125,28 @@ class RankRun:
         """
         layout = PlanIndex(plan, self.layout.model)
         graph = lower(plan, layout.model)
-        groups.make(graph)
+        groups.make(graph, self.run.precision)
         random = checkpoint.rng_state(str(self.stage.device))
         after = RankRun(replace(self.run, plan=plan), layout, graph, place, groups.mine)
         reshard(self.stage, after.stage)
         checkpoint.restore_rng(random, str(self.stage.device))
         after.step_number, after.losses, after.rounds, after.cpu_s = self.step_number, self.losses, self.rounds, self.cpu_s
-        self.streams.close()
+        self.close()
         return after
+
+    def close(self) -> None:
+        """End what runs beside the rank's own thread."""
+        self.loader.close()
+        self.streams.close()
 
     def step(self, *, keep: bool) -> None:
         """One training step on the next global batch; `keep` its task times and its loss."""
-        indices = self.order.indices(self.step_number)
-        plan, rank = self.layout.plan, self.stage.rank
-        wanted = tuple(self.layout.batch_layouts(rank))
-        ways = self.layout.batch_ways(rank)
-
-        def batch(microbatch: int) -> Mapping[str, Tensor]:
-            whole = part(
-                indices,
-                replica=plan.replica_of_rank(rank),
-                dp=plan.mesh.dp,
-                microbatch=microbatch,
-                microbatches=plan.microbatches,
-            )
-            size = len(whole) * ways // plan.mesh.tp
-            first = plan.shard_of_rank(rank) // ways * size
-            return batch_values(self.data, whole[first : first + size], wanted, DTYPES[self.run.dtype], self.stage.device)
-
-        loss, times = self.program.step(batch)
+        batch = self.loader.batch(self.step_number)
+        following = self.loader.following(self.step_number + 1) if self.streams.loads_ahead else None
+        loss, times = self.program.step(batch, following)
         self.step_number += 1
         if keep:
-            self.losses.append(loss / plan.global_batch if self.stage.loss_counts else float("nan"))
+            self.losses.append(loss / self.run.plan.global_batch if self.stage.loss_counts else float("nan"))
             if len(self.recorded) < RECORDED_STEPS:
                 self.recorded.append(times)
 
@@ -190,30 +202,20 @@ def run_dataset(run: RunSpec, split: str) -> Dataset:
     return dataset_for(run.model, run.dataset, root=run.data_root, split=split, seed=run.seed)
 
 
-def batch_values(
-    data: Dataset, indices: NDArray[np.int64], wanted: Sequence[str], dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """The values a stage reads of one microbatch: "input:0" and "target", as far as wanted."""
-    inputs, targets = data.batch(indices)
-    values = {"input:0": torch.from_numpy(inputs), "target": torch.from_numpy(targets)}
-    if values["input:0"].is_floating_point():
-        values["input:0"] = values["input:0"].to(dtype)
-    return {name: values[name].to(device, non_blocking=True) for name in wanted}
-
-
 def main(job_path: Path) -> None:
     """The whole life of a rank."""
     job = Job.load(job_path)
     started = read_place()
     pinning = prepare_rank(started.local_rank, started.local_world_size, device=job.device)
     place = init_group(job.device, timeout_s=job.timeout_s)
+    set_switches(tf32=any(run.precision == "tf32" for run in job.runs))
     plans = []
     for run in job.runs:
         layout = PlanIndex(run.plan, Model.load(Path(run.model_path)))
         plans.append((run, layout, lower(run.plan, layout.model)))
     groups = ProcessGroups()
-    for _, _, graph in plans:
-        groups.make(graph)
+    for run, _, graph in plans:
+        groups.make(graph, run.precision)
     runs = [
         RankRun(run, layout, graph, place, groups.mine) if place.rank < run.plan.world_size else None
         for run, layout, graph in plans
@@ -227,7 +229,7 @@ def main(job_path: Path) -> None:
     for entry in runs:
         if entry is not None:
             entry.record().save(Path(job.output) / entry.run.name)
-            entry.streams.close()
+            entry.close()
     close_group(place)
 
 

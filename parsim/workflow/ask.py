@@ -17,6 +17,7 @@ from parsim.execute.processes.same_machine import differences_from_here
 from parsim.hardware.pace import longer_text
 from parsim.hardware.profile import Profile
 from parsim.model.model import Model
+from parsim.model.number_formats import check_executable
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import Evaluation, evaluate, sampled_durations_s
 from parsim.predict.planning_problem import PlanningProblem
@@ -75,7 +76,7 @@ def check_launchable(config: RunConfig) -> None:
 def check_runnable(asked: Answer, nproc: int | None) -> None:
     """Raise unless the plan fits its devices and takes `nproc` processes (None: as many as it needs).
 
-    Raises: DoesNotFitError, ModelError, PlanError.
+    Raises: DoesNotFitError, ExecutionError, ModelError, PlanError.
     """
     plan = asked.evaluation.result.plan
     over = [memory for memory in asked.evaluation.memory if not memory.fits]
@@ -96,11 +97,8 @@ def check_runnable(asked: Answer, nproc: int | None) -> None:
             f"--nproc {nproc} is {more} processes than the plan has ranks ({plan.world_size}: {plan.summary()}); "
             f"use --nproc {plan.world_size}, or set cluster.devices = {nproc} and plan again"
         )
-    if asked.config.training.precision != "fp32" and asked.problem.cluster.devices[0].type.kind == "cpu":
-        raise PlanError(
-            f"training.precision = {asked.config.training.precision!r}: the executor computes in training.dtype, mixed "
-            'precision is only simulated; set precision = "fp32"'
-        )
+    training = asked.config.training
+    check_executable(training.precision, training.dtype, device_kind(asked))
 
 
 def with_every_rank(asked: Answer) -> Answer:
@@ -129,6 +127,8 @@ def run_spec(asked: Answer, name: str, model_path: Path) -> RunSpec:
         data_root=training.data_root,
         dtype=training.dtype,
         seed=training.seed,
+        precision=training.precision,
+        master_weights=training.keeps_master_weights,
     )
 
 
@@ -234,6 +234,7 @@ def ask_again(folder: RunFolder) -> Answer:
         history=folder.read_history(profile),
         global_batch=plan.global_batch,
         precision=config.training.precision,
+        master_weights=config.training.keeps_master_weights,
         optimizer=config.training.optimizer,
     )
     fold = False if folder.job.is_file() else None
