@@ -295,15 +295,9 @@ def _steps_text(results: Mapping[str, Any]) -> list[str]:
         floors = [f"{100 * step[key]:.1f}%" for key in ("aa_floor_median", "aa_floor_p95")]
         ratios = [_ratio(step["executor_over"][name]) if name in step["executor_over"] else "" for name in names]
         lines.append(_row([step["question"], *said, *floors, *ratios]))
-    far = [
-        (step["question"], *pair)
-        for step in results["steps"]
-        for pair in step["loss_difference"].items()
-        if pair[1] > SAME_LOSS
-    ]
-    lines += (
-        ["", *(f"- {question}: the loss of {name} differs by {100 * off:.2g}%" for question, name, off in far)] if far else []
-    )
+    for step in results["steps"]:
+        far = {name: off for name, off in step["loss_difference"].items() if off > SAME_LOSS}
+        lines += [f"\n- {step['question']}: the loss of {name} differs by {100 * off:.2g}%" for name, off in far.items()]
     if results["accuracy"]:
         header = ["steps of", "n", "median error", "p95", "worst", "bias", "A/A median", "A/A p95", "inside 90%"]
         lines += ["", _row(header), _row(["---"] * len(header))]

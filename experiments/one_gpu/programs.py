@@ -17,7 +17,9 @@ from questions import GRANULARITY, LEARNING_RATE, Question
 from torch import Tensor
 
 from calibration.gpu.driver import UnsupportedError
+from parsim.execute.job import RunSpec
 from parsim.execute.memory_lines import StepWatch, watching
+from parsim.execute.numerics import numerics_of, set_switches
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica, seeded_module
 from parsim.execute.state.optimizer import make_optimizer
@@ -26,6 +28,7 @@ from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.losses import loss_sum
 from parsim.model.spec import example_batch, load_model, loss_of
+from parsim.plans.plan import Plan
 
 SEED = 0
 DTYPE = torch.float32
@@ -50,18 +53,20 @@ class ExecutorStep:
     """The step as parsim's executor runs it, in this process, with the one rank there is."""
 
     def __init__(self, question: Question, device: torch.device) -> None:
-        set_switches(question.precision)
+        set_switches(tf32=question.precision == "tf32")
         model = load_model(question.spec, granularity=GRANULARITY)
         plan = question.plan(tuple(component.name for component in model.components))
+        numerics = numerics_of(run_of(question, plan), device)
         self.stage = StageReplica(
             question.spec,
             PlanIndex(plan, model),
             0,
             optimizer=question.optimizer,
             learning_rate=LEARNING_RATE,
-            dtype=DTYPE,
+            dtype=numerics.weights,
             seed=SEED,
             device=device,
+            numerics=numerics,
         )
         self.streams = make_streams(device)
         self.program = RankProgram(lower(plan, model), self.stage, self.streams, {})
@@ -96,7 +101,7 @@ class EagerStep:
     """The same step as a PyTorch user writes it. `run` is the module, or what torch.compile made of it."""
 
     def __init__(self, question: Question, device: torch.device, *, compiled: bool = False, cache_casts: bool = True) -> None:
-        set_switches(question.precision)
+        set_switches(tf32=question.precision == "tf32")
         self.cache_casts = cache_casts
         module = seeded_module(question.spec, SEED, DTYPE, device)
         self.parameters = list(module.parameters())
@@ -151,6 +156,20 @@ def compiled(question: Question, device: torch.device) -> Program:
     return EagerStep(question, device, compiled=True).as_program("torch.compile")
 
 
+def run_of(question: Question, plan: Plan) -> RunSpec:
+    """The question as a run of the executor, which knows what its precision means."""
+    return RunSpec(
+        name="run",
+        model=question.spec,
+        model_path="",
+        plan=plan,
+        optimizer=question.optimizer,
+        learning_rate=LEARNING_RATE,
+        dataset="synthetic",
+        precision=question.precision,
+    )
+
+
 def let_go(device: torch.device) -> None:
     """Give memory back before the next program."""
     gc.collect()
@@ -163,11 +182,3 @@ def autocast(precision: str, device: torch.device, *, cache: bool) -> contextlib
     if precision not in HALF_TYPES:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=HALF_TYPES[precision], cache_enabled=cache)
-
-
-def set_switches(precision: str) -> None:
-    """Whether products and convolutions of fp32 arrays may use tf32: fp32 means IEEE, whatever torch's defaults are."""
-    tf32 = precision == "tf32"
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.backends.cudnn.allow_tf32 = tf32

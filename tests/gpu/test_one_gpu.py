@@ -9,9 +9,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,20 +18,6 @@ import pytest
 from calibration.gpu.journal import read_rows
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "one_gpu"
-OWN = ("analyse", "predictions", "prepare", "questions", "programs", "rounds", "cases")
-
-
-@pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Imports modules of the experiment by name; other experiments have modules of the same names."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    yield load
-    for name in OWN:
-        sys.modules.pop(name, None)
 
 
 # --- analysis ---------------------------------------------------------------------------------------------------------
