@@ -41,7 +41,7 @@ HOST_ROUTES: tuple[Route, ...] = ("to_device", "to_host", "to_device_pageable", 
 LARGE_FLOP = 2 * 2048**3
 """Products from here on are sustained for more than a second."""
 
-CALIBRATION_OVERHEAD_S = 60.0
+CALIBRATION_OVERHEAD_S = 100.0
 """Of a calibration beside its budgets: the start of the rank, building the models, the fits."""
 
 Rows = Mapping[str, Row]
@@ -68,21 +68,22 @@ class Programme:
             *(self._copy("on_device", size) for size in scope.copy_sizes),
             *(self._copy(route, size) for route in HOST_ROUTES[:2] for size in scope.host_sizes),
             *(case for precision in scope.precisions for case in self._steps(precision)),
-            *(self._memory(question) for precision in scope.precisions for question in scope.steps_in(precision)),
-            *(self._variant(question) for question in scope.variants_in(first)),
-            *(self._memory(question) for question in scope.variants_in(first)),
             *self._products(more),
             *(self._copy(route, size) for route in HOST_ROUTES[2:] for size in scope.host_sizes),
             *(self._compiled(question) for question in scope.steps_in(first) if question.compiled),
         ]
 
     def _steps(self, precision: str) -> Iterator[Case]:
-        """One precision: calibrated, predicted, measured."""
+        """One precision: calibrated, predicted, measured; then its memory, recomputation and microbatches."""
         calibration_s = sum(self.scope.calibration_s) + CALIBRATION_OVERHEAD_S
         yield self._case(calibration_name(precision), calibration_s, partial(self._calibration, precision))
         needs = (calibration_name(precision),)
         yield self._case(predictions_name(precision), 60, partial(self._predictions, precision), needs=needs)
-        yield from (self._rounds(question) for question in self.scope.steps_in(precision))
+        steps, variants = self.scope.steps_in(precision), self.scope.variants_in(precision)
+        yield from (self._rounds(question) for question in steps)
+        yield from (self._memory(question) for question in steps)
+        yield from (self._variant(question) for question in variants)
+        yield from (self._memory(question) for question in variants)
 
     def _case(
         self,
@@ -185,11 +186,11 @@ class Programme:
         }
 
     def _predictions(self, precision: str, rows: Rows, _: float) -> dict[str, Any]:
-        """Every step of this precision, before any of them is measured."""
-        questions = self.scope.questions_in(precision)
-        measured = [question.name for question in questions if rounds_name(question) in rows]
-        if measured:
-            raise ExecutionError(f"predictions come before measurements, but there are rows of {', '.join(measured)}")
+        """Every step of this precision that nobody has measured yet; for one that was, a prediction comes too late."""
+        everything = self.scope.questions_in(precision)
+        questions = [question for question in everything if rounds_name(question) not in rows]
+        if not questions:
+            raise ExecutionError("predictions come before measurements, but every step has a row; start in a new folder")
         profile = unpacked_profile(rows[calibration_name(precision)]["profile"])
         said, unpriced = [], {}
         for question in questions:
@@ -203,6 +204,7 @@ class Programme:
             "precision": precision,
             **document,
             "unpriced": unpriced,
+            "too_late": [question.name for question in everything if question not in questions],
             "headline": f"{len(said)} steps, sha256 {document['sha256'][:12]}",
         }
 
@@ -220,7 +222,7 @@ class Programme:
             ]
             return self._interleaved(question, builders, rows, remaining_s)
 
-        estimate_s = 2 * self.scope.round_budget_s + 15
+        estimate_s = 2 * self.scope.round_budget_s + 30
         return self._case(rounds_name(question), estimate_s, measure, after=(predictions_name(question.precision),))
 
     def _variant(self, question: Question) -> Case:

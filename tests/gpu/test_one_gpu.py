@@ -263,6 +263,24 @@ def test_every_case_has_a_name_of_its_own_and_follows_what_it_needs(own: Any, tm
         assert names[-1].startswith("compile")
 
 
+def test_a_step_that_was_measured_is_not_predicted_any_more(own: Any, tmp_path: Path) -> None:
+    from calibration.gpu.driver import WallDriver
+    from parsim.hardware.profile import load_profile
+
+    scope, predictions = own("questions").REHEARSED, own("predictions")
+    programme = own("cases").Programme(WallDriver(), scope, tmp_path, seed=0, say=print)
+    (case,) = (case for case in programme.cases() if case.name == "predictions fp32")
+    v100 = predictions.packed_profile(load_profile("dgx1-v100-32gb"))
+    rows: dict[str, Any] = {"calibration fp32": {"status": "done", "profile": v100}}
+    measured = scope.questions_in("fp32")[0].name
+    found = case.measure({**rows, f"step {measured}": {}}, 100.0)
+    assert found["too_late"] == [measured]
+    assert [entry["question"] for entry in found["predictions"]] == [entry.name for entry in scope.questions_in("fp32")[1:]]
+    assert json.loads((tmp_path / "predictions.json").read_text())["fp32"]["sha256"] == found["sha256"]
+    with pytest.raises(Exception, match="predictions come before measurements"):
+        case.measure({**rows, **{f"step {question.name}": {} for question in scope.questions_in("fp32")}}, 100.0)
+
+
 # --- the rehearsal ----------------------------------------------------------------------------------------------------
 
 
