@@ -11,6 +11,9 @@ from parsim.errors import ExecutionError
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
 
+EXECUTION = "execution.json"
+"""What rank 0 leaves in the job's output of the numbers it computes in; it becomes a part of environment.json."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
@@ -21,6 +24,7 @@ class RunSpec:
         dtype: "float32" or "float64", of weights and computation in precision fp32.
         precision: as in RUN.toml (`parsim.model.number_formats`). master_weights: with bf16, the optimizer's copies in fp32.
         loss_scale, loss_scale_growth_steps: with amp_fp16, the first scale and after how many good steps it grows.
+        predicted_memory: per rank the lines of tensors, bytes, for whoever explains what was short; empty: not known.
         dataset, data_root: as `parsim.data.load_dataset` takes them. seed: of weights and sample order.
     """
 
@@ -38,6 +42,7 @@ class RunSpec:
     master_weights: bool = True
     loss_scale: float = 65536.0
     loss_scale_growth_steps: int = 2000
+    predicted_memory: tuple[dict[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +125,14 @@ class Job:
     def load(cls, path: Path) -> Job:
         document: dict[str, Any] = json.loads(path.read_text())
         document["runs"] = tuple(
-            RunSpec(**{**run, "model": ModelSpec.from_dict(run["model"]), "plan": Plan.from_json(run["plan"])})
+            RunSpec(
+                **{
+                    **run,
+                    "model": ModelSpec.from_dict(run["model"]),
+                    "plan": Plan.from_json(run["plan"]),
+                    "predicted_memory": tuple(run.get("predicted_memory", ())),
+                }
+            )
             for run in document["runs"]
         )
         document["switches"] = tuple(

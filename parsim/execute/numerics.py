@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from parsim.execute.job import RunSpec
+from parsim.execute.job import Job, RunSpec
 from parsim.execute.state.loss_scale import LossScale
 from parsim.model.number_formats import check_executable, number_format
 
@@ -77,3 +77,18 @@ def switches() -> dict[str, Any]:
         "fp16_reduced_precision_reduction": bool(matmul.allow_fp16_reduced_precision_reduction),
         "bf16_reduced_precision_reduction": bool(matmul.allow_bf16_reduced_precision_reduction),
     }
+
+
+def described(job: Job, device: str) -> dict[str, Any]:
+    """For environment.json: the switches as they are now, and the types of every run of the job."""
+    found: dict[str, Any] = {"device": device, "switches": switches(), "runs": {}}
+    for run in job.runs:
+        numerics = numerics_of(run, torch.device(device))
+        found["runs"][run.name] = {
+            "precision": run.precision,
+            "weights": str(numerics.weights).removeprefix("torch."),
+            "autocast": None if numerics.autocast is None else str(numerics.autocast).removeprefix("torch."),
+            "master_weights": numerics.master_weights,
+            "first_loss_scale": None if numerics.loss_scale is None else numerics.loss_scale.scale,
+        }
+    return found

@@ -171,6 +171,7 @@ class RankProgram:
             self._keep_batch(microbatch, values)
 
     def _load_ahead(self, following: BatchSource) -> None:
+        self.watch.loading()
         self._ahead = following, [following(microbatch) for microbatch in range(self._stage.layout.plan.microbatches)]
 
     def _load(self, batch: BatchSource) -> None:

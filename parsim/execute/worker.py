@@ -19,12 +19,15 @@ from torch import Tensor
 
 from parsim.data import BatchOrder, Dataset
 from parsim.data.for_model import dataset_for
+from parsim.errors import ExecutionError
 from parsim.execute.adaptive_run import Steering
-from parsim.execute.job import Job, RunSpec
+from parsim.execute.cuda.faults import check_alone, checkpoint_text, is_lost_device, lost_device, out_of_memory
+from parsim.execute.cuda.memory_counters import MemoryUse, counters_of
+from parsim.execute.job import EXECUTION, Job, RunSpec
 from parsim.execute.loading import Loader
 from parsim.execute.measurement import RankRecord
 from parsim.execute.memory_lines import StepWatch, watching
-from parsim.execute.numerics import numerics_of, set_switches
+from parsim.execute.numerics import described, numerics_of, set_switches
 from parsim.execute.processes.group import ProcessPlace, Stream, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.processes.pinning import prepare_rank
 from parsim.execute.processes.speed_probe import SpeedProbe
@@ -35,6 +38,7 @@ from parsim.execute.state import checkpoint
 from parsim.execute.state.reshard import reshard
 from parsim.execute.streams import make_streams
 from parsim.execute.task_time import TaskTime
+from parsim.files import write_text_atomically
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
@@ -82,6 +86,7 @@ class RankRun:
         device = torch.device(place.device)
         numerics = numerics_of(run, device)
         self.run = run
+        self.checkpoints: Path | None = None
         self.layout = layout
         self.stage = StageReplica(
             run.model,
@@ -117,6 +122,8 @@ class RankRun:
         self.pace_s: list[float] = []
         self.peak_bytes = 0
         self.memory_lines: dict[str, int] = {}
+        self.memory: MemoryUse | None = None
+        self.counters = counters_of(device)
 
     def switched(self, plan: Plan, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
         """The same training under another plan: weights, optimizer state, buffers, random state, data order and records stay.
@@ -130,6 +137,7 @@ class RankRun:
         after = RankRun(replace(self.run, plan=plan), layout, graph, place, groups.mine)
         reshard(self.stage, after.stage)
         checkpoint.restore_rng(random, str(self.stage.device))
+        after.checkpoints = self.checkpoints
         after.step_number, after.losses, after.rounds, after.cpu_s = self.step_number, self.losses, self.rounds, self.cpu_s
         self.close()
         return after
@@ -143,12 +151,35 @@ class RankRun:
         """One training step on the next global batch; `keep` its task times and its loss."""
         batch = self.loader.batch(self.step_number)
         following = self.loader.following(self.step_number + 1) if self.streams.loads_ahead else None
-        loss, times = self.program.step(batch, following)
+        try:
+            loss, times = self.program.step(batch, following)
+        except RuntimeError as error:
+            raise self._explained(error) from error
         self.step_number += 1
         if keep:
             self.losses.append(loss / self.run.plan.global_batch if self.stage.loss_counts else float("nan"))
             if len(self.recorded) < RECORDED_STEPS:
                 self.recorded.append(times)
+
+    def _explained(self, error: RuntimeError) -> RuntimeError | ExecutionError:
+        """What a GPU's failure means for the run; any other error as it is."""
+        if not isinstance(error, torch.OutOfMemoryError) and not is_lost_device(error):
+            return error
+        found = None if self.checkpoints is None else checkpoint.latest_checkpoint(self.checkpoints)
+        kept = checkpoint_text(None if found is None else found.step)
+        rank, device = self.stage.rank, self.stage.device
+        if not isinstance(error, torch.OutOfMemoryError):
+            return lost_device(rank, str(device), self.step_number, error, kept)
+        held = {line: sum(_bytes_of(tensors)) for line, tensors in self.stage.resident_tensors().items()}
+        predicted = self.run.predicted_memory[rank] if self.run.predicted_memory else {}
+        return out_of_memory(
+            rank=rank,
+            step=self.step_number,
+            predicted=predicted,
+            held=held,
+            allocated_bytes=sum(held.values()) if self.counters is None else self.counters.allocated_bytes(),
+            kept=kept,
+        )
 
     def timed(self, steps: int) -> None:
         """`steps` steps as one round."""
@@ -159,17 +190,23 @@ class RankRun:
         self.cpu_s.append(time.process_time() - cpu)
 
     def measure_memory(self) -> None:
-        """One step under the eyes of the live-bytes counter; its time is not kept."""
-        if self.stage.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.stage.device)
-            self.step(keep=False)
-            self.peak_bytes = int(torch.cuda.max_memory_allocated(self.stage.device))
-            return
+        """One step under the eyes of the live-bytes counter, and on a GPU one more under those of allocator and driver; their
+        times are not kept."""
         with watching(self.stage) as watch:
             self.program.watch = watch
             self.step(keep=False)
             self.peak_bytes, self.memory_lines = watch.live.peak_bytes, watch.peak_lines()
         self.program.watch = StepWatch()
+        self.memory = MemoryUse(live_bytes=self.peak_bytes)
+        if self.counters is not None:
+            self.counters.forget_peaks()
+            self.step(keep=False)
+            self.memory = replace(
+                self.memory,
+                allocated_bytes=self.counters.allocated_bytes(),
+                reserved_bytes=self.counters.reserved_bytes(),
+                driver_bytes=self.counters.driver_bytes(),
+            )
 
     def state(self) -> checkpoint.RankState:
         """What this rank contributes to a checkpoint."""
@@ -194,7 +231,13 @@ class RankRun:
             peak_bytes=self.peak_bytes,
             pace_s=self.pace_s,
             memory_lines=self.memory_lines,
+            memory=self.memory,
         )
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Of every storage once."""
+    return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def run_dataset(run: RunSpec, split: str) -> Dataset:
@@ -208,7 +251,12 @@ def main(job_path: Path) -> None:
     started = read_place()
     pinning = prepare_rank(started.local_rank, started.local_world_size, device=job.device)
     place = init_group(job.device, timeout_s=job.timeout_s)
+    if place.device.startswith("cuda"):
+        free, total = torch.cuda.mem_get_info(torch.device(place.device))
+        check_alone(place.rank, place.device, total - free)
     set_switches(tf32=any(run.precision == "tf32" for run in job.runs))
+    if place.rank == 0:
+        write_text_atomically(Path(job.output) / EXECUTION, json.dumps(described(job, place.device), indent=1))
     plans = []
     for run in job.runs:
         layout = PlanIndex(run.plan, Model.load(Path(run.model_path)))
@@ -268,6 +316,7 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: ProcessPlace, prob
 def _train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
     """Train to step `job.steps`, with checkpoints and switches of plan; then score the result on the test samples."""
     folder = Path(job.output) / "checkpoints"
+    entry.checkpoints = folder
     if job.resume:
         found = checkpoint.latest_checkpoint(folder)
         if found is not None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, PlanError
-from parsim.execute.job import Job, RunSpec
+from parsim.execute.cuda.faults import check_devices
+from parsim.execute.job import EXECUTION, Job, RunSpec
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.same_machine import differences_from_here
@@ -25,7 +26,7 @@ from parsim.predict.speed import differs, slowness, step_at_pace
 from parsim.report.compare import Comparison, PaceComparison, compare, kind_intervals_s, relative_error
 from parsim.report.tables import format_error
 from parsim.schedule.search import Search
-from parsim.units import format_seconds
+from parsim.units import format_bytes, format_seconds
 from parsim.workflow.config import RunConfig
 from parsim.workflow.load import cluster_of, fixed_plan, is_saved_model, problem_of, search_plans
 from parsim.workflow.run_folder import RunFolder, write_json
@@ -129,6 +130,7 @@ def run_spec(asked: Answer, name: str, model_path: Path) -> RunSpec:
         seed=training.seed,
         precision=training.precision,
         master_weights=training.keeps_master_weights,
+        predicted_memory=tuple(memory.tensor_lines for memory in asked.evaluation.memory),
     )
 
 
@@ -146,10 +148,16 @@ def warn_of_profile(asked: Answer) -> list[str]:
 
 
 def launch_job(job: Job, folder: RunFolder, say: Say) -> None:
-    """Save the job beside its run and launch it. Raises ExecutionError; nothing is left running."""
+    """Save the job beside its run and launch it; environment.json says in which numbers it computed.
+
+    Raises ExecutionError; nothing is left running.
+    """
+    if job.device == "cuda":
+        check_devices(job.world_size, visible_gpus())
     folder.path.mkdir(parents=True, exist_ok=True)
     job.save(folder.job)
-    write_json(folder.environment, describe_environment())
+    environment = describe_environment()
+    write_json(folder.environment, environment)
 
     def on_line(line: str) -> None:
         if line.startswith(PROGRESS):
@@ -157,6 +165,33 @@ def launch_job(job: Job, folder: RunFolder, say: Say) -> None:
             say(", ".join(f"{name} {value}" for name, value in event.items()))
 
     launch(folder.job, job.world_size, on_line=on_line)
+    execution = json.loads((Path(job.output) / EXECUTION).read_text())
+    write_json(folder.environment, {**environment, "execution": execution})
+
+
+def visible_gpus() -> int:
+    """How many GPUs torch sees on this host."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def nearest_that_fits(asked: Answer) -> str:
+    """The fastest plan that the search found to need less memory than the one that ran out of it, for people; "" without one."""
+    if asked.search is None:
+        return ""
+    failed = max(asked.evaluation.result.peak_memory_bytes)
+    smaller = [
+        entry.result for entry in asked.search.candidates if entry.result.fits and max(entry.result.peak_memory_bytes) < failed
+    ]
+    if not smaller:
+        return "None of the plans that were compared needs less memory."
+    best = min(smaller, key=lambda result: result.step_s.median)
+    slower = best.step_s.median / asked.evaluation.result.step_s.median - 1
+    return (
+        f"The nearest plan that needs less is {best.plan.summary()}: {format_bytes(failed - max(best.peak_memory_bytes))} less "
+        f"per rank, predicted {slower:+.0%} in step time; set plan.strategy = {best.strategy!r}."
+    )
 
 
 def measured(folder: RunFolder, run: str, evaluation: Evaluation) -> Measurement:
