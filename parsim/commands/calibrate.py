@@ -25,6 +25,10 @@ def calibrate(
     batches: Annotated[str | None, typer.Option(help="Local batches of every --model, e.g. 1,4,16.")] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="gloo on CPU cores, or NCCL on GPUs.")] = "cpu",
     nproc: Annotated[int | None, typer.Option(help="Ranks that measure at once; left out: one per device or core.")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="fp32 (IEEE); on GPUs also tf32, amp_bf16, amp_fp16, bf16. Left out: that of the files, else fp32."),
+    ] = None,
     optimizers: Annotated[list[str] | None, typer.Option("--optimizer", help="Measured too; may be repeated.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes: a first look.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Insist on going on with a stopped calibration of --out.")] = False,
@@ -72,6 +76,7 @@ def calibrate(
         optimizers=optimizers or [],
         device=device,
         nproc=nproc,
+        precision=precision,
         quick=quick,
     )
     profile = measure_machine(request, out, leftover="require" if resume else "discard" if restart else "use")

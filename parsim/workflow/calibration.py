@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from parsim.errors import ConfigError
 from parsim.model.spec import ModelSpec
 from parsim.workflow.config import RunConfig
 from parsim.workflow.progress import progress
@@ -34,12 +35,14 @@ def calibration_request(
     optimizers: Sequence[str] = (),
     device: DeviceKind = "cpu",
     nproc: int | None = None,
+    precision: str | None = None,
     quick: bool = False,
 ) -> CalibrationRequest:
     """What to measure for these questions, and for these models of the zoo at these local batches.
 
     Args:
         nproc: ranks that measure at once; None: the most devices a question asks for by number, else one per GPU or core.
+        precision: None: that of the questions on a GPU; a CPU computes in fp32 whatever is simulated.
         quick: fewer rounds and sizes.
 
     Raises: ConfigError.
@@ -52,6 +55,7 @@ def calibration_request(
         device=device,
         nproc=nproc or _asked_ranks(configs) or ranks_here(device),
         optimizers=tuple(dict.fromkeys(named)),
+        precision=precision or _asked_precision(configs, device),
         quick=quick,
         granularities=tuple(dict.fromkeys(config.model.granularity for config in configs)) or ("block",),
     )
@@ -107,6 +111,16 @@ def ranks_here(device: DeviceKind) -> int:
     from parsim.execute.processes.pinning import available_cores
 
     return len(available_cores())
+
+
+def _asked_precision(configs: Sequence[RunConfig], device: DeviceKind) -> str:
+    """What the questions train in on a GPU, else fp32. Raises ConfigError where they differ."""
+    asked = {config.training.precision for config in configs} if device == "cuda" else set()
+    if len(asked) > 1:
+        raise ConfigError(
+            f"the files train in {' and '.join(sorted(asked))}; a profile is measured in one: choose it with --precision"
+        )
+    return next(iter(asked), "fp32")
 
 
 def _asked_ranks(configs: Sequence[RunConfig]) -> int | None:

@@ -145,6 +145,7 @@ def question_of(
             "model", config.model.model_fields_set - {"name", "input_shape", "granularity"}, "was given as a module"
         )
         value = traced_model(model, example_inputs, config)
+        _check_weights(model, config.training.precision)
     elif given == "model":
         _check_untouched("model", config.model.model_fields_set - {"name"}, "was given as a finished Model")
     return Question(
@@ -175,6 +176,21 @@ def traced_model(module: Any, example_inputs: Any, config: RunConfig) -> Model:
         input_shape=config.model.input_shape,
         granularity=config.model.granularity,
     )
+
+
+def _check_weights(module: Any, precision: str) -> None:
+    """A module is recorded with its weights in the type it has them in. Raises ConfigError for a precision of another one."""
+    from parsim.model.number_formats import recorded_weights
+
+    wanted = recorded_weights(precision)
+    other = {str(tensor.dtype).removeprefix("torch.") for tensor in module.parameters() if tensor.is_floating_point()} - {
+        wanted
+    }
+    if other:
+        raise ConfigError(
+            f"training.precision = {precision!r} keeps weights in {wanted}, and the module has them in "
+            f"{', '.join(sorted(other))}; give module.to(torch.{wanted}), or another precision"
+        )
 
 
 def taken_defaults(

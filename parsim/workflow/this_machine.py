@@ -70,6 +70,7 @@ def cache_path(config: RunConfig) -> Path:
         config.model.granularity,
         config.training.global_batch,
         config.training.optimizer,
+        config.training.precision if device == "cuda" else "fp32",
         config.cluster.devices,
     )
     return profiles_folder() / f"{THIS_MACHINE}-{hashlib.sha256(repr(key).encode()).hexdigest()[:8]}.json"
@@ -114,7 +115,10 @@ def serves(profile: Profile, config: RunConfig, model: Model) -> bool:
     if all(point.optimizer != config.training.optimizer for point in profile.compute.optimizers):
         return False
     samples: dict[str, set[int]] = {}
+    computed = config.training.precision if device_here() == "cuda" else "fp32"
     for point in profile.compute.components:
+        if point.precision != computed:
+            continue
         samples.setdefault(point.fingerprint, set()).add(point.samples)
     batches = local_batches(config.training.global_batch)
     low, high = min(batches), max(batches)

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.errors import ConfigError, PlanError
+from parsim.errors import ConfigError, OutOfMemoryError, PlanError
 from parsim.execute.job import AdaptiveSpec, Job
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
+from parsim.report.memory_levels import memory_levels
 from parsim.workflow.ask import (
     check_launchable,
     check_runnable,
@@ -18,6 +19,7 @@ from parsim.workflow.ask import (
     judge,
     launch_job,
     measured,
+    nearest_that_fits,
     reopen,
     run_spec,
     speed_of,
@@ -82,7 +84,10 @@ def train(
         adaptive=adaptive_spec(asked.config, window_steps) if adaptive else None,
     )
     with progress(f"Training {steps} steps under {plan.summary()}") as say:
-        launch_job(job, folder, say)
+        try:
+            launch_job(job, folder, say)
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{error} {nearest_that_fits(asked)}".rstrip()) from error
     decisions: list[dict[str, Any]] = json.loads((folder.path / "decisions.json").read_text()) if adaptive else []
     changed = [decision for decision in decisions if decision["plan"] is not None]
     if changed:
@@ -100,6 +105,7 @@ def train(
         **score,
         "decisions": decisions,
         "comparison": comparison.to_dict(),
+        "memory_levels": [row.to_dict() for row in memory_levels(asked.evaluation.memory, seen.memory)],
         "warnings": [*asked.warnings, *changed_since],
     }
     write_json(folder.result, document)

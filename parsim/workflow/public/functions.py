@@ -56,7 +56,7 @@ def plan(
             Model or of a run file (which says everything else itself); or a Model, or an nn.Module.
         cluster: a shipped profile by name, the path of one, "this-machine", a Cluster or a Calibration.
         global_batch: samples per step over all replicas.
-        precision: "fp32", "amp_fp16" or "amp_bf16". optimizer: "sgd", "sgd_momentum", "adam" or "adamw".
+        precision: "fp32", "tf32", "amp_fp16", "amp_bf16", "bf16" or "fp8". optimizer: "sgd", "sgd_momentum", "adam" or "adamw".
         strategy: "single", "dp", "mp", "hp", "adaptive" (all of these), or the path of a plan.json.
         devices: the first N of every node, or device numbers. nodes: copies of the cluster, joined by `network`.
         args: keyword arguments of the model. input_shape: of one sample, such as (3, 224, 224); tokens: (seq,).
@@ -348,6 +348,7 @@ def cost(
     ('ring', True)
     """
     from parsim.costs.costs import Costs
+    from parsim.model.number_formats import recorded_weights
     from parsim.model.spec import ModelSpec, load_model
     from parsim.workflow.cost_rows import collective_row, component_rows
 
@@ -368,7 +369,7 @@ def cost(
     else:
         shape = None if input_shape is None else tuple(input_shape)
         spec = ModelSpec(name=str(model), args=tuple(sorted((args or {}).items())), input_shape=shape)
-        priced = load_model(spec, granularity=granularity)
+        priced = load_model(spec, granularity=granularity, weights=recorded_weights(precision))
     costs = Costs(model=priced, cluster=where, precision=precision, optimizer=optimizer)
     rows = tuple(component_rows(costs, batch, ways))
     name = priced.name if isinstance(model, Model) else model
