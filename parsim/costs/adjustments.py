@@ -1,0 +1,163 @@
+"""What changes a price after the work itself is priced: one ordered list, and the only place that applies it.
+
+`parsim.costs.costs.Costs` prices a piece of work as the profile knows it (measured, fitted or published). Then every adjustment
+of `ADJUSTMENTS` that applies adds one term, in the order of the list:
+
+    price = (base * core sharing + host overhead) * speed factor * update * correction + post-wait
+
+The order matters: host overhead and everything before it is slower on a slower machine; the post-wait seconds are scaled by the
+speed factor alone. What changes a step and no single task comes later: the engines apply overlap, `parsim.predict.evaluate` the
+noise of single ranks and the seconds between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from parsim.costs.estimate import Estimate, Term
+from parsim.costs.feedback.run_corrections import Corrections
+from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, Work
+
+COMPUTATION: tuple[type, ...] = (Compute, OptimizerStep, Mix)
+EVERYTHING: tuple[type, ...] = (*COMPUTATION, Collective, SendRecv, LoadBatch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceContext:
+    """The numbers that adjustments read: of one profile, one number of ranks, one run.
+
+    Attributes:
+        core_sharing: how many times as long computation takes as with one rank per core.
+        task_s: seconds of the interpreter per task of computation.
+        speed: how many times as long everything takes now as while calibrating (`parsim.hardware.speed_factor`).
+        updates, updated_by: factors that the profile's last validation left in it, and that run's name.
+        corrections: factors that the running job has shown.
+        post_wait_s: seconds that computation takes longer right after its rank waited for communication, at today's speed.
+        after_wait: this work comes right after such a wait.
+    """
+
+    core_sharing: float
+    task_s: float
+    speed: float
+    updates: Corrections
+    updated_by: str
+    corrections: Corrections
+    post_wait_s: float
+    after_wait: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adjustment:
+    """Attributes:
+    name: of its term. applies_to: the kinds of work it can change. term: the term for a piece of work of a rank, or None.
+    sentence: what it stands for. source: where its number comes from.
+    """
+
+    name: str
+    applies_to: tuple[type, ...]
+    term: Callable[[Work, int, PriceContext], Term | None]
+    sentence: str
+    source: str
+
+
+def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -> Estimate:
+    """The estimate with the term of every adjustment that applies to the work, in the order of `ADJUSTMENTS`."""
+    terms = []
+    for adjustment in ADJUSTMENTS:
+        if isinstance(work, adjustment.applies_to):
+            term = adjustment.term(work, rank, context)
+            if term is not None:
+                terms.append(term)
+    if not terms:
+        return estimate
+    remarks = (f"{term.value:.3g} times that, {term.detail}" for term in terms if term.operation == "times")
+    return Estimate.of(
+        (*estimate.terms, *terms),
+        source="updated" if any(term.origin == "updated" for term in terms) else estimate.source,
+        parameters=estimate.parameters,
+        repeat_sigma=estimate.repeat_sigma,
+        detail="; ".join((estimate.detail, *remarks)),
+        extrapolated=estimate.extrapolated,
+    )
+
+
+def _core_sharing(work: Work, rank: int, context: PriceContext) -> Term | None:
+    if context.core_sharing == 1.0:
+        return None
+    return Term("core sharing", "times", context.core_sharing, "measured", "where ranks share cores")
+
+
+def _host_overhead(work: Work, rank: int, context: PriceContext) -> Term | None:
+    if context.task_s == 0:
+        return None
+    return Term("host overhead", "plus", context.task_s, "measured", "interpreter, per task")
+
+
+def _speed_factor(work: Work, rank: int, context: PriceContext) -> Term | None:
+    if context.speed == 1.0:
+        return None
+    return Term("speed factor", "times", context.speed, "measured", "at the machine's speed since `parsim calibrate --refresh`")
+
+
+def _update(work: Work, rank: int, context: PriceContext) -> Term | None:
+    factor = context.updates.factor(work, rank) if context.updates else 1.0
+    return None if factor == 1.0 else Term("update", "times", factor, "updated", f"updated from run {context.updated_by}")
+
+
+def _correction(work: Work, rank: int, context: PriceContext) -> Term | None:
+    factor = context.corrections.factor(work, rank) if context.corrections else 1.0
+    return None if factor == 1.0 else Term("correction", "times", factor, "observed", "as observed")
+
+
+def _post_wait(work: Work, rank: int, context: PriceContext) -> Term | None:
+    if not context.after_wait or context.post_wait_s == 0:
+        return None
+    return Term("post-wait", "plus", context.post_wait_s, "measured", "the rank has just waited for communication")
+
+
+ADJUSTMENTS: tuple[Adjustment, ...] = (
+    Adjustment(
+        name="core sharing",
+        applies_to=COMPUTATION,
+        term=_core_sharing,
+        sentence="Where ranks outnumber cores, the same computation takes more processor seconds than with one rank per core.",
+        source="`host.crowding` of the profile, measured with all its ranks; for fewer ranks in proportion",
+    ),
+    Adjustment(
+        name="host overhead",
+        applies_to=COMPUTATION,
+        term=_host_overhead,
+        sentence="The interpreter spends some microseconds on every task that it starts.",
+        source="`host.task_s` of the profile",
+    ),
+    Adjustment(
+        name="speed factor",
+        applies_to=EVERYTHING,
+        term=_speed_factor,
+        sentence="A shared machine is slower or faster now than while it was calibrated, at everything alike.",
+        source="`today` over `noise.probe` of the profile; measured by `parsim calibrate --refresh PROFILE`",
+    ),
+    Adjustment(
+        name="update",
+        applies_to=EVERYTHING,
+        term=_update,
+        sentence="An earlier validation showed that a rank, a phase or a class of communication takes longer than profiled.",
+        source="the last entry of `updates` in the profile; written by `parsim validate --update`",
+    ),
+    Adjustment(
+        name="correction",
+        applies_to=EVERYTHING,
+        term=_correction,
+        sentence="The running job shows that a rank or a class of communication takes longer than the profile says.",
+        source="learnt by the adaptive controller; never saved",
+    ),
+    Adjustment(
+        name="post-wait",
+        applies_to=COMPUTATION,
+        term=_post_wait,
+        sentence="Computation right after a wait for communication finds other data in the caches.",
+        source="`host.resume_s` of the profile, times the speed factor",
+    ),
+)
+"""In the order in which they are applied."""
