@@ -9,14 +9,12 @@ from functools import cached_property
 from parsim.costs.adjustments import PriceContext, adjusted
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.communication.overlap import overlap_of
-from parsim.costs.compute.compute import MeasuredWork, estimate_compute, estimate_optimizer, points_by_work
-from parsim.costs.compute.surfaces import SurfaceModel, surface_models
+from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.estimate import Estimate, OverlapFactors, Term
 from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections
 from parsim.costs.feedback.updates import updates_of
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
-from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.device import Device
 from parsim.hardware.pace import slowness_today
 from parsim.hardware.topology import device_name
@@ -123,9 +121,7 @@ class Costs:
             case Compute():
                 return self._compute(work, self._device(rank))
             case OptimizerStep():
-                return estimate_optimizer(
-                    work, self.optimizer, self._device(rank), self.cluster.profile, self.precision, self.ranks_active
-                )
+                return self._computation.optimizer(work, self.optimizer, self._device(rank))
             case Mix():
                 return estimate_mix(work, self._device(rank))
             case Collective():
@@ -171,7 +167,9 @@ class Costs:
         component = self._component(work.component)
         key = (self._alike[work.component], work.phase, work.samples, work.rule, work.ways, device.type.name)
         if key not in self._computed:
-            self._computed[key] = self._compute_anew(work, component, device)
+            self._computed[key] = self._computation.estimate(
+                work, component, device, input_gradient=self.model.has_input_gradient(component)
+            )
         return self._computed[key]
 
     @cached_property
@@ -189,26 +187,9 @@ class Costs:
             for component in self.model.components
         }
 
-    def _compute_anew(self, work: Compute, component: Component, device: Device) -> Estimate:
-        return estimate_compute(
-            work,
-            component,
-            device,
-            self.cluster.profile,
-            self.precision,
-            self.ranks_active,
-            input_gradient=self.model.has_input_gradient(component),
-            points=self._points,
-            surfaces=self._surfaces,
-        )
-
     @cached_property
-    def _points(self) -> dict[MeasuredWork, list[ComponentPoint]]:
-        return points_by_work(self.cluster.profile)
-
-    @cached_property
-    def _surfaces(self) -> dict[tuple[str, str], SurfaceModel]:
-        return surface_models(self.cluster.profile)
+    def _computation(self) -> ComputeCosts:
+        return ComputeCosts(self.cluster.profile, self.precision, self.ranks_active)
 
     def _component(self, name: str) -> Component:
         index = self.model.component_index

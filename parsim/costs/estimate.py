@@ -70,6 +70,18 @@ def running_totals_s(terms: Iterable[Term]) -> Iterator[tuple[Term, float]]:
         yield term, total
 
 
+def summed(parts: Iterable[tuple[str, float, Origin, str]]) -> Terms:
+    """Terms that add up seconds.
+
+    Args:
+        parts: name, seconds, origin and detail of each.
+    """
+    return tuple(
+        Term(name, "plus" if number else "start", seconds, origin, detail)
+        for number, (name, seconds, origin, detail) in enumerate(parts)
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """Attributes:

@@ -24,12 +24,12 @@ from parsim.costs.communication.alpha_beta import (
     tree_all_reduce_s,
 )
 from parsim.costs.communication.equivalent_groups import alike, known_estimates
-from parsim.costs.communication.internode import chosen_terms, choices, parts_of, point_to_point
+from parsim.costs.communication.internode import choices, chosen_terms, parts_of, point_to_point
 from parsim.costs.communication.intranode import ProtocolLine, choose_protocol, inside_choice, link_model_of, protocol_lines
 from parsim.costs.communication.linkgraph import RingSet
+from parsim.costs.communication.moving_terms import hops_text, moving_terms
 from parsim.costs.communication.traffic import group_pace, rings_of
 from parsim.costs.communication.transfers import transfer_pace
-from parsim.costs.communication.moving_terms import hops_text, moving_terms
 from parsim.costs.estimate import Estimate, Term, Terms
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster

@@ -1,9 +1,9 @@
 """The terms of a collective or a transfer in the alpha-beta model: bytes, contention, latency.
 
-    seconds = bytes * seconds_per_byte alone * contention + latency
+    seconds = bytes * seconds_per_byte alone + contention + latency
 
-Contention is what the busiest link takes per byte beside the groups that run at once, over what it takes alone. It stretches the
-bytes and not the latency; therefore the bytes come first.
+Contention is what the bytes take longer while other groups use the same links: bytes times the difference between the seconds
+per byte beside them and alone. Latency is not stretched.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ def moving_terms(
             runs). groups: how many run at once. latency: what its seconds consist of.
     """
     alone = seconds_per_byte if alone_seconds_per_byte is None else alone_seconds_per_byte
-    what = f"{format_bytes(size_bytes)} at {alone:.4g} s/B"
-    terms = [Term("bytes", "start", alone * size_bytes, origin, what)]
-    if alone not in (seconds_per_byte, 0.0):
-        terms.append(Term("contention", "times", seconds_per_byte / alone, "fitted", f"{groups} groups share links"))
+    alone_s, seconds = alone * size_bytes, seconds_per_byte * size_bytes
+    terms = [Term("bytes", "start", alone_s, origin, f"{format_bytes(size_bytes)} at {alone:.4g} s/B")]
+    if seconds != alone_s:
+        what = f"{groups} groups share links: {seconds_per_byte / alone:.3g} times as long as alone"
+        terms.append(Term("contention", "plus", seconds - alone_s, "fitted", what))
     terms.append(Term("latency", "plus", latency_s, origin, latency))
     return tuple(terms)
 
