@@ -71,7 +71,7 @@ def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -
                 terms.append(term)
     if not terms:
         return estimate
-    remarks = (f"{term.value:.3g} times that, {term.detail}" for term in terms if term.operation == "times")
+    remarks = (f"{term.value:.3g} times that, {term.text}" for term in terms if term.operation == "times")
     return Estimate.of(
         (*estimate.terms, *terms),
         source="updated" if any(term.origin == "updated" for term in terms) else estimate.source,

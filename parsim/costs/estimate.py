@@ -18,6 +18,10 @@ Origin = Literal["measured", "fitted", "published", "updated", "observed", "assu
 """Where the number of a term comes from. `observed`: a running job has shown it. `assumed`: nobody has measured it."""
 
 
+Detail = str | tuple[str | float, ...]
+"""A text, or a template of `str.format` and its values: most details are never read."""
+
+
 class Term(NamedTuple):
     """One step of a price.
 
@@ -32,7 +36,15 @@ class Term(NamedTuple):
     operation: Operation
     value: float
     origin: Origin
-    detail: str = ""
+    detail: Detail = ""
+
+    @property
+    def text(self) -> str:
+        """The detail as a text."""
+        if isinstance(self.detail, str):
+            return self.detail
+        template, *values = self.detail
+        return str(template).format(*values)
 
     @property
     def unit(self) -> str:
@@ -70,7 +82,7 @@ def running_totals_s(terms: Iterable[Term]) -> Iterator[tuple[Term, float]]:
         yield term, total
 
 
-def summed(parts: Iterable[tuple[str, float, Origin, str]]) -> Terms:
+def summed(parts: Iterable[tuple[str, float, Origin, Detail]]) -> Terms:
     """Terms that add up seconds.
 
     Args:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from parsim.costs.compute.cuda_launches import cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
 from parsim.costs.compute.operator_model import EXTRAPOLATED_SHARE, ComputeRequest, drift_of
 from parsim.costs.compute.operators import Kernel, forward_kernels, halved_backward_kernels, kernel_seconds
-from parsim.costs.estimate import Estimate, Origin, Source, Term, Terms, folded_s, summed
+from parsim.costs.estimate import Detail, Estimate, Origin, Source, Term, Terms, folded_s, summed
 from parsim.errors import CostError
 from parsim.hardware.compute_records import OperatorFit
 from parsim.hardware.device import DeviceType
@@ -33,6 +33,9 @@ ROOFLINE_COMPUTE_EFFICIENCY = 0.5
 ROOFLINE_BANDWIDTH_EFFICIENCY = 0.75
 ROOFLINE_SIGMA = 0.4
 """Assumed for operator kinds without a fit."""
+
+LAUNCHES = "{:.0f} launches, {:.3g} flop, {:.3g} B"
+"""What a kind of operator does, as the detail of its term."""
 
 HALVES = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 
@@ -151,8 +154,8 @@ def _by_kind(sums: Mapping[tuple[str, Source], Sequence[float]], total_s: float)
     `total_s` adds up the kernels in the order of the program. The smallest kind is what the others leave of it (an exact
     difference, as they are at least half of it): adding by kind would round differently.
     """
-    parts: list[tuple[str, float, Origin, str]] = [
-        (kind, seconds, source, f"{count:.0f} launches, {flop:.3g} flop, {moved:.3g} B")
+    parts: list[tuple[str, float, Origin, Detail]] = [
+        (kind, seconds, source, (LAUNCHES, count, flop, moved))
         for (kind, source), (seconds, count, flop, moved) in sorted(sums.items(), key=lambda entry: -entry[1][0])
         if seconds
     ]
