@@ -14,13 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parsim.costs.estimate import Estimate, Term
-from parsim.costs.feedback.run_corrections import Corrections
+from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections
+from parsim.costs.feedback.updates import updates_of
+from parsim.hardware.cluster import Cluster
+from parsim.hardware.speed_factor import speed_since
 from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, Work
 
 COMPUTATION: tuple[type, ...] = (Compute, OptimizerStep, Mix)
 EVERYTHING: tuple[type, ...] = (*COMPUTATION, Collective, SendRecv, LoadBatch)
+
+
+class Subject(NamedTuple):
+    """What is priced: work of a rank, as the profile knows it, and the seconds after the adjustments so far."""
+
+    work: Work
+    rank: int
+    base: Estimate
+    so_far_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,28 +60,65 @@ class PriceContext:
     after_wait: bool = False
 
 
+def price_context(
+    cluster: Cluster,
+    *,
+    ranks: int | None = None,
+    ranks_active: int | None = None,
+    corrections: Corrections = NO_CORRECTIONS,
+) -> PriceContext:
+    """What the cluster's profile and a running job say of every price.
+
+    Args:
+        ranks: of the plan (None: all of the cluster). ranks_active: how many compute at once (None: a rank on every core).
+    """
+    profile = cluster.profile
+    host, speed = profile.host, speed_since(profile, ranks_active).mean
+    return PriceContext(
+        core_sharing=_core_sharing_factor(cluster, cluster.size if ranks is None else ranks),
+        task_s=0.0 if host is None else host.task_s,
+        speed=speed,
+        updates=updates_of(cluster),
+        updated_by=profile.updates[-1].run if profile.updates else "",
+        corrections=corrections,
+        post_wait_s=0.0 if host is None else speed * host.resume_s,
+    )
+
+
+def _core_sharing_factor(cluster: Cluster, ranks: int) -> float:
+    """How many times as long computation takes as with one rank per core: as measured with all ranks of the profile, for fewer
+    in proportion to the ranks beyond the cores."""
+    host, most = cluster.profile.host, len(cluster.profile.devices)
+    cores = len(set(cluster.core_of_rank(cluster.size)))
+    if host is None or not cores < min(ranks, most):
+        return 1.0
+    return 1.0 + (host.crowding - 1.0) * (ranks - cores) / (most - cores)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adjustment:
     """Attributes:
-    name: of its term. applies_to: the kinds of work it can change. term: the term for a piece of work of a rank, or None.
+    name: of its term. applies_to: the kinds of work it can change. term: the term for a piece of work, or None.
     sentence: what it stands for. source: where its number comes from.
     """
 
     name: str
     applies_to: tuple[type, ...]
-    term: Callable[[Work, int, PriceContext], Term | None]
+    term: Callable[[Subject, PriceContext], Term | None]
     sentence: str
     source: str
 
 
 def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -> Estimate:
     """The estimate with the term of every adjustment that applies to the work, in the order of `ADJUSTMENTS`."""
-    terms = []
+    terms: list[Term] = []
+    subject = Subject(work, rank, estimate, estimate.median_s)
     for adjustment in ADJUSTMENTS:
         if isinstance(work, adjustment.applies_to):
-            term = adjustment.term(work, rank, context)
+            term = adjustment.term(subject, context)
             if term is not None:
                 terms.append(term)
+                subject = subject._replace(so_far_s=term.applied(subject.so_far_s))
     if not terms:
         return estimate
     remarks = (f"{term.value:.3g} times that, {term.text}" for term in terms if term.operation == "times")
@@ -82,35 +132,35 @@ def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -
     )
 
 
-def _core_sharing(work: Work, rank: int, context: PriceContext) -> Term | None:
+def _core_sharing(subject: Subject, context: PriceContext) -> Term | None:
     if context.core_sharing == 1.0:
         return None
     return Term("core sharing", "times", context.core_sharing, "measured", "where ranks share cores")
 
 
-def _host_overhead(work: Work, rank: int, context: PriceContext) -> Term | None:
+def _host_overhead(subject: Subject, context: PriceContext) -> Term | None:
     if context.task_s == 0:
         return None
     return Term("host overhead", "plus", context.task_s, "measured", "interpreter, per task")
 
 
-def _speed_factor(work: Work, rank: int, context: PriceContext) -> Term | None:
+def _speed_factor(subject: Subject, context: PriceContext) -> Term | None:
     if context.speed == 1.0:
         return None
     return Term("speed factor", "times", context.speed, "measured", "at the machine's speed since `parsim calibrate --refresh`")
 
 
-def _update(work: Work, rank: int, context: PriceContext) -> Term | None:
-    factor = context.updates.factor(work, rank) if context.updates else 1.0
+def _update(subject: Subject, context: PriceContext) -> Term | None:
+    factor = context.updates.factor(subject.work, subject.rank) if context.updates else 1.0
     return None if factor == 1.0 else Term("update", "times", factor, "updated", f"updated from run {context.updated_by}")
 
 
-def _correction(work: Work, rank: int, context: PriceContext) -> Term | None:
-    factor = context.corrections.factor(work, rank) if context.corrections else 1.0
+def _correction(subject: Subject, context: PriceContext) -> Term | None:
+    factor = context.corrections.factor(subject.work, subject.rank) if context.corrections else 1.0
     return None if factor == 1.0 else Term("correction", "times", factor, "observed", "as observed")
 
 
-def _post_wait(work: Work, rank: int, context: PriceContext) -> Term | None:
+def _post_wait(subject: Subject, context: PriceContext) -> Term | None:
     if not context.after_wait or context.post_wait_s == 0:
         return None
     return Term("post-wait", "plus", context.post_wait_s, "measured", "the rank has just waited for communication")

@@ -6,17 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from parsim.costs.adjustments import PriceContext, adjusted
+from parsim.costs.adjustments import PriceContext, adjusted, price_context
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.communication.overlap import overlap_of
 from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.estimate import Estimate, OverlapFactors, Term
 from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections
-from parsim.costs.feedback.updates import updates_of
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.device import Device
-from parsim.hardware.pace import slowness_today
 from parsim.hardware.topology import device_name
 from parsim.model.component import Component
 from parsim.model.model import Model
@@ -69,51 +67,33 @@ class Costs:
     def device_kind(self, rank: int) -> str:
         """Ranks of one kind do the same work in the same time: the device's type, and how much slower it is than that."""
         name = self._device(rank).type.name
-        for factors in (self._updates, self.corrections):
+        for factors in (self._context.updates, self.corrections):
             name += f" x{factors.rank_factor(rank)!r}" if factors else ""
         return name
 
     @property
     def differ_by_rank(self) -> bool:
         """Whether ranks and links that are alike cost what a run has shown of each."""
-        return bool(self.corrections or self._updates)
+        return bool(self.corrections or self._context.updates)
 
     @property
     def between_steps_s(self) -> float:
         """Seconds of a rank between its steps, which belong to no task."""
         host = self.cluster.profile.host
-        return 0.0 if host is None else self._slowness * host.step_s
+        return 0.0 if host is None else self._context.speed * host.step_s
 
     @property
     def resume_s(self) -> float:
         """Seconds by which computation takes longer after its rank has waited for communication."""
-        host = self.cluster.profile.host
-        return 0.0 if host is None else self._slowness * host.resume_s
-
-    @cached_property
-    def _slowness(self) -> float:
-        return slowness_today(self.cluster.profile, self.ranks_active)
+        return self._context.post_wait_s
 
     @cached_property
     def _context(self) -> PriceContext:
-        profile = self.cluster.profile
-        return PriceContext(
-            core_sharing=self._core_sharing,
-            task_s=0.0 if profile.host is None else profile.host.task_s,
-            speed=self._slowness,
-            updates=self._updates,
-            updated_by=profile.updates[-1].run if profile.updates else "",
-            corrections=self.corrections,
-            post_wait_s=self.resume_s,
-        )
+        return price_context(self.cluster, ranks=self.ranks, ranks_active=self.ranks_active, corrections=self.corrections)
 
     @cached_property
     def _context_after_wait(self) -> PriceContext:
         return replace(self._context, after_wait=True)
-
-    @cached_property
-    def _updates(self) -> Corrections:
-        return updates_of(self.cluster)
 
     def _by_profile(self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...]) -> Estimate:
         """As the profile knows the work, before any adjustment."""
@@ -130,17 +110,6 @@ class Costs:
                 return estimate_send_recv(work, self.cluster, concurrent)
             case LoadBatch():
                 return estimate_load(work, self._device(rank), self.cluster)
-
-    @cached_property
-    def _core_sharing(self) -> float:
-        """How many times as long computation takes as with one rank per core: as measured with all ranks of the profile, for
-        fewer in proportion to the ranks beyond the cores."""
-        host, most = self.cluster.profile.host, len(self.cluster.profile.devices)
-        cores = len(set(self.cluster.core_of_rank(self.cluster.size)))
-        ranks = self.cluster.size if self.ranks is None else self.ranks
-        if host is None or not cores < min(ranks, most):
-            return 1.0
-        return 1.0 + (host.crowding - 1.0) * (ranks - cores) / (most - cores)
 
     @property
     def shared_cores(self) -> tuple[int, ...]:

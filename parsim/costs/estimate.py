@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from parsim.errors import CostError
 
@@ -151,6 +151,21 @@ class Estimate:
     def recompute(self) -> float:
         """Seconds from the terms alone; equal to `median_s`, bit for bit."""
         return folded_s(self.terms)
+
+    def term_rows(self) -> list[dict[str, Any]]:
+        """For people and JSON: one row per term, with the seconds after it."""
+        return [
+            {
+                "term": term.name,
+                "operation": term.operation,
+                "value": term.value,
+                "unit": term.unit,
+                "running_total_s": total_s,
+                "origin": term.origin,
+                "detail": term.text,
+            }
+            for term, total_s in running_totals_s(self.terms)
+        ]
 
     def then(self, term: Term) -> Estimate:
         """The estimate with one more term at the end; its spread stays as it was."""

@@ -5,9 +5,9 @@ All seconds are those of the mean rank in one step. They add up:
     step = compute + exposed communication + bubble + load + idle + host
            + overlap of steps in a row + waiting for the slowest rank + host between steps
 
-and within a category its tasks add up to it: each kind of task (one component in one phase, one collective of one size) with the
-seconds of its price, term by term, and one row for what the engine makes of them (overlap slows both sides, communication hides
-behind computation).
+Within a category its tasks add up to it. There is one entry per kind of task (one component in one phase, one collective of
+one size) with the seconds of its price, term by term. One more entry is what the engine makes of them: overlap slows both
+sides, and communication hides behind computation.
 """
 
 from __future__ import annotations

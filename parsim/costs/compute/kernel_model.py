@@ -34,8 +34,8 @@ ROOFLINE_BANDWIDTH_EFFICIENCY = 0.75
 ROOFLINE_SIGMA = 0.4
 """Assumed for operator kinds without a fit."""
 
-LAUNCHES = "{:.0f} launches, {:.3g} flop, {:.3g} B"
-"""What a kind of operator does, as the detail of its term."""
+LAUNCHES = "{:.0f} launches of {:.3g} flop and {:.3g} B in all, at {:.3g} flop/s and {:.3g} B/s"
+"""What a kind of operator does and how fast, as the detail of its term."""
 
 HALVES = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 
@@ -155,7 +155,7 @@ def _by_kind(sums: Mapping[tuple[str, Source], Sequence[float]], total_s: float)
     difference, as they are at least half of it): adding by kind would round differently.
     """
     parts: list[tuple[str, float, Origin, Detail]] = [
-        (kind, seconds, source, (LAUNCHES, count, flop, moved))
+        (kind, seconds, source, (LAUNCHES, count, flop, moved, flop / seconds, moved / seconds))
         for (kind, source), (seconds, count, flop, moved) in sorted(sums.items(), key=lambda entry: -entry[1][0])
         if seconds
     ]
