@@ -10,7 +10,7 @@ from parsim.costs.adjustments import PriceContext, adjusted, price_context
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.communication.overlap import overlap_of
 from parsim.costs.compute.compute import ComputeCosts
-from parsim.costs.estimate import Estimate, OverlapFactors, Term
+from parsim.costs.estimate import Estimate, OverlapFactors, Term, Terms
 from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
@@ -200,7 +200,7 @@ def estimate_load(work: LoadBatch, device: Device, cluster: Cluster) -> Estimate
     if host is not None and host.load_s is not None:
         part_s = host.load_s if host.load_part_s is None else host.load_part_s
         rate = host.load_seconds_per_byte or 0.0
-        terms = (
+        terms: Terms = (
             Term("first part", "start", host.load_s, "measured"),
             Term("further parts", "plus", (work.parts - 1) * part_s, "measured", f"{work.parts - 1} of {part_s:.4g} s"),
             Term("bytes", "plus", rate * work.size_bytes, "measured", f"{work.size_bytes:.4g} B at {rate:.4g} s/B"),

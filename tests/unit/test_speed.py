@@ -135,8 +135,6 @@ def test_a_profile_is_brought_to_todays_pace(family: str) -> None:
     assert slowness(today, looked, 2) == pytest.approx(np.ones((2, 1)))
     as_before_s = step_at_speed(now, after, SpeedFactor(np.ones((2, 1))))
     assert as_before_s == pytest.approx(paced_s(then, plan, np.full((2, 1), 1.2)), rel=1e-12)
-        paced_s(then, plan, np.full((2, 1), 1.2)), rel=1e-12
-    )
 
 
 def test_a_pace_without_one_to_compare_changes_nothing() -> None:

@@ -46,6 +46,7 @@ __all__ = [
     "fitted_s",
     "packed_operation",
     "protocol_lines",
+    "regime_at",
     "regimes_s",
     "ring_all_reduce_s",
     "ring_steps",

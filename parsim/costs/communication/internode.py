@@ -92,7 +92,7 @@ def chosen_terms(
             groups=groups,
             latency=hops_text(base_s, *hops),
         )
-    terms = []
+    terms: list[Term] = []
     for (name, seconds), (_, alone_s) in zip(best.phases, alone.phases, strict=True):
         shared = f"{seconds / alone_s:.3g} times as long as alone: {groups} groups share links" if seconds != alone_s else ""
         terms.append(Term(name, "plus" if terms else "start", seconds, "fitted", shared))

@@ -12,7 +12,7 @@ import numpy as np
 
 from parsim.costs.compute.interpolation import interpolation_terms
 from parsim.costs.compute.operator_model import ComputeRequest
-from parsim.costs.estimate import Estimate, Term, summed
+from parsim.costs.estimate import Estimate, Term, Terms, summed
 from parsim.hardware.compute_records import ComponentPoint, OptimizerPoint
 from parsim.units import format_seconds
 from parsim.work import OptimizerStep
@@ -70,7 +70,7 @@ def measured_optimizer(
     sigma = math.hypot(MIN_MEASURED_SIGMA, 0.0 if exact else INTERPOLATION_SIGMA + EXTRAPOLATION_SIGMA_PER_DOUBLING * outside)
     if exact:
         how = f"measured at {work.elements} elements in {work.tensors} tensors"
-        terms = (Term("measured step", "start", median(point.seconds for point in exact), "measured", how),)
+        terms: Terms = (Term("measured step", "start", median(point.seconds for point in exact), "measured", how),)
     else:
         per_step, per_element, per_tensor = _affine(tuple((point.elements, point.tensors, point.seconds) for point in points))
         terms = summed(
