@@ -6,10 +6,8 @@ import json
 from collections.abc import Callable
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
-from parsim.cli import app
+from parsim.cli import main
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import HostOverhead, Noise, Profile, load_profile
 from parsim.model.presets import load_preset
@@ -112,26 +110,38 @@ def test_texts_are_short_and_name_the_largest_first() -> None:
 # --- parsim cost --explain ----------------------------------------------------------------------------------------------
 
 
+Call = Callable[..., str]
+
+
 @pytest.fixture
-def call() -> Callable[..., Result]:
-    return lambda *arguments: CliRunner().invoke(app, ["cost", "dgx1-v100-32gb", *arguments])
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """What `parsim cost dgx1-v100-32gb ...` prints."""
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["parsim", "cost", "dgx1-v100-32gb", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_cost_explains_a_collective(call: Callable[..., Result]) -> None:
+def test_cost_explains_a_collective(call: Call) -> None:
     arguments = ("--collective", "all_reduce", "--size-bytes", "100000000")
-    text = call(*arguments, "--explain").stdout
+    text = call(*arguments, "--explain")
     assert "How all_reduce is priced" in text
     assert "running total" in text
-    assert "How all_reduce" not in call(*arguments).stdout
-    document = json.loads(call(*arguments, "--json").stdout)
+    assert "How all_reduce" not in call(*arguments)
+    document = json.loads(call(*arguments, "--json"))
     assert [term["term"] for term in document["terms"]] == ["bytes", "latency"]
     assert document["terms"][-1]["running_total_s"] == document["seconds"]["median"]
 
 
-def test_cost_explains_every_component(call: Callable[..., Result]) -> None:
-    rows = json.loads(call("--model", "mlp", "--batch", "32", "--json").stdout)["rows"]
+def test_cost_explains_every_component(call: Call) -> None:
+    rows = json.loads(call("--model", "mlp", "--batch", "32", "--json"))["rows"]
     for row in rows:
         assert row["terms"][-1]["running_total_s"] == row["seconds"]["median"]
         assert {term["unit"] for term in row["terms"]} <= {"s", ""}
-    text = call("--model", "mlp", "--batch", "32", "--explain").stdout
+    text = call("--model", "mlp", "--batch", "32", "--explain")
     assert text.count("is priced") == len(rows)
