@@ -3,9 +3,11 @@
 `parsim.costs.costs.Costs` prices a piece of work as the profile knows it (measured, fitted or published). Then every adjustment
 of `ADJUSTMENTS` that applies adds one term, in the order of the list:
 
-    price = (base * core sharing + host overhead) * speed factor * update * correction + post-wait
+    CPU: price = (base * core sharing + host overhead) * speed factor * update * correction + post-wait
+    GPU: price = (max(base * core sharing * GPU speed factor, queueing) + host overhead) * update * correction + post-wait
 
-The order matters: host overhead and everything before it is slower on a slower machine; the post-wait seconds are scaled by the
+The order matters. On a slower CPU the host overhead and everything before it is slower. On a GPU the speed factor is the
+device's: it changes what the device computes, and nothing of the host's or the links'. The post-wait seconds are scaled by the
 speed factor alone. What changes a step and no single task comes later: the engines apply overlap, `parsim.predict.evaluate` the
 noise of single ranks and the seconds between steps.
 """
@@ -21,6 +23,7 @@ from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections
 from parsim.costs.feedback.updates import updates_of
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.speed_factor import speed_since
+from parsim.units import format_seconds
 from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, Work
 
 COMPUTATION: tuple[type, ...] = (Compute, OptimizerStep, Mix)
@@ -43,7 +46,8 @@ class PriceContext:
     Attributes:
         core_sharing: how many times as long computation takes as with one rank per core.
         task_s: seconds of the interpreter per task of computation.
-        speed: how many times as long everything takes now as while calibrating (`parsim.hardware.speed_factor`).
+        speed: how many times as long everything takes now as while calibrating (`parsim.hardware.speed_factor`); 1 on a GPU.
+        gpu_speed: likewise what a GPU computes; 1 on a CPU.
         updates, updated_by: factors that the profile's last validation left in it, and that run's name.
         corrections: factors that the running job has shown.
         post_wait_s: seconds that computation takes longer right after its rank waited for communication, at today's speed.
@@ -53,6 +57,7 @@ class PriceContext:
     core_sharing: float
     task_s: float
     speed: float
+    gpu_speed: float
     updates: Corrections
     updated_by: str
     corrections: Corrections
@@ -74,10 +79,12 @@ def price_context(
     """
     profile = cluster.profile
     host, speed = profile.host, speed_since(profile, ranks_active).mean
+    on_gpu = cluster.devices[0].type.kind == "cuda"
     return PriceContext(
         core_sharing=_core_sharing_factor(cluster, cluster.size if ranks is None else ranks),
         task_s=0.0 if host is None else host.task_s,
-        speed=speed,
+        speed=1.0 if on_gpu else speed,
+        gpu_speed=speed if on_gpu else 1.0,
         updates=updates_of(cluster),
         updated_by=profile.updates[-1].run if profile.updates else "",
         corrections=corrections,
@@ -121,7 +128,7 @@ def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -
                 subject = subject._replace(so_far_s=term.applied(subject.so_far_s))
     if not terms:
         return estimate
-    remarks = (f"{term.value:.3g} times that, {term.text}" for term in terms if term.operation == "times")
+    remarks = (_remark(term) for term in terms if term.operation != "plus")
     return Estimate.of(
         (*estimate.terms, *terms),
         source="updated" if any(term.origin == "updated" for term in terms) else estimate.source,
@@ -129,13 +136,37 @@ def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -
         repeat_sigma=estimate.repeat_sigma,
         detail="; ".join((estimate.detail, *remarks)),
         extrapolated=estimate.extrapolated,
+        issue_s=estimate.issue_s,
     )
+
+
+def _remark(term: Term) -> str:
+    return f"{term.value:.3g} times that, {term.text}" if term.operation == "times" else term.text
+
+
+SINCE = "at the machine's speed since `parsim calibrate --refresh`"
 
 
 def _core_sharing(subject: Subject, context: PriceContext) -> Term | None:
     if context.core_sharing == 1.0:
         return None
     return Term("core sharing", "times", context.core_sharing, "measured", "where ranks share cores")
+
+
+def _gpu_speed_factor(subject: Subject, context: PriceContext) -> Term | None:
+    if context.gpu_speed == 1.0:
+        return None
+    return Term("GPU speed factor", "times", context.gpu_speed, "measured", SINCE)
+
+
+def _queueing(subject: Subject, context: PriceContext) -> Term | None:
+    """Of a row of tasks this is at most too long: a host that is ahead after a long task queues the next one meanwhile, which
+    is left out. It is never too short: whatever the order of tasks, they take as long as the host, and as long as the device."""
+    if subject.base.issue_s <= subject.so_far_s:
+        return None
+    device = format_seconds(subject.so_far_s)
+    why = f"the host takes longer to queue it than the device to run it ({device})"
+    return Term("queueing", "at least", subject.base.issue_s, "measured", why)
 
 
 def _host_overhead(subject: Subject, context: PriceContext) -> Term | None:
@@ -147,7 +178,7 @@ def _host_overhead(subject: Subject, context: PriceContext) -> Term | None:
 def _speed_factor(subject: Subject, context: PriceContext) -> Term | None:
     if context.speed == 1.0:
         return None
-    return Term("speed factor", "times", context.speed, "measured", "at the machine's speed since `parsim calibrate --refresh`")
+    return Term("speed factor", "times", context.speed, "measured", SINCE)
 
 
 def _update(subject: Subject, context: PriceContext) -> Term | None:
@@ -175,6 +206,20 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         source="`host.crowding` of the profile, measured with all its ranks; for fewer ranks in proportion",
     ),
     Adjustment(
+        name="GPU speed factor",
+        applies_to=COMPUTATION,
+        term=_gpu_speed_factor,
+        sentence="A GPU is slower or faster now than while it was calibrated, and the host and the links are not.",
+        source="`today` over `noise.probe` of the profile; measured by `parsim calibrate --refresh PROFILE`",
+    ),
+    Adjustment(
+        name="queueing",
+        applies_to=COMPUTATION,
+        term=_queueing,
+        sentence="A GPU cannot compute faster than the host queues its kernels.",
+        source="`issue_s` of the profile's components, compositions and optimizers",
+    ),
+    Adjustment(
         name="host overhead",
         applies_to=COMPUTATION,
         term=_host_overhead,
@@ -185,7 +230,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         name="speed factor",
         applies_to=EVERYTHING,
         term=_speed_factor,
-        sentence="A shared machine is slower or faster now than while it was calibrated, at everything alike.",
+        sentence="A shared machine is slower or faster now than while it was calibrated, at everything alike (CPUs).",
         source="`today` over `noise.probe` of the profile; measured by `parsim calibrate --refresh PROFILE`",
     ),
     Adjustment(

@@ -11,8 +11,8 @@ from parsim.errors import CostError
 Source = Literal["measured", "fitted", "published", "updated"]
 """`updated`: one of the others, times what a validation has shown it to be wrong by."""
 
-Operation = Literal["start", "plus", "times", "over"]
-"""What a term does to the running total: begin it, add seconds, multiply by a factor, divide by one."""
+Operation = Literal["start", "plus", "times", "over", "at least"]
+"""What a term does to the running total: begin it, add seconds, multiply by a factor, divide by one, be no less."""
 
 Origin = Literal["measured", "fitted", "published", "updated", "observed", "assumed"]
 """Where the number of a term comes from. `observed`: a running job has shown it. `assumed`: nobody has measured it."""
@@ -28,7 +28,7 @@ class Term(NamedTuple):
     Attributes:
         name: what the number is, e.g. "latency", "host overhead per task".
         operation: how it enters: prices are folded from left to right.
-        value: seconds for "start" and "plus", a factor for "times", a divisor for "over".
+        value: seconds for "start", "plus" and "at least", a factor for "times", a divisor for "over".
         origin: where the number comes from. detail: more of it for people, e.g. "at 16 samples", "12 steps of 1.2 us".
     """
 
@@ -49,7 +49,7 @@ class Term(NamedTuple):
     @property
     def unit(self) -> str:
         """ "s" for seconds, "" for a factor."""
-        return "s" if self.operation in ("start", "plus") else ""
+        return "" if self.operation in ("times", "over") else "s"
 
     def applied(self, total_s: float) -> float:
         """The running total after this term."""
@@ -60,6 +60,8 @@ class Term(NamedTuple):
                 return total_s * self.value
             case "over":
                 return total_s / self.value
+            case "at least":
+                return max(total_s, self.value)
         return self.value
 
 
@@ -103,6 +105,7 @@ class Estimate:
     repeat_sigma: relative spread of one repetition around the median (noise of a single task on a single rank).
     detail: for people: "measured: 30 repeats at 16 samples", "ring over 0,1,2,3".
     extrapolated: the question lies outside the measured range.
+    issue_s: on a GPU, seconds of the host to queue the work (0: not measured apart).
     terms: the numbers that the median was computed from, in order; a number given without them is one term.
 
     Raises:
@@ -115,6 +118,7 @@ class Estimate:
     repeat_sigma: float = 0.0
     detail: str = ""
     extrapolated: bool = False
+    issue_s: float = 0.0
     terms: Terms = ()
 
     def __post_init__(self) -> None:
@@ -136,6 +140,7 @@ class Estimate:
         repeat_sigma: float = 0.0,
         detail: str = "",
         extrapolated: bool = False,
+        issue_s: float = 0.0,
     ) -> Estimate:
         """The estimate that these terms make."""
         return cls(
@@ -145,8 +150,14 @@ class Estimate:
             repeat_sigma=repeat_sigma,
             detail=detail,
             extrapolated=extrapolated,
+            issue_s=issue_s,
             terms=terms,
         )
+
+    @property
+    def host_bound(self) -> bool:
+        """The host takes longer to queue the work on a GPU than the device to run it, and the price is the host's."""
+        return any(term.operation == "at least" for term in self.terms)
 
     def recompute(self) -> float:
         """Seconds from the terms alone; equal to `median_s`, bit for bit."""

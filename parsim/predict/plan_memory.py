@@ -26,7 +26,9 @@ from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.unsharded_memory import unsharded_bytes
 
 
-def plan_memory(layout: PlanIndex, cluster: Cluster, *, precision: str, optimizer: str) -> tuple[RankMemory, ...]:
+def plan_memory(
+    layout: PlanIndex, cluster: Cluster, *, precision: str, optimizer: str, master_weights: bool = True
+) -> tuple[RankMemory, ...]:
     """One RankMemory per rank, in rank order. Ranks at one place of different replicas differ only by their device; so do tp
     ranks of a stage where no component is placed on one of them."""
     plan, kept = layout.plan, KeptActivations(layout, precision)
@@ -61,7 +63,15 @@ def plan_memory(layout: PlanIndex, cluster: Cluster, *, precision: str, optimize
                 arriving_bytes=arriving,
                 unsure_arriving_bytes=unsure,
             )
-            known[place] = rank_memory(rank, step, device, optimizer=optimizer, precision=precision, traffic=traffic)
+            known[place] = rank_memory(
+                rank,
+                step,
+                device,
+                optimizer=optimizer,
+                precision=precision,
+                master_weights=master_weights,
+                traffic=traffic,
+            )
         memories.append(replace(known[place], rank=rank))
     return tuple(memories)
 

@@ -8,11 +8,13 @@ from parsim.costs.uncertainty.draws import medians_s
 from parsim.hardware.speed_factor import SpeedFactor
 from parsim.predict.evaluate import Evaluation, unsteady_step_s
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.work import Compute, Mix, OptimizerStep
 
 
 def step_at_speed(problem: PlanningProblem, evaluation: Evaluation, speed: SpeedFactor) -> float:
     """Seconds of the mean step of an evaluated plan, not folded, with its ranks as slow as they were: the mean over moments, in
-    each of which every rank's tasks take as many times as long, and communication the mean over its ranks.
+    each of which every rank's tasks take as many times as long, and communication the mean over its ranks. On GPUs the speed is
+    theirs: it changes what they compute, but neither communication, nor loading, nor what waits for the host to queue it.
 
     Args:
         speed: of every rank, from `parsim.hardware.speed_factor.speed_beside`.
@@ -26,7 +28,16 @@ def step_at_speed(problem: PlanningProblem, evaluation: Evaluation, speed: Speed
     by_use = slow[columns.resource_rank[columns.uses.values]]
     counts = np.diff(columns.uses.offsets)
     factors = np.add.reduceat(by_use, columns.uses.offsets[:-1], axis=0).T / counts
+    on_gpu = problem.cluster.devices[0].type.kind == "cuda"
+    if on_gpu:
+        paced = np.array(
+            [
+                isinstance(unit.work, Compute | OptimizerStep | Mix) and not entry.host_bound
+                for unit, entry in zip(columns.units, evaluation.estimates, strict=True)
+            ]
+        )
+        factors = np.where(paced[columns.unit], factors, 1.0)
     times = medians_s(evaluation.estimates)[columns.unit] * factors
     sigma = 0.0 if noise is None or noise.probe is None else noise.probe.rank_sigma
     between_s = problem.costs(columns.world_size).between_steps_s
-    return unsteady_step_s(compiled, times, evaluation.overlap, sigma) + between_s * speed.mean
+    return unsteady_step_s(compiled, times, evaluation.overlap, sigma) + between_s * (1.0 if on_gpu else speed.mean)

@@ -62,6 +62,7 @@ def profiles(draw: st.DrawFn) -> Profile:
             seconds=draw(seconds),
             spread=0.1,
             repeats=10,
+            issue_s=draw(st.none() | seconds),
             source=next(iter(known.sources)),
         )
         for component in MODEL.components
@@ -77,6 +78,7 @@ def profiles(draw: st.DrawFn) -> Profile:
             seconds=draw(seconds),
             spread=0.1,
             repeats=10,
+            issue_s=draw(st.none() | seconds),
             source=next(iter(known.sources)),
         )
         for elements, tensors in draw(st.lists(st.tuples(st.integers(1, 10**7), st.integers(1, 50)), max_size=5))
@@ -120,11 +122,13 @@ def profiles(draw: st.DrawFn) -> Profile:
         )
     ]
     communication = known.communication
+    kind = draw(st.sampled_from(["cpu", "cuda"]))
     if draw(st.booleans()):  # priced by fits, as gloo is
         communication = communication.model_copy(update={"link_model": None, "fits": fits})
     return known.model_copy(
         update={
             "devices": devices,
+            "device_types": {name: entry.model_copy(update={"kind": kind}) for name, entry in known.device_types.items()},
             "communication": communication,
             "compute": known.compute.model_copy(update={"components": points, "optimizers": optimizers}),
             "host": draw(st.none() | st.just(host)),
@@ -163,6 +167,8 @@ def recomputed(terms: tuple[Term, ...]) -> float:
         assert name
         if operation == "start":
             total = value
+        elif operation == "at least":
+            total = max(total, value)
         elif operation == "plus":
             total = total + value
         elif operation == "times":
@@ -225,7 +231,7 @@ def test_every_price_is_recomputed_from_its_terms(
 def test_an_adjusted_price_is_the_formula_of_the_list(
     question: tuple[Costs, Work, int, tuple[tuple[int, ...], ...], bool],
 ) -> None:
-    """(base * core sharing + host overhead) * speed * update * correction + post-wait, written down by hand."""
+    """The two lines at the head of `parsim.costs.adjustments`, written down by hand."""
     costs, work, rank, beside, after_wait = question
     plain = replace(
         costs,
@@ -237,26 +243,31 @@ def test_an_adjusted_price_is_the_formula_of_the_list(
     if isinstance(work, LoadBatch):
         return  # its base reads the host's seconds
     try:
-        base_s = plain.estimate(work, rank, beside).median_s
+        base = plain.estimate(work, rank, beside)
     except CostError:
         return
     profile = costs.cluster.profile
     host, computes = profile.host, isinstance(work, COMPUTATION)
-    expected_s = base_s
+    base_s = base.median_s
+    if base.host_bound:  # what the device takes, before it waits for the host
+        base_s = folded_s(term for term in base.terms if term.operation != "at least")
+    expected_s, on_gpu = base_s, costs.cluster.devices[0].type.kind == "cuda"
     cores = len({entry.core if entry.core is not None else -1 - entry.index for entry in profile.devices})
     ranks = costs.cluster.size if costs.ranks is None else costs.ranks
     if host is not None and computes and cores < min(ranks, len(profile.devices)) and costs.cluster.network is None:
         expected_s *= 1.0 + (host.crowding - 1.0) * (ranks - cores) / (len(profile.devices) - cores)
     elif host is not None and computes and costs.cluster.network is not None and cores < len(profile.devices):
         return  # cores of several nodes: how many there are is the cluster's to say
-    expected_s += host.task_s if host is not None and computes else 0.0
     speed = 1.0
     if profile.today is not None and profile.noise is not None and profile.noise.probe is not None:
         active = cores if costs.ranks_active is None else costs.ranks_active
         share = 1.0 if cores <= 1 else min(1.0, (active - 1) / (cores - 1))
         now, then = profile.today, profile.noise.probe
         speed = (now.alone + share * (now.together - now.alone)) / (then.alone + share * (then.together - then.alone))
-    expected_s *= speed
+    if on_gpu and computes:
+        expected_s = max(expected_s * speed, base.issue_s)
+    expected_s += host.task_s if host is not None and computes else 0.0
+    expected_s *= 1.0 if on_gpu else speed
     for given_factors in (costs._context.updates, costs.corrections):
         expected_s *= given_factors.factor(work, rank)
     if after_wait and computes and host is not None:

@@ -34,6 +34,7 @@ from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.device import Device, DeviceType
 from parsim.hardware.profile import Profile
 from parsim.model.component import Component
+from parsim.model.number_formats import number_format
 from parsim.model.shard.narrow import narrow
 from parsim.work import Compute, OptimizerStep, Phase
 
@@ -49,6 +50,11 @@ FOREACH_ACCESSES_PER_ELEMENT: Mapping[str, int] = {"sgd": 4, "sgd_momentum": 9, 
 """4-byte reads and writes of torch's foreach optimizers, operation by operation, the zeroing of the gradient (1) included.
 SGD p += g: 3. Momentum m *= mu: 2, m += g: 3, p += m: 3. Adam lerp of m: 3, v *= b: 2, v += g g: 3, sqrt, / and + eps: 6,
 p += m / sqrt(v): 4. AdamW p *= 1 - wd: 2 more."""
+
+
+FULL_BYTES = 4
+MASTER_ACCESSES = 3
+"""Of 4 bytes per element: two casts between fp32 and half precision, 6 bytes each."""
 
 
 class MeasuredWork(NamedTuple):
@@ -108,12 +114,13 @@ class ComputeCosts:
                 return measured if ways == work.ways else _shard(measured, base, part, model, ways, work.ways)
         return model.estimate(part)
 
-    def optimizer(self, work: OptimizerStep, optimizer: str, device: Device) -> Estimate:
+    def optimizer(self, work: OptimizerStep, optimizer: str, device: Device, *, master_weights: bool = True) -> Estimate:
         """Seconds of one optimizer step and of zeroing the gradients.
 
         Measured: seconds per step, element and tensor through the points of this optimizer and device type. Else, on a device
         with published or fitted numbers: the bytes of the foreach operations over the memory bandwidth. Under autocast one more
-        read and write of the gradients unscales them.
+        read and write of the gradients unscales them. Weights in half precision move half the bytes; with master weights the
+        update is that of fp32, beside two casts: gradients to fp32, copies to half precision.
 
         Raises:
             CostError: unknown optimizer, or nothing known for this device.
@@ -128,6 +135,12 @@ class ComputeCosts:
             for point in self.profile.compute.optimizers
             if point.optimizer == optimizer and point.device_type == device.type.name
         ]
+        kind = number_format(self.precision)
+        if points and kind.weight_bytes < FULL_BYTES:
+            raise CostError(
+                f"the profile measured {optimizer} on {device.type.name} with weights of 4 bytes, and precision "
+                f'{self.precision!r} has {kind.weight_bytes}; set precision = "amp_bf16", or use a profile with published peaks'
+            )
         if points:
             return measured_optimizer(work, optimizer, points, self.ranks_active, drift)
         if not has_published_peaks(self.profile, device.type):
@@ -135,11 +148,13 @@ class ComputeCosts:
                 f"no cost is known for a step of {optimizer} over {work.elements} elements on {device.type.name}: "
                 f"calibrate with that optimizer (`parsim calibrate`)"
             )
-        accesses = FOREACH_ACCESSES_PER_ELEMENT[optimizer] + (2 if self.precision.startswith("amp") else 0)
-        kernel = Kernel(kind="memory_bound", phase="forward", count=1, flop=0.0, size_bytes=4 * accesses * work.elements)
+        accesses, width = FOREACH_ACCESSES_PER_ELEMENT[optimizer] + (2 if kind.autocast else 0), FULL_BYTES
+        if kind.weight_bytes < width:
+            accesses, width = (accesses + MASTER_ACCESSES, width) if master_weights else (accesses, kind.weight_bytes)
+        kernel = Kernel(kind="memory_bound", phase="forward", count=1, flop=0.0, size_bytes=width * accesses * work.elements)
         seconds, sigma, source, outside = KernelModel(self.profile, device.type, "fp32").price(kernel)
         efficiency, spread = KernelModel(self.profile, device.type, self.precision).efficiency
-        detail = f"{accesses} accesses of 4 bytes per element, foreach"
+        detail = f"{accesses} accesses of {width} bytes per element, foreach"
         return Estimate.of(
             (Term("memory_bound", "start", seconds, source, detail), *efficiency),
             source=source,
@@ -177,21 +192,21 @@ def _half(whole: Estimate, part: ComputeRequest, model: OperatorModel) -> Estima
     seconds = [model.seconds(replace(part, phase=phase)) for phase in HALVES]
     total = sum(seconds)
     share = seconds[HALVES.index(part.phase)] / total if total else float(part.phase is Phase.BACKWARD_INPUT)
-    return _share_of(whole, share, "the backward", ("backward_halves", HALF_SIGMA))
+    return _share_of(whole, share, "the backward", ("backward_halves", HALF_SIGMA), share * whole.issue_s)
 
 
 def _shard(
     measured: Estimate, base: ComputeRequest, part: ComputeRequest, model: OperatorModel, base_ways: int, ways: int
 ) -> Estimate:
-    """A shard from a larger one that was measured, by the ratio that the operators give."""
+    """A shard from a larger one that was measured, by the ratio that the operators give. It launches as many kernels."""
     whole_s = model.seconds(base)
     share = model.seconds(part) / whole_s if whole_s else 1.0
     what = "the whole" if base_ways == 1 else f"one of {base_ways} shards"
     sigma = SHARD_SIGMA_PER_DOUBLING * math.log2(ways // base_ways)
-    return _share_of(measured, share, what, ("shard_scaling", sigma))
+    return _share_of(measured, share, what, ("shard_scaling", sigma), measured.issue_s)
 
 
-def _share_of(measured: Estimate, share: float, what: str, spread: tuple[str, float]) -> Estimate:
+def _share_of(measured: Estimate, share: float, what: str, spread: tuple[str, float], issue_s: float) -> Estimate:
     return Estimate.of(
         (*measured.terms, Term("share by operators", "times", share, "fitted", f"of {what}")),
         source="measured",
@@ -199,4 +214,5 @@ def _share_of(measured: Estimate, share: float, what: str, spread: tuple[str, fl
         repeat_sigma=measured.repeat_sigma,
         detail=f"{share:.0%} of {what}, {measured.detail}",
         extrapolated=True,
+        issue_s=issue_s,
     )

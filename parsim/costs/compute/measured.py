@@ -40,6 +40,10 @@ def measured_component(
     spread = median(point.spread for point in chosen)
     repeats = sum(point.repeats for point in chosen) / len(samples)
     terms, how, doublings = interpolation_terms(samples, seconds, request.samples)
+    issues = [_issue_s(curve[count]) for count in samples]
+    known = [issue_s for issue_s in issues if issue_s is not None]
+    # the number of kernels does not follow the samples: outside the measured counts it stays
+    issue_s = float(np.interp(request.samples, samples, known)) if len(known) == len(samples) else 0.0
     own = math.hypot(spread / math.sqrt(max(1.0, repeats)), MIN_MEASURED_SIGMA)
     if request.samples not in curve:
         own = math.hypot(own, INTERPOLATION_SIGMA + EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings)
@@ -50,6 +54,7 @@ def measured_component(
         repeat_sigma=spread,
         detail=f"measured with {chosen[0].ranks_active} ranks active, {how}",
         extrapolated=doublings > 0,
+        issue_s=issue_s,
     )
 
 
@@ -70,9 +75,11 @@ def measured_optimizer(
     sigma = math.hypot(MIN_MEASURED_SIGMA, 0.0 if exact else INTERPOLATION_SIGMA + EXTRAPOLATION_SIGMA_PER_DOUBLING * outside)
     if exact:
         how = f"measured at {work.elements} elements in {work.tensors} tensors"
+        issue_s = _issue_s(exact)
         terms: Terms = (Term("measured step", "start", median(point.seconds for point in exact), "measured", how),)
     else:
         per_step, per_element, per_tensor = _affine(tuple((point.elements, point.tensors, point.seconds) for point in points))
+        issue_s = _queueing_s(points, work)
         terms = summed(
             (
                 ("step", per_step, "measured", f"through {len(points)} measured steps"),
@@ -91,7 +98,23 @@ def measured_optimizer(
         repeat_sigma=spread,
         detail=how,
         extrapolated=outside > 0,
+        issue_s=issue_s or 0.0,
     )
+
+
+def _issue_s(points: Sequence[ComponentPoint] | Sequence[OptimizerPoint]) -> float | None:
+    """What the host takes to queue it, median; None where it was not measured apart."""
+    known = [point.issue_s for point in points if point.issue_s is not None]
+    return median(known) if known else None
+
+
+def _queueing_s(points: Sequence[OptimizerPoint], work: OptimizerStep) -> float | None:
+    """By the line through the measured steps; None where nobody measured it apart."""
+    known = tuple((point.elements, point.tensors, point.issue_s) for point in points if point.issue_s)
+    if not known:
+        return None
+    per_step, per_element, per_tensor = _affine(known)
+    return per_step + per_element * work.elements + per_tensor * work.tensors
 
 
 def _loads(points: Iterable[ComponentPoint | OptimizerPoint], ranks_active: int | None) -> list[int]:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from parsim.errors import CostError, near_matches
 from parsim.hardware.device import DeviceType
 from parsim.model.component import Component, Parameter, Value
+from parsim.model.number_formats import number_format
 from parsim.model.precision import cast_bytes
 from parsim.units import MIB, format_bytes
 
@@ -32,6 +33,26 @@ OPTIMIZER_STATE_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum"
 
 OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum": 0, "adam": 4, "adamw": 4}
 """Foreach Adam keeps the root of the second moment of all parameters at once; activations are free by then."""
+
+FULL_BYTES = 4
+
+
+def optimizer_bytes(optimizer: str, precision: str, *, master_weights: bool) -> tuple[int, int]:
+    """Bytes per parameter that stay, and that an update takes besides. With weights in half precision: as wide as these; or
+    as wide as fp32, with a copy of the weights that stays and one of the gradients during the update.
+
+    Raises CostError for an unknown optimizer.
+    """
+    if optimizer not in OPTIMIZER_STATE_BYTES_PER_ELEMENT:
+        raise CostError(f"unknown optimizer {optimizer!r}{near_matches(optimizer, OPTIMIZER_STATE_BYTES_PER_ELEMENT)}")
+    state, temporary = OPTIMIZER_STATE_BYTES_PER_ELEMENT[optimizer], OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer]
+    width = number_format(precision).weight_bytes
+    if width >= FULL_BYTES:
+        return state, temporary
+    if master_weights:
+        return state + FULL_BYTES, temporary + FULL_BYTES
+    return state * width // FULL_BYTES, temporary * width // FULL_BYTES
+
 
 NCCL_COMMUNICATOR_BYTES = 256 * MIB
 """Assumed per communicator: about a dozen channels, each with send and receive buffers of 4 MiB (the default
@@ -204,12 +225,20 @@ ALONE = Traffic()
 
 
 def rank_memory(
-    rank: int, step: RankStep, device: DeviceType, *, optimizer: str, precision: str, traffic: Traffic = ALONE
+    rank: int,
+    step: RankStep,
+    device: DeviceType,
+    *,
+    optimizer: str,
+    precision: str,
+    master_weights: bool = True,
+    traffic: Traffic = ALONE,
 ) -> RankMemory:
     """Peak memory of a rank on a device.
 
     Args:
         precision: decides which copies of the weights are kept.
+        master_weights: where weights are stored in half precision, the optimizer updates copies in fp32.
 
     Returns:
         Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, unsharded (buckets while whole),
@@ -220,8 +249,7 @@ def rank_memory(
     Raises:
         CostError: unknown optimizer, samples or in_flight < 1, or samples by component without their boundary.
     """
-    if optimizer not in OPTIMIZER_STATE_BYTES_PER_ELEMENT:
-        raise CostError(f"unknown optimizer {optimizer!r}{near_matches(optimizer, OPTIMIZER_STATE_BYTES_PER_ELEMENT)}")
+    state_bytes, temporary_bytes = optimizer_bytes(optimizer, precision, master_weights=master_weights)
     components = step.components
     samples = _samples_of(components, step.microbatch_samples)
     alive = _alive_of(samples, step.in_flight)
@@ -238,7 +266,7 @@ def rank_memory(
     loaded = most if step.loaded_microbatches is None else step.loaded_microbatches
     inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
     ends = [own + (0 if c.name in step.recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
-    update = OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements - activations - casts - held
+    update = temporary_bytes * weights.updated_elements - activations - casts - held
     least, unsharded, workspace = _transient_bytes(components, samples, ends, boundary, again, weights, update)
     beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
     lines = {
@@ -246,7 +274,7 @@ def rank_memory(
         "casts": casts,
         "gradients": weights.gradient_bytes,
         "unsharded": unsharded,
-        "optimizer_state": OPTIMIZER_STATE_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements,
+        "optimizer_state": state_bytes * weights.updated_elements,
         "buffers": sum(component.buffer_bytes for component in components),
         "activations": activations,
         "boundary_values": held,
