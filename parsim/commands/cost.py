@@ -27,9 +27,13 @@ def cost(
     ways: Annotated[int | None, typer.Option(help="Also one of that many shards of every component that can be cut.")] = None,
     precision: Annotated[Precision, typer.Option(help="Of the computation.")] = "fp32",
     optimizer: Annotated[Optimizer, typer.Option(help="Of the optimizer row.")] = "sgd_momentum",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also print the terms of every price and where they are from.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """What a collective costs, or every component of a model."""
+    from parsim.report.price_tables import price_tables
     from parsim.report.tables import cost_table
     from parsim.workflow.public.functions import cost as price
 
@@ -60,4 +64,4 @@ def cost(
     if as_json:
         print_json(prices.to_dict())
         return
-    print_tables([cost_table(prices.rows, title=prices.title)])
+    print_tables([cost_table(prices.rows, title=prices.title), *(price_tables(prices.rows) if explain else ())])

@@ -208,11 +208,6 @@ def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArr
     return sample_durations_s(evaluation.estimates, samples, SEED, unit=evaluation.compiled.columns.unit)
 
 
-def task_seconds(evaluation: Evaluation) -> NDArray[np.float64]:
-    """float64 [units]: the seconds of all tasks of one step that each unit of the program prices, over all ranks."""
-    return _seconds(evaluation.estimates, evaluation.compiled.columns, evaluation.folding)
-
-
 def _of_every_rank(parts: Sequence[RankBreakdown], folding: Folding) -> tuple[RankBreakdown, ...]:
     """A rank that another stands for fares as that one does."""
     if not folding.is_folded:

@@ -17,17 +17,23 @@ QUANTILE_95 = 1.6448536269514722
 
 
 def collective_row(cluster: Cluster, operation: str, size_bytes: int, group: tuple[int, ...]) -> dict[str, Any]:
+    from parsim.costs.adjustments import adjusted, price_context
     from parsim.costs.communication.collectives import busbw_bytes_per_s, estimate_collective, estimate_send_recv
     from parsim.work import Collective, SendRecv
 
+    work: Collective | SendRecv
     if size_bytes < 0:
         raise ConfigError(f"--size-bytes {size_bytes}: must be >= 0")
     if operation == "send_recv":
         if len(group) != 2:
             raise ConfigError(f"--ranks {','.join(map(str, group))}: send_recv takes two ranks, e.g. --ranks 0,1")
-        estimate = estimate_send_recv(SendRecv(source=group[0], destination=group[1], size_bytes=size_bytes), cluster)
+        work = SendRecv(source=group[0], destination=group[1], size_bytes=size_bytes)
+        estimate = estimate_send_recv(work, cluster)
     else:
-        estimate = estimate_collective(Collective(operation=operation, group=group, size_bytes=size_bytes), cluster)
+        work = Collective(operation=operation, group=group, size_bytes=size_bytes)
+        estimate = estimate_collective(work, cluster)
+    algorithm = estimate.detail.split(" ")[0].rstrip(",")
+    estimate = adjusted(estimate, work, group[0], price_context(cluster))
     return {
         "operation": operation,
         "cluster": cluster.name,
@@ -35,7 +41,7 @@ def collective_row(cluster: Cluster, operation: str, size_bytes: int, group: tup
         "ranks": list(group),
         **_priced(estimate),
         "busbw_bytes_per_s": busbw_bytes_per_s(operation, size_bytes, len(group), estimate.median_s),
-        "algorithm": estimate.detail.split(" ")[0].rstrip(","),
+        "algorithm": algorithm,
     }
 
 
@@ -92,4 +98,5 @@ def _priced(estimate: Estimate) -> dict[str, Any]:
         "source": estimate.source,
         "detail": estimate.detail,
         "extrapolated": estimate.extrapolated,
+        "terms": estimate.term_rows(),
     }

@@ -182,15 +182,16 @@ def test_breakdown_memory_and_timeline_are_dataframes_that_add_up(answer: ps.Ans
     assert all(isinstance(frame, pd.DataFrame) for frame in (ranks, memory, spans))
 
 
-def test_explaining_accounts_for_every_task_second() -> None:
-    """One rank never waits for itself: what its tasks take is what its streams are busy for."""
-    predicted = ps.simulate("mlp", cluster="dgx1-v100-32gb", global_batch=64, strategy="single")
-    spans = predicted.timeline()
-    table = predicted.explain().table()
-    assert table.task_s.sum() == pytest.approx(spans.duration_s.sum())
-    assert table.share.sum() == pytest.approx(1)
-    by_kind = table.groupby("kind").task_s.sum()
-    assert by_kind["forward"] == pytest.approx(spans[spans.kind == "forward"].duration_s.sum())
+def test_explaining_sums_to_the_step_and_to_the_breakdown(answer: ps.Answer) -> None:
+    chosen = answer.chosen
+    explained = chosen.explain()
+    table = explained.table()
+    assert table.seconds.sum() == pytest.approx(chosen.step_s.median)
+    by_category = table.groupby("category").seconds.sum()
+    assert by_category["compute"] == pytest.approx(chosen.breakdown().compute_s.mean())
+    assert {"term", "operation", "value", "origin", "detail"} <= set(table.columns)
+    assert "compute" in str(explained)
+    assert str(explained).startswith("Where the 355 ms of a step come from")
 
 
 def test_cost_rows_as_data() -> None:
@@ -198,6 +199,8 @@ def test_cost_rows_as_data() -> None:
     row = price.table().iloc[0]
     assert row.seconds_p05 < row.seconds < row.seconds_p95
     assert row.busbw_bytes_per_s == pytest.approx(1e8 / row.seconds * 2 * 3 / 4)
+    assert "terms" not in price.table().columns
+    assert price.explain().running_total_s.iloc[-1] == pytest.approx(row.seconds)
     rows = ps.cost(ps.load_cluster("dgx1-v100-32gb"), model="mlp", batch=4).table()
     assert list(rows.phase) == ["forward", "backward"] * ((len(rows) - 1) // 2) + ["optimizer"]
 

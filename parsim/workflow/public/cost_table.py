@@ -31,13 +31,22 @@ class CostTable:
         """
         rows = []
         for row in self.rows:
-            plain = {key: value for key, value in row.items() if key != "seconds"}
+            plain = {key: value for key, value in row.items() if key not in ("seconds", "terms")}
             interval = row["seconds"]
             rows.append(plain | {"seconds": interval["median"], "seconds_p05": interval["p05"], "seconds_p95": interval["p95"]})
         last = ("seconds", "seconds_p05", "seconds_p95")
         names = list(dict.fromkeys(key for row in rows for key in row if key not in last))
         found = [name for name in names if name not in ("source", "detail", "extrapolated")]
         return frame(rows, [*found, *last, "source", "detail", "extrapolated"])
+
+    def explain(self) -> pd.DataFrame:
+        """How every price is made, one row per term in the order in which they apply.
+
+        Columns: price (number of the row of `table()`), term, operation, value, unit, running_total_s (seconds after the term;
+        the last is the price), origin, detail.
+        """
+        rows = [{"price": number, **term} for number, row in enumerate(self.rows) for term in row["terms"]]
+        return frame(rows, list(dict.fromkeys(key for row in rows for key in row)))
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.document)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from parsim.plans.plan import Plan
-    from parsim.workflow.public.cost_breakdown import CostBreakdown
+    from parsim.predict.explain import Explanation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,11 +112,15 @@ class Prediction:
         graph = self.evaluation.graph
         return [task_label(graph.tasks[index]) for index in critical_path(graph, self.evaluation.timeline)]
 
-    def explain(self) -> CostBreakdown:
-        """Where every millisecond of the prices comes from."""
-        from parsim.workflow.public.cost_breakdown import cost_breakdown
+    def explain(self) -> Explanation:
+        """Where every millisecond of the step comes from: by category, by task, and term by term, summing to the step.
 
-        return cost_breakdown(self.evaluation)
+        Print it, or take its `table()`: a DataFrame with the columns category, kind, component, phase, tasks, term, operation,
+        value, unit, seconds, origin, detail.
+        """
+        from parsim.predict.explain import explain_plan
+
+        return explain_plan(self.problem, self.evaluation)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: the keys all results share, with `breakdown` and `memory` per rank."""
