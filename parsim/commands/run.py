@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,9 +106,13 @@ def run(
 
     print_tables([validation_table([(asked.problem.model.name, plan.summary(), comparison.to_dict())])])
     _print_decisions(decisions)
-    first, last = (seen.losses[0], seen.losses[-1]) if seen.losses else (float("nan"), float("nan"))
-    print(f"loss {first:.4f} -> {last:.4f}, test accuracy {100 * score['test_accuracy']:.1f}%")
-    print(f"folder: {folder.path} (report.html, trace.json for Perfetto, checkpoints/)")
+    _print_outcome(seen.losses, score["test_accuracy"], folder.path)
+
+
+def _print_outcome(losses: Sequence[float], accuracy: float, folder: Path) -> None:
+    first, last = (losses[0], losses[-1]) if losses else (float("nan"), float("nan"))
+    print(f"loss {first:.4f} -> {last:.4f}, test accuracy {100 * accuracy:.1f}%")
+    print(f"folder: {folder} (report.html, trace.json for Perfetto, checkpoints/)")
 
 
 def _print_decisions(decisions: list[dict[str, Any]]) -> None:

@@ -210,7 +210,8 @@ def test_the_nearest_plan_that_needs_less_is_named() -> None:
     search = SimpleNamespace(candidates=[failed, *(SimpleNamespace(result=other) for other in others)])
     asked = SimpleNamespace(evaluation=failed, search=search)
     assert nearest_that_fits(asked) == (  # type: ignore[arg-type]
-        "The nearest plan that needs less is the hp plan: 2 GiB less per rank, predicted +20% in step time; set plan.strategy = 'hp'."
+        "The nearest plan that needs less is the hp plan: 2 GiB less per rank, predicted +20% in step time; "
+        "set plan.strategy = 'hp'."
     )
     assert nearest_that_fits(SimpleNamespace(evaluation=failed, search=None)) == ""  # type: ignore[arg-type]
     alone = SimpleNamespace(evaluation=failed, search=SimpleNamespace(candidates=[failed]))
