@@ -236,6 +236,10 @@ def _measured(
     spread = median(point.spread for point in chosen)
     repeats = sum(point.repeats for point in chosen) / len(samples)
     value, how, doublings = interpolate_s(samples, seconds, work.samples)
+    issues = [_issue_s(curve[count]) for count in samples]
+    known = [issue_s for issue_s in issues if issue_s is not None]
+    # the number of kernels does not follow the samples: outside the measured counts it stays
+    issue_s = float(np.interp(work.samples, samples, known)) if len(known) == len(samples) else 0.0
     own = math.hypot(spread / math.sqrt(max(1.0, repeats)), MIN_MEASURED_SIGMA)
     if work.samples not in curve:
         own = math.hypot(own, INTERPOLATION_SIGMA + EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings)
@@ -246,7 +250,14 @@ def _measured(
         repeat_sigma=spread,
         detail=f"measured with {chosen[0].ranks_active} ranks active, {how}",
         extrapolated=doublings > 0,
+        issue_s=issue_s,
     )
+
+
+def _issue_s(points: Sequence[ComponentPoint] | Sequence[OptimizerPoint]) -> float | None:
+    """What the host takes to queue it, median; None where it was not measured apart."""
+    known = [point.issue_s for point in points if point.issue_s is not None]
+    return median(known) if known else None
 
 
 def _half(
@@ -272,6 +283,7 @@ def _half(
         repeat_sigma=whole.repeat_sigma,
         detail=f"{share:.0%} of the backward, {whole.detail}",
         extrapolated=True,
+        issue_s=share * whole.issue_s,
     )
 
 
@@ -284,6 +296,7 @@ def _scaled(measured: Estimate, share: float, times: int, base: str) -> Estimate
         repeat_sigma=measured.repeat_sigma,
         detail=f"{share:.0%} of {base}, {measured.detail}",
         extrapolated=True,
+        issue_s=measured.issue_s,  # a shard launches as many kernels
     )
 
 
@@ -321,10 +334,12 @@ def _measured_optimizer(
     sigma = math.hypot(MIN_MEASURED_SIGMA, 0.0 if exact else INTERPOLATION_SIGMA + EXTRAPOLATION_SIGMA_PER_DOUBLING * outside)
     if exact:
         seconds = median(point.seconds for point in exact)
+        issue_s = _issue_s(exact)
         how = f"measured at {work.elements} elements in {work.tensors} tensors"
     else:
         per_step, per_element, per_tensor = _affine(tuple((point.elements, point.tensors, point.seconds) for point in points))
         seconds = per_step + per_element * work.elements + per_tensor * work.tensors
+        issue_s = _queueing_s(points, work)
         how = (
             f"{format_seconds(per_step)} + {format_seconds(per_element)} per element + {format_seconds(per_tensor)} per tensor "
             f"through {len(points)} measured steps"
@@ -336,7 +351,17 @@ def _measured_optimizer(
         repeat_sigma=spread,
         detail=how,
         extrapolated=outside > 0,
+        issue_s=issue_s or 0.0,
     )
+
+
+def _queueing_s(points: Sequence[OptimizerPoint], work: OptimizerStep) -> float | None:
+    """By the line through the measured steps; None where nobody measured it apart."""
+    known = tuple((point.elements, point.tensors, point.issue_s) for point in points if point.issue_s)
+    if not known:
+        return None
+    per_step, per_element, per_tensor = _affine(known)
+    return per_step + per_element * work.elements + per_tensor * work.tensors
 
 
 @lru_cache(maxsize=64)
