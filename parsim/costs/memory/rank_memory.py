@@ -201,7 +201,7 @@ def rank_memory(
         components: those the rank runs, in execution order, as they are under the precision (`parsim.model.precision`) and the
             plan: of a tensor-sharded one the shard (`parsim.model.shard.narrow`), of a recomputed one what it keeps.
         values: all Values of the model by name (`Model.value`), likewise.
-        precision: decides which copies of the weights are kept.
+        precision, master_weights: decide which copies of the weights are kept.
         microbatch_samples: samples of one microbatch on this rank; by component where they differ.
         in_flight: microbatches whose forward has run and whose backward has not, at the worst moment (gpipe: M; 1f1b:
             min(M, S - s); one stage: 1). By component where they differ (several chunks on one rank).
@@ -214,7 +214,6 @@ def rank_memory(
         recomputed: by component that runs its forward twice, what changes then.
         arriving_bytes: buffers of transfers that other ranks send, or will send, before they are wanted here, at most.
         unsure_arriving_bytes: that part of it which is there only if the others are as far ahead as the order allows.
-        master_weights: where weights are stored in half precision, the optimizer updates copies in fp32.
         weights: None where the rank holds, and updates, all parameters of its components.
 
     Returns:
@@ -226,7 +225,7 @@ def rank_memory(
     Raises:
         CostError: unknown optimizer, samples or in_flight < 1, or samples by component without their boundary.
     """
-    state_bytes, temporary_bytes = optimizer_bytes(optimizer, precision, master_weights=master_weights)
+    kept_bytes, passing_bytes = optimizer_bytes(optimizer, precision, master_weights=master_weights)
     samples = _samples_of(components, microbatch_samples)
     alive = _alive_of(samples, in_flight)
     most = max(alive.values(), default=1)
@@ -242,7 +241,7 @@ def rank_memory(
     loaded = most if loaded_microbatches is None else loaded_microbatches
     inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
     ends = [own + (0 if c.name in recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
-    update = temporary_bytes * weights.updated_elements - activations - casts - held
+    update = passing_bytes * weights.updated_elements - activations - casts - held
     least, unsharded, workspace = _transient_bytes(components, samples, ends, boundary, again, weights, update)
     beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
     lines = {
@@ -250,7 +249,7 @@ def rank_memory(
         "casts": casts,
         "gradients": weights.gradient_bytes,
         "unsharded": unsharded,
-        "optimizer_state": state_bytes * weights.updated_elements,
+        "optimizer_state": kept_bytes * weights.updated_elements,
         "buffers": sum(component.buffer_bytes for component in components),
         "activations": activations,
         "boundary_values": held,
