@@ -33,13 +33,13 @@ from calibration.rounds.turns import CalibrationSection, Entries
 from parsim.data import BatchOrder, Dataset
 from parsim.data.for_model import dataset_for
 from parsim.errors import DataError
+from parsim.execute.loading import batch_values
 from parsim.execute.processes.event_clock import driver_of, products, warm_up
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica
 from parsim.execute.state.optimizer import flat_gradients, make_optimizer
 from parsim.execute.streams import TaskTime, make_streams
-from parsim.execute.worker import batch_values
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
 
 from parsim.execute.processes.event_clock import Driver, Mark, longer_hold
 from parsim.execute.streams import Operation, Streams, TaskTime
@@ -26,6 +29,8 @@ class Pausing:
             kernels meanwhile, and under `holding` it waits for nothing.
         hidden: whether every computation held so far in this step was queued before the device began with it.
     """
+
+    loads_ahead = False
 
     def __init__(self, streams: Streams, driver: Driver | None = None) -> None:
         self._streams = streams
@@ -97,6 +102,24 @@ class Pausing:
     def _extra(self) -> int:
         self._calls += 1
         return FIRST_CALL + self._calls - 1
+
+    def load(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
+        self.compute(task, stream, dependencies, operation)
+
+    def loaded(self, task: int) -> None:
+        self._streams.loaded(task)
+
+    def load_ahead(self, task: int, stream: str, operation: Operation) -> None:
+        self._streams.load_ahead(task, stream, operation)
+
+    def used(self, tensor: Tensor) -> None:
+        self._streams.used(tensor)
+
+    def fence(self) -> Any:
+        return self._streams.fence()
+
+    def after(self, fence: Any) -> None:
+        self._streams.after(fence)
 
     def finish(self) -> list[TaskTime]:
         self._last = None

@@ -33,6 +33,7 @@ class Costs:
 
     Attributes:
         precision: a key of DeviceType.peak_flop_per_s, e.g. "fp32". optimizer: e.g. "sgd_momentum".
+        master_weights: with precision "bf16", the optimizer updates copies in fp32.
         ranks_active: how many ranks compute at once; measurements under that load are preferred (None: the heaviest load).
         ranks: of the plan (None: all of the cluster); where they outnumber the cores, their computation is crowded.
         corrections: what a run has shown the profile to be wrong by, on top of what the profile's own updates say.
@@ -41,6 +42,7 @@ class Costs:
     model: Model
     cluster: Cluster
     precision: str = "fp32"
+    master_weights: bool = True
     optimizer: str = "sgd_momentum"
     ranks_active: int | None = None
     ranks: int | None = None
@@ -118,7 +120,13 @@ class Costs:
                 estimate = self._compute(work, self._device(rank))
             case OptimizerStep():
                 estimate = estimate_optimizer(
-                    work, self.optimizer, self._device(rank), self.cluster.profile, self.precision, self.ranks_active
+                    work,
+                    self.optimizer,
+                    self._device(rank),
+                    self.cluster.profile,
+                    self.precision,
+                    self.ranks_active,
+                    master_weights=self.master_weights,
                 )
             case Mix():
                 estimate = estimate_mix(work, self._device(rank))

@@ -42,6 +42,7 @@ from parsim.hardware.compute_records import ComponentPoint, OptimizerPoint
 from parsim.hardware.device import Device
 from parsim.hardware.profile import Profile
 from parsim.model.component import Component
+from parsim.model.number_formats import number_format
 from parsim.model.shard.narrow import narrow
 from parsim.units import format_seconds
 from parsim.work import Compute, OptimizerStep, Phase
@@ -157,6 +158,10 @@ def estimate_compute(
     return _from_operators(work, part, device, profile, precision, input_gradient, surfaces)
 
 
+MASTER_ACCESSES = 3
+"""Of 4 bytes per element: two casts between fp32 and half precision, 6 bytes each."""
+
+
 def estimate_optimizer(
     work: OptimizerStep,
     optimizer: str,
@@ -164,12 +169,15 @@ def estimate_optimizer(
     profile: Profile,
     precision: str,
     ranks_active: int | None = None,
+    *,
+    master_weights: bool = True,
 ) -> Estimate:
     """Seconds of one optimizer step and of zeroing the gradients.
 
     Measured: seconds per step, element and tensor through the points of this optimizer and device type. Else, on a device with
     published or fitted numbers: the bytes of the foreach operations over the memory bandwidth. Under autocast one more read and
-    write of the gradients unscales them.
+    write of the gradients unscales them. Weights in half precision move half the bytes; with master weights the update is that
+    of fp32, beside two casts: gradients to fp32, copies to half precision.
 
     Raises:
         CostError: unknown optimizer, or nothing known for this device.
@@ -182,6 +190,11 @@ def estimate_optimizer(
     points = [
         point for point in profile.compute.optimizers if point.optimizer == optimizer and point.device_type == device.type.name
     ]
+    if points and number_format(precision).weight_bytes < 4:
+        raise CostError(
+            f"the profile measured {optimizer} on {device.type.name} with weights of 4 bytes, and precision {precision!r} has "
+            f'{number_format(precision).weight_bytes}; set precision = "amp_bf16", or use a profile with published peaks'
+        )
     if points:
         return _measured_optimizer(work, optimizer, _under_load(points, ranks_active), drift)
     if not has_published_peaks(device, profile):
@@ -189,9 +202,13 @@ def estimate_optimizer(
             f"no cost is known for a step of {optimizer} over {work.elements} elements on {device.type.name}: "
             f"calibrate with that optimizer (`parsim calibrate`)"
         )
-    accesses = FOREACH_ACCESSES_PER_ELEMENT[optimizer] + (2 if precision.startswith("amp") else 0)
+    kind = number_format(precision)
+    accesses = FOREACH_ACCESSES_PER_ELEMENT[optimizer] + (2 if kind.autocast else 0)
+    width = 4
+    if kind.weight_bytes < width:
+        accesses, width = (accesses + MASTER_ACCESSES, width) if master_weights else (accesses, kind.weight_bytes)
     fit = fit_for(profile.compute.operator_fits, "memory_bound", "forward", "fp32", device.type.name)
-    size_bytes = 4 * accesses * work.elements
+    size_bytes = width * accesses * work.elements
     kernel = Kernel(kind="memory_bound", phase="forward", count=1, flop=0.0, size_bytes=size_bytes)
     seconds, sigma, source, outside = price_kernel(kernel, fit, device, "fp32")
     factor, spread = efficiency_of(profile, device, precision)
