@@ -161,7 +161,7 @@ def _gpu_speed_factor(subject: Subject, context: PriceContext) -> Term | None:
 
 def _queueing(subject: Subject, context: PriceContext) -> Term | None:
     """Of a row of tasks this is at most too long: a host that is ahead after a long task queues the next one meanwhile, which
-    is left out. It is never too short: whatever the order of tasks, they take as long as the host, and as long as the device."""
+    is left out. It is never too short: in any order tasks take as long as the host, and as long as the device."""
     if subject.base.issue_s <= subject.so_far_s:
         return None
     device = format_seconds(subject.so_far_s)

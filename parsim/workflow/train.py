@@ -7,19 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.errors import ConfigError, OutOfMemoryError, PlanError
+from parsim.errors import ConfigError, PlanError
 from parsim.execute.job import AdaptiveSpec, Job
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
-from parsim.report.memory_levels import memory_levels
 from parsim.workflow.ask import (
     check_launchable,
     check_runnable,
     device_kind,
     judge,
     launch_job,
+    levels_of,
     measured,
-    nearest_that_fits,
     reopen,
     run_spec,
     speed_of,
@@ -84,10 +83,7 @@ def train(
         adaptive=adaptive_spec(asked.config, window_steps) if adaptive else None,
     )
     with progress(f"Training {steps} steps under {plan.summary()}") as say:
-        try:
-            launch_job(job, folder, say)
-        except OutOfMemoryError as error:
-            raise OutOfMemoryError(f"{error} {nearest_that_fits(asked)}".rstrip()) from error
+        launch_job(job, folder, say, asked)
     decisions: list[dict[str, Any]] = json.loads((folder.path / "decisions.json").read_text()) if adaptive else []
     changed = [decision for decision in decisions if decision["plan"] is not None]
     if changed:
@@ -105,7 +101,7 @@ def train(
         **score,
         "decisions": decisions,
         "comparison": comparison.to_dict(),
-        "memory_levels": [row.to_dict() for row in memory_levels(asked.evaluation.memory, seen.memory)],
+        "memory_levels": levels_of(asked, seen),
         "warnings": [*asked.warnings, *changed_since],
     }
     write_json(folder.result, document)
@@ -154,7 +150,7 @@ def validate(
         device=device_kind(asked),
     )
     with progress(f"Measuring {rounds} rounds under {asked.plan.summary()}") as say:
-        launch_job(job, folder, say)
+        launch_job(job, folder, say, asked)
     seen = measured(folder, RUN, asked.evaluation)
     return _judged(folder, asked, seen, changed_since, tasks=tasks, session=session, update=update)
 

@@ -123,11 +123,12 @@ def profiles(draw: st.DrawFn) -> Profile:
     ]
     communication = known.communication
     kind = draw(st.sampled_from(["cpu", "cuda"]))
-    if draw(st.booleans()):  # priced by fits, as gloo is
+    if kind == "cpu" or draw(st.booleans()):  # priced by fits, as gloo is
         communication = communication.model_copy(update={"link_model": None, "fits": fits})
     return known.model_copy(
         update={
             "devices": devices,
+            **({"links": [], "nics": [], "nics_source": None} if kind == "cpu" else {}),
             "device_types": {name: entry.model_copy(update={"kind": kind}) for name, entry in known.device_types.items()},
             "communication": communication,
             "compute": known.compute.model_copy(update={"components": points, "optimizers": optimizers}),
