@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from calibration.gpu.driver import Driver, UnsupportedError
-from calibration.gpu.pools import OperandPool, fill_random
-from calibration.gpu.timing import Call, time_calls
+from calibration.gpu.device import MeasuredDevice, UnsupportedError
+from calibration.gpu.timing import time_calls
+from calibration.operand_pool import fill_random, operand_sets
 from parsim.errors import ExecutionError
+from parsim.execute.cuda.event_timing import Operation
 
 POOL_SHARE = 0.25
 """Of the device's memory that rotating operands may take."""
@@ -98,26 +99,29 @@ def matrix_precision(precision: Precision) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def measure_product(driver: Driver, product: Product, precision: Precision, *, least_s: float, seed: int = 0) -> dict[str, Any]:
+def measure_product(
+    device: MeasuredDevice, product: Product, precision: Precision, *, least_s: float, seed: int = 0
+) -> dict[str, Any]:
     """Flop per second of one product on random operands from beyond the cache.
 
     Returns: the shape, flop and bytes, the timing, flop_per_s, and the largest relative error against float64 on a part.
 
     Raises: UnsupportedError for a precision that this device cannot multiply in, ExecutionError for a result that is wrong.
     """
-    if precision.name in ("tf32", "fp8") and driver.device.type != "cuda":
+    if precision.name in ("tf32", "fp8") and device.device.type != "cuda":
         raise UnsupportedError(f"{precision.name} products need CUDA")
     sizes = product.array_bytes(precision)
-    pool = OperandPool(
-        sizes, cache_bytes=driver.cache_bytes, limit_bytes=int(POOL_SHARE * driver.memory_bytes), device=driver.device
+    operands = operand_sets(
+        sizes, cache_bytes=device.cache_bytes, limit_bytes=int(POOL_SHARE * device.memory_bytes), device=device.device
     )
-    generator = torch.Generator(driver.device).manual_seed(seed)
-    calls: list[Call] = []
-    for number in range(pool.sets):
-        left = pool.operand(number, 0, (product.rows, product.depth), precision.operand)
+    take = operands.pool.take
+    generator = torch.Generator(device.device).manual_seed(seed)
+    calls: list[Operation] = []
+    for number in range(operands.sets):
+        left = take((product.rows, product.depth), precision.operand)
         # fp8 kernels take the second operand by columns
-        transposed = pool.operand(number, 1, (product.columns, product.depth), precision.operand)
-        result = pool.operand(number, 2, (product.rows, product.columns), precision.result)
+        transposed = take((product.columns, product.depth), precision.operand)
+        result = take((product.rows, product.columns), precision.result)
         fill_random(left, generator)
         fill_random(transposed, generator)
         calls.append(_call(precision, left, transposed.t(), result))
@@ -131,7 +135,7 @@ def measure_product(driver: Driver, product: Product, precision: Precision, *, l
                 f"the {precision.name} product {product} is off by {error:.2g} of its norm, more than "
                 f"{TOLERANCES[precision.name]:.2g}; its time says nothing"
             )
-        timing = time_calls(driver, calls, least_s=least_s)
+        timing = time_calls(device.clock, calls, least_s=least_s)
     return {
         "rows": product.rows,
         "columns": product.columns,
@@ -140,8 +144,8 @@ def measure_product(driver: Driver, product: Product, precision: Precision, *, l
         "precision": precision.name,
         "flop": product.flop,
         "bytes": sum(sizes),
-        "sets": pool.sets,
-        "beyond_cache": pool.beyond_cache,
+        "sets": operands.sets,
+        "beyond_cache": operands.beyond_cache,
         "relative_error": error,
         "flop_per_s": product.flop / timing.median_s,
         **timing.to_dict(),
@@ -162,7 +166,7 @@ def relative_error(left: torch.Tensor, transposed: torch.Tensor, result: torch.T
     return float(difference.norm() / exact.norm())
 
 
-def _call(precision: Precision, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> Call:
+def _call(precision: Precision, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> Operation:
     if precision.name == "fp8":
         one = torch.ones((), device=left.device)
         scaled: Any = torch._scaled_mm
