@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, PlanError
+from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, OutOfMemoryError, PlanError
 from parsim.execute.cuda.faults import check_devices
 from parsim.execute.job import EXECUTION, Job, RunSpec
 from parsim.execute.processes.environment import describe_environment
@@ -147,8 +147,11 @@ def warn_of_profile(asked: Answer) -> list[str]:
     return list(warnings)
 
 
-def launch_job(job: Job, folder: RunFolder, say: Say) -> None:
+def launch_job(job: Job, folder: RunFolder, say: Say, asked: Answer | None = None) -> None:
     """Save the job beside its run and launch it; environment.json says in which numbers it computed.
+
+    Args:
+        asked: whose search may know a plan that needs less memory, if there is too little.
 
     Raises ExecutionError; nothing is left running.
     """
@@ -164,9 +167,20 @@ def launch_job(job: Job, folder: RunFolder, say: Say) -> None:
             event: dict[str, Any] = json.loads(line.removeprefix(PROGRESS))
             say(", ".join(f"{name} {value}" for name, value in event.items()))
 
-    launch(folder.job, job.world_size, on_line=on_line)
+    try:
+        launch(folder.job, job.world_size, on_line=on_line)
+    except OutOfMemoryError as error:
+        hint = "" if asked is None else nearest_that_fits(asked)
+        raise OutOfMemoryError(f"{error} {hint}".rstrip()) from error
     execution = json.loads((Path(job.output) / EXECUTION).read_text())
     write_json(folder.environment, {**environment, "execution": execution})
+
+
+def levels_of(asked: Answer, seen: Measurement) -> list[dict[str, Any]]:
+    """Memory of every rank as several parties counted it, beside what was predicted of it (`parsim.report.memory_levels`)."""
+    from parsim.report.memory_levels import memory_levels
+
+    return [row.to_dict() for row in memory_levels(asked.evaluation.memory, seen.memory)]
 
 
 def visible_gpus() -> int:
