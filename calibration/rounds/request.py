@@ -22,7 +22,7 @@ QUICK_SHARE = 0.125
 class CalibrationRequest:
     """Attributes:
     models: each with the local batches (samples of one microbatch on one rank) that plans will use.
-    nproc: ranks that measure at once. optimizers: names as in `parsim.execute.state.optimizer`.
+    nproc: ranks that measure at once. optimizers: rows of `parsim.model.optimizers.OPTIMIZERS`.
     quick: fewer rounds and sizes, for tests and first looks.
     sizes_bytes: of the collectives; empty: 1 KiB to 256 MiB.
     compute_budget_s: rounds over all models and batches stop once this much time is spent, but not before `min_rounds`;

@@ -9,7 +9,7 @@ import typer
 
 from parsim.commands.output import JsonFlag, print_json, print_tables
 from parsim.errors import ConfigError
-from parsim.workflow.config import Granularity, Optimizer, Precision, parse_numbers, scalar_pairs
+from parsim.workflow.config import Granularity, Precision, parse_numbers, scalar_pairs
 
 if TYPE_CHECKING:
     from parsim.costs.costs import Costs
@@ -36,7 +36,7 @@ def cost(
     granularity: Annotated[Granularity, typer.Option(help="Of the model's components.")] = "block",
     ways: Annotated[int | None, typer.Option(help="Also one of that many shards of every component that can be cut.")] = None,
     precision: Annotated[Precision, typer.Option(help="Of the computation.")] = "fp32",
-    optimizer: Annotated[Optimizer, typer.Option(help="Of the optimizer row.")] = "sgd_momentum",
+    optimizer: Annotated[str, typer.Option(help="Of the optimizer row.")] = "sgd_momentum",
     as_json: JsonFlag = False,
 ) -> None:
     """What a collective costs, or every component of a model."""

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from parsim.analyze.breakdown import breakdown
 from parsim.costs.estimate import OverlapFactors
-from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
 from parsim.costs.uncertainty.draws import medians_s, sample_durations_s
 from parsim.engines import dynamic
 from parsim.engines.scenario.asynchronous import asynchronous_program, merges_per_s
@@ -27,6 +26,7 @@ from parsim.engines.scenario.scenario import Run, Scenario
 from parsim.engines.scenario.whole_run import Training, WholeRun, simulate_run
 from parsim.engines.steps import mean_step_s, steps_in_a_row
 from parsim.errors import ScenarioError, StandstillError
+from parsim.model.optimizers import OPTIMIZERS
 from parsim.predict.evaluate import REPEATED_STEPS, SEED, Evaluation
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import Compute, Phase
@@ -154,7 +154,7 @@ class Played:
             return 0.0
         if checkpoints.write_bytes_per_s is None:
             return checkpoints.write_s or 0.0
-        model, state = self.problem.model, OPTIMIZER_STATE_BYTES_PER_ELEMENT[self.problem.optimizer]
+        model, state = self.problem.model, OPTIMIZERS[self.problem.optimizer].state_bytes_per_element
         return (model.parameter_bytes + state * model.parameter_count) / checkpoints.write_bytes_per_s
 
     def evaluation_s(self, run: Run) -> float:

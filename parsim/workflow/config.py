@@ -17,16 +17,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
-from parsim.errors import ConfigError, PlanError, near_matches
+from parsim.errors import ConfigError, ParsimError, PlanError, near_matches
+from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import CHUNKED_ORDERS, PIPELINE_ORDERS
 from parsim.plans.placement import KINDS, parse_placement
 from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.recompute import AUTO, FULL, NONE
+from parsim.registry import Registry, is_reference
 from parsim.workflow.toml_text import merge, parse_overrides, parse_value, table_text
 
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -34,7 +36,6 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Scalar = StrictBool | StrictInt | Number | StrictStr
 
 Precision = Literal["fp32", "amp_fp16", "amp_bf16"]
-Optimizer = Literal["sgd", "sgd_momentum", "adam", "adamw"]
 Dataset = Literal["digits", "cifar10", "cifar100", "synthetic"]
 Dtype = Literal["float32", "float64"]
 
@@ -45,6 +46,25 @@ Name = Annotated[str, Field(strict=True, min_length=1)]
 CUSTOM_KEYS = ("mesh", "microbatches", "pipeline_order", "chunks", "bucket_bytes", "placements")
 # Keys that steer the search of strategy = "adaptive".
 ADAPTIVE_KEYS = ("pin", "forbid")
+
+
+class RowOf:
+    """Marks text that names a row of a registry, or "package.module:ROW", which is loaded where the file is read."""
+
+    def __init__(self, registry: Registry[Any]) -> None:
+        self.registry = registry
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def check(self, name: str) -> str:
+        """Raises what pydantic reports as an error of this key."""
+        try:
+            self.registry[name]
+        except ParsimError as error:
+            rule = str(error) if is_reference(name) else f"is unknown{self.registry.near(name)}"
+            raise PydanticCustomError("unknown_row", "{rule}", {"rule": rule}) from error
+        return name
 
 
 class ConfigSection(BaseModel):
@@ -87,9 +107,10 @@ class TrainingSection(ConfigSection):
     global_batch: Count
     """Samples per step over all replicas."""
     precision: Precision = "fp32"
-    optimizer: Optimizer = "sgd_momentum"
+    optimizer: Annotated[Name, RowOf(OPTIMIZERS)] = "sgd_momentum"
+    """A row of `parsim.model.optimizers`, or "package.module:ROW"."""
     learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
-    """Left out: 0.05 for sgd and sgd_momentum, 0.001 for adam and adamw."""
+    """Left out: what the optimizer's row says."""
     dataset: Dataset = "digits"
     data_root: Annotated[str, Field(strict=True, min_length=1)] | None = None
     """Folder with the files of cifar10 or cifar100."""
@@ -104,7 +125,7 @@ class TrainingSection(ConfigSection):
     def resolved_learning_rate(self) -> float:
         if self.learning_rate is not None:
             return self.learning_rate
-        return {"sgd": 0.05, "sgd_momentum": 0.05, "adam": 1e-3, "adamw": 1e-3}[self.optimizer]
+        return OPTIMIZERS[self.optimizer].learning_rate
 
 
 class MeshTable(ConfigSection):
@@ -383,6 +404,9 @@ def _explain(problem: ErrorDetails) -> str:
         near = near_matches(value, allowed) if isinstance(value, str) else ""
         listing = "" if near.startswith("; known") else f" (known: {', '.join(allowed)})"
         return f"{path} = {_short(value)} is unknown{near}{listing}"
+    if kind == "unknown_row":
+        rule = str(context["rule"])
+        return f"{path} = {_short(value)}{' ' if rule.startswith('is unknown') else ': '}{rule}"
     if table_key in _UNION_RULES:
         rule = _UNION_RULES[table_key]
     elif kind in ("greater_than_equal", "greater_than", "less_than"):

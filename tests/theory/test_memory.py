@@ -13,7 +13,7 @@ from parsim.costs.memory.rank_memory import (
     RankMemory,
     rank_memory,
 )
-from parsim.errors import CostError
+from parsim.errors import ConfigError, CostError
 from parsim.hardware.allocator import ALLOCATORS, Allocator, Spread
 from parsim.hardware.device import DeviceType
 from parsim.model.component import Component, HalfComponent, Operator, Parameter, Value
@@ -241,7 +241,7 @@ def test_what_does_not_fit_says_which_rank_which_line_and_by_how_much() -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(CostError, match="did you mean sgd_momentum"):
+    with pytest.raises(ConfigError, match="did you mean sgd_momentum"):
         memory(optimizer="sgd_momentun")
     with pytest.raises(CostError, match="in_flight >= 1"):
         memory(in_flight=0)

@@ -37,11 +37,12 @@ from parsim.costs.compute.kernel_price import efficiency_of, fit_for, has_publis
 from parsim.costs.compute.operators import Kernel, forward_kernels, halved_backward_kernels
 from parsim.costs.compute.surfaces import SurfaceModel, surface_models
 from parsim.costs.estimate import Estimate, Source
-from parsim.errors import CostError, near_matches
+from parsim.errors import CostError
 from parsim.hardware.compute_records import ComponentPoint, OptimizerPoint
 from parsim.hardware.device import Device
 from parsim.hardware.profile import Profile
 from parsim.model.component import Component
+from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.shard.narrow import narrow
 from parsim.units import format_seconds
 from parsim.work import Compute, OptimizerStep, Phase
@@ -64,12 +65,6 @@ HALF_SIGMA = 0.2
 
 EXTRAPOLATED_SHARE = 0.1
 """An estimate from operators counts as extrapolated when more than this share of it lies outside the fitted sizes."""
-
-
-FOREACH_ACCESSES_PER_ELEMENT: Mapping[str, int] = {"sgd": 4, "sgd_momentum": 9, "adam": 19, "adamw": 21}
-"""4-byte reads and writes of torch's foreach optimizers, operation by operation, the zeroing of the gradient (1) included.
-SGD p += g: 3. Momentum m *= mu: 2, m += g: 3, p += m: 3. Adam lerp of m: 3, v *= b: 2, v += g g: 3, sqrt, / and + eps: 6,
-p += m / sqrt(v): 4. AdamW p *= 1 - wd: 2 more."""
 
 
 Surfaces = Mapping[tuple[str, str], SurfaceModel]
@@ -172,10 +167,9 @@ def estimate_optimizer(
     write of the gradients unscales them.
 
     Raises:
-        CostError: unknown optimizer, or nothing known for this device.
+        ConfigError: unknown optimizer. CostError: nothing known for this device.
     """
-    if optimizer not in FOREACH_ACCESSES_PER_ELEMENT:
-        raise CostError(f"unknown optimizer {optimizer!r}{near_matches(optimizer, FOREACH_ACCESSES_PER_ELEMENT)}")
+    row = OPTIMIZERS[optimizer]
     drift = ("drift", _drift_sigma(profile))
     if work.elements == 0:
         return Estimate(median_s=0.0, source="measured", detail="no parameters")
@@ -189,7 +183,7 @@ def estimate_optimizer(
             f"no cost is known for a step of {optimizer} over {work.elements} elements on {device.type.name}: "
             f"calibrate with that optimizer (`parsim calibrate`)"
         )
-    accesses = FOREACH_ACCESSES_PER_ELEMENT[optimizer] + (2 if precision.startswith("amp") else 0)
+    accesses = row.accesses_per_element + (2 if precision.startswith("amp") else 0)
     fit = fit_for(profile.compute.operator_fits, "memory_bound", "forward", "fp32", device.type.name)
     size_bytes = 4 * accesses * work.elements
     kernel = Kernel(kind="memory_bound", phase="forward", count=1, flop=0.0, size_bytes=size_bytes)

@@ -22,17 +22,12 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
-from parsim.errors import CostError, near_matches
+from parsim.errors import CostError
 from parsim.hardware.device import DeviceType
 from parsim.model.component import Component, Parameter, Value
+from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.precision import cast_bytes
 from parsim.units import MIB, format_bytes
-
-OPTIMIZER_STATE_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum": 4, "adam": 8, "adamw": 8}
-"""fp32 state: one momentum array, or Adam's two moments."""
-
-OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum": 0, "adam": 4, "adamw": 4}
-"""Foreach Adam keeps the root of the second moment of all parameters at once; activations are free by then."""
 
 NCCL_COMMUNICATOR_BYTES = 256 * MIB
 """Assumed per communicator: about a dozen channels, each with send and receive buffers of 4 MiB (the default
@@ -201,10 +196,9 @@ def rank_memory(
         Values between components are counted for the component with most microbatches in flight: an upper bound with chunks.
 
     Raises:
-        CostError: unknown optimizer, samples or in_flight < 1, or samples by component without their boundary.
+        ConfigError: unknown optimizer. CostError: samples or in_flight < 1, or samples by component without their boundary.
     """
-    if optimizer not in OPTIMIZER_STATE_BYTES_PER_ELEMENT:
-        raise CostError(f"unknown optimizer {optimizer!r}{near_matches(optimizer, OPTIMIZER_STATE_BYTES_PER_ELEMENT)}")
+    updater = OPTIMIZERS[optimizer]
     samples = _samples_of(components, microbatch_samples)
     alive = _alive_of(samples, in_flight)
     most = max(alive.values(), default=1)
@@ -220,7 +214,7 @@ def rank_memory(
     loaded = most if loaded_microbatches is None else loaded_microbatches
     inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
     ends = [own + (0 if c.name in recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
-    update = OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements - activations - casts - held
+    update = updater.temporary_bytes_per_element * weights.updated_elements - activations - casts - held
     least, unsharded, workspace = _transient_bytes(components, samples, ends, boundary, again, weights, update)
     beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
     lines = {
@@ -228,7 +222,7 @@ def rank_memory(
         "casts": casts,
         "gradients": weights.gradient_bytes,
         "unsharded": unsharded,
-        "optimizer_state": OPTIMIZER_STATE_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements,
+        "optimizer_state": updater.state_bytes_per_element * weights.updated_elements,
         "buffers": sum(component.buffer_bytes for component in components),
         "activations": activations,
         "boundary_values": held,
