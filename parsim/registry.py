@@ -80,6 +80,10 @@ class Registry(Generic[Row]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def keys(self) -> Iterable[str]:
+        """The names of the shipped rows, so that `{**registry}` is a plain dict of them."""
+        return self.rows.keys()
+
     def items(self) -> Iterable[tuple[str, Row]]:
         """The shipped rows by name."""
         return self.rows.items()

@@ -24,7 +24,7 @@ from parsim.errors import ConfigError, ParsimError, PlanError, near_matches
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh, check_mesh
-from parsim.plans.pipeline import CHUNKED_ORDERS, PIPELINE_ORDERS
+from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
 from parsim.plans.placement import KINDS, parse_placement
 from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.recompute import AUTO, FULL, NONE
@@ -144,9 +144,10 @@ class PlanSection(ConfigSection):
     mesh: MeshTable | None = None
     microbatches: Count | None = None
     """Per replica."""
-    pipeline_order: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    pipeline_order: Annotated[Name, RowOf(PIPELINE_ORDERS)] | None = None
+    """A row of `parsim.plans.pipeline`, or "package.module:ROW"."""
     chunks: Count | None = None
-    """Stages per rank of an interleaved (or zero-bubble) pipeline."""
+    """Stages per rank, for orders that take several; left out: the fewest that the order takes."""
     bucket_bytes: Count | None = None
     """A gradient bucket is closed once it holds this much."""
     placements: dict[Name, Name] | None = None
@@ -293,14 +294,8 @@ def _check_plan_section(config: RunConfig) -> None:
             f"plan.strategy = {plan.strategy!r} is unknown{near_matches(plan.strategy, STRATEGIES)} "
             "(or the path of a plan.json)"
         )
-    if plan.pipeline_order is not None and plan.pipeline_order not in PIPELINE_ORDERS:
-        near = near_matches(plan.pipeline_order, PIPELINE_ORDERS)
-        raise ConfigError(f"plan.pipeline_order = {plan.pipeline_order!r} is unknown{near}")
-    if (plan.chunks or 1) > 1 and (plan.pipeline_order or "1f1b") not in CHUNKED_ORDERS:
-        raise ConfigError(
-            f"plan.chunks = {plan.chunks} needs an order with several chunks per rank; set plan.pipeline_order to one of "
-            f"{', '.join(CHUNKED_ORDERS)}"
-        )
+    if plan.chunks is not None:
+        _check_chunks(plan.pipeline_order or "1f1b", plan.chunks)
     if plan.zero_stage not in ZERO_STAGES:
         raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: {ZERO_STAGES_TEXT}")
     if plan.zero_stage and plan.plan_path is not None:
@@ -335,6 +330,19 @@ def _check_plan_section(config: RunConfig) -> None:
             f'set strategy = "adaptive" or drop {", ".join(steering)}'
         )
     _check_placements(plan)
+
+
+def _check_chunks(order: str, chunks: int) -> None:
+    several = [name for name, row in PIPELINE_ORDERS.items() if row.takes(chunks)]
+    if PIPELINE_ORDERS[order].most_chunks == 1 and chunks > 1:
+        raise ConfigError(
+            f"plan.chunks = {chunks} needs an order with several chunks per rank; set plan.pipeline_order to one of "
+            f"{', '.join(several)}"
+        )
+    try:
+        check_chunks(order, chunks)
+    except PlanError as error:
+        raise ConfigError(f"plan.chunks = {chunks}: {error}") from error
 
 
 def _check_placements(plan: PlanSection) -> None:

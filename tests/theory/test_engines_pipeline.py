@@ -14,6 +14,7 @@ from parsim.graph.taskgraph import TaskGraph, from_text, to_text
 from parsim.model.component import Component, Parameter, Value
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.plan import Plan, Stage
 from parsim.work import Compute, Phase, SendRecv
 
@@ -50,7 +51,10 @@ def pipeline_plan(
     plan = Plan(
         strategy="hp",
         mesh=mesh,
-        stages=tuple(Stage(components=(name,), ranks=mesh.stage_ranks(number)) for number, name in enumerate(names)),
+        stages=tuple(
+            Stage(components=(name,), ranks=mesh.stage_ranks(place))
+            for name, place in zip(names, rank_of_stage(order, stages, chunks), strict=True)
+        ),
         global_batch=microbatches * replicas,
         microbatches=microbatches,
         pipeline_order=order,

@@ -216,7 +216,9 @@ def test_a_deadlocking_order_is_refused_before_anything_is_lowered(monkeypatch: 
         good = pipeline.gpipe(rank, ranks, microbatches, chunks)
         return (*good[microbatches:], *good[:microbatches]) if rank == 0 else good
 
-    monkeypatch.setattr(pipeline, "PIPELINE_ORDERS", {**pipeline.PIPELINE_ORDERS, "backwards": backwards})
+    monkeypatch.setattr(
+        pipeline, "PIPELINE_ORDERS", {**pipeline.PIPELINE_ORDERS, "backwards": pipeline.PipelineOrder(actions=backwards)}
+    )
     plan = replace(uniform_plan(Mesh(pp=2)), pipeline_order="backwards")
     with pytest.raises(DeadlockError, match=r"(?s)by rank\n0 +\*0B0.*waits for 0F0, 1B0\n1 +\*1F0 .*waits for 0F0"):
         PlanIndex(plan, MODEL)
