@@ -9,7 +9,7 @@ import typer
 
 from parsim.commands.output import JsonFlag, print_json, print_tables
 from parsim.errors import ConfigError
-from parsim.workflow.config import Granularity, Precision, parse_numbers, scalar_pairs
+from parsim.workflow.config import Granularity, parse_numbers, scalar_pairs
 
 if TYPE_CHECKING:
     from parsim.costs.costs import Costs
@@ -35,7 +35,7 @@ def cost(
     input_shape: Annotated[str | None, typer.Option(help="One sample, e.g. 3,224,224.")] = None,
     granularity: Annotated[Granularity, typer.Option(help="Of the model's components.")] = "block",
     ways: Annotated[int | None, typer.Option(help="Also one of that many shards of every component that can be cut.")] = None,
-    precision: Annotated[Precision, typer.Option(help="Of the computation.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="Of the computation.")] = "fp32",
     optimizer: Annotated[str, typer.Option(help="Of the optimizer row.")] = "sgd_momentum",
     as_json: JsonFlag = False,
 ) -> None:

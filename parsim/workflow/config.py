@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StrictB
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from parsim.errors import ConfigError, ParsimError, PlanError, near_matches
+from parsim.model.number_formats import FORMATS, check_planned
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh, check_mesh
@@ -35,7 +36,6 @@ Count = Annotated[int, Field(strict=True, ge=1)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Scalar = StrictBool | StrictInt | Number | StrictStr
 
-Precision = Literal["fp32", "amp_fp16", "amp_bf16"]
 Dataset = Literal["digits", "cifar10", "cifar100", "synthetic"]
 Dtype = Literal["float32", "float64"]
 
@@ -49,10 +49,14 @@ ADAPTIVE_KEYS = ("pin", "forbid")
 
 
 class RowOf:
-    """Marks text that names a row of a registry, or "package.module:ROW", which is loaded where the file is read."""
+    """Marks text that names a row of a registry, or "package.module:ROW", which is loaded where the file is read.
 
-    def __init__(self, registry: Registry[Any]) -> None:
+    `also` raises ParsimError for a row that cannot stand here.
+    """
+
+    def __init__(self, registry: Registry[Any], also: Callable[[str], None] = lambda _: None) -> None:
         self.registry = registry
+        self.also = also
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
@@ -61,8 +65,9 @@ class RowOf:
         """Raises what pydantic reports as an error of this key."""
         try:
             self.registry[name]
+            self.also(name)
         except ParsimError as error:
-            rule = str(error) if is_reference(name) else f"is unknown{self.registry.near(name)}"
+            rule = str(error) if is_reference(name) or name in self.registry else f"is unknown{self.registry.near(name)}"
             raise PydanticCustomError("unknown_row", "{rule}", {"rule": rule}) from error
         return name
 
@@ -106,7 +111,8 @@ class TrainingSection(ConfigSection):
 
     global_batch: Count
     """Samples per step over all replicas."""
-    precision: Precision = "fp32"
+    precision: Annotated[Name, RowOf(FORMATS, check_planned)] = "fp32"
+    """A row of `parsim.model.number_formats`, or "package.module:ROW"."""
     optimizer: Annotated[Name, RowOf(OPTIMIZERS)] = "sgd_momentum"
     """A row of `parsim.model.optimizers`, or "package.module:ROW"."""
     learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None

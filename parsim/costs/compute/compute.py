@@ -42,6 +42,7 @@ from parsim.hardware.compute_records import ComponentPoint, OptimizerPoint
 from parsim.hardware.device import Device
 from parsim.hardware.profile import Profile
 from parsim.model.component import Component
+from parsim.model.number_formats import number_format
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.shard.narrow import narrow
 from parsim.units import format_seconds
@@ -183,7 +184,7 @@ def estimate_optimizer(
             f"no cost is known for a step of {optimizer} over {work.elements} elements on {device.type.name}: "
             f"calibrate with that optimizer (`parsim calibrate`)"
         )
-    accesses = row.accesses_per_element + (2 if precision.startswith("amp") else 0)
+    accesses = row.accesses_per_element + (2 if number_format(precision).autocast else 0)
     fit = fit_for(profile.compute.operator_fits, "memory_bound", "forward", "fp32", device.type.name)
     size_bytes = 4 * accesses * work.elements
     kernel = Kernel(kind="memory_bound", phase="forward", count=1, flop=0.0, size_bytes=size_bytes)

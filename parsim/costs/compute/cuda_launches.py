@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 
 from parsim.costs.compute.operators import Kernel, element_bytes, forward_kernels, halved_backward_kernels
 from parsim.model.component import Operator
+from parsim.model.number_formats import number_format
 
 FULL_BYTES = 4
 CAST_BYTES = 6
@@ -151,7 +152,7 @@ def _launches(operator: Operator, samples: int, precision: str, passes: Passes, 
 
 def _weight_casts(operator: Operator, precision: str) -> tuple[Kernel, ...]:
     """To half precision in the forward, of the gradient to fp32 in the backward: as many bytes."""
-    if operator.kind not in ("matmul", "convolution") or not operator.parameter_bytes or not precision.startswith("amp"):
+    if operator.kind not in ("matmul", "convolution") or not operator.parameter_bytes or not number_format(precision).autocast:
         return ()
     return (_moved(operator, CAST_BYTES / FULL_BYTES * operator.parameter_bytes),)
 

@@ -1,0 +1,80 @@
+"""The precisions one can train in: what is stored in which type, what is computed in which, and where that can run.
+
+A new one is one row. Its name, which may be "package.module:ROW", is the one under which profiles keep peaks and fits.
+
+fp32, fp64    everything in that type; fp32 is IEEE's: no TF32 in matmuls and convolutions.
+tf32          as fp32, but matmuls and convolutions of a GPU round their operands to 10 bits of mantissa.
+amp_fp16      weights, gradients and optimizer state in fp32; PyTorch's autocast computes what it can in half precision;
+amp_bf16      fp16 scales the loss, so that small gradients do not vanish (`parsim.execute.state.loss_scale`).
+bf16          weights, gradients and activations in bf16; with master weights the optimizer updates copies in fp32.
+fp8           priced where a profile knows it; nothing here runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parsim.errors import CostError
+from parsim.registry import Registry
+
+PLANNED_WEIGHT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberFormat:
+    """One precision.
+
+    Attributes:
+        element_bytes: of an activation, and of an operand of a matmul.
+        weight_bytes: of a parameter and of its gradient.
+        autocast: the type autocast computes in, as torch names it; "" without autocast.
+        scales_loss: the loss is multiplied before the backward, and the gradients divided after it.
+        devices: the kinds that can run it; none: it is priced only.
+    """
+
+    element_bytes: int
+    weight_bytes: int
+    autocast: str = ""
+    scales_loss: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+    def __post_init__(self) -> None:
+        if min(self.element_bytes, self.weight_bytes) < 1:
+            raise CostError(f"a precision needs bytes >= 1, got {self.element_bytes} and {self.weight_bytes}")
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether activations take fewer bytes than in fp32."""
+        return self.element_bytes < 4
+
+
+FORMATS: Registry[NumberFormat] = Registry(
+    "precision",
+    NumberFormat,
+    {
+        "fp32": NumberFormat(element_bytes=4, weight_bytes=4),
+        "fp64": NumberFormat(element_bytes=8, weight_bytes=8),
+        "tf32": NumberFormat(element_bytes=4, weight_bytes=4, devices=("cuda",)),
+        "amp_fp16": NumberFormat(element_bytes=2, weight_bytes=4, autocast="float16", scales_loss=True),
+        "amp_bf16": NumberFormat(element_bytes=2, weight_bytes=4, autocast="bfloat16"),
+        "bf16": NumberFormat(element_bytes=2, weight_bytes=2),
+        "fp8": NumberFormat(element_bytes=1, weight_bytes=2, devices=()),
+    },
+    error=CostError,
+)
+
+
+def number_format(precision: str) -> NumberFormat:
+    """What a precision means. Raises CostError for an unknown one."""
+    return FORMATS[precision]
+
+
+def check_planned(precision: str) -> None:
+    """Raise CostError for a precision whose weights plans cannot hold: they count parameters and gradients in 4 bytes."""
+    weight_bytes = number_format(precision).weight_bytes
+    if weight_bytes != PLANNED_WEIGHT_BYTES:
+        planned = ", ".join(FORMATS.where(weight_bytes=PLANNED_WEIGHT_BYTES))
+        raise CostError(
+            f"precision {precision!r} stores weights in {weight_bytes} bytes per element, and plans count "
+            f"{PLANNED_WEIGHT_BYTES}; use one of {planned}"
+        )
