@@ -9,11 +9,15 @@ planned. docs/extending.md shows one of each kind.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from parsim.errors import ConfigError, ParsimError, near_matches
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
 
 Row = TypeVar("Row")
 
@@ -93,3 +97,31 @@ class Registry(Generic[Row]):
         return tuple(
             name for name, row in self.rows.items() if all(getattr(row, key) == value for key, value in wanted.items())
         )
+
+
+class RowOf:
+    """A pydantic annotation: text that names a row of a registry, or "package.module:ROW", which is loaded where it is read.
+
+    `also` raises ParsimError for a row that cannot stand here.
+    """
+
+    def __init__(self, registry: Registry[Any], also: Callable[[str], None] = lambda _: None) -> None:
+        self.registry = registry
+        self.also = also
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def check(self, name: str) -> str:
+        """Raises what pydantic reports as an error of this key."""
+        from pydantic_core import PydanticCustomError
+
+        try:
+            self.registry[name]
+            self.also(name)
+        except ParsimError as error:
+            rule = str(error) if is_reference(name) or name in self.registry else f"is unknown{self.registry.near(name)}"
+            raise PydanticCustomError("unknown_row", "{rule}", {"rule": rule}) from error
+        return name

@@ -14,6 +14,7 @@ from parsim.execute.job import Job, RunSpec
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.same_machine import differences_from_here
+from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.pace import longer_text
 from parsim.hardware.profile import Profile
 from parsim.model.model import Model
@@ -90,6 +91,12 @@ def check_runnable(asked: Answer, nproc: int | None) -> None:
             f"{asked.config.model.name} is a saved Model: it can be planned and simulated, but holds no module to train; "
             "name a model of the zoo, package.module:factory or a Hugging Face config.json"
         )
+    kind = device_kind(asked)
+    if not DEVICE_KINDS[kind].backend:
+        raise PlanError(
+            f"profile {asked.problem.cluster.profile.name} is of devices of kind {kind!r}, which are planned and simulated "
+            f"only; to train, use a profile of kind {' or '.join(name for name, row in DEVICE_KINDS.items() if row.backend)}"
+        )
     if nproc is not None and nproc != plan.world_size:
         more = "more" if nproc > plan.world_size else "fewer"
         raise PlanError(
@@ -133,7 +140,7 @@ def run_spec(asked: Answer, name: str, model_path: Path) -> RunSpec:
 
 
 def device_kind(asked: Answer) -> str:
-    """ "cpu" or "cuda", as the profile's first device says."""
+    """A row of DEVICE_KINDS, as the profile's first device says."""
     return asked.problem.cluster.devices[0].type.kind
 
 

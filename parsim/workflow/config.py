@@ -13,14 +13,14 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StrictBool, StrictInt, StrictStr, ValidationError
-from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic_core import ErrorDetails
 
-from parsim.errors import ConfigError, ParsimError, PlanError, near_matches
+from parsim.errors import ConfigError, PlanError, near_matches
 from parsim.model.number_formats import FORMATS, check_planned
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.spec import ModelSpec
@@ -29,7 +29,7 @@ from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
 from parsim.plans.placement import KINDS, parse_placement
 from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.recompute import AUTO, FULL, NONE
-from parsim.registry import Registry, is_reference
+from parsim.registry import RowOf
 from parsim.workflow.toml_text import merge, parse_overrides, parse_value, table_text
 
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -46,30 +46,6 @@ Name = Annotated[str, Field(strict=True, min_length=1)]
 CUSTOM_KEYS = ("mesh", "microbatches", "pipeline_order", "chunks", "bucket_bytes", "placements")
 # Keys that steer the search of strategy = "adaptive".
 ADAPTIVE_KEYS = ("pin", "forbid")
-
-
-class RowOf:
-    """Marks text that names a row of a registry, or "package.module:ROW", which is loaded where the file is read.
-
-    `also` raises ParsimError for a row that cannot stand here.
-    """
-
-    def __init__(self, registry: Registry[Any], also: Callable[[str], None] = lambda _: None) -> None:
-        self.registry = registry
-        self.also = also
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self.check, handler(source))
-
-    def check(self, name: str) -> str:
-        """Raises what pydantic reports as an error of this key."""
-        try:
-            self.registry[name]
-            self.also(name)
-        except ParsimError as error:
-            rule = str(error) if is_reference(name) or name in self.registry else f"is unknown{self.registry.near(name)}"
-            raise PydanticCustomError("unknown_row", "{rule}", {"rule": rule}) from error
-        return name
 
 
 class ConfigSection(BaseModel):

@@ -118,7 +118,7 @@ MISTAKES = [
     (["trainning.seed=1"], r"unknown key trainning .*did you mean training\?"),
     (["plan.mesh.px=3"], r"unknown key plan.mesh.px .*did you mean"),
     (["training.optimizer=adma"], r"training.optimizer = 'adma' is unknown; did you mean adam"),
-    (["training.precision=fp8"], r"training.precision = 'fp8' is unknown.*amp_fp16"),
+    (["training.precision=fp8"], r"training.precision = 'fp8': .*weights in 2 bytes.*amp_fp16"),
     (["training.dataset=imagenet"], r"training.dataset = 'imagenet' is unknown.*digits"),
     (["training.global_batch=many"], r"training.global_batch = 'many': must be a whole number; for example global_batch = "),
     (["training.global_batch=1.5"], r"training.global_batch = 1.5: must be a whole number"),

@@ -40,6 +40,7 @@ from parsim.costs.estimate import Estimate, Source
 from parsim.errors import CostError
 from parsim.hardware.compute_records import ComponentPoint, OptimizerPoint
 from parsim.hardware.device import Device
+from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import Profile
 from parsim.model.component import Component
 from parsim.model.number_formats import number_format
@@ -446,8 +447,8 @@ def component_kernels(
     input_gradient: bool = True,
     device_kind: str = "cpu",
 ) -> tuple[Kernel, ...]:
-    """All launches of a component's forward or backward (or half of it) on a "cpu" or "cuda" device, operator by operator."""
-    if device_kind == "cuda":
+    """All launches of a component's forward or backward (or half of it) on a kind of device, operator by operator."""
+    if DEVICE_KINDS[device_kind].cuda_launches:
         operators = cuda_operators(component.operators)
         full = has_full_stream(operators)
         forward: Callable[..., tuple[Kernel, ...]] = partial(cuda_forward, full_stream=full)
