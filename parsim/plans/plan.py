@@ -18,6 +18,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, rank_of_stage, stages_by_rank
 from parsim.plans.placement import BATCH, Placement, parse_placement
 from parsim.plans.recompute import NONE, Recompute, normalised, recomputed_names
+from parsim.registry import is_reference
 
 SCHEMA_VERSION = 2
 STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
@@ -78,7 +79,7 @@ class Plan:
     recompute: Recompute = NONE
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
+        if self.strategy not in STRATEGIES and not is_reference(self.strategy):
             raise PlanError(f"unknown strategy {self.strategy!r}{near_matches(self.strategy, STRATEGIES)}")
         row = PIPELINE_ORDERS[self.pipeline_order]
         chunked = row.most_chunks != 1

@@ -20,7 +20,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 from pydantic_core import ErrorDetails
 
-from parsim.errors import ConfigError, PlanError, near_matches
+from parsim.data import DATASETS
+from parsim.errors import ConfigError, ParsimError, PlanError, near_matches
+from parsim.model.losses import LOSSES
 from parsim.model.number_formats import FORMATS, check_planned
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.spec import ModelSpec
@@ -29,14 +31,13 @@ from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
 from parsim.plans.placement import KINDS, parse_placement
 from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.recompute import AUTO, FULL, NONE
-from parsim.registry import RowOf
+from parsim.registry import RowOf, is_reference
 from parsim.workflow.toml_text import merge, parse_overrides, parse_value, table_text
 
 Count = Annotated[int, Field(strict=True, ge=1)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Scalar = StrictBool | StrictInt | Number | StrictStr
 
-Dataset = Literal["digits", "cifar10", "cifar100", "synthetic"]
 Dtype = Literal["float32", "float64"]
 
 Granularity = Literal["block", "sublayer", "layer"]
@@ -63,6 +64,8 @@ class ModelSection(ConfigSection):
     """Keyword arguments of the model."""
     input_shape: tuple[Count, ...] | None = None
     """One sample: [channels, height, width], or [seq] for tokens; left out: what the model was made for."""
+    loss: Annotated[Name, RowOf(LOSSES)] | None = None
+    """A row of `parsim.model.losses`, or "package.module:ROW"; left out: what the model was made for."""
     granularity: Granularity = "block"
     """What is placed, priced and run as one component: blocks, their halves (attention, feed-forward), or single layers."""
 
@@ -93,7 +96,8 @@ class TrainingSection(ConfigSection):
     """A row of `parsim.model.optimizers`, or "package.module:ROW"."""
     learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
     """Left out: what the optimizer's row says."""
-    dataset: Dataset = "digits"
+    dataset: Annotated[Name, RowOf(DATASETS)] = "digits"
+    """A row of `parsim.data.DATASETS`, or "package.module:ROW"."""
     data_root: Annotated[str, Field(strict=True, min_length=1)] | None = None
     """Folder with the files of cifar10 or cifar100."""
     epochs: Count = 1
@@ -122,7 +126,7 @@ class PlanSection(ConfigSection):
     """[plan]: how the work is divided."""
 
     strategy: Annotated[str, Field(strict=True, min_length=1)] = "adaptive"
-    """A family to search (single, dp, mp, hp, adaptive), "custom", or the path of a plan.json."""
+    """A family to search (single, dp, mp, hp, adaptive, "package.module:ROW"), "custom", or the path of a plan.json."""
     mesh: MeshTable | None = None
     microbatches: Count | None = None
     """Per replica."""
@@ -160,7 +164,10 @@ class RunConfig(ConfigSection):
 
     @property
     def model_spec(self) -> ModelSpec:
-        return ModelSpec(name=self.model.name, args=tuple(sorted(self.model.args.items())), input_shape=self.model.input_shape)
+        model = self.model
+        return ModelSpec(
+            name=model.name, args=tuple(sorted(model.args.items())), input_shape=model.input_shape, loss=model.loss
+        )
 
     @property
     def devices(self) -> int | list[int] | None:
@@ -271,10 +278,12 @@ def _make_paths_absolute(document: Mapping[str, Any], folder: Path) -> None:
 def _check_plan_section(config: RunConfig) -> None:
     """What no single key can say: hand-written plans, the mesh against the devices, and what exists today."""
     plan, cluster = config.plan, config.cluster
-    if plan.plan_path is None and plan.strategy not in STRATEGIES:
+    if is_reference(plan.strategy):
+        _check_family(plan.strategy)
+    elif plan.plan_path is None and plan.strategy not in STRATEGIES:
         raise ConfigError(
             f"plan.strategy = {plan.strategy!r} is unknown{near_matches(plan.strategy, STRATEGIES)} "
-            "(or the path of a plan.json)"
+            "(or the path of a plan.json, or your own as package.module:NAME, see docs/extending.md)"
         )
     if plan.chunks is not None:
         _check_chunks(plan.pipeline_order or "1f1b", plan.chunks)
@@ -312,6 +321,15 @@ def _check_plan_section(config: RunConfig) -> None:
             f'set strategy = "adaptive" or drop {", ".join(steering)}'
         )
     _check_placements(plan)
+
+
+def _check_family(name: str) -> None:
+    from parsim.schedule.families import FAMILIES
+
+    try:
+        FAMILIES[name]
+    except ParsimError as error:
+        raise ConfigError(f"plan.strategy = {name!r}: {error}") from error
 
 
 def _check_chunks(order: str, chunks: int) -> None:

@@ -69,8 +69,10 @@ def model_of(config: RunConfig) -> Model:
     path = Path(config.model.name)
     if path.suffix != ".json" or not is_saved_model(path):
         return load_model(config.model_spec, granularity=config.model.granularity)
-    if config.model.args or config.model.input_shape is not None:
-        raise ConfigError(f"{path} holds a finished Model: model.args and model.input_shape cannot change it; drop them")
+    if config.model.args or config.model.input_shape is not None or config.model.loss is not None:
+        raise ConfigError(
+            f"{path} holds a finished Model: model.args, model.input_shape and model.loss cannot change it; drop them"
+        )
     model = Model.load(path)
     if config.model.granularity not in ("block", model.granularity):
         raise ConfigError(
