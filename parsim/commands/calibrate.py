@@ -33,6 +33,9 @@ def calibrate(
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="gloo on CPU cores, or NCCL on GPUs.")] = "cpu",
     nproc: Annotated[int | None, typer.Option(help="Ranks that measure at once; left out: one per device or core.")] = None,
     optimizers: Annotated[list[str] | None, typer.Option("--optimizer", help="Measured too; may be repeated.")] = None,
+    collectives: Annotated[
+        list[str] | None, typer.Option("--collective", help="package.module:ROW of one of your own; may be repeated.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes: a first look.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Insist on going on with a stopped calibration of --out.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Throw away what a stopped calibration of --out left.")] = False,
@@ -79,6 +82,7 @@ def calibrate(
         nproc=nproc or _ranks(configs, device),
         optimizers=tuple(dict.fromkeys(named)),
         quick=quick,
+        collectives=tuple(dict.fromkeys(collectives or ())),
         granularities=tuple(dict.fromkeys(config.model.granularity for config in configs)) or ("block",),
     )
     with progress(f"Calibrating {len(request.models)} model(s) on {request.nproc} {device} rank(s)") as say:
