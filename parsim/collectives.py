@@ -26,7 +26,7 @@ class CollectiveKind:
 
     Attributes:
         hops: n -> messages one after the other, each of the latency of a hop.
-        traffic: n -> bytes through the slowest link of the algorithm, per byte of S. It is nccl-tests' busbw over algbw as well.
+        traffic: n -> bytes through the slowest link of the algorithm, per byte of S; nccl-tests' busbw over algbw too.
         pairwise: every rank sends to every other at once; else it runs on a ring.
         trees: trees may run it too, as they do all_reduce.
         phases: what runs inside the nodes before and after it runs between them (hierarchical); (): it is not divided so.

@@ -179,8 +179,10 @@ def _between_nodes(
 def _pairwise(
     operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]
 ) -> Estimate:
-    """Every rank sends to every other at once, S/n in an all_to_all; the busiest link sets the pace. Leaves out the cost of each message beyond
-    the first hop, which many small ones over a network have."""
+    """Every rank sends to every other at once, S/n in an all_to_all; the busiest link sets the pace.
+
+    Leaves out the cost of each message beyond the first hop, which many small ones over a network have.
+    """
     model = link_model_of(cluster)
     extra = [DERIVED]
     pace = group_pace(cluster, model.link_kind, group, "pairs", concurrent)
