@@ -46,9 +46,7 @@ def _on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def case(mesh: Mesh, **options: Any) -> Case:
     plan = even_plan(TANH, mesh, strategy="custom", batch=16, **options)
-    return Case(
-        spec=TANH, plan=plan, dataset=STRIPES, optimizer="my_extensions:RMSPROP", learning_rate=1e-3, granularity="layer"
-    )
+    return Case(spec=TANH, plan=plan, dataset=STRIPES, optimizer="my_extensions:RMSPROP", learning_rate=1e-3)
 
 
 @pytest.mark.xdist_group("launch")
