@@ -155,7 +155,7 @@ def build_profile(given: RawPoints) -> Profile:
         device_types={device_type: entry},
         devices=device_entries([rank.get("pinning", {}) for rank in raw["ranks"]], device_type),
         communication=Communication(
-            backend=DEVICE_KINDS[kind].backend,
+            backend="gloo" if kind == "cpu" else "nccl",
             uses_cores=DEVICE_KINDS[kind].on_cores,
             points=points,
             fits=fits,
