@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parsim.errors import CostError
+from parsim.errors import CostError, ExecutionError
 from parsim.registry import Registry
 
-PLANNED_WEIGHT_BYTES = 4
+RECORDED_WEIGHTS = {2: "bfloat16", 4: "float32"}
+"""By bytes per element, the type in which Models are recorded, as torch names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +42,11 @@ class NumberFormat:
     def __post_init__(self) -> None:
         if min(self.element_bytes, self.weight_bytes) < 1:
             raise CostError(f"a precision needs bytes >= 1, got {self.element_bytes} and {self.weight_bytes}")
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether activations take fewer bytes than in fp32."""
-        return self.element_bytes < 4
+        if self.element_bytes < self.weight_bytes and self.weight_bytes == 4 and not self.autocast:
+            raise CostError(
+                f"activations of {self.element_bytes} bytes beside weights of {self.weight_bytes} come from autocast; say to "
+                'which type, e.g. autocast = "bfloat16"'
+            )
 
 
 FORMATS: Registry[NumberFormat] = Registry(
@@ -70,11 +71,41 @@ def number_format(precision: str) -> NumberFormat:
 
 
 def check_planned(precision: str) -> None:
-    """Raise CostError for a precision whose weights plans cannot hold: they count parameters and gradients in 4 bytes."""
+    """Raise CostError for a precision in whose weights no Model is recorded."""
     weight_bytes = number_format(precision).weight_bytes
-    if weight_bytes != PLANNED_WEIGHT_BYTES:
-        planned = ", ".join(FORMATS.where(weight_bytes=PLANNED_WEIGHT_BYTES))
+    if weight_bytes not in RECORDED_WEIGHTS:
+        planned = ", ".join(name for name, row in FORMATS.items() if row.weight_bytes in RECORDED_WEIGHTS)
         raise CostError(
-            f"precision {precision!r} stores weights in {weight_bytes} bytes per element, and plans count "
-            f"{PLANNED_WEIGHT_BYTES}; use one of {planned}"
+            f"precision {precision!r} stores weights in {weight_bytes} bytes per element, and models are recorded with "
+            f"{' or '.join(map(str, RECORDED_WEIGHTS))}; use one of {planned}"
         )
+
+
+def check_executable(precision: str, dtype: str, device_kind: str) -> None:
+    """Raise ExecutionError unless a device of that kind can train in `precision`, with weights of `dtype` where fp32 is asked.
+
+    Args:
+        dtype: "float32" or "float64" (training.dtype). device_kind: "cpu" or "cuda".
+    """
+    devices = number_format(precision).devices
+    if not devices:
+        raise ExecutionError(
+            f"training.precision = {precision!r} can be priced, not run: PyTorch has no training in it that parsim drives; set "
+            'precision = "bf16" or "amp_bf16" to train'
+        )
+    if device_kind not in devices:
+        raise ExecutionError(
+            f"training.precision = {precision!r} needs a device of kind {' or '.join(devices)}, and the ranks compute on "
+            f'{device_kind}; set precision = "fp32", "amp_bf16", "amp_fp16" or "bf16"'
+        )
+    if dtype != "float32" and precision != "fp32":
+        raise ExecutionError(
+            f'training.dtype = {dtype!r} and training.precision = {precision!r} contradict each other; set dtype = "float32", '
+            'or precision = "fp32"'
+        )
+
+
+def recorded_weights(precision: str) -> str:
+    """The type, as torch names it, in which a Model of this precision is recorded. Raises CostError as `check_planned`."""
+    check_planned(precision)
+    return RECORDED_WEIGHTS[number_format(precision).weight_bytes]

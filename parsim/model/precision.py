@@ -9,7 +9,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
+from parsim.errors import CostError
 from parsim.model.component import Component, HalfComponent, HalfSharding, HalfValue, Sharding, ShardPeak, Value
+from parsim.model.model import Model
 from parsim.model.number_formats import number_format
 
 Half = TypeVar("Half")
@@ -62,20 +64,32 @@ def value_in(value: Value, precision: str) -> Value:
 def cast_bytes(component: Component, precision: str) -> int:
     """Copies of the weights in fewer bytes that a component (or a shard of it) keeps for its backward; 0 without autocast."""
     size = _reduced_bytes(precision)
-    if size is None or not number_format(precision).autocast:
+    if size is None:
         return 0
     return (_recorded(component.half, size) or _assumed_component(component, size)).cast_bytes
 
 
 def is_half(precision: str) -> bool:
-    """Whether activations take fewer bytes than in fp32."""
-    return number_format(precision).is_reduced
+    """Whether it means autocast to fewer bytes. (A Model for bf16 is recorded in bf16.)"""
+    return bool(number_format(precision).autocast)
+
+
+def check_recorded(model: Model, precision: str) -> None:
+    """Raise CostError unless the Model's parameters are as wide as the precision stores them."""
+    wanted = number_format(precision).weight_bytes
+    for parameter in model.parameters if wanted == RECORDED_BYTES else ():
+        if parameter.element_bytes != wanted:
+            raise CostError(
+                f"precision {precision!r} stores weights in {wanted} bytes, and {model.name} was recorded with "
+                f"{parameter.element_bytes} bytes each ({parameter.name}); name the module, not a saved Model, or set "
+                'precision = "amp_bf16"'
+            )
 
 
 def _reduced_bytes(precision: str) -> int | None:
-    """Of an activation's element; None where it is as recorded in fp32."""
+    """Of an activation's element under autocast; None where it is as recorded."""
     kind = number_format(precision)
-    return kind.element_bytes if kind.is_reduced else None
+    return kind.element_bytes if kind.autocast else None
 
 
 def _recorded(half: Half | None, element_bytes: int) -> Half | None:

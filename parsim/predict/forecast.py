@@ -26,7 +26,6 @@ from parsim.engines.scenario.scenario import Run, Scenario
 from parsim.engines.scenario.whole_run import Training, WholeRun, simulate_run
 from parsim.engines.steps import mean_step_s, steps_in_a_row
 from parsim.errors import ScenarioError, StandstillError
-from parsim.model.optimizers import OPTIMIZERS
 from parsim.predict.evaluate import REPEATED_STEPS, SEED, Evaluation
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import Compute, Phase
@@ -154,7 +153,7 @@ class Played:
             return 0.0
         if checkpoints.write_bytes_per_s is None:
             return checkpoints.write_s or 0.0
-        model, state = self.problem.model, OPTIMIZERS[self.problem.optimizer].state_bytes_per_element
+        model, state = self.problem.model, self.problem.optimizer_state_bytes_per_element
         return (model.parameter_bytes + state * model.parameter_count) / checkpoints.write_bytes_per_s
 
     def evaluation_s(self, run: Run) -> float:

@@ -19,7 +19,6 @@ from parsim.graph.parameter_buckets import alike, hold
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective
 from parsim.graph.plan_index import differentiable_components
 from parsim.model.component import Component, Value
-from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.precision import cast_bytes, component_in
 from parsim.model.shard.narrow import narrow
 from parsim.plans.concurrent import Groups, concurrent_with
@@ -214,7 +213,7 @@ class Prices:
         own = narrow(component_in(component, precision), placement.rule, placement.ways)
         elements = sum(parameter.elements for parameter in own.parameters)
         weights = sum(parameter.size_bytes for parameter in own.parameters)
-        state = float(OPTIMIZERS[self.problem.optimizer].state_bytes_per_element * elements)
+        state = float(self.problem.optimizer_state_bytes_per_element * elements)
         alike_ranks = self.mesh.dp * {"batch": tp, "shard": tp // placement.ways}.get(placement.kind, 1)
         by_stage = enumerate((state, weights, weights), start=1)  # what ZeRO divides: optimizer state, gradients, parameters
         held = sum(size / alike_ranks if stage <= self.zero_stage else size for stage, size in by_stage)

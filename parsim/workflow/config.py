@@ -91,7 +91,9 @@ class TrainingSection(ConfigSection):
     global_batch: Count
     """Samples per step over all replicas."""
     precision: Annotated[Name, RowOf(FORMATS, check_planned)] = "fp32"
-    """A row of `parsim.model.number_formats`, or "package.module:ROW"."""
+    """A row of `parsim.model.number_formats` (docs/design.md, "Precision"; fp8 is priced only), or "package.module:ROW"."""
+    master_weights: StrictBool | None = None
+    """With precision = "bf16": whether the optimizer updates copies of the weights in fp32; left out: it does."""
     optimizer: Annotated[Name, RowOf(OPTIMIZERS)] = "sgd_momentum"
     """A row of `parsim.model.optimizers`, or "package.module:ROW"."""
     learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
@@ -106,6 +108,10 @@ class TrainingSection(ConfigSection):
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     dtype: Dtype = "float32"
     """Of the weights of a real run."""
+
+    @property
+    def keeps_master_weights(self) -> bool:
+        return self.master_weights is not False
 
     @property
     def resolved_learning_rate(self) -> float:
@@ -277,7 +283,17 @@ def _make_paths_absolute(document: Mapping[str, Any], folder: Path) -> None:
 
 def _check_plan_section(config: RunConfig) -> None:
     """What no single key can say: hand-written plans, the mesh against the devices, and what exists today."""
-    plan, cluster = config.plan, config.cluster
+    plan, cluster, training = config.plan, config.cluster, config.training
+    if training.master_weights is not None and training.precision != "bf16":
+        raise ConfigError(
+            f'training.master_weights = {str(training.master_weights).lower()} belongs to precision = "bf16" alone, and '
+            f'training.precision = {training.precision!r}: drop master_weights, or set precision = "bf16"'
+        )
+    if training.dtype != "float32" and training.precision != "fp32":
+        raise ConfigError(
+            f"training.dtype = {training.dtype!r} and training.precision = {training.precision!r} contradict each other; drop "
+            "one of them"
+        )
     if is_reference(plan.strategy):
         _check_family(plan.strategy)
     elif plan.plan_path is None and plan.strategy not in STRATEGIES:
@@ -446,6 +462,7 @@ _EXAMPLES = {
     "training.learning_rate": "learning_rate = 0.05",
     "training.epochs": "epochs = 10",
     "training.steps": "steps = 100",
+    "training.master_weights": "master_weights = true",
     "training.seed": "seed = 0",
     "plan.strategy": 'strategy = "adaptive"',
     "plan.mesh": "mesh = { pp = 2, dp = 2, tp = 1 }",

@@ -155,8 +155,10 @@ def mine_bytes(asked: Answer) -> int:
 
 
 def test_a_precision_with_other_weights_is_refused() -> None:
-    with pytest.raises(ConfigError, match="stores weights in 2 bytes per element, and plans count 4; use one of fp32"):
-        parse_config(RUN, ["training.precision=bf16"])
+    with pytest.raises(
+        ConfigError, match="stores weights in 8 bytes per element, and models are recorded with 2 or 4; use one of fp32, tf32"
+    ):
+        parse_config(RUN, ["training.precision=fp64"])
 
 
 def test_device_type_is_planned_with_its_own_allocator_and_not_run(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def backward_kernels(operator: Operator, samples: int, precision: str, *, input_
 
 
 def element_bytes(precision: str) -> int:
-    """Bytes of an activation in a kernel."""
+    """Bytes of an activation in a kernel. Raises CostError for an unknown precision."""
     return number_format(precision).element_bytes
 
 

@@ -32,7 +32,6 @@ from parsim.errors import ScheduleError
 from parsim.graph.parameter_buckets import HeldParameter, hold
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
-from parsim.model.optimizers import OPTIMIZERS
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import REPEATED_STEPS, Evaluation, evaluate
 from parsim.predict.planning_problem import PlanningProblem
@@ -271,7 +270,7 @@ def switch_cost(problem: PlanningProblem, rebuild_s: float = 0.0) -> SwitchCost:
     Args:
         rebuild_s: seconds beside the moving: process groups, graphs, first steps.
     """
-    state_bytes = OPTIMIZERS[problem.optimizer].state_bytes_per_element
+    state_bytes = problem.optimizer_state_bytes_per_element
 
     def cost_s(old: Plan, new: Plan) -> float:
         before, after = _holdings(old, problem.model), _holdings(new, problem.model)
