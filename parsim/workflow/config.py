@@ -32,6 +32,7 @@ from parsim.plans.placement import KINDS, parse_placement
 from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.recompute import AUTO, FULL, NONE
 from parsim.registry import RowOf, is_reference
+from parsim.workflow.references import put_on_path
 from parsim.workflow.toml_text import merge, parse_overrides, parse_value, table_text
 
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -227,6 +228,7 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
         dropped = CUSTOM_KEYS if strategy == "adaptive" else CUSTOM_KEYS + ADAPTIVE_KEYS
         document["plan"] = {key: value for key, value in document["plan"].items() if key not in dropped}
     merge(document, changes, "")
+    put_on_path(document, folder or Path.cwd())
     try:
         config = RunConfig.model_validate(document)
     except ValidationError as error:
