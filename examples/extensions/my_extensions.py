@@ -1,6 +1,6 @@
 """One extension of each kind, outside the package; docs/extending.md explains them, tests run them.
 
-A run file names them as "my_extensions:ROW". The folder of this file must be on the Python path.
+A run file beside this file names them as "my_extensions:ROW".
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The folder of a run file is on the import path: `name = "mymodel:factory"` finds a mymodel.py beside the file, and so does every
-other "package.module:ROW"."""
+"""The folder of a run file is on the import path: `name = "mymodel:factory"`, or any other "package.module:ROW", finds a
+mymodel.py beside the file."""
 
 from __future__ import annotations
 

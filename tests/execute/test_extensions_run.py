@@ -64,7 +64,7 @@ def test_model_loss_dataset_optimizer_and_order_on_two_processes_equal_one(tmp_p
 
 def test_the_run_file_of_the_example_becomes_a_job(tmp_path: Path) -> None:
     asked = answer(load_config(EXAMPLES / "RUN.toml"))
-    spec = run_spec(asked, "run", tmp_path / "model.json")
+    spec = run_spec(asked.prediction, "run", tmp_path / "model.json")
     assert (spec.optimizer, spec.dataset, spec.learning_rate) == ("my_extensions:RMSPROP", STRIPES, 1e-3)
     assert spec.model.loss == "my_extensions:SMOOTHED"
     assert spec.plan.pipeline_order == "my_extensions:GPIPE_V"

@@ -165,7 +165,7 @@ def test_device_type_is_planned_with_its_own_allocator_and_not_run(tmp_path: Pat
     assert lines(mine)["activations"] == lines(cuda)["activations"]
     assert lines(mine)["allocator"] < lines(cuda)["allocator"]
     with pytest.raises(PlanError, match=r"devices of kind 'my_extensions:NPU', which are planned and simulated only"):
-        check_runnable(mine, None)
+        check_runnable(mine.prediction, None)
     with pytest.raises(ProfileError, match=r"kind: .*unknown"):
         load_profile(str(changed_profile(tmp_path, kind="cudda")))
 
