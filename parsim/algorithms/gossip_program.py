@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from parsim.algorithms.ada import Ada, ada_graphs
 from parsim.algorithms.graphs import Matrix, MixingGraph
 from parsim.algorithms.periods import Period, every_steps
-from parsim.algorithms.program import Part, Program
+from parsim.engines.program import Part, Program
 from parsim.errors import AlgorithmError, near_matches
 from parsim.graph.task import COMPUTE, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
+from parsim.model.model import Model
 from parsim.work import Collective, Compute, Mix, OptimizerStep, Phase, SendRecv, Work
 
 
@@ -50,6 +51,16 @@ class GossipModel:
     def size_bytes(self) -> int:
         """|w|."""
         return self.elements * self.element_bytes
+
+
+def gossip_model(model: Model, samples: int) -> GossipModel:
+    """A model of the zoo or a traced one, `samples` per worker and step, as programs of rounds need it."""
+    return GossipModel(
+        elements=model.parameter_count,
+        samples=samples,
+        components=tuple(component.name for component in model.components),
+        tensors=len(model.parameters),
+    )
 
 
 Links = NDArray[np.bool_]

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.analyze.spans import Floats, Ints, Rows, covered_until, rows_of, union
-from parsim.engines.compile import CompiledGraph, Program, compile_graph
+from parsim.engines.compile import AnyGraph, CompiledGraph, compile_graph
 from parsim.errors import GraphError
 from parsim.graph.columns import Columns
 from parsim.timeline import Timeline
@@ -77,7 +77,7 @@ class _Kinds:
 
 
 def breakdown(
-    graph: Program, timeline: Timeline, step_s: float | None = None, *, ranks: Sequence[int] | None = None
+    graph: AnyGraph, timeline: Timeline, step_s: float | None = None, *, ranks: Sequence[int] | None = None
 ) -> tuple[RankBreakdown, ...]:
     """One RankBreakdown per rank of the graph, over the seconds 0 to `step_s`.
 

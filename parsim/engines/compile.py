@@ -69,11 +69,11 @@ class CompiledGraph:
         return RaggedTable.from_pairs(core[columns.resource_rank], np.arange(len(columns.resources), dtype=np.int64), count)
 
 
-Program = TaskGraph | Columns | CompiledGraph
+AnyGraph = TaskGraph | Columns | CompiledGraph
 """What engines and analyses take: compile it once to use it often."""
 
 
-def compile_graph(program: Program) -> CompiledGraph:
+def compile_graph(program: AnyGraph) -> CompiledGraph:
     """Arrays of a program; one that is already compiled is returned as it is.
 
     Raises:

@@ -13,6 +13,7 @@ from parsim.costs.estimate import OverlapFactors
 from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
 from parsim.costs.uncertainty.draws import medians_s, sample_durations_s
 from parsim.engines import dynamic
+from parsim.engines.program import by_step
 from parsim.engines.scenario.asynchronous import asynchronous_program, merges_per_s
 from parsim.engines.scenario.checkpointing import (
     IntervalTimes,
@@ -102,8 +103,10 @@ class Played:
         conditions = conditions_for(now, columns, self.problem.cluster)
         quiet_s = mean_step_s(compiled, self.durations_s[None, :], self._overlap, steps=steps)[0]
         if asynchronous is not None:
-            program = asynchronous_program(columns.graph, rows, asynchronous.merge_s)
-            done = dynamic.run_program(program, overlap=self._overlap, conditions=conditions, record=True)
+            program, rows = asynchronous_program(columns.graph, rows, asynchronous.merge_s)
+            done = dynamic.run_program(
+                program, by_step(rows), varying=True, overlap=self._overlap, conditions=conditions, record=True
+            )
             return float(columns.world_size / merges_per_s(program, done) / quiet_s)
         if conditions is None and not varied:
             return 1.0
@@ -111,9 +114,9 @@ class Played:
             # Stragglers alone are longer durations, for which the static engine gives the dynamic one's times.
             longer = self.durations_s * straggling(columns, conditions)
             return float(mean_step_s(compiled, longer[None, :], self._overlap, steps=steps)[0] / quiet_s)
-        program = steps_in_a_row(columns, rows, self._overlap)
+        program = steps_in_a_row(columns, self._overlap, steps=steps)
         try:
-            done = dynamic.run_program(program, overlap=self._overlap, conditions=conditions)
+            done = dynamic.run_program(program, by_step(rows), varying=True, overlap=self._overlap, conditions=conditions)
         except StandstillError:
             if self.scenario.at(np.inf) == now:
                 raise
