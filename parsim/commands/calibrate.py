@@ -90,8 +90,8 @@ def _refresh(path: Path, as_json: bool) -> None:
     from calibration.rounds.refresh import refresh, refreshed_text
     from parsim.hardware.pace import slowness_today
 
-    with progress(f"Looking how fast the cores are, for {path}") as say:
-        profile = refresh(path, on_line=say)
+    with progress(f"Looking how fast the cores are, for {path}"):
+        profile = refresh(path)
     if as_json:
         print_json({"profile": str(path), "slowness": slowness_today(profile), "text": refreshed_text(profile)})
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelErr
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import launch
+from parsim.execute.processes.progress import relayed
 from parsim.execute.processes.same_machine import differences_from_here
 from parsim.hardware.pace import longer_text
 from parsim.hardware.profile import Profile
@@ -31,9 +31,6 @@ from parsim.workflow.run_folder import RunFolder, write_json
 
 if TYPE_CHECKING:
     from parsim.execute.measurement import Measurement
-
-PROGRESS = "parsim-progress "
-"""Lines of a rank that start so carry one JSON object about how far it is."""
 
 Say = Callable[[str], None]
 
@@ -151,12 +148,7 @@ def launch_job(job: Job, folder: RunFolder, say: Say) -> None:
     job.save(folder.job)
     write_json(folder.environment, describe_environment())
 
-    def on_line(line: str) -> None:
-        if line.startswith(PROGRESS):
-            event: dict[str, Any] = json.loads(line.removeprefix(PROGRESS))
-            say(", ".join(f"{name} {value}" for name, value in event.items()))
-
-    launch(folder.job, job.world_size, on_line=on_line)
+    launch(folder.job, job.world_size, on_line=relayed(say))
 
 
 def measured(folder: RunFolder, run: str, evaluation: Evaluation) -> Measurement:
