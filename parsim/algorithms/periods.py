@@ -7,7 +7,6 @@ asks whether a synchronisation follows step number `step`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from parsim.errors import AlgorithmError
@@ -70,13 +69,6 @@ def at_end() -> Period:
     """Independent training, averaged once."""
     return Period(steps=None)
 
-
-PERIODS: dict[str, Callable[..., Period]] = {
-    "every_steps": every_steps,
-    "every_epochs": every_epochs,
-    "post_local": post_local,
-    "at_end": at_end,
-}
 
 LINEAR_OPTIMIZERS = ("sgd", "sgd_momentum")
 """Optimizers whose step is linear in the gradient: averaging weights after every step is then averaging gradients."""

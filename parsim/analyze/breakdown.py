@@ -149,7 +149,7 @@ def _rank_breakdown(
     gap_start = np.concatenate([[0.0], compute_end])
     gap_end = np.concatenate([compute_start, [max(last_end_s, gap_start[-1])]])
     until = np.zeros((3, len(gap_start)))  # when the waits for load, for peers and for anything else end
-    until[:, :-1] = _waits(rank, compiled, rows, kinds, own, next_task)
+    until[:, :-1] = _waits(compiled, rows, kinds, own, next_task)
     until[1 if kinds.pipelined[rank] else 2, -1] = gap_end[-1]
     cuts = np.maximum.accumulate(np.vstack([gap_start, np.clip(until, gap_start, gap_end), gap_end]), axis=0)
 
@@ -170,7 +170,7 @@ def _rank_breakdown(
     )
 
 
-def _waits(rank: int, compiled: CompiledGraph, rows: Rows, kinds: _Kinds, own: Ints, next_task: Ints) -> Floats:
+def _waits(compiled: CompiledGraph, rows: Rows, kinds: _Kinds, own: Ints, next_task: Ints) -> Floats:
     """float64 [3, len(next_task)]: when the last load, the last peer and the last other need of each task had ended.
 
     A need that ran on this rank ended when its own rows did; any other when its last row anywhere did.

@@ -112,15 +112,6 @@ def round_seconds(
     return clock.now_s / rounds
 
 
-def one_straggler(n: int, factor: float, *, seconds: float = 1.0, replica: int = 0) -> Seconds:
-    """Seconds per step [n], one replica `factor` times slower than the others."""
-    if not 0 <= replica < n or factor <= 0:
-        raise AlgorithmError(f"a straggler is one of {n} replicas with a factor > 0, got number {replica} and factor {factor}")
-    steps = np.full(n, seconds)
-    steps[replica] *= factor
-    return steps
-
-
 def random_stragglers(
     n: int, *, probability: float, factor: float, seconds: float = 1.0, seed: int = 0
 ) -> Callable[[int], Seconds]:

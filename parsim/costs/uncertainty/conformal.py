@@ -154,9 +154,6 @@ class Correction:
         }
 
 
-UNCORRECTED = Correction()
-
-
 def correction(records: Iterable[ValidationRecord]) -> Correction:
     """What the records teach, all of one profile."""
     return _learnt([score(record) for record in records], LEVEL)

@@ -17,7 +17,6 @@ from parsim.costs.estimate import OverlapFactors
 from parsim.costs.feedback.run_corrections import (
     NO_CORRECTIONS,
     ClassSeconds,
-    CommunicationClass,
     Corrections,
     WorkClass,
     class_of,
@@ -40,7 +39,7 @@ from parsim.schedule.families import FAMILIES
 from parsim.schedule.live.controller import Controller, ControllerConfig, Observation, PlanChoice, PlanFor, SwitchCost
 from parsim.schedule.search import search
 from parsim.timeline import Timeline
-from parsim.work import Collective, SendRecv
+from parsim.work import SendRecv
 
 Floats = NDArray[np.float64]
 
@@ -91,33 +90,6 @@ def observation_of(
         epoch_ended=epoch_ended,
         probes=probes,
     )
-
-
-def probe_work(programs: Sequence[CompiledGraph]) -> dict[CommunicationClass, Collective | SendRecv]:
-    """What to time in order to know the communication of these programs (`Evaluation.compiled`, `PricedPlan.compiled`): of each
-    class the work with the most bytes."""
-    found: dict[CommunicationClass, Collective | SendRecv] = {}
-    for program in programs:
-        for work, rank, _ in program.columns.units:
-            key = class_of(work, rank)
-            if not (isinstance(key, CommunicationClass) and isinstance(work, Collective | SendRecv)):
-                continue
-            if key not in found or work.size_bytes > found[key].size_bytes:
-                found[key] = work
-    return found
-
-
-def probes_of(problem: PlanningProblem, timed: Sequence[tuple[Collective | SendRecv, float]]) -> Corrections:
-    """`Observation.probes` from (work, measured seconds): factors to the profile. What the profile holds for free is left out.
-
-    Raises CostError for work without a price, or seconds that are not above 0.
-    """
-    factors: dict[CommunicationClass, float] = {}
-    for work, seconds in timed:
-        key, profile_s = class_of(work, 0), problem.costs(problem.cluster.size).estimate(work, 0).median_s
-        if isinstance(key, CommunicationClass) and profile_s > 0:
-            factors[key] = seconds / profile_s
-    return Corrections(communication=tuple(factors.items()))
 
 
 def expected_seconds(problem: PlanningProblem, plan: Plan) -> dict[WorkClass, float]:

@@ -19,7 +19,6 @@ from parsim.schedule.placement.placement_problem import PlacementProblem
 from parsim.units import format_bytes
 
 FloatArray = NDArray[np.float64]
-STATUSES = ("optimal", "feasible", "infeasible", "inaccurate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
