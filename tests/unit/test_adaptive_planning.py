@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.feedback.run_corrections import CommunicationClass, Corrections
+from parsim.costs.feedback.run_corrections import CommunicationClass, Corrections, class_of
 from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
 from parsim.errors import ScheduleError
 from parsim.hardware.cluster import cluster_from_profile
