@@ -21,6 +21,9 @@ def plan(
     overrides: Overrides = None,
     top: Annotated[int | None, typer.Option(min=1, help="Show the K fastest plans instead of each family's best.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="Write the chosen plan here.")] = None,
+    certify: Annotated[
+        bool, typer.Option("--certify", help="Solve the placement problem by a MILP too, and show both optima.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Rank the plans of the strategy that the file names, choose one, and say why the others lost."""
@@ -31,7 +34,13 @@ def plan(
         problem = problem_of(config)
     with progress("Pricing and simulating plans"):
         given = fixed_plan(problem, config)
-        document = search_plans(problem, config, top=top).to_dict() if given is None else _only(problem, given)
+        found = search_plans(problem, config, top=top) if given is None else None
+        document = _only(problem, given) if found is None else found.to_dict()
+    if certify:
+        from parsim.schedule.certify import certificate_of
+
+        with progress("Certifying placements"):
+            document["certificate"] = certificate_of(problem, found, config.plan.strategy)
     if out is not None:
         if document["chosen"] is None:
             raise ScheduleError(f"no plan fits, so {out} is not written; {document['candidates'][0]['reason']}")
@@ -50,6 +59,10 @@ def plan(
     for name, why in document["skipped"].items():
         print(f"{name}: {why}")
     print(_verdict(document))
+    if certify:
+        from parsim.schedule.placement.certificate import certificate_text
+
+        print(certificate_text(document["certificate"]))
 
 
 def _only(problem: Any, plan: Any) -> dict[str, Any]:

@@ -231,8 +231,12 @@ def adaptive_plans(
         raise ScheduleError(f"no choice of placements fits: {why or 'the batch divides into no microbatches'}")
 
 
-def best_placement(problem: PlanningProblem, microbatches: int) -> tuple[Solution, Plan | None]:
-    """The best placement on `tp` = all devices, and its plan if one fits."""
+def posed_placement(problem: PlanningProblem, microbatches: int) -> tuple[PlacementProblem, list[tuple[int, ...]]]:
+    """The placement problem on `tp` = all devices, and the uniform choices, which a solver may begin with.
+
+    Raises:
+        ScheduleError: pins and forbids leave a component no placement.
+    """
     mesh = Mesh(tp=problem.cluster.size)
     samples = problem.global_batch // microbatches
     prices = Prices(
@@ -241,7 +245,13 @@ def best_placement(problem: PlanningProblem, microbatches: int) -> tuple[Solutio
     options = [_allowed(problem, component, mesh, samples) for component in problem.model.components]
     limits = [float(device.type.memory_bytes - device.type.context_bytes) for device in problem.cluster.devices]
     placing = placing_of(prices, options, microbatches=microbatches, limit_bytes=limits)
-    hints = list(_uniform_choices(placing, problem, mesh))
+    return placing, list(_uniform_choices(placing, problem, mesh))
+
+
+def best_placement(problem: PlanningProblem, microbatches: int) -> tuple[Solution, Plan | None]:
+    """The best placement on `tp` = all devices, and its plan if one fits."""
+    mesh = Mesh(tp=problem.cluster.size)
+    placing, hints = posed_placement(problem, microbatches)
     solution = solve_exactly(placing, hints=hints)
     if not solution.choice:
         return solution, None

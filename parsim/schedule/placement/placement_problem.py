@@ -13,7 +13,7 @@ Leaves out: overlap of conversions with computation, and pipelines (a stage is p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,16 @@ class PlacementProblem:
     memory_bytes: tuple[FloatArray, ...]
     limit_bytes: FloatArray
     allowed: Mapping[tuple[int, int], NDArray[np.bool_]]
+
+    def in_units(self, unit_s: float) -> PlacementProblem:
+        """The same problem with every time in units of `unit_s` seconds."""
+        return replace(
+            self,
+            forward_s=tuple(own / unit_s for own in self.forward_s),
+            backward_s=tuple(own / unit_s for own in self.backward_s),
+            synchronisation_s=tuple(own / unit_s for own in self.synchronisation_s),
+            conversion_s={pair: (ahead / unit_s, back / unit_s) for pair, (ahead, back) in self.conversion_s.items()},
+        )
 
     def restricted(self, keep: Sequence[Sequence[int]]) -> PlacementProblem:
         """The same problem with some of every component's options: `keep` lists their numbers."""
