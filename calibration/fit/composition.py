@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from calibration.fit.collectives import rounded
 from calibration.fit.operators import NORMAL_MAD
-from calibration.fit.surfaces import FloatArray, fit_terms
+from calibration.fit.surfaces import fit_terms
+from parsim.arrays import Floats
 from parsim.costs.compute.composition import KINDS, Parts, component_parts
 from parsim.costs.compute.surfaces import SurfaceModel
 from parsim.hardware.compute_records import ComponentPoint, Composition
@@ -106,7 +107,7 @@ def without_model(measured: Sequence[Measured], model: str) -> list[Measured]:
     return [entry for entry in measured if entry.model != model and entry.fingerprint not in own]
 
 
-def _fit(measured: Sequence[Measured], phase: str) -> FloatArray:
+def _fit(measured: Sequence[Measured], phase: str) -> Floats:
     """[component, launch, parameter byte, activation byte, a factor per kind]."""
     chosen = [entry for entry in measured if entry.phase == phase]
     terms = np.array([_terms(entry.parts) for entry in chosen])

@@ -46,12 +46,12 @@ def provenance_environment(raw: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in environment.items() if key not in ("versions", "load_average")}
     states = [{"before": before, "after": after} for before, after in raw.get("states", [])]
     stolen = [stolen_share(before, after) for before, after in raw.get("states", [])]
-    told = [share for share in stolen if share is not None]
+    shares = [share for share in stolen if share is not None]
     return {
         **kept,
         "ranks": [rank.get("pinning", {}) for rank in raw["ranks"]],
         "sessions": states,
-        "stolen_share": max(told, default=None),
+        "stolen_share": max(shares, default=None),
         "other_share": other_share(raw),
         "seconds": sum(turn["seconds"] for turn in raw.get("turns", [])),
     }

@@ -28,7 +28,7 @@ TIMES: Mapping[str, Sequence[str]] = {
 }
 """What the pace lengthens, by kind of entry; shards are compared with what ran beside them."""
 
-Entry = dict[str, Any]
+PacedEntry = dict[str, Any]
 
 
 class Pace(NamedTuple):
@@ -36,13 +36,13 @@ class Pace(NamedTuple):
 
     Attributes:
         alone_s, together_s: mean, of one rank alone and with a rank on every core.
-        told: the share of what a look beside a measurement differs by (its logarithm) that is true of the measurement: from
-            0 (noise) to 1. Of looks before and after that correlate by r their mean tells 2 r / (1 + r) (Spearman-Brown).
+        probe_reliability: which share of a probe's difference (of its logarithm) holds for the measurement beside it, from 0
+            (noise) to 1. Where probes before and after correlate by r, that of their mean is 2 r / (1 + r) (Spearman-Brown).
     """
 
     alone_s: float
     together_s: float
-    told: float = 1.0
+    probe_reliability: float = 1.0
 
 
 def usual_pace(raw: Mapping[str, Any]) -> Pace | None:
@@ -53,10 +53,10 @@ def usual_pace(raw: Mapping[str, Any]) -> Pace | None:
     table = np.array(looks, dtype=np.float64)
     active, paces = table[:, 0], table[:, 1:]
     alone, together = (paces[active == level] for level in (active.min(), active.max()))
-    return Pace(float(alone.mean()), float(together.mean()), _told(np.log(together)))
+    return Pace(float(alone.mean()), float(together.mean()), _probe_reliability(np.log(together)))
 
 
-def _told(looks: NDArray[np.float64]) -> float:
+def _probe_reliability(looks: NDArray[np.float64]) -> float:
     """Args: looks: float64 [looks, 2], logarithms before and after."""
     before, after = looks.T
     if len(looks) < 2 or before.std() == 0 or after.std() == 0:
@@ -73,11 +73,11 @@ def at_one_pace(raw: Mapping[str, Any], usual: Pace | None) -> Mapping[str, Any]
     if usual is None:
         return raw
 
-    def steady(kind: str, entry: Entry) -> Entry:
+    def steady(kind: str, entry: PacedEntry) -> PacedEntry:
         if PACE not in entry or kind not in TIMES:
             return entry
         then_s = usual.alone_s if entry.get("ranks_active") == 1 else usual.together_s
-        factor = (then_s / statistics.mean(entry[PACE])) ** usual.told
+        factor = (then_s / statistics.mean(entry[PACE])) ** usual.probe_reliability
         return {**entry, **{key: _scaled(entry[key], factor) for key in TIMES[kind] if key in entry}}
 
     ranks = [

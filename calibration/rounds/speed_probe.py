@@ -9,11 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from calibration.rounds.pace import PACE, Entry
+from calibration.rounds.pace import PACE, PacedEntry
 from parsim.execute.processes.speed_probe import SpeedProbe
 
 
-def paced(blocks: Iterable[Callable[[], list[Entry]]], probe: SpeedProbe | None) -> Iterator[Entry]:
+def paced(blocks: Iterable[Callable[[], list[PacedEntry]]], probe: SpeedProbe | None) -> Iterator[PacedEntry]:
     """What this rank measured in one block after the other, each with its own core's pace."""
     before_s = _seconds(probe)
     for measure in blocks:
@@ -23,7 +23,7 @@ def paced(blocks: Iterable[Callable[[], list[Entry]]], probe: SpeedProbe | None)
         before_s = after_s
 
 
-def paced_together(blocks: Iterable[Callable[[], list[Entry]]], probe: SpeedProbe | None) -> list[Entry]:
+def paced_together(blocks: Iterable[Callable[[], list[PacedEntry]]], probe: SpeedProbe | None) -> list[PacedEntry]:
     """The same for what all ranks measure together, with the mean pace over the cores; called by every rank."""
     dist.barrier()
     own, found = [_seconds(probe)], []
@@ -46,7 +46,7 @@ def _seconds(probe: SpeedProbe | None) -> float | None:
     return None if probe is None else probe.seconds()
 
 
-def _marked(entries: Iterable[Entry], before_s: float | None, after_s: float | None) -> list[Entry]:
+def _marked(entries: Iterable[PacedEntry], before_s: float | None, after_s: float | None) -> list[PacedEntry]:
     if before_s is None or after_s is None:
         return list(entries)
     return [{**entry, PACE: [before_s, after_s]} for entry in entries]

@@ -26,15 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from parsim.analyze.spans import Floats, Ints, Rows, covered_until, rows_of, union
+from parsim.analyze.spans import Rows, covered_until, rows_of, union
+from parsim.arrays import Bools, Floats, Ints
 from parsim.engines.compile import AnyGraph, CompiledGraph, compile_graph
 from parsim.errors import GraphError
 from parsim.graph.columns import Columns
 from parsim.timeline import Timeline
-
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

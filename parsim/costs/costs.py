@@ -11,7 +11,7 @@ from parsim.costs.communication.overlap import overlap_of
 from parsim.costs.compute.compute import MeasuredWork, estimate_compute, estimate_optimizer, points_by_work
 from parsim.costs.compute.surfaces import SurfaceModel, surface_models
 from parsim.costs.estimate import Estimate, OverlapFactors
-from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections, corrected
+from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections, corrected
 from parsim.costs.feedback.updates import updates_of
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
@@ -44,7 +44,7 @@ class Costs:
     optimizer: str = "sgd_momentum"
     ranks_active: int | None = None
     ranks: int | None = None
-    corrections: Corrections = NO_CORRECTIONS
+    corrections: RunCorrections = NO_RUN_CORRECTIONS
 
     def estimate(self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...] = ()) -> Estimate:
         """Price `work` of `rank`; for a collective or transfer the ranks are the work's own, and `concurrent` are the groups
@@ -87,17 +87,17 @@ class Costs:
         return 0.0 if host is None else self._slowness * host.step_s
 
     @property
-    def resume_s(self) -> float:
+    def post_wait_s(self) -> float:
         """Seconds by which computation takes longer after its rank has waited for communication."""
         host = self.cluster.profile.host
-        return 0.0 if host is None else self._slowness * host.resume_s
+        return 0.0 if host is None else self._slowness * host.post_wait_s
 
     @cached_property
     def _slowness(self) -> float:
         return slowness_today(self.cluster.profile, self.ranks_active)
 
     @cached_property
-    def _updates(self) -> Corrections:
+    def _updates(self) -> RunCorrections:
         return updates_of(self.cluster)
 
     def _by_profile(self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...]) -> Estimate:
@@ -116,13 +116,13 @@ class Costs:
                 return estimate_send_recv(work, self.cluster, concurrent)
             case LoadBatch():
                 return estimate_load(work, self._device(rank), self.cluster)
-        if self._crowding != 1.0:
-            detail = f"{estimate.detail}; {self._crowding:.3g} times that where ranks share cores"
-            estimate = replace(estimate, median_s=self._crowding * estimate.median_s, detail=detail)
+        if self._core_sharing != 1.0:
+            detail = f"{estimate.detail}; {self._core_sharing:.3g} times that where ranks share cores"
+            estimate = replace(estimate, median_s=self._core_sharing * estimate.median_s, detail=detail)
         return with_host_overhead(estimate, self.cluster)
 
     @cached_property
-    def _crowding(self) -> float:
+    def _core_sharing(self) -> float:
         """How many times as long computation takes as with a rank on every core: as measured with all ranks of the profile, of
         fewer in proportion to those beyond the cores."""
         host, most = self.cluster.profile.host, len(self.cluster.profile.devices)
@@ -130,7 +130,7 @@ class Costs:
         ranks = self.cluster.size if self.ranks is None else self.ranks
         if host is None or not cores < min(ranks, most):
             return 1.0
-        return 1.0 + (host.crowding - 1.0) * (ranks - cores) / (most - cores)
+        return 1.0 + (host.core_sharing - 1.0) * (ranks - cores) / (most - cores)
 
     @property
     def shared_cores(self) -> tuple[int, ...]:

@@ -41,10 +41,10 @@ def price(
             key = key, others
         if key not in known:
             known[key] = costs.estimate(work, rank, others)
-        if any(resumes) and costs.resume_s:
+        if any(resumes) and costs.post_wait_s:
             resumed = key, "resumes"
             if resumed not in known:
-                known[resumed] = known[key].longer_by(costs.resume_s)
+                known[resumed] = known[key].longer_by(costs.post_wait_s)
             key = resumed
         estimates.append(known[key])
     return estimates

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from parsim.arrays import Ints
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines.deadlock import describe_task
 from parsim.errors import GraphError
-from parsim.graph.columns import Columns, Ints
+from parsim.graph.columns import Columns
 from parsim.timeline import Timeline
 
 

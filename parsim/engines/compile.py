@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parsim.arrays import Ints
 from parsim.engines.deadlock import stuck_error
-from parsim.graph.columns import Columns, Ints, RaggedTable, columns_of
+from parsim.graph.columns import Columns, RaggedTable, columns_of
 from parsim.graph.taskgraph import TaskGraph
 
 OTHER, COMPUTING, COMMUNICATING = 0, 1, 2

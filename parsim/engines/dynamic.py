@@ -24,8 +24,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from parsim.arrays import Floats
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines.boundary import Slowdown, checked_durations_s, checked_slowdown, simulated_timeline
 from parsim.engines.compile import AnyGraph
@@ -33,14 +34,12 @@ from parsim.engines.deadlock import describe_task, stuck_error
 from parsim.engines.instants import Counter, Instants
 from parsim.engines.program import DurationsOf, Part, Program, Served, durations_by_step_s, resources_of, waiting_tasks
 from parsim.engines.scenario.conditions import Conditions
-from parsim.engines.scenario.paces import Key, Paces
+from parsim.engines.scenario.paces import Paces, StepTask
 from parsim.errors import StandstillError
 from parsim.graph.columns import Columns, columns_of
 from parsim.graph.task import Resource
 from parsim.graph.taskgraph import TaskGraph
 from parsim.timeline import Timeline
-
-Floats = NDArray[np.float64]
 
 
 def simulate(
@@ -122,11 +121,11 @@ def run_program(
 class _Queue:
     """The tasks of one resource in issue order, step after step; the first one that has not ended is the head."""
 
-    def __init__(self, order: Iterator[Key]) -> None:
+    def __init__(self, order: Iterator[StepTask]) -> None:
         self._order = order
         self.head = next(order, None)
 
-    def advance(self) -> Key | None:
+    def advance(self) -> StepTask | None:
         """The head has ended; returns the next one."""
         self.head = next(self._order, None)
         return self.head
@@ -191,8 +190,8 @@ class _Run:
         self._steps: dict[int, _Step] = {}
         self._closed: set[int] = {number for number, part in enumerate(program.steps) if not part.graph.tasks}
         self._makers = _makers_of(program)
-        self._carried: dict[Key, list[Key]] = {}
-        self._timers: dict[Key, object] = {}
+        self._carried: dict[StepTask, list[StepTask]] = {}
+        self._timers: dict[StepTask, object] = {}
         needed = not slowdown.is_none or conditions is not None
         self._paces = Paces(self, slowdown, conditions or Conditions()) if needed else None
         resources = resources_of(program)
@@ -233,7 +232,7 @@ class _Run:
                     self._carried.setdefault(maker, []).append((number, later))
         return self._steps[number]
 
-    def _unfinished_makers(self, value: str, number: int) -> list[Key]:
+    def _unfinished_makers(self, value: str, number: int) -> list[StepTask]:
         """The tasks that step `number` waits for to read the value: those of the latest step before that makes it."""
         made = self._makers.get(value, [])
         place = bisect_left(made, number)
@@ -244,7 +243,7 @@ class _Run:
         tasks = self._shapes[id(self._program.steps[maker])].makes[value]
         return [(maker, task) for task in tasks if begun is None or task not in begun.finished]
 
-    def _unblock(self, key: Key | None) -> None:
+    def _unblock(self, key: StepTask | None) -> None:
         if key is None:
             return
         number, task = key
@@ -258,7 +257,7 @@ class _Run:
         else:
             self.counters[counter].ask(key, step.shape.queued[task][0].rank)
 
-    def _start(self, key: Key) -> None:
+    def _start(self, key: StepTask) -> None:
         number, task = key
         step = self._steps[number]
         if self._record:
@@ -267,17 +266,17 @@ class _Run:
         if self._paces:
             self._paces.started(key, step.shape.tasks[task], step.durations_s[task])
 
-    def set_timer(self, key: Key, delay_s: float) -> None:
+    def set_timer(self, key: StepTask, delay_s: float) -> None:
         """Task ends `delay_s` from now, unless another timer is set for it before."""
         timer = self.environment.timeout(delay_s)
         self._timers[key] = timer
         timer.callbacks.append(lambda event: self._end(key) if self._timers.get(key) is event else None)
 
-    def stop_timer(self, key: Key) -> None:
+    def stop_timer(self, key: StepTask) -> None:
         """Task stands still until a timer is set for it."""
         self._timers.pop(key, None)
 
-    def _end(self, key: Key) -> None:
+    def _end(self, key: StepTask) -> None:
         number, task = key
         del self._timers[key]
         step = self._steps[number]

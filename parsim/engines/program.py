@@ -22,15 +22,14 @@ from functools import cached_property
 from itertools import chain
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from parsim.arrays import Floats
 from parsim.engines.boundary import checked_durations_s
 from parsim.errors import GraphError
 from parsim.graph.columns import columns_of
 from parsim.graph.task import Resource, Task
 from parsim.graph.taskgraph import TaskGraph
-
-Floats = NDArray[np.float64]
 
 Carried = Mapping[str, tuple[int, ...]]
 """Value -> numbers of tasks."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from parsim.arrays import Ints
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import static
 from parsim.engines.compile import CompiledGraph
 from parsim.engines.program import Carried, Part, Program
-from parsim.graph.columns import Columns, Ints
+from parsim.graph.columns import Columns
 from parsim.graph.task import HOST
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parsim.analyze.breakdown import breakdown
+from parsim.arrays import Floats
 from parsim.costs.estimate import OverlapFactors
 from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
 from parsim.costs.uncertainty.draws import medians_s, sample_durations_s
@@ -31,8 +31,6 @@ from parsim.errors import ScenarioError, StandstillError
 from parsim.predict.evaluate import REPEATED_STEPS, SEED, Evaluation
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import Compute, Phase
-
-Floats = NDArray[np.float64]
 
 JITTERED_STEPS = 32
 """Steps whose mean is taken where every step differs."""

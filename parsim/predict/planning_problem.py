@@ -10,7 +10,7 @@ from typing import Any
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.costs.feedback.history import NO_HISTORY, History
-from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections
+from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.costs.memory.rank_memory import RankMemory
 from parsim.costs.pricing import Priced, price
 from parsim.graph.plan_index import PlanIndex
@@ -38,7 +38,7 @@ class PlanningProblem:
     global_batch: int
     precision: str = "fp32"
     optimizer: str = "sgd_momentum"
-    corrections: Corrections = NO_CORRECTIONS
+    corrections: RunCorrections = NO_RUN_CORRECTIONS
     history: History = NO_HISTORY
     zero_stage: int = 0
     recompute: Recompute = NONE

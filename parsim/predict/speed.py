@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.costs.uncertainty.draws import medians_s
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.pace import pace_s as pace_of_profile
@@ -15,10 +15,8 @@ from parsim.hardware.profile import Profile
 from parsim.predict.evaluate import Evaluation, unsteady_step_s
 from parsim.predict.planning_problem import PlanningProblem
 
-FloatArray = NDArray[np.float64]
 
-
-def slowness(profile: Profile, pace_s: FloatArray, ranks: int) -> FloatArray | None:
+def slowness(profile: Profile, pace_s: Floats, ranks: int) -> Floats | None:
     """How many times as long things took on each rank as at the pace of the profile, float64 [ranks, rounds]; None where one
     of the two did not probe.
 
@@ -31,11 +29,11 @@ def slowness(profile: Profile, pace_s: FloatArray, ranks: int) -> FloatArray | N
     if then_s is None or not pace_s.size:
         return None
     core_of_rank = np.array(cluster_from_profile(profile).core_of_rank(ranks))
-    found: FloatArray = pace_s[core_of_rank % len(pace_s)] / then_s
+    found: Floats = pace_s[core_of_rank % len(pace_s)] / then_s
     return found
 
 
-def step_at_pace(problem: PlanningProblem, evaluation: Evaluation, slow: FloatArray) -> float:
+def step_at_pace(problem: PlanningProblem, evaluation: Evaluation, slow: Floats) -> float:
     """Seconds of the mean step of an evaluated plan, not folded, with its ranks as slow as they were: the mean over rounds, in
     each of which every rank's tasks take as many times as long, and communication the mean over its ranks.
 

@@ -20,7 +20,7 @@ from parsim.schedule.options import Prices
 from parsim.work import Phase, SendRecv
 
 
-class QuickEstimates:
+class ClosedFormEstimates:
     """Remembers, with the problem, the prices of meshes and microbatches already seen and the plans already asked for."""
 
     def __init__(self, problem: PlanningProblem) -> None:

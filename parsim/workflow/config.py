@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from pydantic_core import ErrorDetails
 
 from parsim.errors import ConfigError, PlanError, near_matches
+from parsim.hardware.record import Count
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import CHUNKED_ORDERS, PIPELINE_ORDERS
@@ -29,13 +30,12 @@ from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.recompute import AUTO, FULL, NONE
 from parsim.workflow.toml_text import merge, parse_overrides, parse_value, table_text
 
-Count = Annotated[int, Field(strict=True, ge=1)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Scalar = StrictBool | StrictInt | Number | StrictStr
+TomlScalar = StrictBool | StrictInt | Number | StrictStr
 
 Precision = Literal["fp32", "amp_fp16", "amp_bf16"]
 Optimizer = Literal["sgd", "sgd_momentum", "adam", "adamw"]
-Dataset = Literal["digits", "cifar10", "cifar100", "synthetic"]
+DatasetName = Literal["digits", "cifar10", "cifar100", "synthetic"]
 Dtype = Literal["float32", "float64"]
 
 Granularity = Literal["block", "sublayer", "layer"]
@@ -58,7 +58,7 @@ class ModelSection(ConfigSection):
 
     name: Annotated[str, Field(strict=True, min_length=1)]
     """A model of the zoo, "package.module:factory", the path of a Hugging Face config.json or of a Model saved as JSON."""
-    args: dict[str, Scalar] = {}
+    args: dict[str, TomlScalar] = {}
     """Keyword arguments of the model."""
     input_shape: tuple[Count, ...] | None = None
     """One sample: [channels, height, width], or [seq] for tokens; left out: what the model was made for."""
@@ -90,7 +90,7 @@ class TrainingSection(ConfigSection):
     optimizer: Optimizer = "sgd_momentum"
     learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
     """Left out: 0.05 for sgd and sgd_momentum, 0.001 for adam and adamw."""
-    dataset: Dataset = "digits"
+    dataset: DatasetName = "digits"
     data_root: Annotated[str, Field(strict=True, min_length=1)] | None = None
     """Folder with the files of cifar10 or cifar100."""
     epochs: Count = 1

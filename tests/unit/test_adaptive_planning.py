@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.feedback.run_corrections import CommunicationClass, Corrections, class_of
+from parsim.costs.feedback.run_corrections import CommunicationClass, RunCorrections, class_of
 from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
 from parsim.errors import ScheduleError
 from parsim.hardware.cluster import cluster_from_profile
@@ -54,7 +54,7 @@ FACTOR = st.floats(0.5, 20.0)
 def test_a_priced_plan_under_corrections_is_the_evaluation_of_the_corrected_problem(
     ranks: list[float], links: float, pair: float
 ) -> None:
-    corrections = Corrections(
+    corrections = RunCorrections(
         ranks=tuple(enumerate(ranks)),
         communication=(
             (CommunicationClass("all_reduce", (0, 1, 2, 3)), links),
@@ -93,7 +93,7 @@ def test_steps_are_averaged_and_shapes_checked() -> None:
 
 
 def test_the_search_planner_answers_as_a_search_under_the_same_costs() -> None:
-    slow = Corrections(communication=((CommunicationClass("all_reduce", (0, 1, 2, 3)), 400.0),))
+    slow = RunCorrections(communication=((CommunicationClass("all_reduce", (0, 1, 2, 3)), 400.0),))
     choice = search_planner(PROBLEM)(slow, DP)
     now = replace(PROBLEM, corrections=slow)
     found = search(now, samples=0).chosen
@@ -109,19 +109,19 @@ def test_a_search_that_finds_nothing_is_a_reason_and_not_an_error() -> None:
     small = tuple(replace(device, type=replace(device.type, memory_bytes=1 << 20)) for device in PROBLEM.cluster.devices)
     cramped = replace(PROBLEM, cluster=replace(PROBLEM.cluster, devices=small))
     with pytest.raises(ScheduleError, match="no plan fits"):
-        search_planner(cramped)(Corrections(), DP)
+        search_planner(cramped)(RunCorrections(), DP)
 
 
 def test_a_pool_planner_takes_the_fastest_of_its_plans() -> None:
     plan_for = pool_planner(POOL)
     for factor in (1.0, 30.0, 3000.0):
-        known = Corrections(communication=((CommunicationClass("all_reduce", (0, 1, 2, 3)), factor),))
+        known = RunCorrections(communication=((CommunicationClass("all_reduce", (0, 1, 2, 3)), factor),))
         choice = plan_for(known, HP)
         steps = {entry.plan: entry.step_s(known) for entry in POOL}
         assert choice.step_s == steps[choice.plan] == min(steps.values())
         assert choice.current_step_s == steps[HP]
     with pytest.raises(ScheduleError, match="not in the pool of 3 plans"):
-        plan_for(Corrections(), SINGLE)
+        plan_for(RunCorrections(), SINGLE)
     with pytest.raises(ScheduleError, match="at least one plan"):
         pool_planner([])
 
@@ -153,8 +153,8 @@ def test_a_controller_on_a_real_search_moves_away_from_a_slow_network() -> None:
     controller = controller_for(PROBLEM, DP, rebuild_s=1.0)
     entry = POOL[0]
     work = {class_of(unit.work, unit.rank) for candidate in POOL for unit in candidate.compiled.columns.units}
-    truth = Corrections(communication=((CommunicationClass("all_reduce", (0, 1, 2, 3)), 400.0),))
-    probes = Corrections(
+    truth = RunCorrections(communication=((CommunicationClass("all_reduce", (0, 1, 2, 3)), 400.0),))
+    probes = RunCorrections(
         communication=tuple((key, 1.0) for key in work if isinstance(key, CommunicationClass) and len(key.ranks) == 2)
     )
     decisions: list[Keep | Replan] = []
@@ -165,7 +165,7 @@ def test_a_controller_on_a_real_search_moves_away_from_a_slow_network() -> None:
             window=window,
             step_s=entry.step_s(truth),
             steps_left=100_000,
-            probes=probes if decisions and isinstance(decisions[-1], Keep) and decisions[-1].probe else Corrections(),
+            probes=probes if decisions and isinstance(decisions[-1], Keep) and decisions[-1].probe else RunCorrections(),
         )
         controller, decision = controller.observe(observation)
         decisions.append(decision)

@@ -40,7 +40,7 @@ from parsim.hardware.cluster import Cluster
 from parsim.hardware.network import Network, NetworkProtocol
 from parsim.hardware.profile import LinkModel, LinkProtocol
 
-Groups = tuple[tuple[int, ...], ...]
+RankGroups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class AlgorithmChoice:
 
 
 def choices(
-    operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: Groups = ()
+    operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups = ()
 ) -> list[AlgorithmChoice]:
     """Every algorithm and protocol for a group on several nodes, the fastest first.
 
@@ -76,7 +76,7 @@ def choices(
     return sorted(found, key=lambda choice: choice.seconds)
 
 
-def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: Groups = ()) -> float:
+def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups = ()) -> float:
     """The phase between the nodes of the hierarchical form: every member runs `operation` on its S/m with its counterparts.
 
     S = `size_bytes` is the array of the whole group. Raises CostError as `choices` does.
@@ -141,7 +141,7 @@ def _trees(
 
 
 def _hierarchical(
-    operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: Groups
+    operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups
 ) -> list[AlgorithmChoice]:
     sizes = {len(members) for _, members in cluster.spread(group)}
     if len(sizes) > 1 or sizes == {1}:

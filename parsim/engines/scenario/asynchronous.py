@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.engines.dynamic import ProgramRun
 from parsim.engines.program import Part, Program
 from parsim.errors import ScenarioError
 from parsim.graph.task import COMPUTE, Resource, Task
 from parsim.graph.taskgraph import TaskGraph, in_order
 from parsim.work import Collective, Mix, OptimizerStep
-
-Floats = NDArray[np.float64]
 
 MERGE = Resource(0, "merge")
 """The global model: held by one worker's merge at a time."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines.dynamic import run_program
 from parsim.engines.program import by_step
@@ -25,8 +25,6 @@ from parsim.engines.steps import steps_in_a_row
 from parsim.errors import ScenarioError, StandstillError
 from parsim.graph.columns import Columns
 from parsim.hardware.cluster import Cluster
-
-Floats = NDArray[np.float64]
 
 STEPS_SIMULATED = 4
 """Steps in a row whose mean stands for a step of a state."""

@@ -13,11 +13,12 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.costs.estimate import OverlapFactors
 from parsim.costs.feedback.run_corrections import (
-    NO_CORRECTIONS,
+    NO_RUN_CORRECTIONS,
     ClassSeconds,
-    Corrections,
+    RunCorrections,
     WorkClass,
     class_of,
     class_seconds,
@@ -41,8 +42,6 @@ from parsim.schedule.search import search
 from parsim.timeline import Timeline
 from parsim.work import SendRecv
 
-Floats = NDArray[np.float64]
-
 
 def task_seconds(size: int, timeline: Timeline) -> Floats:
     """float64 [size]: of each task the latest end minus the latest start of its spans; 0 for a task without a span."""
@@ -61,7 +60,7 @@ def observation_of(
     step_s: float,
     steps_left: int,
     epoch_ended: bool = False,
-    probes: Corrections = NO_CORRECTIONS,
+    probes: RunCorrections = NO_RUN_CORRECTIONS,
 ) -> Observation:
     """An Observation of one window.
 
@@ -130,7 +129,7 @@ def search_planner(
 ) -> PlanFor:
     """A planner that searches the families under the corrected costs, for plans on `world_size` ranks (None: on any)."""
 
-    def plan_for(corrections: Corrections, current: Plan) -> PlanChoice:
+    def plan_for(corrections: RunCorrections, current: Plan) -> PlanChoice:
         now = replace(problem, corrections=corrections)
         found = search(now, strategies, samples=0)
         results = [entry.result for entry in found.candidates]
@@ -164,14 +163,14 @@ class PricedPlan:
     classes: tuple[WorkClass | None, ...]
     expected: ClassSeconds
 
-    def durations_s(self, corrections: Corrections) -> Floats:
+    def durations_s(self, corrections: RunCorrections) -> Floats:
         """float64 [tasks]."""
         units = self.compiled.columns.units
         factors = np.array([corrections.factor(unit.work, unit.rank) for unit in units])
         durations: Floats = (self.seconds * factors)[self.compiled.columns.unit]
         return durations
 
-    def step_s(self, corrections: Corrections) -> float:
+    def step_s(self, corrections: RunCorrections) -> float:
         """As `evaluate` finds it without noise of single ranks."""
         rows = self.durations_s(corrections)[None, :]
         return float(mean_step_s(self.compiled, rows, self.overlap, steps=REPEATED_STEPS)[0])
@@ -220,10 +219,10 @@ def pool_planner(pool: Sequence[PricedPlan]) -> PlanFor:
         raise ScheduleError("a pool planner needs at least one plan, got none; price the candidates of a search")
 
     @lru_cache(maxsize=4096)
-    def steps_s(corrections: Corrections) -> dict[Plan, float]:
+    def steps_s(corrections: RunCorrections) -> dict[Plan, float]:
         return {plan: entry.step_s(corrections) for plan, entry in place.items()}
 
-    def plan_for(corrections: Corrections, current: Plan) -> PlanChoice:
+    def plan_for(corrections: RunCorrections, current: Plan) -> PlanChoice:
         if current not in place:
             raise ScheduleError(f"{current.summary()} is not in the pool of {len(place)} plans; add it")
         steps = steps_s(corrections)
