@@ -5,6 +5,8 @@
 #   make test-all  the slow tests too
 #   make check     what CI runs: ruff, mypy --strict, make test
 #   make bench     speed of the engines
+#   make gpu       wheels and commands for a machine with a GPU and without a network (MINUTES=30)
+#   make test-gpu  the tests that need a GPU
 #   make format    let ruff rewrite what it can of what `make check` complains about
 #   make clean     remove .venv and all caches
 #
@@ -14,11 +16,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.parsim-installed
 WORKERS ?= 2
+MINUTES ?= 30
 # One thread per process: the tests use the cores by running in several processes.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup demo test test-all check bench format clean
+.PHONY: help setup demo test test-all test-gpu check bench gpu format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -37,6 +40,9 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST) $(SPREAD) -m "" tests
 
+test-gpu: $(STAMP)
+	$(PYTEST) -n 0 -m gpu tests
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,6 +51,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	@for file in benchmarks/bench_*.py; do $(BIN)/python $$file || exit 1; done
+
+gpu: $(STAMP)
+	@$(BIN)/python experiments/one_gpu/prepare.py --minutes $(MINUTES)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

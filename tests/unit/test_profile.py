@@ -302,5 +302,5 @@ def test_a_key_given_by_both_names_is_an_error() -> None:
     new = load_profile("dgx1-v100-32gb").model_dump(mode="json", exclude_defaults=True)
     host = {"task_s": 1e-5, "step_s": 1e-4, "source": next(iter(new["sources"]))}
     new["host"] = {**host, "post_wait_s": 2e-4, "resume_s": 2e-4}
-    with pytest.raises(ProfileError, match=r"host.resume_s: Extra inputs are not permitted"):
+    with pytest.raises(ProfileError, match=r"resume_s: Extra inputs are not permitted"):
         parse_profile(json.dumps(new), "both.json")
