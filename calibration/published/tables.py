@@ -16,6 +16,6 @@ def read_table(data_dir: Path, name: str) -> list[dict[str, str]]:
     """
     path = data_dir / name
     if not path.is_file():
-        raise DataError(f"no {path}; give the folder that holds {name}")
+        raise DataError(f"no {path}; --data must name the folder that holds {name}")
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
