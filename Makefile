@@ -5,6 +5,7 @@
 #   make test-all  the slow tests too
 #   make check     what CI runs: ruff, mypy --strict, make test
 #   make bench     speed of the engines
+#   make bench-quick  every benchmark once with small sizes: does it run? (part of make test)
 #   make format    let ruff rewrite what it can of what `make check` complains about
 #   make clean     remove .venv and all caches
 #
@@ -18,7 +19,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup demo test test-all check bench format clean
+.PHONY: help setup demo test test-all check bench bench-quick format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -43,8 +44,8 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(MAKE) test
 
-bench: $(STAMP)
-	@for file in benchmarks/bench_*.py; do $(BIN)/python $$file || exit 1; done
+bench bench-quick: $(STAMP)
+	@for file in benchmarks/bench_*.py; do $(BIN)/python $$file $(if $(filter bench-quick,$@),--quick) || exit 1; done
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

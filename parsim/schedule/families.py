@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from parsim.errors import ScheduleError
 from parsim.plans.mesh import Mesh
@@ -114,9 +115,11 @@ FAMILIES: Mapping[str, Callable[[PlanningProblem], Iterator[Plan]]] = {
 
 
 def mixed_plans(problem: PlanningProblem, solutions: list[Solution] | None = None) -> Iterator[Plan]:
-    """The best placement of every component by itself; see `parsim.schedule.tensor`."""
+    """The best placement of every component by itself (`parsim.schedule.tensor`), with every bucket size of `dp_plans`."""
     counts = _powers_of_two(problem.global_batch, MOST_MICROBATCHES)
-    return adaptive_plans(problem, microbatches=counts, solutions=solutions)
+    for plan in adaptive_plans(problem, microbatches=counts, solutions=solutions):
+        for bucket_bytes in _useful_buckets(problem):
+            yield replace(plan, bucket_bytes=bucket_bytes)
 
 
 def pipeline_plans(problem: PlanningProblem, strategy: str, mesh: Mesh, best: Best | None = None) -> Iterator[Plan]:

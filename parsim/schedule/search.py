@@ -70,7 +70,8 @@ def search(
     """The best plan of each named family, ranked; the fastest that fits is chosen.
 
     Args:
-        strategies: keys of FAMILIES; "adaptive" stands for all of them.
+        strategies: keys of FAMILIES; "adaptive" stands for all of them. Its candidate is the best of all plans judged, so no
+            candidate beside it is predicted faster.
         top: keep this many plans over all families instead of the best of each.
 
     Raises:
@@ -83,6 +84,7 @@ def search(
             raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, [*FAMILIES, 'adaptive'])}")
     quick = QuickEstimates(problem)
     solutions: list[Solution] = []
+    simulated: dict[Plan, Evaluation] = {}
     judged: list[Evaluation] = []
     skipped: dict[str, str] = {}
     unpriced: CostError | None = None
@@ -93,7 +95,7 @@ def search(
         try:
             plans = mixed_plans(problem, solutions) if name == "adaptive" else FAMILIES[name](problem)
             members, left_out = _members(plans)
-            judged.extend(_judge_family(problem, _respecting(problem, members), quick))
+            judged.extend(_judge_family(problem, _respecting(problem, members), quick, simulated))
             if left_out is not None:
                 skipped[name] = f"judged without some of its plans: {left_out}"
         except ScheduleError as error:
@@ -105,17 +107,17 @@ def search(
         if unpriced is not None:
             raise unpriced
         raise ScheduleError("no plan to choose from: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
-    ranked = sorted(judged, key=lambda entry: (not entry.result.fits, entry.result.step_s.median))
+    ranked = sorted(judged, key=_rank)
+    if mixes and problem.cluster.size > 1 and ranked[0].result.strategy != "adaptive":
+        ranked = sorted([*ranked, _renamed(ranked[0], "adaptive")], key=_rank)
     kept = ranked[:top] if top is not None else _best_of_each(ranked)
     winner = ranked[0] if ranked[0].result.fits else None
     candidates = tuple(_with_interval(problem, entry, ranked[0], samples) for entry in kept)
     chosen = None
     if winner is not None:
         chosen = next(entry for entry in candidates if entry.result.plan == winner.result.plan)
-        if "adaptive" in strategies:
-            plan = replace(winner.result.plan, strategy="adaptive")
-            result = replace(chosen.result, plan=plan, strategy="adaptive")
-            chosen = replace(chosen, result=result)
+        if mixes:
+            chosen = _renamed(chosen, "adaptive")
     return Search(
         candidates=candidates,
         chosen=chosen,
@@ -125,6 +127,17 @@ def search(
         skipped=tuple(skipped.items()),
         placements=tuple(solutions),
     )
+
+
+def _rank(entry: Evaluation) -> tuple[bool, float]:
+    """The order of the candidates: plans that fit first, the fastest of them first."""
+    return not entry.result.fits, entry.result.step_s.median
+
+
+def _renamed(entry: Evaluation, strategy: str) -> Evaluation:
+    """The same plan and the same figures under another strategy's name."""
+    plan = replace(entry.result.plan, strategy=strategy)
+    return replace(entry, result=replace(entry.result, plan=plan, strategy=strategy))
 
 
 def _members(plans: Iterable[Plan]) -> tuple[list[Plan], CostError | None]:
@@ -154,8 +167,14 @@ def _respecting(problem: PlanningProblem, found: list[Plan]) -> list[Plan]:
     return kept
 
 
-def _judge_family(problem: PlanningProblem, plans: Iterable[Plan], quick: QuickEstimates) -> list[Evaluation]:
+def _judge_family(
+    problem: PlanningProblem, plans: Iterable[Plan], quick: QuickEstimates, simulated: dict[Plan, Evaluation]
+) -> list[Evaluation]:
     """Simulate the members that a closed form puts first, until the rest are out of reach.
+
+    Args:
+        simulated: evaluations by plan without the strategy's name, read and added to: families that meet in one program
+            share its evaluation.
 
     Where the problem leaves recomputation open, a member that does not fit makes room for one that does by recomputing. Of
     members that do not fit one is simulated, the one closest to fitting, and only if none fits.
@@ -171,13 +190,21 @@ def _judge_family(problem: PlanningProblem, plans: Iterable[Plan], quick: QuickE
         if not all(entry.fits for entry in memory):
             too_large.append((max(entry.excess_bytes for entry in memory), plan))
             continue
-        evaluation = evaluate(problem, plan, samples=0, fold=True)
+        evaluation = _evaluated(problem, plan, simulated)
         judged.append(evaluation)
         if best is None or evaluation.result.step_s.median < best:
             best = evaluation.result.step_s.median
     if not judged and too_large:
-        judged.append(evaluate(problem, min(too_large, key=lambda entry: entry[0])[1], samples=0, fold=True))
+        judged.append(_evaluated(problem, min(too_large, key=lambda entry: entry[0])[1], simulated))
     return judged
+
+
+def _evaluated(problem: PlanningProblem, plan: Plan, simulated: dict[Plan, Evaluation]) -> Evaluation:
+    """The evaluation of a plan under its own strategy's name, simulated once per program."""
+    program = replace(plan, strategy="custom")
+    if program not in simulated:
+        simulated[program] = evaluate(problem, plan, samples=0, fold=True)
+    return _renamed(simulated[program], plan.strategy)
 
 
 def _recomputing(problem: PlanningProblem, plans: Iterable[Plan]) -> list[Plan]:
