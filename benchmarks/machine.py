@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-
 QUICK_NOTE = "\n--quick: small sizes, to see that the benchmark runs. The figures above say nothing about speed."
 
 

@@ -9,7 +9,7 @@ import typer
 
 from parsim.commands.output import JsonFlag, print_json, print_tables
 from parsim.errors import ConfigError
-from parsim.workflow.config import Granularity, Optimizer, Precision, parse_numbers, scalar_pairs
+from parsim.workflow.config import MOST_SAMPLES, Granularity, Optimizer, Precision, parse_numbers, scalar_pairs
 
 if TYPE_CHECKING:
     from parsim.costs.costs import Costs
@@ -53,6 +53,8 @@ def cost(
         raise typer.BadParameter("--model needs --batch")
     if ways is not None and model is None:
         raise typer.BadParameter("--ways needs --model")
+    if batch is not None and not 1 <= batch <= MOST_SAMPLES:
+        raise ConfigError(f"--batch {batch}: must be from 1 to {MOST_SAMPLES}; give the samples that one device sees in a step")
     cluster = cluster_from_profile(load_profile(profile), nodes=nodes, network=network)
     if collective is not None and size_bytes is not None:
         group = tuple(range(cluster.size)) if ranks is None else parse_numbers("--ranks", ranks)

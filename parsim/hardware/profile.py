@@ -17,7 +17,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from parsim.errors import ProfileError, near_matches
 from parsim.files import write_text_atomically
 from parsim.hardware.compute_records import ComputeRecords
-from parsim.hardware.record import NonNegative, Positive, ProfileRecord
+from parsim.hardware.record import NonNegative, Positive, ProfileRecord, check_device, check_latency, check_rate
 from parsim.hardware.tables import from_text, to_text
 from parsim.hardware.topology import DEVICE_ROLES, device_name, role_of
 
@@ -85,6 +85,13 @@ class DeviceTypeEntry(ProfileRecord):
     peak_flop_per_s: dict[str, Sourced]
     allocator: AllocatorEntry | None = None
 
+    @model_validator(mode="after")
+    def _can_be(self) -> DeviceTypeEntry:
+        amounts = ("memory_bytes", "memory_bandwidth_bytes_per_s")
+        peaks = {precision: peak.value for precision, peak in self.peak_flop_per_s.items()}
+        check_device({name: getattr(self, name).value for name in amounts}, peaks)
+        return self
+
 
 class DeviceEntry(ProfileRecord):
     """`core`: CPU devices (ranks) of one core share it; None: a device by itself."""
@@ -100,6 +107,12 @@ class LinkKindEntry(ProfileRecord):
 
     bandwidth_bytes_per_s: Sourced
     latency_s: Sourced
+
+    @model_validator(mode="after")
+    def _can_be(self) -> LinkKindEntry:
+        check_rate("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s.value)
+        check_latency("latency_s", self.latency_s.value)
+        return self
 
 
 class LinkEntry(ProfileRecord):
@@ -450,7 +463,8 @@ def parse_profile(text: str, where: str) -> Profile:
 def problems_text(error: ValidationError, whole: str = "profile") -> str:
     """The first three wrong keys, each with its path (`whole` for the document itself), the rule and the value."""
     problems = [
-        f"{'.'.join(str(part) for part in problem['loc']) or whole}: {problem['msg']} (got {_short(problem['input'])})"
+        f"{'.'.join(str(part) for part in problem['loc']) or whole}: {problem['msg'].removeprefix('Value error, ')} "
+        f"(got {_short(problem['input'])})"
         for problem in error.errors()[:3]
     ]
     more = f" (+{error.error_count() - 3} more)" if error.error_count() > 3 else ""

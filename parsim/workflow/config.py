@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from pydantic_core import ErrorDetails
 
 from parsim.errors import ConfigError, PlanError, near_matches
+from parsim.files import NO_CONTROL, control_character_in, parse_toml
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import CHUNKED_ORDERS, PIPELINE_ORDERS
@@ -30,6 +31,11 @@ from parsim.plans.recompute import AUTO, FULL, NONE
 from parsim.workflow.toml_text import merge, parse_overrides, parse_value, table_text
 
 Count = Annotated[int, Field(strict=True, ge=1)]
+MOST_SAMPLES = 10**9
+"""In a batch."""
+MOST_PARTS = 10**6
+"""Microbatches of a batch, or chunks of a pipeline."""
+Parts = Annotated[int, Field(strict=True, ge=1, le=MOST_PARTS)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Scalar = StrictBool | StrictInt | Number | StrictStr
 
@@ -84,7 +90,7 @@ class ClusterSection(ConfigSection):
 class TrainingSection(ConfigSection):
     """[training]: how it is trained, whatever the plan."""
 
-    global_batch: Count
+    global_batch: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLES)]
     """Samples per step over all replicas."""
     precision: Precision = "fp32"
     optimizer: Optimizer = "sgd_momentum"
@@ -121,10 +127,10 @@ class PlanSection(ConfigSection):
     strategy: Annotated[str, Field(strict=True, min_length=1)] = "adaptive"
     """A family to search (single, dp, mp, hp, adaptive), "custom", or the path of a plan.json."""
     mesh: MeshTable | None = None
-    microbatches: Count | None = None
+    microbatches: Parts | None = None
     """Per replica."""
     pipeline_order: Annotated[str, Field(strict=True, min_length=1)] | None = None
-    chunks: Count | None = None
+    chunks: Parts | None = None
     """Stages per rank of an interleaved (or zero-bubble) pipeline."""
     bucket_bytes: Count | None = None
     """A gradient bucket is closed once it holds this much."""
@@ -197,7 +203,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.toml", folder: Path | None = None) -> RunConfig:
     """Check the text of a run file; relative paths in it start at `folder` (None: the current directory)."""
     try:
-        document = tomllib.loads(text)
+        document = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not TOML: {error}; mend that line") from error
     _make_paths_absolute(document, folder or Path.cwd())
@@ -208,6 +214,8 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
         dropped = CUSTOM_KEYS if strategy == "adaptive" else CUSTOM_KEYS + ADAPTIVE_KEYS
         document["plan"] = {key: value for key, value in document["plan"].items() if key not in dropped}
     merge(document, changes, "")
+    if found := control_character_in(document):
+        raise ConfigError(f"{where}: {found}: {NO_CONTROL}")
     try:
         config = RunConfig.model_validate(document)
     except ValidationError as error:
@@ -264,14 +272,26 @@ def _make_paths_absolute(document: Mapping[str, Any], folder: Path) -> None:
             section[key] = str(folder / Path(value).expanduser())
 
 
+_OTHER_NAMES = {
+    "ddp": 'strategy = "dp", data parallelism',
+    **dict.fromkeys(("fsdp", "fsdp2", "zero", "zero3", "zero-3"), 'strategy = "dp" and zero_stage = 3, as FSDP divides all'),
+    **dict.fromkeys(("zero1", "zero-1"), 'strategy = "dp" and zero_stage = 1'),
+    **dict.fromkeys(("zero2", "zero-2"), 'strategy = "dp" and zero_stage = 2'),
+    "hsdp": 'strategy = "adaptive" and zero_stage = 3: sharded data parallelism within groups is not built',
+    **dict.fromkeys(("pp", "pipeline"), 'strategy = "mp" (searches pipelines), or "custom" with mesh = { pp = 4 }'),
+    **dict.fromkeys(("tp", "tensor", "megatron"), 'strategy = "mp" (searches shards), or "custom" with mesh = { tp = 4 }'),
+    "3d": 'strategy = "hp", which combines dp with pp and tp',
+}
+"""Names that other libraries have for what plan.strategy and plan.zero_stage say here."""
+
+
 def _check_plan_section(config: RunConfig) -> None:
     """What no single key can say: hand-written plans, the mesh against the devices, and what exists today."""
     plan, cluster = config.plan, config.cluster
     if plan.plan_path is None and plan.strategy not in STRATEGIES:
-        raise ConfigError(
-            f"plan.strategy = {plan.strategy!r} is unknown{near_matches(plan.strategy, STRATEGIES)} "
-            "(or the path of a plan.json)"
-        )
+        instead = _OTHER_NAMES.get(plan.strategy.lower())
+        near = f"; set {instead}" if instead else near_matches(plan.strategy, STRATEGIES)
+        raise ConfigError(f"plan.strategy = {plan.strategy!r} is unknown{near} (or the path of a plan.json)")
     if plan.pipeline_order is not None and plan.pipeline_order not in PIPELINE_ORDERS:
         near = near_matches(plan.pipeline_order, PIPELINE_ORDERS)
         raise ConfigError(f"plan.pipeline_order = {plan.pipeline_order!r} is unknown{near}")
@@ -385,14 +405,21 @@ def _explain(problem: ErrorDetails) -> str:
         return f"{path} = {_short(value)} is unknown{near}{listing}"
     if table_key in _UNION_RULES:
         rule = _UNION_RULES[table_key]
-    elif kind in ("greater_than_equal", "greater_than", "less_than"):
-        sign, bound = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "less_than": ("<", "lt")}[kind]
-        rule = f"must be {sign} {context[bound]:g}"
+    elif kind in _BOUNDS:
+        sign, bound = _BOUNDS[kind]
+        rule = f"must be {sign} {context[bound]}"
     else:
         rule = _RULES.get(kind, problem["msg"])
     example = _EXAMPLES.get(table_key, "")
     return f"{path} = {_short(value)}: {rule}" + (f"; for example {example}" if example else "")
 
+
+_BOUNDS = {
+    "greater_than_equal": (">=", "ge"),
+    "greater_than": (">", "gt"),
+    "less_than_equal": ("<=", "le"),
+    "less_than": ("<", "lt"),
+}
 
 _UNION_RULES = {
     "cluster.devices": "must be a number of devices >= 1 or a list of device numbers",

@@ -21,7 +21,7 @@ from typing import Any
 
 from parsim.costs.uncertainty.conformal import TARGET, Correction, Coverage, ValidationRecord, correction, coverage_split
 from parsim.errors import CostError, ProfileError
-from parsim.files import write_text_atomically
+from parsim.files import parse_json, write_text_atomically
 from parsim.hardware.profile import Profile
 from parsim.units import format_percent
 
@@ -145,8 +145,8 @@ def _line(record: ValidationRecord) -> str:
 def _record(line: str) -> ValidationRecord:
     """Raises CostError for what is no record."""
     try:
-        document: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        document: Any = parse_json(line)
+    except ValueError as error:
         raise CostError("not JSON") from error
     if not isinstance(document, dict):
         raise CostError("not an object")
