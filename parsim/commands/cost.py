@@ -53,8 +53,8 @@ def cost(
         raise typer.BadParameter("--model needs --batch")
     if ways is not None and model is None:
         raise typer.BadParameter("--ways needs --model")
-    if batch is not None and not 1 <= batch <= MOST_SAMPLES:
-        raise ConfigError(f"--batch {batch}: must be from 1 to {MOST_SAMPLES}; give the samples that one device sees in a step")
+    if batch is not None and batch > MOST_SAMPLES:
+        raise ConfigError(f"--batch {batch}: must be <= {MOST_SAMPLES}; give the samples that one device sees in a step")
     cluster = cluster_from_profile(load_profile(profile), nodes=nodes, network=network)
     if collective is not None and size_bytes is not None:
         group = tuple(range(cluster.size)) if ranks is None else parse_numbers("--ranks", ranks)

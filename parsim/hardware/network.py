@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 from parsim.errors import ProfileError, near_matches
 from parsim.hardware.profile import Sourced, SourceEntry, problems_text, source_keys
 from parsim.hardware.record import NonNegative, Positive, ProfileRecord, check_latency, check_rate
-from parsim.hardware.tables import from_text
+from parsim.hardware.tables import check_texts, from_text
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
 
@@ -122,8 +122,10 @@ def load_network(name_or_path: str) -> Network:
 
 def parse_network(text: str, where: str) -> Network:
     """Check a network's JSON text. Raises ProfileError naming the first wrong keys and their values."""
+    document = from_text(text, where, "network")
+    check_texts(text, document, where, "network")
     try:
-        return Network.model_validate(from_text(text, where, "network"))
+        return Network.model_validate(document)
     except ValidationError as error:
         raise ProfileError(f"network {where} is broken: {problems_text(error, 'network')}; mend these") from error
 

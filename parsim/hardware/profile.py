@@ -18,7 +18,7 @@ from parsim.errors import ProfileError, near_matches
 from parsim.files import write_text_atomically
 from parsim.hardware.compute_records import ComputeRecords
 from parsim.hardware.record import NonNegative, Positive, ProfileRecord, check_device, check_latency, check_rate
-from parsim.hardware.tables import from_text, to_text
+from parsim.hardware.tables import check_texts, from_text, to_text
 from parsim.hardware.topology import DEVICE_ROLES, device_name, role_of
 
 SCHEMA_VERSION = 1
@@ -454,8 +454,10 @@ def load_profile(name_or_path: str) -> Profile:
 
 def parse_profile(text: str, where: str) -> Profile:
     """Check a profile's JSON text. Raises ProfileError naming the first wrong keys and their values."""
+    document = from_text(text, where)
+    check_texts(text, document, where)
     try:
-        return Profile.model_validate(from_text(text, where))
+        return Profile.model_validate(document)
     except ValidationError as error:
         raise ProfileError(f"profile {where} is broken: {problems_text(error)}; mend these or calibrate again") from error
 

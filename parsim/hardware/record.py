@@ -17,7 +17,7 @@ LEAST_BYTES_PER_S = 1e6
 LEAST_FLOP_PER_S = 1e6
 """Of a device: what is slower was meant in TFLOP/s."""
 
-LEAST_MEMORY_BYTES = 2**20
+LEAST_MEMORY_BYTES = 2**16
 """Of a device: what is less was meant in GiB."""
 
 LONGEST_LATENCY_S = 1.0

@@ -33,9 +33,13 @@ def from_text(text: str, where: str, what: str = "profile") -> Any:
         raise ProfileError(
             f"{what} {where} is not JSON: {error.msg} at line {error.lineno} column {error.colno}; mend it or calibrate again"
         ) from error
+    return _decode(document, where, ())
+
+
+def check_texts(text: str, document: Any, where: str, what: str = "profile") -> None:
+    """Raise ProfileError for a name or text of the document, read from `text`, that holds a control character."""
     if ESCAPED_CONTROL.search(text) and (found := control_character_in(document)):
         raise ProfileError(f"{what} {where} is broken: {found}: {NO_CONTROL}")
-    return _decode(document, where, ())
 
 
 def _encode(node: Any) -> Any:

@@ -108,7 +108,10 @@ def search(
             raise unpriced
         raise ScheduleError("no plan to choose from: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
     ranked = sorted(judged, key=_rank)
-    if mixes and problem.cluster.size > 1 and ranked[0].result.strategy != "adaptive":
+    best_mixes = mixes and problem.cluster.size > 1
+    if top is not None:
+        ranked = _distinct([_renamed(ranked[0], "adaptive"), *ranked[1:]] if best_mixes else ranked)
+    elif best_mixes and ranked[0].result.strategy != "adaptive":
         ranked = sorted([*ranked, _renamed(ranked[0], "adaptive")], key=_rank)
     kept = ranked[:top] if top is not None else _best_of_each(ranked)
     winner = ranked[0] if ranked[0].result.fits else None
@@ -223,6 +226,14 @@ def _best_of_each(ranked: Sequence[Evaluation]) -> list[Evaluation]:
     for entry in ranked:
         best.setdefault(entry.result.strategy, entry)
     return list(best.values())
+
+
+def _distinct(ranked: Sequence[Evaluation]) -> list[Evaluation]:
+    """Each program once, under the first of its names."""
+    found: dict[Plan, Evaluation] = {}
+    for entry in ranked:
+        found.setdefault(replace(entry.result.plan, strategy="custom"), entry)
+    return list(found.values())
 
 
 def _with_interval(problem: PlanningProblem, entry: Evaluation, first: Evaluation, samples: int) -> Evaluation:

@@ -214,7 +214,7 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
         dropped = CUSTOM_KEYS if strategy == "adaptive" else CUSTOM_KEYS + ADAPTIVE_KEYS
         document["plan"] = {key: value for key, value in document["plan"].items() if key not in dropped}
     merge(document, changes, "")
-    if found := control_character_in(document):
+    if found := control_character_in(_without_args(document)):
         raise ConfigError(f"{where}: {found}: {NO_CONTROL}")
     try:
         config = RunConfig.model_validate(document)
@@ -227,6 +227,14 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     return config
+
+
+def _without_args(document: dict[str, Any]) -> dict[str, Any]:
+    """All but the arguments of the model: what a factory takes may be any text, and nothing prints it."""
+    model = document.get("model")
+    if not isinstance(model, dict):
+        return document
+    return {**document, "model": {key: value for key, value in model.items() if key != "args"}}
 
 
 def scalar_pairs(texts: Sequence[str]) -> tuple[tuple[str, bool | int | float | str], ...]:

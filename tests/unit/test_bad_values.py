@@ -44,7 +44,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         with pytest.raises(SystemExit) as ending:
             main()
         captured = capsys.readouterr()
-        before, start, message = captured.err.partition("parsim: ")
+        _, start, message = captured.err.partition("parsim: ")
         assert start, captured.err
         assert "parsim: " not in message
         assert captured.out == ""
@@ -105,7 +105,7 @@ def test_a_latency_of_three_seconds_and_a_memory_of_32_bytes(refused: Refused, t
     slow = plan(refused, broken_profile("link_kinds", "nvlink", "latency_s", "value", value=3, folder=tmp_path))
     assert "latency_s = 3 s: must be <= 1; us meant? then write 3e-06" in slow
     small = plan(refused, broken_profile("device_types", "V100-SXM2", "memory_bytes", "value", value=32, folder=tmp_path))
-    assert "memory_bytes = 32: must be >= 1048576; GiB meant? then write 3.43597e+10" in small
+    assert "memory_bytes = 32: must be >= 65536; GiB meant? then write 3.43597e+10" in small
 
 
 def test_a_network_card_of_100_bytes_per_second(refused: Refused, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_batch_of_1e20(refused: Refused) -> None:
     message = plan(refused, f"training.global_batch={10**20}")
     assert f"training.global_batch = {10**20}: must be <= 1000000000; for example global_batch = 256" in message
     status, message = refused("cost", "dgx1-v100-32gb", "--model", "mlp", "--batch", str(10**20))
-    assert (status, f"--batch {10**20}: must be from 1 to 1000000000" in message) == (1, True)
+    assert (status, f"--batch {10**20}: must be <= 1000000000" in message) == (1, True)
 
 
 def test_a_million_nodes_are_refused_before_anything_is_built(refused: Refused) -> None:

@@ -40,7 +40,7 @@ def minimal() -> dict[str, Any]:
             }
         },
         "devices": [{"index": 0, "type": "toy"}, {"index": 1, "type": "toy"}],
-        "link_kinds": {"shm": {"bandwidth_bytes_per_s": number, "latency_s": number}},
+        "link_kinds": {"shm": {"bandwidth_bytes_per_s": number, "latency_s": {"value": 1e-6, "source": "made up"}}},
         "links": [{"a": "cpu0", "b": "cpu1", "kind": "shm"}],
         "communication": {
             "backend": "gloo",
