@@ -5,6 +5,10 @@ Model -> Plan -> TaskGraph -> Timeline, and the same graph is run for real. Star
 
 from __future__ import annotations
 
+from parsim.moved import announce_moves
+
 __all__ = ["__version__"]
 
 __version__ = "0.1.0"
+
+announce_moves()

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parsim.errors import ExecutionError
+from parsim.files import parse_json, version_problem
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
+
+SCHEMA_VERSION = 1
+"""Of job.json; files written before there was the key have this version, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +107,7 @@ class Job:
         return max(run.plan.world_size for run in self.runs)
 
     def save(self, path: Path) -> None:
-        document = asdict(self)
+        document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         for entry, run in zip(document["runs"], self.runs, strict=True):
             entry["model"] = run.model.to_dict()
             entry["plan"] = run.plan.to_json()
@@ -112,7 +116,10 @@ class Job:
 
     @classmethod
     def load(cls, path: Path) -> Job:
-        document: dict[str, Any] = json.loads(path.read_text())
+        document: dict[str, Any] = parse_json(path.read_text())
+        if problem := version_problem(document, SCHEMA_VERSION, unversioned=1):
+            raise ExecutionError(f"{path}: {problem}; or run again")
+        document.pop("schema_version", None)
         document["runs"] = tuple(
             RunSpec(**{**run, "model": ModelSpec.from_dict(run["model"]), "plan": Plan.from_json(run["plan"])})
             for run in document["runs"]

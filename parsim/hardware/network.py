@@ -15,7 +15,8 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from parsim.errors import ProfileError, near_matches
-from parsim.hardware.profile import Sourced, SourceEntry, problems_text, source_keys
+from parsim.files import version_problem
+from parsim.hardware.profile import SCHEMA_VERSION, Sourced, SourceEntry, problems_text, source_keys
 from parsim.hardware.record import NonNegative, Positive, ProfileRecord, check_latency, check_rate
 from parsim.hardware.tables import check_texts, from_text
 
@@ -123,6 +124,8 @@ def load_network(name_or_path: str) -> Network:
 def parse_network(text: str, where: str) -> Network:
     """Check a network's JSON text. Raises ProfileError naming the first wrong keys and their values."""
     document = from_text(text, where, "network")
+    if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):
+        raise ProfileError(f"network {where}: {problem}; or write it as hardware_profiles/README.md says")
     check_texts(text, document, where, "network")
     try:
         return Network.model_validate(document)

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from parsim.errors import ProfileError, near_matches
-from parsim.files import write_text_atomically
+from parsim.files import version_problem, write_text_atomically
 from parsim.hardware.compute_records import ComputeRecords
 from parsim.hardware.record import NonNegative, Positive, ProfileRecord, check_device, check_latency, check_rate
 from parsim.hardware.tables import check_texts, from_text, to_text
@@ -455,6 +455,8 @@ def load_profile(name_or_path: str) -> Profile:
 def parse_profile(text: str, where: str) -> Profile:
     """Check a profile's JSON text. Raises ProfileError naming the first wrong keys and their values."""
     document = from_text(text, where)
+    if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):
+        raise ProfileError(f"profile {where} is broken: {problem}; mend these or calibrate again")
     check_texts(text, document, where)
     try:
         return Profile.model_validate(document)
