@@ -67,7 +67,8 @@ def ask(samples: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         try:
             main()
         except SystemExit as ending:
-            assert not ending.code, capsys.readouterr().err
+            if ending.code:
+                pytest.fail(capsys.readouterr().err)
         document: dict[str, Any] = json.loads(capsys.readouterr().out)
         return document
 
@@ -138,7 +139,7 @@ def test_the_files_inside_a_run_folder_load(samples: Path) -> None:
 
 
 def test_training_goes_on_from_a_checkpoint(ask: Ask, golden: dict[str, Any]) -> None:
-    """The losses that the old code had, in float64: weights, momentum, random state and order of the data are as it left them."""
+    """The losses that the old code had, in float64: weights, momentum, random state and order of the data are as they were."""
     arguments = ("--nproc", "2", "--resume", "--out", "kept", "--set", "training.steps=12")
     assert ask("run", "RUN.toml", *arguments)["losses"] == pytest.approx(golden["resumed"]["losses"], rel=1e-9)
 
@@ -174,11 +175,8 @@ READERS: dict[str, Callable[[Path], object]] = {
 def test_a_file_of_a_later_version_says_what_to_do(samples: Path, name: str) -> None:
     READERS[name](samples / name)
     path = edited(samples / name, 99)
-    with pytest.raises(
-        ParsimError, match=r"schema_version must be \d, got 99; a newer parsim wrote it: upgrade parsim"
-    ) as told:
+    with pytest.raises(ParsimError, match=r"schema_version must be \d, got 99; a newer parsim wrote it: upgrade.*again"):
         READERS[name](path)
-    assert "again" in str(told.value)
 
 
 def test_a_network_of_a_later_version_says_what_to_do() -> None:
@@ -196,20 +194,22 @@ def test_a_history_line_of_a_later_version_is_left_out_and_named(samples: Path) 
     assert "line 1: schema_version must be 1, got 99; a newer parsim wrote it: upgrade parsim" in history.left_out[0]
 
 
-def test_a_checkpoint_of_a_later_version_is_refused(ask: Ask, samples: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from parsim.execute.state.checkpoint import latest
+def test_a_checkpoint_of_a_later_version_is_refused_and_not_begun_anew(samples: Path) -> None:
+    from parsim.execute.state.checkpoint import latest_checkpoint
 
-    assert latest(samples / "kept" / "checkpoints") is not None
+    assert latest_checkpoint(samples / "kept" / "checkpoints") is not None
     for path in (samples / "kept" / "checkpoints").rglob("rank-*.json"):
         edited(path, 99)
-    with pytest.raises(ParsimError, match=r"schema_version is 99, this version reads \d"):
-        latest(samples / "kept" / "checkpoints")
+    with pytest.raises(ParsimError, match=r"step-00000003: schema_version must be 2, got 99; a newer parsim wrote it"):
+        latest_checkpoint(samples / "kept" / "checkpoints")
 
 
 @pytest.mark.parametrize("old", sorted(MOVED))
 def test_every_moved_module_is_where_the_table_says(old: str) -> None:
     assert importlib.util.find_spec(MOVED[old]) is not None, f"{old} is not at {MOVED[old]} any more: mend parsim/moved.py"
-    with pytest.raises(ModuleNotFoundError, match=f"^{old} is now {MOVED[old]}; import it by that name$"):
+    parent = old.rpartition(".")[0]
+    named = parent if parent in MOVED else old  # Python asks for the package first
+    with pytest.raises(ModuleNotFoundError, match=f"^{named} is now {MOVED[named]}; import it by that name$"):
         importlib.import_module(old)
 
 
@@ -225,5 +225,5 @@ def test_a_command_by_its_old_module_says_the_new_one() -> None:
 
 
 def test_names_that_never_were_fail_as_ever() -> None:
-    with pytest.raises(ModuleNotFoundError, match="^No module named 'parsim.nonsense'$"):
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'parsim\.nonsense'$"):
         importlib.import_module("parsim.nonsense")

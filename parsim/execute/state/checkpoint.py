@@ -306,7 +306,7 @@ def _inspect(place: Path, *, digests: bool) -> tuple[Sequence[_Entry], str | Non
     for path in sorted(place.glob("rank-*.json")):
         try:
             document = parse_json(path.read_text())
-            if problem := version_problem(document, SCHEMA_VERSION):
+            if "schema_version" in document and (problem := version_problem(document, SCHEMA_VERSION)):
                 raise ExecutionError(f"checkpoint {place}: {problem}; or train anew in another folder")
             entries.append(_Entry(**document))
         except (OSError, ValueError, TypeError, AttributeError) as error:
