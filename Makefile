@@ -6,6 +6,8 @@
 #   make check     what CI runs: ruff, mypy --strict, make test
 #   make bench     speed of the engines
 #   make bench-quick  every benchmark once with small sizes: does it run? (part of make test)
+#   make gpu       wheels and commands for a machine with a GPU and without a network (MINUTES=30)
+#   make test-gpu  the tests that need a GPU
 #   make format    let ruff rewrite what it can of what `make check` complains about
 #   make clean     remove .venv and all caches
 #
@@ -15,11 +17,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.parsim-installed
 WORKERS ?= 2
+MINUTES ?= 30
 # One thread per process: the tests use the cores by running in several processes.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup demo test test-all check bench bench-quick format clean
+.PHONY: help setup demo test test-all test-gpu check bench bench-quick gpu format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -38,6 +41,9 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST) $(SPREAD) -m "" tests
 
+test-gpu: $(STAMP)
+	$(PYTEST) -n 0 -m gpu tests
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,6 +52,9 @@ check: $(STAMP)
 
 bench bench-quick: $(STAMP)
 	@for file in benchmarks/bench_*.py; do $(BIN)/python $$file $(if $(filter bench-quick,$@),--quick) || exit 1; done
+
+gpu: $(STAMP)
+	@$(BIN)/python experiments/one_gpu/prepare.py --minutes $(MINUTES)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from calibration.measure.allocator import measure_allocator, reading_bytes
+from calibration.measure.arithmetic import DTYPES, OPERATOR_DTYPES, arithmetic_settings, set_arithmetic
 from calibration.measure.collectives import affordable_sizes, collective_section, make_bench
 from calibration.measure.communication_points import all_reduce_sizes
-from calibration.measure.components import DTYPES, Case, component_section, make_case
+from calibration.measure.components import Case, component_section, make_case
 from calibration.measure.device import measure_device
 from calibration.measure.operators import operator_section
 from calibration.measure.overlap import overlap_section
@@ -44,10 +45,11 @@ def main(job_path: Path) -> None:
     place = read_place()
     pinning = prepare_rank(place.local_rank, place.local_world_size, device=request.device)
     place = init_group(request.device)
-    device, dtype = torch.device(place.device), DTYPES[request.precision]
+    set_arithmetic(request.precision)
+    device, dtype, operands = torch.device(place.device), DTYPES[request.precision], OPERATOR_DTYPES[request.precision]
     pinnings = _pinnings(pinning, place)
     cores = core_count(pinnings)
-    facts = measure_device(device, dtype, name=environment["processor"])
+    facts = measure_device(device, operands, name=environment["processor"])
     asked = request.measured_models
     models = [Model.load(job_path.parent / f"model-{number}.json") for number in range(len(asked))]
     trials = [
@@ -56,6 +58,8 @@ def main(job_path: Path) -> None:
         for samples in sorted({min(batches), max(batches)})
     ]
     read_bytes = reading_bytes((spec for spec, _ in request.models), request.seed)
+    if device.type == "cuda":
+        read_bytes = 0  # libraries that read samples take memory of the host
     beside = [{**entry, "reading_bytes": read_bytes} for entry in measure_allocator(trials, facts.context_bytes)]
     cases = [
         make_case(number, spec, model, samples, request, device)
@@ -66,16 +70,18 @@ def main(job_path: Path) -> None:
     levels = active_levels(place.world_size, cores)
     groups = make_groups([(f"level {active}", tuple(range(active))) for active in levels])
     own = {active: groups.get((f"level {active}", tuple(range(active)))) for active in levels}
-    wanted = all_reduce_sizes(models, request.collective_sizes_bytes, dtype.itemsize)
+    wanted = all_reduce_sizes(models, request.collective_sizes_bytes, dtype.itemsize) if place.world_size > 1 else ()
     sizes = affordable_sizes(wanted, place.world_size, device)
     if len(sizes) < len(wanted):
-        _say(place, f"note: collectives above {format_bytes(max(sizes))} are left out, their arrays take too much memory")
-    bench = make_bench(device, dtype, cores, max(sizes))
+        most = f"above {format_bytes(max(sizes))} " if sizes else ""
+        _say(place, f"note: collectives {most}are left out, their arrays take too much memory")
+    bench = make_bench(device, dtype, cores, max(sizes, default=0))
     probe = SpeedProbe(device) if pinning.first else None
+    host = SpeedProbe(torch.device("cpu")) if device.type == "cuda" else None
     sections = (
-        component_section(cases, own, request, device, probe),
+        component_section(cases, own, request, device, probe, host),
         shard_section(cases, max(levels), own[max(levels)], request, device),
-        operator_section(own[max(levels)], request, dtype, device, probe),
+        operator_section(own[max(levels)], request, operands, device, probe),
         collective_section(bench, sizes, request, probe),
         overlap_section(cases, bench, request, probe),
     )
@@ -83,7 +89,8 @@ def main(job_path: Path) -> None:
     mine = {"device": facts.to_dict(), "pinning": pinnings[place.rank], "allocator": beside}
     dist.gather_object(mine, gathered if place.rank == 0 else None)
     if place.rank == 0:
-        start = {"ranks": gathered, "cases": [_case_entry(case) for case in cases], "environment": environment}
+        known = {**environment, "arithmetic": arithmetic_settings()}
+        start = {"ranks": gathered, "cases": [_case_entry(case) for case in cases], "environment": known}
         write_text_atomically(job_path.parent / START, json.dumps(start))
     there = [section for section in sections if section is not None]
     take_turns(there, job_path.parent, place, lambda line: _say(place, line))

@@ -94,6 +94,10 @@ class ExecutionError(ParsimError):
     """A real run failed."""
 
 
+class OutOfMemoryError(ExecutionError):
+    """A rank of a real run could not allocate what it needs."""
+
+
 class MissingDependencyError(ParsimError):
     """An optional package is needed and not installed."""
 

@@ -21,3 +21,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             path = Path(item.path).relative_to(config.rootpath)
             group = "execute" if path.parts[:2] == ("tests", "execute") else str(path)
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked `gpu` are skipped, with the reason, where torch sees no GPU."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    torch = pytest.importorskip("torch", reason="needs torch")
+    if not torch.cuda.is_available():
+        pytest.skip(f"needs a CUDA device; torch {torch.__version__} sees none")

@@ -14,7 +14,7 @@ from calibration.fit.reject_outliers import consistent_collectives, consistent_c
 from calibration.fit.surfaces import consistent_operators, fit_surfaces
 from calibration.measure.communication_points import collective_points, overlap_factors
 from calibration.rounds.environment import core_count, doubts, provenance_environment
-from calibration.rounds.pace import at_one_pace, usual_pace
+from calibration.rounds.pace import HOST_PACE, at_one_pace, usual_pace
 from calibration.rounds.raw_points import RawPoints, entries_of
 from calibration.rounds.request import CalibrationRequest
 from parsim.costs.compute.surfaces import SurfaceModel
@@ -117,8 +117,8 @@ def build_profile(given: RawPoints) -> Profile:
     """
     request, models = given.request, given.models
     seen, warnings = screened(given.raw, models)
-    usual = usual_pace(seen)
-    raw = at_one_pace(seen, usual)
+    usual, host = usual_pace(seen), usual_pace(seen, HOST_PACE)
+    raw = at_one_pace(seen, usual, host, on_gpu=request.device == "cuda")
     facts = raw["ranks"][0]["device"]
     kind, device_type = request.device, "cpu-core" if request.device == "cpu" else facts["name"]
     environment = raw["environment"]
@@ -242,14 +242,24 @@ def typical_step(table: FloatArray) -> tuple[FloatArray, FloatArray]:
     return medians * scale, spread
 
 
+def queueing_s(raw: Mapping[str, Any]) -> dict[tuple[int, int, int], FloatArray]:
+    """Seconds [task] that the host takes to queue each task of every (model, samples, ranks active) on a GPU, medians; nothing
+    where they were not measured apart."""
+    rows: dict[tuple[int, int, int], list[list[float]]] = {}
+    for _, sweep in entries_of(raw, "sweeps"):
+        if "issue_s" in sweep:
+            rows.setdefault((sweep["model"], sweep["samples"], sweep["ranks_active"]), []).append(sweep["issue_s"])
+    return {key: np.median(np.array(table, dtype=np.float64), axis=0) for key, table in rows.items()}
+
+
 def component_points(
     raw: Mapping[str, Any], request: CalibrationRequest, models: Sequence[Model], device_type: str, drift: Drift
 ) -> list[ComponentPoint]:
     """One point per component instance, phase, samples and number of active ranks."""
-    works = _works(raw)
+    works, queueing = _works(raw), queueing_s(raw)
     points = []
     for (number, samples, active), table in sorted(_tables(raw, drift).items()):
-        model = models[number]
+        model, issue_s = models[number], queueing.get((number, samples, active))
         seconds, spread = typical_step(table)
         for place, work in enumerate(works[number, samples]):
             if isinstance(work, Compute) and seconds[place] > 0:
@@ -266,6 +276,7 @@ def component_points(
                         seconds=float(seconds[place]),
                         spread=float(spread[place]),
                         repeats=len(table),
+                        issue_s=None if issue_s is None else float(issue_s[place]),
                         source="steps",
                     )
                 )
@@ -339,7 +350,7 @@ def optimizer_points(
     caches: what the whole took longer inside than apart is added, in proportion to the elements; where it took less, parts
     take as much less. An optimizer that had no turn is treated as the first that had.
     """
-    inside = _optimizer_inside(raw, drift)
+    inside, issues = _optimizer_inside(raw, drift), _optimizer_issues(raw)
     apart: dict[tuple[int, int], dict[tuple[str, int, int], list[float]]] = {}
     for _, step in entries_of(raw, "optimizers"):
         place, what = (step["model"], step["ranks_active"]), (step["optimizer"], step["elements"], step["tensors"])
@@ -368,10 +379,27 @@ def optimizer_points(
             seconds=float(np.median(seconds)),
             spread=robust_sigma(seconds),
             repeats=len(seconds),
+            issue_s=issues.get((optimizer, elements, tensors, active)),
             source=source,
         )
         for (optimizer, elements, tensors, active), (seconds, source) in sorted(found.items())
     ]
+
+
+def _optimizer_issues(raw: Mapping[str, Any]) -> dict[tuple[str, int, int, int], float]:
+    """By (optimizer, elements, tensors, ranks active): what the host takes to queue the step on a GPU, median."""
+    found: dict[tuple[str, int, int, int], list[float]] = {}
+    for _, step in entries_of(raw, "optimizers"):
+        if "issue_s" in step:
+            key = (step["optimizer"], step["elements"], step["tensors"], step["ranks_active"])
+            found.setdefault(key, []).append(step["issue_s"])
+    tasks = _optimizer_tasks(raw)
+    for _, sweep in entries_of(raw, "sweeps"):
+        for place, work in tasks[sweep["model"], sweep["samples"]].items():
+            if "issue_s" in sweep:
+                key = (sweep["optimizer"], work.elements, work.tensors, sweep["ranks_active"])
+                found.setdefault(key, []).append(sweep["issue_s"][place])
+    return {key: float(np.median(values)) for key, values in found.items()}
 
 
 def _optimizer_tasks(raw: Mapping[str, Any]) -> dict[tuple[int, int], dict[int, OptimizerStep]]:

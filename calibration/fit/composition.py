@@ -43,6 +43,7 @@ class Measured:
     samples: int
     seconds: float
     parts: Parts
+    issue_s: float | None = None
 
 
 def measured_parts(points: Sequence[ComponentPoint], models: Sequence[Model], surfaces: SurfaceModel) -> list[Measured]:
@@ -72,6 +73,7 @@ def measured_parts(points: Sequence[ComponentPoint], models: Sequence[Model], su
                 samples=point.samples,
                 seconds=point.seconds,
                 parts=parts,
+                issue_s=point.issue_s,
             )
         )
     return found
@@ -90,6 +92,8 @@ def fit_compositions(measured: Sequence[Measured], device_type: str, precision: 
             precision=precision,
             device_type=device_type,
             **_named(fitted[phase]),
+            issue_component_s=None if issues is None else issues[0],
+            issue_launch_s=None if issues is None else issues[1],
             component_sigma=rounded(component_sigma[phase]),
             step_sigma=rounded(step_sigma),
             models=models,
@@ -97,6 +101,7 @@ def fit_compositions(measured: Sequence[Measured], device_type: str, precision: 
             source=source,
         )
         for phase in PHASES
+        for issues in (_issuing(measured, phase),)
     ]
 
 
@@ -134,6 +139,17 @@ def _named(coefficients: NDArray[np.float64]) -> dict[str, Any]:
         "seconds_per_activation_byte": activation,
         "factors": dict(zip(KINDS, factors, strict=True)),
     }
+
+
+def _issuing(measured: Sequence[Measured], phase: str) -> tuple[float, float] | None:
+    """What the host takes per component and per launch to queue them on a GPU: a line through the components; None where it
+    was not measured apart."""
+    known = [(entry.parts, entry.issue_s) for entry in measured if entry.phase == phase and entry.issue_s]
+    if not known:
+        return None
+    terms = np.array([[parts.components, float(parts.launches)] for parts, _ in known])
+    component, launch = fit_terms(terms, np.array([issue_s for _, issue_s in known])).tolist()
+    return rounded(component), rounded(launch)
 
 
 def _held_out(measured: Sequence[Measured]) -> tuple[dict[str, float], float]:

@@ -1,15 +1,19 @@
 """What a rank holds beside its live tensors and the framework's context, at the peak of its training steps.
 
 Before anything else is in memory one case after the other is built, trained for a few steps and let go, each in a heap that
-was given back before. On a CPU: the peak of the resident set (Linux alone, which keeps one). On a GPU: what its driver says is
-taken, of which the caching allocator has its share; that of other processes counts, too.
+was given back before. Live tensors are counted alike on both kinds of device, operator by operator. On a CPU they are compared
+with the peak of the resident set (Linux alone, which keeps one), on a GPU with what its driver says is taken, less what it said
+before the first model. Of that the raw points keep what torch's allocator was asked for, what it gave out in whole blocks, and
+what it holds: live <= requested <= allocated <= reserved <= driver. Leaves out other processes on the GPU that take or give
+back memory meanwhile: a case of which these figures are not in that order is left out.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,20 +32,22 @@ def measure_allocator(cases: Iterable[Callable[[], Case]], context_bytes: int) -
     """One entry per case, made by a function so that only one is there at a time; none where no peak is kept.
 
     Entries: model, samples; live_bytes (of tensors, at the peak), dynamic_bytes (that part which comes and goes within a step),
-    beside_bytes (everything else but the context).
+    beside_bytes (everything else but the context); on a GPU also requested_bytes, allocated_bytes, reserved_bytes and
+    driver_bytes.
     """
     found = []
     for make in cases:
         _let_go()
         case = make()
         try:
-            entry = _on_gpu(case, context_bytes) if case.stage.device.type == "cuda" else _on_cpu(case, context_bytes)
+            entry = _on_gpu(case, context_bytes) if case.on_gpu else _on_cpu(case, context_bytes)
         finally:
             case.streams.close()
-        del case
-        if entry is None:
+        if entry is not None:
+            found.append(entry)
+        elif not case.on_gpu:
             break
-        found.append(entry)
+        del case
     _let_go()
     return found
 
@@ -56,25 +62,60 @@ def reading_bytes(specs: Iterable[ModelSpec], seed: int) -> int:
 
 def _on_cpu(case: Case, context_bytes: int) -> dict[str, Any] | None:
     case.step()
-    with watching(case.stage) as watch:
-        case.program.watch = watch
-        case.step()
-    case.program.watch = StepWatch()
+    live_bytes = _live_bytes(case)
     if not forget_peak():
         return None
     for _ in range(STEPS):
         case.step()
-    return _entry(case, watch.live.peak_bytes, peak_resident_bytes() - context_bytes)
+    return _entry(case, live_bytes, peak_resident_bytes() - context_bytes)
 
 
-def _on_gpu(case: Case, context_bytes: int) -> dict[str, Any]:
+def _on_gpu(case: Case, context_bytes: int) -> dict[str, Any] | None:
     device = case.stage.device
+    case.step()
+    live_bytes = _live_bytes(case)
     torch.cuda.reset_peak_memory_stats(device)
     for _ in range(STEPS):
         case.step()
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
-    return _entry(case, int(torch.cuda.max_memory_allocated(device)), total - free - context_bytes)
+    taken = GpuMemory.read(torch.cuda.memory_stats(device), total - free - context_bytes)
+    if not taken.in_order(live_bytes):
+        return None
+    return {**_entry(case, live_bytes, taken.driver_bytes), **taken._asdict()}
+
+
+class GpuMemory(NamedTuple):
+    """Peaks of one process: what its tensors asked for, what torch's allocator gave out for them, what it holds, and what the
+    driver says is taken, of the context nothing."""
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    driver_bytes: int
+
+    @classmethod
+    def read(cls, stats: Mapping[str, Any], driver_bytes: int) -> GpuMemory:
+        """Args: stats: of `torch.cuda.memory_stats`. driver_bytes: now; it has not fallen since the peak, for nothing reserved
+        was given back."""
+        requested, allocated, reserved = (
+            int(stats.get(f"{name}_bytes.all.peak", 0)) for name in ("requested", "allocated", "reserved")
+        )
+        return cls(requested, allocated, reserved, driver_bytes)
+
+    def in_order(self, live_bytes: int) -> bool:
+        """Whether each contains the one before; where not, another process came between."""
+        ordered = (live_bytes, *self)
+        return all(inner <= outer for inner, outer in pairwise(ordered))
+
+
+def _live_bytes(case: Case) -> int:
+    """Of tensors, at the peak of one step."""
+    with watching(case.stage) as watch:
+        case.program.watch = watch
+        case.step()
+    case.program.watch = StepWatch()
+    return watch.live.peak_bytes
 
 
 def _entry(case: Case, live_bytes: int, taken_bytes: int) -> dict[str, Any]:

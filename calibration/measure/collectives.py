@@ -4,7 +4,8 @@ A collective starts when its last rank is ready (its dependencies ended and its 
 with what waited for it. Ranks of one host share a monotonic clock; several hosts are left out. Every call stands between two
 computations, as in training: the caches are not warm with the message, and a rank that is done computes on at once, on the core
 that its peer's message still needs. That is why some calls take several times as long as most (on a 2-core virtual machine one
-in ten waits a few milliseconds for the core), and why it is their mean that counts: each of them holds up the step.
+in ten waits a few milliseconds for the core), and why it is their mean that counts: each of them holds up the step. On GPUs the
+computation is a kernel that waits, and lasts until the host has queued the call.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from calibration.rounds.turns import WARM_UP, CalibrationSection, Entries
 from parsim.costs.communication.collectives import ON_ONE_CORE, packed_operation
 from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
 from parsim.execute.processes.environment import memory_limit_bytes
+from parsim.execute.processes.event_clock import driver_of
 from parsim.execute.processes.group import make_groups
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.streams import TaskTime, make_streams
@@ -107,7 +109,9 @@ def make_bench(device: torch.device, dtype: torch.dtype, cores: int, largest_byt
 
 
 def scratch_bytes(largest_bytes: int) -> int:
-    """What is given, or a chain of those that are issued in a row."""
+    """What is given, or a chain of those that are issued in a row; nothing where nothing is sent."""
+    if largest_bytes == 0:
+        return 0
     return max(largest_bytes, BACK_TO_BACK * min(largest_bytes, LARGE_BYTES)) + ROWS * 64 * ALIGNMENT
 
 
@@ -285,7 +289,7 @@ def _repeat(
     has ended. Ranks that share a core compute nothing (`burn_s` 0): how they wait for one another's computation is simulated.
     """
     streams = make_streams(bench.device)
-    operand = torch.ones(192, 192, dtype=bench.dtype, device=bench.device)
+    burn = burning(bench, burn_s)
     kept: list[list[TaskTime]] = []
     try:
         for repeat in range(repeats + 1):
@@ -293,7 +297,7 @@ def _repeat(
             for number, (stream, call) in enumerate(calls):
                 streams.submit(2 * number + 1, stream, [2 * number], call)
             for number in range(len(calls) + 1):
-                streams.compute(2 * number, "compute", [2 * number - 1] if number else [], partial(_burn, operand, burn_s))
+                streams.compute(2 * number, "compute", [2 * number - 1] if number else [], burn)
             times = {entry.task: entry for entry in streams.finish()}
             if repeat > 0:
                 kept.append([times[2 * n + 1]._replace(end_s=times[2 * n + 2].ready_s) for n in range(len(calls))])
@@ -302,14 +306,19 @@ def _repeat(
     return kept
 
 
-def _burn(operand: Tensor, burn_s: float) -> None:
-    """Keep the device busy for about so long (on CUDA: give it a few kernels)."""
-    end = time.perf_counter() + burn_s
-    product = operand
-    while time.perf_counter() < end:
-        product = operand @ operand
-        if product.is_cuda:
-            return
+def burning(bench: Bench, burn_s: float) -> Callable[[], None]:
+    """Keeps a core busy for about so long, or a GPU, while the host runs on."""
+    driver = driver_of(bench.device)
+    if driver is not None:
+        return partial(driver.hold, burn_s)
+    operand = torch.ones(192, 192, dtype=bench.dtype, device=bench.device)
+
+    def burn() -> None:
+        end = time.perf_counter() + burn_s
+        while time.perf_counter() < end:
+            torch.mm(operand, operand)
+
+    return burn
 
 
 def _collect(times: list[list[TaskTime]], chain: int, ranks: Sequence[int]) -> list[list[float]] | None:

@@ -3,6 +3,10 @@
 Each rank runs the one-rank plan of each model and local batch through the executor's own interpreter, so that caches,
 allocator and interpreter are in the state of real training. Visits to (model, batch, active ranks) are interleaved in
 rounds, so that a drift of the machine falls on all of them and is seen.
+
+On a GPU every step that is kept is made twice: as in training, for its wall time, and once with each computation queued before
+the device begins with it (`calibration.measure.delayed_streams`). The second gives the seconds of the device and, apart from
+them, those of the host that queues.
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from calibration.measure.arithmetic import DTYPES, autocast
 from calibration.measure.delayed_streams import Pausing
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.speed_probe import paced
@@ -27,12 +33,13 @@ from calibration.rounds.turns import CalibrationSection, Entries
 from parsim.data import BatchOrder, Dataset
 from parsim.data.for_model import dataset_for
 from parsim.errors import DataError
+from parsim.execute.loading import batch_values
+from parsim.execute.processes.event_clock import driver_of, products, warm_up
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica
 from parsim.execute.state.optimizer import flat_gradients, make_optimizer
-from parsim.execute.streams import Streams, TaskTime, make_streams
-from parsim.execute.worker import batch_values
+from parsim.execute.streams import TaskTime, make_streams
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE
@@ -43,16 +50,21 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 
 WARM_STEPS, KEPT_STEPS = 1, 2
+HELD_TRIES = 3
 LEARNING_RATE = 1e-5
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class StepTimes(NamedTuple):
-    """Times of the tasks of one step, and its wall and processor seconds as a whole."""
+    """Times of the tasks of one step, and its wall and processor seconds as a whole.
+
+    issue_s: of the host in each computation, by task. hidden: every computation was queued before the device began with it.
+    """
 
     tasks: list[TaskTime]
     wall_s: float
     cpu_s: float
+    issue_s: Mapping[int, float] = MappingProxyType({})
+    hidden: bool = False
 
 
 @dataclass(kw_only=True)
@@ -73,6 +85,7 @@ class Case:
     data: Dataset
     order: BatchOrder
     dtype: torch.dtype
+    precision: str
     optimizers: dict[str, torch.optim.Optimizer | None]
     steps: int = 0
 
@@ -81,18 +94,35 @@ class Case:
         wanted = tuple(self.stage.layout.batch_layouts(0))
         return batch_values(self.data, self.order.indices(self.steps), wanted, self.dtype, self.stage.device)
 
-    def step(self) -> StepTimes:
+    @property
+    def on_gpu(self) -> bool:
+        return self.stage.device.type == "cuda"
+
+    def step(self, *, held: bool = False) -> StepTimes:
+        """One training step. held: each computation is queued before the device begins with it; of a GPU alone."""
+        self.streams.holding = held
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        _, times = self.program.step(lambda _: self.batch())
+        try:
+            with autocast(self.precision, self.stage.device):
+                _, times = self.program.step(lambda _: self.batch())
+        finally:
+            self.streams.holding = False
         self.steps += 1
-        return StepTimes(times, time.perf_counter() - start_s, time.process_time() - start_cpu_s)
+        wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+        return StepTimes(times, wall_s, cpu_s, dict(self.streams.issue_s), held and self.streams.hidden)
 
     def load_again_s(self) -> float:
-        """Seconds of a load that comes right after another."""
+        """Seconds of a load that comes right after another, until its arrays are there."""
         self.batch()
+        self._settle()
         begin_s = time.perf_counter()
         self.batch()
+        self._settle()
         return time.perf_counter() - begin_s
+
+    def _settle(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.stage.device)
 
 
 def one_rank_plan(model: Model, samples: int) -> Plan:
@@ -115,7 +145,7 @@ def make_case(
         seed=request.seed,
         device=device,
     )
-    graph, streams = lower(plan, model), Pausing(make_streams(device))
+    graph, streams = lower(plan, model), pausing_streams(device)
     data = samples_for(spec, request.seed)
     return Case(
         number=number,
@@ -126,12 +156,18 @@ def make_case(
         streams=streams,
         data=data,
         dtype=dtype,
+        precision=request.precision,
         optimizers={
             request.optimizers[0]: stage.optimizer,
             **{name: stage.another_optimizer(name, LEARNING_RATE) for name in request.optimizers[1:]},
         },
         order=BatchOrder(n=len(data), global_batch=samples, seed=request.seed),
     )
+
+
+def pausing_streams(device: torch.device) -> Pausing:
+    """Streams of this device on which computation can be held."""
+    return Pausing(make_streams(device), driver_of(device))
 
 
 def samples_for(spec: ModelSpec, seed: int) -> Dataset:
@@ -142,16 +178,29 @@ def samples_for(spec: ModelSpec, seed: int) -> Dataset:
         return dataset_for(spec, "synthetic", root=None, seed=seed)
 
 
-def sweep_record(case: Case, step: StepTimes) -> dict[str, Any]:
-    """Seconds of every task of the graph, the median gap between tasks, and what else the step took."""
-    seconds = [0.0] * len(case.graph.tasks)
-    for entry in step.tasks:
+def sweep_record(case: Case, step: StepTimes, held: StepTimes | None = None) -> dict[str, Any]:
+    """Seconds of every task of the graph, the median gap between tasks, and what else the step took.
+
+    Args:
+        held: of a GPU, the step whose computations were queued beforehand. The seconds are its, and `issue_s` are the host's
+            beside them; what a task takes of a step is the larger of the two.
+    """
+    count = len(case.graph.tasks)
+    seconds, issue_s = [0.0] * count, [0.0] * count
+    timed = step if held is None else held
+    for entry in timed.tasks:
         seconds[entry.task] = entry.end_s - entry.ready_s
+    found: dict[str, Any] = {}
+    if held is not None:
+        for task, value in held.issue_s.items():
+            issue_s[task] = value
+        found = {"issue_s": issue_s, "hidden": held.hidden}
     computed = sorted((entry for entry in step.tasks if entry.stream == COMPUTE), key=lambda entry: entry.ready_s)
     gaps = [later.ready_s - earlier.end_s for earlier, later in itertools.pairwise(computed)]
     gap_s = max(0.0, statistics.median(gaps)) if gaps else 0.0
-    rest_s = max(0.0, step.wall_s - sum(seconds) - gap_s * len(gaps))
-    return {"seconds": seconds, "gap_s": gap_s, "rest_s": rest_s, "wall_s": step.wall_s, "cpu_s": step.cpu_s}
+    taken_s = sum(map(max, seconds, issue_s))
+    rest_s = max(0.0, step.wall_s - taken_s - gap_s * len(gaps))
+    return {"seconds": seconds, "gap_s": gap_s, "rest_s": rest_s, "wall_s": step.wall_s, "cpu_s": step.cpu_s, **found}
 
 
 # --- optimizers over parts of a model ---------------------------------------------------------------------------------
@@ -200,23 +249,28 @@ def component_section(
     request: CalibrationRequest,
     device: torch.device,
     probe: SpeedProbe | None,
+    host: SpeedProbe | None = None,
 ) -> CalibrationSection:
     """Whole steps of every case, and optimizers over parts of its model.
 
     Args:
         levels: group by the number of ranks that compute at once (ranks 0..k-1), None on the others, which wait in a barrier.
+        host: of the core that queues for a GPU.
     """
     parts = {number: optimizer_cases(stage, request.optimizers) for number, stage in _stages(cases).items()}
 
     def measure(number: int) -> Entries:
         found: Entries = {"sweeps": [], "optimizers": []}
-        with contextlib.closing(make_streams(device)) as streams:
+        driver = driver_of(device)
+        if driver is not None:
+            warm_up(driver, products(DTYPES[request.precision], device))
+        with contextlib.closing(pausing_streams(device)) as streams:
             for turn, case in enumerate(cases, start=number + 1):
                 choices = parts[case.number]
                 chosen = choices[turn % len(choices)] if choices else None
                 inside = request.optimizers[turn % len(request.optimizers)]
                 case.stage.optimizer = case.optimizers[inside]
-                for entry in _visit(case, levels, chosen, streams, probe):
+                for entry in _visit(case, levels, chosen, streams, probe, host):
                     what = {"model": case.number, "samples": case.samples}
                     found[entry.pop("kind")].append({**what, "optimizer": inside, **entry})
         return found
@@ -238,8 +292,9 @@ def _visit(
     case: Case,
     levels: Mapping[int, dist.ProcessGroup | None],
     chosen: OptimizerCase | None,
-    streams: Streams,
+    streams: Pausing,
     probe: SpeedProbe | None,
+    host: SpeedProbe | None,
 ) -> Iterator[dict[str, Any]]:
     """Steps of one case: with every rank active, then one at each lower level."""
     for active in sorted(levels, reverse=True):
@@ -248,7 +303,7 @@ def _visit(
         if group is not None:
             kept = KEPT_STEPS if active == max(levels) else 1
             dist.barrier(group=group)
-            yield from paced([partial(_steps, case, active, group, chosen, streams, kept)], probe)
+            yield from paced([partial(_steps, case, active, group, chosen, streams, kept)], probe, host)
 
 
 def _steps(
@@ -256,7 +311,7 @@ def _steps(
     active: int,
     group: dist.ProcessGroup,
     chosen: OptimizerCase | None,
-    streams: Streams,
+    streams: Pausing,
     kept: int,
 ) -> list[dict[str, Any]]:
     """Those that are kept, after some that warm the caches, then the chosen part of an optimizer; `kind` says which."""
@@ -264,19 +319,27 @@ def _steps(
     for number in range(WARM_STEPS + kept):
         dist.barrier(group=group)
         step = case.step()
+        held = case.step(held=True) if case.on_gpu else None
         if number >= WARM_STEPS:
             again_s = case.load_again_s()
-            found.append({"kind": "sweeps", "ranks_active": active, **sweep_record(case, step), "load_again_s": again_s})
+            record = sweep_record(case, step, held)
+            found.append({"kind": "sweeps", "ranks_active": active, **record, "load_again_s": again_s})
     if chosen is not None:
         what = {"optimizer": chosen.optimizer, "elements": chosen.elements, "tensors": chosen.tensors}
-        found.append({"kind": "optimizers", "ranks_active": active, **what, "seconds": _timed(streams, chosen, group)})
+        found.append({"kind": "optimizers", "ranks_active": active, **what, **_timed(streams, chosen, group)})
     dist.barrier(group=group)
     return found
 
 
-def _timed(streams: Streams, chosen: OptimizerCase, group: dist.ProcessGroup) -> float:
-    """Seconds of one step right after training steps of the same model have displaced its arrays from the caches."""
+def _timed(streams: Pausing, chosen: OptimizerCase, group: dist.ProcessGroup) -> dict[str, float]:
+    """Seconds of one step right after training steps of the same model have displaced its arrays from the caches; on a GPU also
+    those of the host (`issue_s`), once it has queued the step before the device began with it, or never can."""
     dist.barrier(group=group)
-    streams.compute(0, COMPUTE, [], chosen.step)
-    entry = streams.finish()[0]
-    return entry.end_s - entry.ready_s
+    for _ in range(HELD_TRIES):
+        streams.holding = True
+        streams.compute(0, COMPUTE, [], chosen.step)
+        (entry,) = streams.finish()
+        if streams.hidden:
+            break
+    seconds = {"seconds": entry.end_s - entry.ready_s}
+    return {**seconds, "issue_s": streams.issue_s[0]} if streams.holds else seconds

@@ -1,10 +1,15 @@
-"""Streams of a calibration, on which computation can be made to wait for communication as it does in tensor parallelism."""
+"""Streams of a calibration: computation can be made to wait for communication, as it does in tensor parallelism, and on a GPU
+to wait until the host has queued it, so that its events time the device alone."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
+from torch import Tensor
+
+from parsim.execute.processes.event_clock import Driver, Mark, longer_hold
 from parsim.execute.streams import Operation, Streams, TaskTime
 from parsim.graph.task import COMPUTE
 
@@ -15,39 +20,99 @@ FIRST_CALL = 1_000_000_000
 class Pausing:
     """Streams on which each computation can be made to wait for a call of `before` that begins when the last one has ended.
 
-    Attributes: computed_s: processor seconds of each computation of the step at hand or just finished, and of handing over the
-        call before it.
+    Attributes:
+        computed_s: processor seconds of each computation of the step at hand or just finished, and of handing over the call
+            before it.
+        holding: each computation is queued on an idle device behind a kernel that waits, so that none of its time is the host's
+            (`parsim.execute.processes.event_clock`); nothing without a driver.
+        issue_s: of the step at hand or just finished, by task: seconds of the host in each computation. On a GPU it queues
+            kernels meanwhile, and under `holding` it waits for nothing.
+        hidden: whether every computation held so far in this step was queued before the device began with it.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    loads_ahead = False
+
+    def __init__(self, streams: Streams, driver: Driver | None = None) -> None:
         self._streams = streams
+        self._driver = driver
         self._last: int | None = None
         self._calls = 0
+        self._known_s: dict[int, float] = {}
         self.before: Operation | None = None
+        self.holding = False
         self.computed_s: list[float] = []
+        self.issue_s: dict[int, float] = {}
+        self.hidden = True
+
+    @property
+    def holds(self) -> bool:
+        """Whether computation can be held here: on a GPU."""
+        return self._driver is not None
 
     def submit(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
         self._streams.submit(task, stream, dependencies, operation)
 
     def compute(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
-        if self._last is None:
-            self.computed_s = []
+        first = self._last is None
+        if first:
+            self.computed_s, self.issue_s, self.hidden = [], {}, True
         handing_s = time.thread_time()
         if self.before is not None and self._last is not None and stream == COMPUTE:
-            call = FIRST_CALL + self._calls
-            self._calls += 1
+            call = self._extra()
             self._streams.submit(call, "tp", [self._last], self.before)
             dependencies = [*dependencies, call]
         handing_s = time.thread_time() - handing_s
+        held = self._hold(task, first=first) if stream == COMPUTE else None
 
         def counted() -> None:
-            begin_s = time.thread_time()
+            begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
             operation()
             if stream == COMPUTE:
-                self.computed_s.append(handing_s + time.thread_time() - begin_s)
+                self.computed_s.append(handing_s + time.thread_time() - begin_cpu_s)
+                self.issue_s[task] = time.perf_counter() - begin_s
+                self._queued(task, held)
 
         self._streams.compute(task, stream, dependencies, counted)
         self._last = task
+
+    def _hold(self, task: int, *, first: bool) -> Mark | None:
+        """Let the device wait for about as long as the host will need to queue this task."""
+        if self._driver is None or not self.holding:
+            return None
+        if first:  # the first task that streams of a GPU are given waits for the device
+            self._streams.compute(self._extra(), COMPUTE, [], lambda: None)
+        self._driver.synchronize()
+        self._driver.hold(longer_hold(self._known_s.get(task, 0.0)))
+        return self._driver.mark()
+
+    def _queued(self, task: int, held: Mark | None) -> None:
+        if held is None or self._driver is None:
+            return
+        # a first call loads libraries and takes long; what is known of a task falls by half a step
+        self._known_s[task] = max(self.issue_s[task], 0.5 * self._known_s.get(task, 0.0))
+        self.hidden = self.hidden and not self._driver.passed(held)
+
+    def _extra(self) -> int:
+        self._calls += 1
+        return FIRST_CALL + self._calls - 1
+
+    def load(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
+        self.compute(task, stream, dependencies, operation)
+
+    def loaded(self, task: int) -> None:
+        self._streams.loaded(task)
+
+    def load_ahead(self, task: int, stream: str, operation: Operation) -> None:
+        self._streams.load_ahead(task, stream, operation)
+
+    def used(self, tensor: Tensor) -> None:
+        self._streams.used(tensor)
+
+    def fence(self) -> Any:
+        return self._streams.fence()
+
+    def after(self, fence: Any) -> None:
+        self._streams.after(fence)
 
     def finish(self) -> list[TaskTime]:
         self._last = None

@@ -1,4 +1,8 @@
-"""What one device can do at best, with every rank busy: arithmetic, memory, and what the framework takes of it."""
+"""What one device can do at best, with every rank busy: arithmetic, memory, and what the framework takes of it.
+
+On a GPU by events behind a hold (`parsim.execute.processes.event_clock`), after a second of work, and at sizes that fill it:
+the products and copies of a CPU core would measure its launches and its L2 cache.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,16 @@ import torch
 import torch.distributed as dist
 
 from parsim.execute.processes.environment import memory_limit_bytes, resident_bytes
+from parsim.execute.processes.event_clock import Group, driver_of, products, timed_groups, warm_up
 from parsim.execute.streams import make_streams
-from parsim.units import MIB
+from parsim.units import GIB, MIB
 
 MATMUL_SIDE = 1024
 COPY_BYTES = 64 * MIB
+GPU_MATMUL_SIDE = 8192
+GPU_COPY_BYTES = 2 * GIB
+GPU_COPY_SHARE = 0.1
+"""Of the GPU's memory, each of the two arrays of the copy at most."""
 REPEATS = 5
 
 
@@ -40,10 +49,14 @@ def measure_device(device: torch.device, dtype: torch.dtype, *, name: str) -> De
     """Facts of this rank's device; every rank calls it at the same time."""
     context = context_bytes(device)
     dist.barrier()
+    driver = driver_of(device)
+    if driver is not None:
+        warm_up(driver, products(dtype, device))
     flop_per_s = matmul_flop_per_s(device, dtype)
     dist.barrier()
     copy = copy_bytes_per_s(device)
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         properties = torch.cuda.get_device_properties(device)
         return DeviceFacts(
             name=properties.name,
@@ -70,22 +83,34 @@ def context_bytes(device: torch.device) -> int:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def matmul_flop_per_s(device: torch.device, dtype: torch.dtype, side: int = MATMUL_SIDE) -> float:
-    """Flop per second of a square matrix product; the best of a few."""
-    left = torch.randn(side, side, dtype=dtype, device=device)
-    right = torch.randn(side, side, dtype=dtype, device=device)
+def matmul_flop_per_s(device: torch.device, dtype: torch.dtype, side: int | None = None) -> float:
+    """Flop per second of a square matrix product; the best of a few. side: left out, by the kind of the device."""
+    side = side or (GPU_MATMUL_SIDE if device.type == "cuda" else MATMUL_SIDE)
+    left = torch.randn(side, side, device=device).to(dtype)
+    right = torch.randn(side, side, device=device).to(dtype)
     product = torch.empty_like(left)
     return 2 * side**3 / _best_s(device, lambda: torch.mm(left, right, out=product))
 
 
-def copy_bytes_per_s(device: torch.device, size_bytes: int = COPY_BYTES) -> float:
-    """Bytes read plus bytes written per second of a copy between two large arrays; the best of a few."""
+def copy_bytes_per_s(device: torch.device, size_bytes: int | None = None) -> float:
+    """Bytes read plus bytes written per second of a copy between two large arrays; the best of a few. size_bytes: of each, left
+    out, by the device."""
+    size_bytes = size_bytes or _copied_bytes(device)
     source = torch.ones(size_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     return 2 * size_bytes / _best_s(device, lambda: target.copy_(source))
 
 
+def _copied_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return COPY_BYTES
+    return min(GPU_COPY_BYTES, int(GPU_COPY_SHARE * torch.cuda.get_device_properties(device).total_memory))
+
+
 def _best_s(device: torch.device, operation: Callable[[], object]) -> float:
+    driver = driver_of(device)
+    if driver is not None:
+        return min(timed_groups(driver, [Group([operation])] * (REPEATS + 1)).seconds[1:])
     streams = make_streams(device)
 
     def run() -> None:

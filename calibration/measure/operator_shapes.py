@@ -1,8 +1,9 @@
-"""Which operators are measured: launches spread over the shapes that small and middling models ask of one device.
+"""Which operators are measured: launches spread over the shapes that models ask of one device.
 
 Sizes are drawn evenly in their logarithms from a Halton sequence, so every run measures the same shapes; widths are those that
-networks have (powers of two and halfway between), but no model's own shapes are sought. A launch is kept if its arithmetic and
-its arrays stay below a few milliseconds of a CPU core.
+networks have (powers of two and halfway between), but no model's own shapes are sought. How far the sizes reach depends on the
+device (`Reach`): on a CPU core a launch takes a few milliseconds at most; on a GPU it may be as large as those of GPT with
+12288 channels over 8192 tokens, or of ResNet-50 over 256 images, as far as the memory of the device allows.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from scipy.stats.qmc import Halton
 
 from parsim.costs.compute.launches import ELEMENTWISE, Launch, convolution_family
 
-MAX_FLOP = 3e8
-MAX_ELEMENTS = 2**21
 QUICK_SHARE = 0.4
 
 CONVOLUTIONS = ((3, 1, 0.48), (3, 2, 0.15), (1, 1, 0.13), (1, 2, 0.1), (4, 4, 0.05), (8, 8, 0.03), (5, 1, 0.03), (7, 2, 0.03))
@@ -27,6 +27,13 @@ CONVOLUTIONS = ((3, 1, 0.48), (3, 2, 0.15), (1, 1, 0.13), (1, 2, 0.1), (4, 4, 0.
 SIDES = (1, 2, 4, 7, 8, 14, 16, 28, 32, 56)
 POSITIONS = (16, 32, 49, 50, 64, 65, 96, 128, 192, 197, 256, 384, 512)
 """Output pixels along one side, and lengths of sequences, that networks have (with and without a class token)."""
+
+GPU_CONVOLUTIONS = (
+    *((3, 1, 0.4), (3, 2, 0.1), (1, 1, 0.2), (1, 2, 0.1), (4, 4, 0.03), (8, 8, 0.01)),
+    *((14, 14, 0.03), (16, 16, 0.03), (5, 1, 0.02), (7, 2, 0.08)),
+)
+GPU_SIDES = (*SIDES, 112, 128)
+GPU_POSITIONS = (*POSITIONS, 577, 1024, 2048, 4096, 8192)
 
 GROUPED_SHARE = 0.1
 PRODUCT_PHASES = ("forward", "backward_input", "backward_weight")
@@ -61,14 +68,81 @@ QUICK_LEAST = 10
 """Shapes of a surface in a quick calibration, where there are so many."""
 
 Sizes = dict[str, int]
+Powers = tuple[int, int]
+"""Of 2: the least and the largest."""
 
 
-def operator_launches(*, quick: bool) -> tuple[Launch, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """How far the sizes of the launches reach on one kind of device. The defaults are those of a CPU core.
+
+    Attributes:
+        max_flop: of one launch. max_elements: of one array. scores_stored: an attention keeps the scores of all pairs, as
+            kernels do that are not fused.
+    """
+
+    max_flop: float = 3e8
+    max_elements: int = 2**21
+    linear_rows: Powers = (0, 12)
+    linear_widths: Powers = (3, 12)
+    batched_problems: Powers = (1, 8)
+    batched_sides: Powers = (3, 9)
+    images: Powers = (1, 6)
+    channels: Powers = (3, 8)
+    filters: tuple[tuple[int, int, float], ...] = CONVOLUTIONS
+    pixel_sides: tuple[int, ...] = SIDES
+    attention_problems: Powers = (0, 6)
+    head_widths: Powers = (4, 7)
+    positions: tuple[int, ...] = POSITIONS
+    scores_stored: bool = True
+    embedding_rows: Powers = (3, 12)
+    embedding_widths: Powers = (4, 10)
+    flat: Powers = (0, 19)
+    row_counts: Powers = (2, 14)
+    row_widths: Powers = (3, 10)
+
+
+CPU_REACH = Reach()
+GPU_MAX_FLOP = 1e13
+"""A product of 8192 x 12288 by 12288 x 49152: 0.2 s at 50 Tflop/s."""
+GPU_MOST_ELEMENTS = 2**30
+ARRAYS_PER_LAUNCH = 12
+"""Of the largest size, that measuring one launch holds: the pool, what it makes, and what its backward saved."""
+
+
+def gpu_reach(free_bytes: int, element_bytes: int, *, fused_attention: bool = True) -> Reach:
+    """As far as models reach on a GPU that has so much memory left; arrays of a power of two, so that equal GPUs measure equal
+    shapes."""
+    most = max(CPU_REACH.max_elements, free_bytes // (ARRAYS_PER_LAUNCH * element_bytes))
+    return Reach(
+        max_flop=GPU_MAX_FLOP,
+        max_elements=min(GPU_MOST_ELEMENTS, 1 << (most.bit_length() - 1)),
+        linear_rows=(0, 16),
+        linear_widths=(3, 16),
+        batched_problems=(1, 12),
+        batched_sides=(3, 12),
+        images=(0, 9),
+        channels=(3, 11),
+        filters=GPU_CONVOLUTIONS,
+        pixel_sides=GPU_SIDES,
+        attention_problems=(0, 12),
+        head_widths=(4, 7),
+        positions=GPU_POSITIONS,
+        scores_stored=not fused_attention,
+        embedding_rows=(3, 17),
+        embedding_widths=(4, 14),
+        flat=(0, 28),
+        row_counts=(2, 20),
+        row_widths=(3, 16),
+    )
+
+
+def operator_launches(*, quick: bool, reach: Reach = CPU_REACH) -> tuple[Launch, ...]:
     """Every launch to measure, the same for every run; quick: fewer, but enough to fit every surface."""
-    everything = tuple(dict.fromkeys(_all(quick=False)))
+    everything = tuple(dict.fromkeys(_all(reach, quick=False)))
     if not quick:
         return everything
-    found = dict.fromkeys(_all(quick=True))
+    found = dict.fromkeys(_all(reach, quick=True))
     count = Counter(_surface_of(launch) for launch in found)
     for launch in everything:
         if launch not in found and count[_surface_of(launch)] < QUICK_LEAST:
@@ -77,29 +151,35 @@ def operator_launches(*, quick: bool) -> tuple[Launch, ...]:
     return tuple(found)
 
 
-def _all(*, quick: bool) -> Iterator[Launch]:
-    yield from _products(quick)
-    yield from _convolutions(quick)
-    yield from _attentions(quick)
-    yield from _embeddings(quick)
-    yield from _memory_bound(quick)
+def _all(reach: Reach, *, quick: bool) -> Iterator[Launch]:
+    yield from _products(reach, quick)
+    yield from _convolutions(reach, quick)
+    yield from _attentions(reach, quick)
+    yield from _embeddings(reach, quick)
+    yield from _memory_bound(reach, quick)
 
 
 def _surface_of(launch: Launch) -> tuple[str, str, str]:
     return launch.kind, launch.function, launch.phase
 
 
-def _products(quick: bool) -> Iterator[Launch]:
+def _products(reach: Reach, quick: bool) -> Iterator[Launch]:
     def linear(u: Sequence[float]) -> Sizes:
-        return {"problems": 1, "rows": _any(u[0], 0, 12), "columns": _usual(u[1], 3, 12), "depth": _usual(u[2], 3, 12)}
+        return {
+            "problems": 1,
+            "rows": _any(u[0], *reach.linear_rows),
+            "columns": _usual(u[1], *reach.linear_widths),
+            "depth": _usual(u[2], *reach.linear_widths),
+        }
 
     def batched(u: Sequence[float]) -> Sizes:
-        sides = {name: _usual(value, 3, 9) for name, value in zip(("rows", "columns", "depth"), u[1:], strict=True)}
-        return {"problems": _any(u[0], 1, 8), **sides}
+        names = ("rows", "columns", "depth")
+        sides = {name: _usual(value, *reach.batched_sides) for name, value in zip(names, u[1:], strict=True)}
+        return {"problems": _any(u[0], *reach.batched_problems), **sides}
 
     def affordable(s: Sizes) -> bool:
         r, c, d, p = s["rows"], s["columns"], s["depth"], s["problems"]
-        return 2 * p * r * c * d <= MAX_FLOP and p * max(r * c, r * d, c * d) <= MAX_ELEMENTS
+        return 2 * p * r * c * d <= reach.max_flop and p * max(r * c, r * d, c * d) <= reach.max_elements
 
     for sizes in _drawn(linear, 3, affordable, _count("linear", quick)):
         yield from (_launch("matmul", "linear", phase, sizes) for phase in PRODUCT_PHASES)
@@ -107,19 +187,19 @@ def _products(quick: bool) -> Iterator[Launch]:
         yield _launch("matmul", "batched", "forward", sizes)
 
 
-def _convolutions(quick: bool) -> Iterator[Launch]:
+def _convolutions(reach: Reach, quick: bool) -> Iterator[Launch]:
     def convolution(u: Sequence[float]) -> Sizes:
-        bounds = list(itertools.accumulate(share for _, _, share in CONVOLUTIONS))
-        side, stride, _ = CONVOLUTIONS[min(bisect.bisect(bounds, u[5]), len(CONVOLUTIONS) - 1)]
-        out = SIDES[int(u[3] * len(SIDES))]
-        groups = _usual(u[6] / GROUPED_SHARE, 3, 8) if u[6] < GROUPED_SHARE and side > 1 else 1
+        bounds = list(itertools.accumulate(share for _, _, share in reach.filters))
+        side, stride, _ = reach.filters[min(bisect.bisect(bounds, u[5]), len(reach.filters) - 1)]
+        out = reach.pixel_sides[int(u[3] * len(reach.pixel_sides))]
+        groups = _usual(u[6] / GROUPED_SHARE, *reach.channels) if u[6] < GROUPED_SHARE and side > 1 else 1
         # one shape in twelve has the channels of an image
-        inputs = (1 if u[1] < 1 / 24 else 3) if u[1] < 1 / 12 else _usual((u[1] - 1 / 12) * 12 / 11, 3, 8)
-        outputs = _usual(u[2], 3, 8)
+        inputs = (1 if u[1] < 1 / 24 else 3) if u[1] < 1 / 12 else _usual((u[1] - 1 / 12) * 12 / 11, *reach.channels)
+        outputs = _usual(u[2], *reach.channels)
         if groups > 1:
             inputs, outputs = 1, 1 + (u[2] > 0.8)
         return {
-            "images": _any(u[0], 1, 6),
+            "images": _any(u[0], *reach.images),
             "inputs": inputs,
             "outputs": outputs,
             "groups": groups,
@@ -131,7 +211,7 @@ def _convolutions(quick: bool) -> Iterator[Launch]:
     def affordable(s: Sizes) -> bool:
         flop = 2 * s["images"] * s["pixels_out"] * s["taps"] * s["groups"] * s["inputs"] * s["outputs"]
         arrays = s["images"] * s["groups"] * max(s["inputs"] * s["pixels_in"], s["outputs"] * s["pixels_out"])
-        return flop <= MAX_FLOP and arrays <= MAX_ELEMENTS
+        return flop <= reach.max_flop and arrays <= reach.max_elements
 
     for sizes in _drawn(convolution, 7, affordable, _count("convolution", quick)):
         side = math.isqrt(sizes["taps"])
@@ -139,42 +219,44 @@ def _convolutions(quick: bool) -> Iterator[Launch]:
         yield from (_launch("convolution", family, phase, sizes) for phase in PRODUCT_PHASES)
 
 
-def _attentions(quick: bool) -> Iterator[Launch]:
+def _attentions(reach: Reach, quick: bool) -> Iterator[Launch]:
     def attention(u: Sequence[float]) -> Sizes:
-        positions = POSITIONS[int(u[1] * len(POSITIONS))]
-        return {"problems": 4 * _any(u[0], 0, 6), "queries": positions, "keys": positions, "depth": _usual(u[2], 4, 7)}
+        positions = reach.positions[int(u[1] * len(reach.positions))]
+        problems = 4 * _any(u[0], *reach.attention_problems)
+        return {"problems": problems, "queries": positions, "keys": positions, "depth": _usual(u[2], *reach.head_widths)}
 
     def affordable(s: Sizes) -> bool:
         flop = 4 * s["problems"] * s["queries"] * s["keys"] * s["depth"]
-        return flop <= MAX_FLOP and s["problems"] * s["queries"] * max(s["keys"], s["depth"]) <= MAX_ELEMENTS
+        per_query = max(s["keys"], s["depth"]) if reach.scores_stored else 3 * s["depth"]
+        return flop <= reach.max_flop and s["problems"] * s["queries"] * per_query <= reach.max_elements
 
     for function in ("plain", "causal"):
         for sizes in _drawn(attention, 3, affordable, _count("attention", quick)):
             yield from (_launch("attention", function, phase, sizes) for phase in BOTH)
 
 
-def _embeddings(quick: bool) -> Iterator[Launch]:
+def _embeddings(reach: Reach, quick: bool) -> Iterator[Launch]:
     def embedding(u: Sequence[float]) -> Sizes:
-        return {"rows": _any(u[0], 3, 12), "width": _usual(u[1], 4, 10)}
+        return {"rows": _any(u[0], *reach.embedding_rows), "width": _usual(u[1], *reach.embedding_widths)}
 
-    for sizes in _drawn(embedding, 2, lambda s: s["rows"] * s["width"] <= MAX_ELEMENTS, _count("embedding", quick)):
+    for sizes in _drawn(embedding, 2, lambda s: s["rows"] * s["width"] <= reach.max_elements, _count("embedding", quick)):
         yield from (_launch("embedding", "gather", phase, sizes) for phase in BOTH)
 
 
-def _memory_bound(quick: bool) -> Iterator[Launch]:
+def _memory_bound(reach: Reach, quick: bool) -> Iterator[Launch]:
     def rows(u: Sequence[float]) -> Sizes:
-        width = _usual(u[1], 3, 10)
-        return {"elements": width * _any(u[0], 2, 14), "width": width}
+        width = _usual(u[1], *reach.row_widths)
+        return {"elements": width * _any(u[0], *reach.row_counts), "width": width}
 
     def flat(u: Sequence[float]) -> Sizes:
-        return {"elements": max(4, 4 * _any(u[0], 0, 19)), "width": 1}
+        return {"elements": max(4, 4 * _any(u[0], *reach.flat)), "width": 1}
 
     for function, phases in MEMORY_BOUND.items():
         wide = function in WIDE
         shapes = _drawn(
             rows if wide else flat,
             2,
-            lambda s: s["elements"] <= MAX_ELEMENTS,
+            lambda s: s["elements"] <= reach.max_elements,
             _count("wide" if wide else "memory_bound", quick),
         )
         for sizes in shapes:

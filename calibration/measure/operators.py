@@ -3,14 +3,20 @@
 Operands are not hot as in a tight loop: weights and saved arrays come from a pool that the calls take in turns, so that each
 finds them where a training step would have left them (in the last cache, or beyond it), and what the operator before would
 have written is rewritten right before the call, untimed. The first call of a visit, on other operands, is not kept: a library
-prepares kernels per shape and keeps some hundreds, and a training step asks for the same few again and again. One call is timed
-at a time, through the framework's dispatcher and without autograd, whose own work is learned from whole components. Rounds
-visit every launch once, so that a drift of the machine falls on all of them and is seen.
+prepares kernels per shape and keeps some hundreds, and a training step asks for the same few again and again. Calls go through
+the framework's dispatcher and without autograd, whose own work is learned from whole components; but attention, and on a GPU
+batch normalisation, go through autograd, because which kernels run is decided there. Rounds visit every launch once, so that a
+drift of the machine falls on all of them and is seen.
+
+On a CPU one call is timed at a time by the clock. On a GPU calls are timed by events behind a hold
+(`parsim.execute.processes.event_clock`), several small ones between two events. The pool is larger than twice the L2 cache, and
+the device works for a second before each round, so that its clocks are those of sustained work.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,11 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from calibration.measure.operator_shapes import operator_launches
+from calibration.measure.operator_shapes import CPU_REACH, Reach, gpu_reach, operator_launches
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.speed_probe import paced
 from calibration.rounds.turns import CalibrationSection, Entries
 from parsim.costs.compute.launches import Launch
+from parsim.execute.processes.event_clock import Driver, Group, driver_of, products, timed_groups, warm_up
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.units import MIB
 
@@ -32,6 +39,20 @@ POOL_BYTES = 32 * MIB
 KEPT_CALLS = 2
 PACED = 12
 """Launches between two looks at the core's pace: a tenth of a second."""
+
+ALIGNMENT_BYTES = 256
+"""Where arrays of CUDA's allocator begin, and more than those of a CPU's do."""
+CACHES = 2.5
+"""The pool of a GPU over its L2 cache: what comes round again has left the cache."""
+ASSUMED_L2_BYTES = 64 * MIB
+"""Where the driver does not tell; an H100 has 50 MiB."""
+LARGEST_ARRAYS = 5
+"""The pool holds so many of the largest array of any launch (the input of a pooling alone is four)."""
+FREE_SHARE = 0.7
+"""Of the memory left on a GPU once the models are there; their optimizers and activations come later."""
+CHAINED, CHAINED_BYTES = 8, 4 * MIB
+"""So many calls stand between two events where the operands of one are no larger: an event takes about as long as a small
+kernel."""
 
 aten: Any = torch.ops.aten
 
@@ -42,21 +63,27 @@ Sizes = dict[str, int]
 class Pool:
     """Arrays for the calls of one visit, taken in turns from one stretch of memory filled with numbers between -1 and 1."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int, size_bytes: int = POOL_BYTES) -> None:
         self.dtype, self.device = dtype, device
-        generator = torch.Generator().manual_seed(seed)
-        count = POOL_BYTES // dtype.itemsize
-        self._memory = (2 * torch.rand(count, generator=generator, dtype=torch.float32) - 1).to(device, dtype)
+        count = size_bytes // dtype.itemsize
+        if device.type == "cuda":
+            self._memory = torch.empty(count, dtype=dtype, device=device).uniform_(-1, 1)
+        else:
+            generator = torch.Generator().manual_seed(seed)
+            self._memory = (2 * torch.rand(count, generator=generator, dtype=torch.float32) - 1).to(device, dtype)
         self._next = 0
+        self.taken_bytes = 0
         self.written: list[Tensor] = []
 
     def take(self, *shape: int) -> Tensor:
-        """Not touched since the pool was last here."""
+        """Not touched since the pool was last here; begins at a multiple of ALIGNMENT_BYTES."""
         count = math.prod(shape)
         if self._next + count > len(self._memory):
             self._next = 0
         found = self._memory[self._next : self._next + count].view(shape)
-        self._next += count
+        step = ALIGNMENT_BYTES // self.dtype.itemsize
+        self._next += -(-count // step) * step
+        self.taken_bytes += count * self.dtype.itemsize
         return found
 
     def fresh(self, *shape: int) -> Tensor:
@@ -65,10 +92,15 @@ class Pool:
         self.written.append(found)
         return found
 
-    def rewrite(self) -> None:
-        for tensor in self.written:
-            tensor.neg_()
-        self.written.clear()
+    def rewriting(self) -> Callable[[], None]:
+        """Writes what was taken as fresh since this was last asked for."""
+        written, self.written = self.written, []
+
+        def rewrite() -> None:
+            for tensor in written:
+                tensor.neg_()
+
+        return rewrite
 
     def numbers(self, count: int, below: int) -> Tensor:
         """Integers int64 [count] spread over 0 .. below - 1."""
@@ -117,6 +149,25 @@ def _convolution(s: Sizes, phase: str, pool: Pool) -> Call:
     )
 
 
+def _leaf(tensor: Tensor) -> Tensor:
+    """The same memory as a leaf of autograd. By `.data`, since arrays of the pool share a counter of versions: rewriting one
+    would make autograd refuse another that it saved."""
+    return tensor.data.requires_grad_()
+
+
+def _under_autograd(function: Callable[[], Tensor], leaves: Sequence[Tensor], gradient: Callable[[], Tensor] | None) -> Call:
+    """The call of a forward (no gradient), or of the backward of one that has run; again and again."""
+
+    def forward() -> Tensor:
+        with torch.enable_grad():
+            return function()
+
+    if gradient is None:
+        return forward
+    output, given = forward(), gradient()
+    return lambda: torch.autograd.grad(output, leaves, given, retain_graph=True)
+
+
 def _attention(function: str) -> Callable[[Sizes, str, Pool], Call]:
     causal = function == "causal"
 
@@ -124,13 +175,12 @@ def _attention(function: str) -> Callable[[Sizes, str, Pool], Call]:
         heads = math.gcd(s["problems"], 4)
         batch, positions, depth = s["problems"] // heads, s["queries"], s["depth"]
         together = (pool.fresh if phase == "forward" else pool.take)(batch, positions, 3, heads, depth)
-        query, key, value = together.permute(2, 0, 3, 1, 4)
-        if phase == "forward":
-            return lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
-        output, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
-        gradient = pool.fresh(batch, positions, heads, depth).transpose(1, 2)
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return lambda: backward(gradient, query, key, value, output, sums, 0.0, causal)
+        query, key, value = (_leaf(part) for part in together.permute(2, 0, 3, 1, 4))
+        return _under_autograd(
+            lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal),
+            (query, key, value),
+            None if phase == "forward" else lambda: pool.fresh(batch, positions, heads, depth).transpose(1, 2),
+        )
 
     return visit
 
@@ -203,6 +253,14 @@ def _batch_norm(s: Sizes, phase: str, pool: Pool) -> Call:
     images = math.gcd(each, 16)
     shape = (images, channels, each // images, 1)
     weight, bias, running, variance = (pool.take(channels).abs() for _ in range(4))
+    if pool.device.type == "cuda":  # the public function chooses between cuDNN's kernels and torch's own
+        given = (pool.fresh if phase == "forward" else pool.take)(*shape)
+        leaves = [_leaf(part) for part in (given, weight, bias)]
+        return _under_autograd(
+            lambda: torch.nn.functional.batch_norm(leaves[0], running, variance, leaves[1], leaves[2], True, 0.1, 1e-5),
+            leaves,
+            None if phase == "forward" else lambda: pool.fresh(*shape),
+        )
     if phase == "forward":
         given = pool.fresh(*shape)
         return lambda: aten.native_batch_norm(given, weight, bias, running, variance, True, 0.1, 1e-5)
@@ -293,24 +351,35 @@ def operator_section(
 ) -> CalibrationSection | None:
     """Every launch of `operator_launches` once a round; None where the request leaves operators no time.
 
-    Entries of `operators`: kind, function, phase, sizes, and seconds of the calls that were kept.
+    Entries of `operators`: kind, function, phase, sizes, and seconds of the calls that were kept; on a GPU also what
+    `by_events` adds.
 
     Args:
         group: of the ranks that compute at once; None on the others, which wait.
     """
     if request.operator_budget_s <= 0:
         return None
-    launches = operator_launches(quick=request.quick)
-    pool = Pool(dtype, device, request.seed + (0 if group is None else dist.get_rank()))
+    reach = reach_on(device, dtype)
+    launches = operator_launches(quick=request.quick, reach=reach)
+    seed = request.seed + (0 if group is None else dist.get_rank())
+    kept = None if device.type == "cuda" else Pool(dtype, device, seed)
+    driver = driver_of(device)
 
     def measure(number: int) -> Entries:
         dist.barrier()
         if group is None:
             return {}
         dist.barrier(group=group)
-        blocks = [partial(_visits, launches[first : first + PACED], pool, device) for first in range(0, len(launches), PACED)]
+        pool = kept or Pool(dtype, device, seed, pool_bytes(reach, dtype, device))
+        if driver is not None:
+            warm_up(driver, products(dtype, device))
+        blocks = [partial(_visits, launches[first : first + PACED], pool, driver) for first in range(0, len(launches), PACED)]
         with torch.no_grad():
-            return {"operators": list(paced(blocks, probe))}
+            found = list(paced(blocks, probe))
+        if kept is None:
+            del pool, blocks
+            torch.cuda.empty_cache()
+        return {"operators": found}
 
     return CalibrationSection(
         name="operators",
@@ -321,27 +390,66 @@ def operator_section(
     )
 
 
-def _visits(launches: Sequence[Launch], pool: Pool, device: torch.device) -> list[dict[str, Any]]:
-    return [_visit(launch, pool, device) for launch in launches]
+def reach_on(device: torch.device, dtype: torch.dtype) -> Reach:
+    """How large the launches are on this device: of a GPU by the memory that is free on the fullest of all ranks. A collective
+    call on GPUs, made by every rank."""
+    if device.type != "cuda":
+        return CPU_REACH
+    torch.cuda.empty_cache()
+    free = torch.tensor(torch.cuda.mem_get_info(device)[0], device=device)
+    dist.all_reduce(free, op=dist.ReduceOp.MIN)
+    return gpu_reach(int(FREE_SHARE * int(free)), dtype.itemsize, fused_attention=dtype is not torch.float64)
 
 
-def _visit(launch: Launch, pool: Pool, device: torch.device) -> dict[str, Any]:
+def pool_bytes(reach: Reach, dtype: torch.dtype, device: torch.device) -> int:
+    """Room for the operands of the largest launch, and more than the L2 cache keeps."""
+    found = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+    cache_bytes = found or ASSUMED_L2_BYTES
+    return max(POOL_BYTES, int(CACHES * cache_bytes), LARGEST_ARRAYS * reach.max_elements * dtype.itemsize)
+
+
+def _visits(launches: Sequence[Launch], pool: Pool, driver: Driver | None) -> list[dict[str, Any]]:
+    return [_visit(launch, pool, driver) for launch in launches]
+
+
+def _visit(launch: Launch, pool: Pool, driver: Driver | None) -> dict[str, Any]:
     named = {"kind": launch.kind, "function": launch.function, "phase": launch.phase}
-    _timed(launch, pool, device)
-    seconds = [_timed(launch, pool, device) for _ in range(KEPT_CALLS)]
-    return {**named, "sizes": {name: int(size) for name, size in launch.sizes}, "seconds": seconds}
+    sizes = {name: int(size) for name, size in launch.sizes}
+    make = partial(VISITS[launch.function], sizes, launch.phase, pool)
+    if driver is None:
+        _timed(make, pool)
+        return {**named, "sizes": sizes, "seconds": [_timed(make, pool) for _ in range(KEPT_CALLS)]}
+    return {**named, "sizes": sizes, **by_events(make, pool, driver)}
 
 
-def _timed(launch: Launch, pool: Pool, device: torch.device) -> float:
-    """One call, its operands taken and its input rewritten before the clock starts."""
-    call = VISITS[launch.function]({name: int(size) for name, size in launch.sizes}, launch.phase, pool)
-    pool.rewrite()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _timed(make: Callable[[], Call], pool: Pool) -> float:
+    """One call by the clock, its operands taken and its input rewritten before the clock starts."""
+    call = make()
+    pool.rewriting()()
     begin_s = time.perf_counter()
     kept = call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
     seconds = time.perf_counter() - begin_s
     del kept
     return seconds
+
+
+def by_events(make: Callable[[], Call], pool: Pool, driver: Driver) -> dict[str, Any]:
+    """Seconds of the device per call, and of the host to queue one (`issue_s`), after one call that is not kept.
+
+    Of small launches several calls, on operands of their own, stand between two events.
+    """
+    before_bytes = pool.taken_bytes
+    call = make()
+    pool.rewriting()()
+    call()
+    chained = CHAINED if pool.taken_bytes - before_bytes <= CHAINED_BYTES else 1
+    groups = []
+    for _ in range(KEPT_CALLS):
+        calls = [make() for _ in range(chained)]
+        groups.append(Group(calls, before=pool.rewriting()))
+    found = timed_groups(driver, groups)
+    return {
+        "seconds": [seconds / chained for seconds in found.seconds],
+        "issue_s": statistics.median(found.issue_s) / chained,
+        "hidden": found.hidden,
+    }

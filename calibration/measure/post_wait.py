@@ -6,6 +6,7 @@ larger the message. Tensor parallelism and pipelines wait before most of their c
 
 On a CPU seconds of the processor count: ranks that share a core take turns at it, and how long one waits for it says nothing of
 its work. Handing the communication over is part of them, which the thread that computes does; the wait is the communication's.
+On a GPU the events of each computation count, which the host has queued before the device begins with it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _computing(case: Case, bench: Bench, before: Operation | None) -> list[float
     dist.barrier(group=bench.everyone)
     case.streams.before = before
     try:
-        tasks = case.step().tasks
+        tasks = case.step(held=case.on_gpu).tasks
     finally:
         case.streams.before = None
     if bench.device.type == "cuda":

@@ -2,7 +2,8 @@
 
 A shard exchanges nothing inside, so a rank can run it alone: shard 0, on its pieces of inputs, parameters and output gradients.
 Components are run forward one after the other and backward in reverse, as in a step; those that do the same work are run once.
-Every round runs the whole components and then each way of cutting them, so that only their ratio need be right.
+Every round runs the whole components and then each way of cutting them, so that only their ratio need be right. On a GPU it is
+that of the device's seconds: the host queues as many kernels for a shard as for the whole.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from calibration.measure.components import Case
+from calibration.measure.arithmetic import DTYPES, autocast
+from calibration.measure.components import Case, pausing_streams
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.turns import WARM_UP, CalibrationSection, Entries
+from parsim.execute.processes.event_clock import driver_of, products, warm_up
 from parsim.execute.state.optimizer import flat_gradients
-from parsim.execute.streams import Streams, make_streams
+from parsim.execute.streams import Streams
 from parsim.graph.task import COMPUTE
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
 from parsim.model.component import FULL, Component, Sharding
@@ -123,19 +126,25 @@ def shard_section(
     ]
     if not chosen:
         return None
-    prepared = [(case, sweeps_of(case, cuts[case.number])) for case in chosen]
+    with autocast(request.precision, device):
+        prepared = [(case, sweeps_of(case, cuts[case.number])) for case in chosen]
 
     def measure(number: int) -> Entries:
         dist.barrier()
         if group is None:
             return {}
         found = []
-        with contextlib.closing(make_streams(device)) as streams:
+        driver = driver_of(device)
+        if driver is not None:
+            warm_up(driver, products(DTYPES[request.precision], device))
+        with contextlib.closing(pausing_streams(device)) as streams:
+            streams.holding = True
             for case, sweeps in prepared:
                 dist.barrier(group=group)
                 for _ in range(1 if number == WARM_UP else KEPT_RUNS):
                     for parts in sweeps:
-                        run_parts(parts, streams)
+                        with autocast(request.precision, device):
+                            run_parts(parts, streams)
                     _restore(case, sweeps[0])
                     place = {"model": case.number, "samples": case.samples, "ranks_active": active}
                     found.append({**place, "parts": _compared(sweeps)})

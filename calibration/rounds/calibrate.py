@@ -11,6 +11,7 @@ from typing import Protocol
 
 from calibration.fit.build_profile import build_profile
 from calibration.rounds.environment import closing_line, opening_line
+from calibration.rounds.gpu_room import check_gpus, check_room, look_apart
 from calibration.rounds.raw_points import RawPoints, load_raw, raw_path, save_raw
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.resume_folder import Leftover, WorkFolder, alone, open_folder
@@ -22,6 +23,7 @@ from parsim.execute.processes.machine_state import machine_state
 from parsim.execute.processes.pinning import available_cores
 from parsim.hardware.profile import Profile, save_profile
 from parsim.model.spec import load_model
+from parsim.workflow.doctor import Found
 
 __all__ = ["CalibrationRequest", "Launcher", "calibrate", "refit"]
 
@@ -63,18 +65,26 @@ def calibrate(
     Raises:
         MissingDependencyError: torch is not installed.
         ConfigError: an unknown optimizer, a folder of `out` that does not exist, a leftover of another calibration, or one that
-            is writing `out` at this moment.
+            is writing `out` at this moment; GPUs that are missing, too few, too old for the precision or too small.
         ProfileError: too much of what was measured contradicts itself.
         ExecutionError: a rank failed.
     """
     say = on_line or _silent
     _check(request, out, say)
+    gpus = look_apart() if request.device == "cuda" else None
+    if gpus is not None:
+        check_gpus(request, gpus)
     with alone(out):
-        return _calibrate(request, out, say, open_folder(request, out, leftover, say), launcher)
+        return _calibrate(request, out, say, open_folder(request, out, leftover, say), launcher, gpus)
 
 
 def _calibrate(
-    request: CalibrationRequest, out: Path, say: Callable[[str], None], folder: WorkFolder, launcher: Launcher
+    request: CalibrationRequest,
+    out: Path,
+    say: Callable[[str], None],
+    folder: WorkFolder,
+    launcher: Launcher,
+    gpus: Found | None,
 ) -> Profile:
     environment, before = describe_environment(), machine_state()
     say(opening_line(environment, before, request))
@@ -84,6 +94,8 @@ def _calibrate(
         models[-1].save(folder.path / f"model-{number}.json")
         components = f"{len(models[-1].components)} components ({granularity})"
         say(f"{models[-1].name}: {components} at {', '.join(map(str, batches))} samples")
+    if gpus is not None:
+        check_room(models, request, gpus)
     folder.save_states(before, None)
     try:
         launcher(folder.job, request.nproc, module="calibration", timeout_s=TIMEOUT_S, on_line=say)

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from calibration.fit.drift import other_share
+from calibration.rounds.raw_points import entries_of
 from calibration.rounds.request import CalibrationRequest
 from parsim.execute.processes.machine_state import clocks_text, share_text, stolen_share
 from parsim.units import format_percent
 
+SEEN_LAUNCHES = 0.1
+"""Of what was timed on a GPU: from here on it is said that launches were not hidden."""
 BUSY_SHARE, STOLEN_SHARE, CLOCK_CHANGE = 0.05, 0.02, 0.1
 """Said from here on: what others took of the cores, what the host of a virtual machine took, how much a clock changed."""
 
@@ -64,6 +67,7 @@ def doubts(raw: Mapping[str, Any], request: CalibrationRequest) -> list[str]:
     own_cores = core_count([rank.get("pinning", {}) for rank in raw["ranks"]]) == request.nproc
     if request.device == "cpu" and own_cores and share > BUSY_SHARE:
         found.append(f"other programs had {format_percent(share)} of the cores meanwhile; for a quiet machine, calibrate again")
+    found += _of_gpus(raw)
     for before, after in raw.get("states", []):
         stolen = stolen_share(before, after)
         if stolen is not None and stolen > STOLEN_SHARE:
@@ -73,4 +77,19 @@ def doubts(raw: Mapping[str, Any], request: CalibrationRequest) -> list[str]:
         clocks = [max(state.get("core_hz", {}).values(), default=0.0) for state in (before, after)]
         if min(clocks) > 0 and max(clocks) > (1 + CLOCK_CHANGE) * min(clocks):
             found.append(f"the clock went from {1e-9 * clocks[0]:.2f} to {1e-9 * clocks[1]:.2f} GHz; times hold for neither")
+    return found
+
+
+def _of_gpus(raw: Mapping[str, Any]) -> list[str]:
+    """Where what was measured of a device may hold the host's time, or nothing could be told of its memory."""
+    found = []
+    for kind in ("sweeps", "operators"):
+        told = [entry["hidden"] for _, entry in entries_of(raw, kind) if "hidden" in entry]
+        seen = told.count(False) / len(told) if told else 0.0
+        if seen > SEEN_LAUNCHES:
+            what = {"sweeps": "training steps", "operators": "operators"}[kind]
+            found.append(
+                f"the host was too slow to queue {format_percent(seen)} of the {what} before the GPU began: their seconds may "
+                "be those of launches; calibrate again on an idle host"
+            )
     return found

@@ -2,6 +2,9 @@
 
 A core of a shared machine flips between speeds every few seconds (`parsim.execute.processes.speed_probe`). What is measured
 in a fast spell and what is measured in a slow one can be compared, and added up, once each is divided by the pace beside it.
+
+Where a GPU computes, two paces are looked at, and each scales its own times alone: the GPU's what it computes, the host's what
+the host does (queue, load, and what else a step takes). What links carry goes at neither.
 """
 
 from __future__ import annotations
@@ -14,9 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibration.rounds.raw_points import entries_of
+from parsim.graph.taskgraph import parse_work
+from parsim.work import LoadBatch
 
 PACE = "pace_s"
-"""Where an entry says how fast the cores were: [before, after] it."""
+"""Where an entry says how fast the cores, or the GPUs, were: [before, after] it."""
+
+HOST_PACE = "host_pace_s"
+"""And how fast the core was that queued for a GPU."""
 
 TIMES: Mapping[str, Sequence[str]] = {
     "sweeps": ("seconds", "gap_s", "rest_s", "wall_s", "cpu_s", "load_again_s"),
@@ -27,6 +35,20 @@ TIMES: Mapping[str, Sequence[str]] = {
     "resume": ("seconds",),
 }
 """What the pace lengthens, by kind of entry; shards are compared with what ran beside them."""
+
+GPU_TIMES: Mapping[str, Sequence[str]] = {
+    "sweeps": ("seconds", "gap_s"),
+    "optimizers": ("seconds",),
+    "operators": ("seconds",),
+    "resume": ("seconds",),
+}
+"""What the pace of a GPU lengthens; of a step's tasks those that compute."""
+
+HOST_TIMES: Mapping[str, Sequence[str]] = {
+    "sweeps": ("issue_s", "rest_s", "wall_s", "cpu_s", "load_again_s"),
+    "optimizers": ("issue_s",),
+}
+"""What the pace of the host lengthens beside a GPU; of a step's tasks those that load."""
 
 Entry = dict[str, Any]
 
@@ -45,9 +67,12 @@ class Pace(NamedTuple):
     told: float = 1.0
 
 
-def usual_pace(raw: Mapping[str, Any]) -> Pace | None:
-    """From the whole training steps, which run all through the calibration; None where nobody looked."""
-    looks = [(sweep["ranks_active"], *sweep[PACE]) for _, sweep in entries_of(raw, "sweeps") if PACE in sweep]
+def usual_pace(raw: Mapping[str, Any], key: str = PACE) -> Pace | None:
+    """From the whole training steps, which run all through the calibration; None where nobody looked.
+
+    Args: key: PACE or HOST_PACE.
+    """
+    looks = [(sweep["ranks_active"], *sweep[key]) for _, sweep in entries_of(raw, "sweeps") if key in sweep]
     if not looks:
         return None
     table = np.array(looks, dtype=np.float64)
@@ -65,26 +90,54 @@ def _told(looks: NDArray[np.float64]) -> float:
     return 2 * together / (1 + together)
 
 
-def at_one_pace(raw: Mapping[str, Any], usual: Pace | None) -> Mapping[str, Any]:
-    """The raw points as if the cores had gone at their usual pace; where nobody looked, as they are.
+def at_one_pace(
+    raw: Mapping[str, Any], usual: Pace | None, host: Pace | None = None, *, on_gpu: bool = False
+) -> Mapping[str, Any]:
+    """The raw points as if everything had gone at its usual pace; where nobody looked, as they are.
 
     Of how far a look is from the usual pace counts what it tells: on a machine that is busy with other things it tells little.
+
+    Args:
+        usual: of the cores, or of the GPUs. host: of the cores that queue for GPUs.
     """
-    if usual is None:
+    if usual is None and host is None:
         return raw
+    times = GPU_TIMES if on_gpu else TIMES
+    loads = _loading_tasks(raw) if on_gpu else {}
 
     def steady(kind: str, entry: Entry) -> Entry:
-        if PACE not in entry or kind not in TIMES:
-            return entry
-        then_s = usual.alone_s if entry.get("ranks_active") == 1 else usual.together_s
-        factor = (then_s / statistics.mean(entry[PACE])) ** usual.told
-        return {**entry, **{key: _scaled(entry[key], factor) for key in TIMES[kind] if key in entry}}
+        device, hosts = _factor(entry, PACE, usual), _factor(entry, HOST_PACE, host) if on_gpu else 1.0
+        found = {key: _scaled(entry[key], device) for key in times.get(kind, ()) if key in entry}
+        if on_gpu:
+            found |= {key: _scaled(entry[key], hosts) for key in HOST_TIMES.get(kind, ()) if key in entry}
+        for place in loads.get((entry["model"], entry["samples"]), ()) if kind == "sweeps" and on_gpu else ():
+            found["seconds"][place] = hosts * entry["seconds"][place]
+        return {**entry, **found}
 
+    kinds = {*times, *HOST_TIMES}
     ranks = [
-        {kind: [steady(kind, entry) for entry in found] if kind in TIMES else found for kind, found in rank.items()}
+        {kind: [steady(kind, entry) for entry in found] if kind in kinds else found for kind, found in rank.items()}
         for rank in raw["ranks"]
     ]
     return {**raw, "ranks": ranks}
+
+
+def _factor(entry: Entry, key: str, usual: Pace | None) -> float:
+    """What brings the times of an entry to the usual pace; 1 where nobody looked."""
+    if usual is None or key not in entry:
+        return 1.0
+    then_s = usual.alone_s if entry.get("ranks_active") == 1 else usual.together_s
+    return float((then_s / statistics.mean(entry[key])) ** usual.told)
+
+
+def _loading_tasks(raw: Mapping[str, Any]) -> dict[tuple[int, int], list[int]]:
+    """By (model, samples): the places of the tasks that load a batch, which the host does."""
+    return {
+        (case["model"], case["samples"]): [
+            place for place, text in enumerate(case["tasks"]) if isinstance(parse_work(text), LoadBatch)
+        ]
+        for case in raw.get("cases", ())
+    }
 
 
 def _scaled(value: Any, factor: float) -> Any:

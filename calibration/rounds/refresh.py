@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from calibration.measure.arithmetic import set_arithmetic
 from calibration.measure.components import KEPT_STEPS, WARM_STEPS, Case, make_case
 from calibration.rounds.raw_points import load_raw, raw_path
 from calibration.rounds.request import CalibrationRequest
@@ -85,6 +86,7 @@ def main(job_path: Path) -> None:
     place = read_place()
     pinning = prepare_rank(place.local_rank, place.local_world_size, device=request.device)
     place = init_group(request.device)
+    set_arithmetic(request.precision)
     device = torch.device(place.device)
     probe = SpeedProbe(device) if pinning.first else None
     cases = [

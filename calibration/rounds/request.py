@@ -11,7 +11,8 @@ from parsim.model.spec import ModelSpec
 from parsim.units import KIB, MIB
 
 DEVICES = ("cpu", "cuda")
-PRECISIONS = ("fp32", "fp64")
+PRECISIONS = {"cpu": ("fp32", "fp64"), "cuda": ("fp32", "tf32", "amp_bf16", "amp_fp16", "bf16", "fp64")}
+"""That a device of each kind is measured in (`calibration.measure.arithmetic`)."""
 SIZES_BYTES = (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, *(MIB * 2**power for power in range(9)))
 QUICK_SIZES_BYTES = (KIB, 64 * KIB, MIB, 4 * MIB)
 QUICK_SHARE = 0.125
@@ -23,7 +24,7 @@ class CalibrationRequest:
     """Attributes:
     models: each with the local batches (samples of one microbatch on one rank) that plans will use.
     nproc: ranks that measure at once. optimizers: names as in `parsim.execute.state.optimizer`.
-    quick: fewer rounds and sizes, for tests and first looks.
+    precision: one of PRECISIONS of the device. quick: fewer rounds and sizes, for tests and first looks.
     sizes_bytes: of the collectives; empty: 1 KiB to 256 MiB.
     compute_budget_s: rounds over all models and batches stop once this much time is spent, but not before `min_rounds`;
         so do, with budgets of their own, rounds over shards, over collectives, and over both kinds of work side by side.
@@ -54,8 +55,13 @@ class CalibrationRequest:
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
             raise ConfigError(f"unknown device {self.device!r}{near_matches(self.device, DEVICES)}")
-        if self.precision not in PRECISIONS:
-            raise ConfigError(f"components are measured in fp32 or fp64, got precision {self.precision!r}")
+        if self.precision not in PRECISIONS[self.device]:
+            where = "" if self.device == "cpu" else " on GPUs"
+            known = PRECISIONS[self.device]
+            raise ConfigError(
+                f"components are measured{where} in {', '.join(known[:-1])} or {known[-1]}, got precision {self.precision!r}; "
+                "others are priced from published numbers alone"
+            )
         if self.nproc < 1:
             raise ConfigError(f"nproc must be >= 1, got {self.nproc}")
         if not self.models:

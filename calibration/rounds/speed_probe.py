@@ -1,4 +1,4 @@
-"""Looks at how fast the cores are, before and after everything that is measured."""
+"""Looks at how fast the cores or GPUs are, before and after everything that is measured."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from typing import Any
 
 import torch.distributed as dist
 
-from calibration.rounds.pace import PACE, Entry
+from calibration.rounds.pace import HOST_PACE, PACE, Entry
 from parsim.execute.processes.speed_probe import SpeedProbe
 
 
-def paced(blocks: Iterable[Callable[[], list[Entry]]], probe: SpeedProbe | None) -> Iterator[Entry]:
-    """What this rank measured in one block after the other, each with its own core's pace."""
-    before_s = _seconds(probe)
+def paced(
+    blocks: Iterable[Callable[[], list[Entry]]], probe: SpeedProbe | None, host: SpeedProbe | None = None
+) -> Iterator[Entry]:
+    """What this rank measured in one block after the other, each with its own core's pace, or its GPU's and its host's.
+
+    Args:
+        probe: of what computes. host: of the core that queues for a GPU.
+    """
+    before = _seconds(probe), _seconds(host)
     for measure in blocks:
         found = measure()
-        after_s = _seconds(probe)
-        yield from _marked(found, before_s, after_s)
-        before_s = after_s
+        after = _seconds(probe), _seconds(host)
+        marked = _marked(found, before[0], after[0], PACE)
+        yield from _marked(marked, before[1], after[1], HOST_PACE)
+        before = after
 
 
 def paced_together(blocks: Iterable[Callable[[], list[Entry]]], probe: SpeedProbe | None) -> list[Entry]:
@@ -38,7 +45,7 @@ def paced_together(blocks: Iterable[Callable[[], list[Entry]]], probe: SpeedProb
     return [
         entry
         for entries, (before_s, after_s) in zip(found, pairwise(means), strict=True)
-        for entry in _marked(entries, before_s, after_s)
+        for entry in _marked(entries, before_s, after_s, PACE)
     ]
 
 
@@ -46,7 +53,7 @@ def _seconds(probe: SpeedProbe | None) -> float | None:
     return None if probe is None else probe.seconds()
 
 
-def _marked(entries: Iterable[Entry], before_s: float | None, after_s: float | None) -> list[Entry]:
+def _marked(entries: Iterable[Entry], before_s: float | None, after_s: float | None, key: str) -> list[Entry]:
     if before_s is None or after_s is None:
         return list(entries)
-    return [{**entry, PACE: [before_s, after_s]} for entry in entries]
+    return [{**entry, key: [before_s, after_s]} for entry in entries]

@@ -32,6 +32,10 @@ def calibrate(
     batches: Annotated[str | None, typer.Option(help="Local batches of every --model, e.g. 1,4,16.")] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="gloo on CPU cores, or NCCL on GPUs.")] = "cpu",
     nproc: Annotated[int | None, typer.Option(help="Ranks that measure at once; left out: one per device or core.")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="fp32 (IEEE); on GPUs also tf32, amp_bf16, amp_fp16, bf16. Left out: that of the files, else fp32."),
+    ] = None,
     optimizers: Annotated[list[str] | None, typer.Option("--optimizer", help="Measured too; may be repeated.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes: a first look.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Insist on going on with a stopped calibration of --out.")] = False,
@@ -78,6 +82,7 @@ def calibrate(
         device=device,
         nproc=nproc or _ranks(configs, device),
         optimizers=tuple(dict.fromkeys(named)),
+        precision=precision or _precision(configs, device),
         quick=quick,
         granularities=tuple(dict.fromkeys(config.model.granularity for config in configs)) or ("block",),
     )
@@ -125,6 +130,19 @@ def local_batches(global_batch: int) -> set[int]:
     """The global batch and its halves, quarters, ... down to a 64th: replicas and microbatches divide it so."""
     parts = (2**power for power in range(SMALLEST_SHARE.bit_length()))
     return {global_batch // part for part in parts if global_batch % part == 0}
+
+
+def _precision(configs: list[RunConfig], device: str) -> str:
+    """What the files train in on a GPU; a CPU computes in fp32 whatever is simulated.
+
+    Raises: BadParameter where the files differ.
+    """
+    asked = {config.training.precision for config in configs} if device == "cuda" else set()
+    if len(asked) > 1:
+        raise typer.BadParameter(
+            f"the files train in {' and '.join(sorted(asked))}; a profile is measured in one: choose it with --precision"
+        )
+    return next(iter(asked), "fp32")
 
 
 def _ranks(configs: list[RunConfig], device: str) -> int:

@@ -43,6 +43,7 @@ def cost(
     from parsim.costs.costs import Costs
     from parsim.hardware.cluster import cluster_from_profile
     from parsim.hardware.profile import load_profile
+    from parsim.model.number_formats import recorded_weights
     from parsim.model.spec import ModelSpec, load_model
 
     if (collective is None) == (model is None):
@@ -64,7 +65,10 @@ def cost(
         shape = None if input_shape is None else parse_numbers("--input-shape", input_shape)
         spec = ModelSpec(name=str(model), args=scalar_pairs(args or []), input_shape=shape)
         costs = Costs(
-            model=load_model(spec, granularity=granularity), cluster=cluster, precision=precision, optimizer=optimizer
+            model=load_model(spec, granularity=granularity, weights=recorded_weights(precision)),
+            cluster=cluster,
+            precision=precision,
+            optimizer=optimizer,
         )
         rows = _component_rows(costs, batch or 0, ways)
         document = {"model": model, "granularity": granularity, "samples": batch, "precision": precision, "rows": rows}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parsim.commands.output import JsonFlag, Overrides, RunFile, print_json, print_tables, progress
-from parsim.errors import ConfigError
+from parsim.errors import ConfigError, OutOfMemoryError
 from parsim.workflow.config import RunConfig, load_config
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def run(
     from parsim.execute.job import Job
     from parsim.plans.plan import Plan
     from parsim.predict.evaluate import evaluate
+    from parsim.report.memory_levels import memory_levels
     from parsim.workflow.ask import (
         answer,
         check_launchable,
@@ -40,6 +41,7 @@ def run(
         judge,
         launch_job,
         measured,
+        nearest_that_fits,
         run_spec,
         warn_of_profile,
         with_every_rank,
@@ -74,7 +76,10 @@ def run(
         adaptive=adaptive_spec(config, window) if adaptive else None,
     )
     with progress(f"Training {steps} steps under {plan.summary()}") as say:
-        launch_job(job, folder, say)
+        try:
+            launch_job(job, folder, say)
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{error} {nearest_that_fits(asked)}".rstrip()) from error
     decisions: list[dict[str, Any]] = json.loads((folder.path / "decisions.json").read_text()) if adaptive else []
     changed = [decision for decision in decisions if decision["plan"] is not None]
     if changed:
@@ -92,6 +97,7 @@ def run(
         **score,
         "decisions": decisions,
         "comparison": comparison.to_dict(),
+        "memory_levels": [row.to_dict() for row in memory_levels(asked.evaluation.memory, seen.memory)],
         "warnings": [*asked.evaluation.result.warnings, *changed_since],
     }
     write_json(folder.result, document)

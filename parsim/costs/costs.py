@@ -33,6 +33,7 @@ class Costs:
 
     Attributes:
         precision: a key of DeviceType.peak_flop_per_s, e.g. "fp32". optimizer: e.g. "sgd_momentum".
+        master_weights: with precision "bf16", the optimizer updates copies in fp32.
         ranks_active: how many ranks compute at once; measurements under that load are preferred (None: the heaviest load).
         ranks: of the plan (None: all of the cluster); where they outnumber the cores, their computation is crowded.
         corrections: what a run has shown the profile to be wrong by, on top of what the profile's own updates say.
@@ -41,6 +42,7 @@ class Costs:
     model: Model
     cluster: Cluster
     precision: str = "fp32"
+    master_weights: bool = True
     optimizer: str = "sgd_momentum"
     ranks_active: int | None = None
     ranks: int | None = None
@@ -50,15 +52,16 @@ class Costs:
         """Price `work` of `rank`; for a collective or transfer the ranks are the work's own, and `concurrent` are the groups
         (or the source and destination) of those that run at the same time.
 
-        Host overhead per task (`host.task_s` of the profile) is added to computation, where the interpreter spends it.
+        Host overhead per task (`host.task_s` of the profile) is added to computation, where the interpreter spends it. On a GPU
+        computation takes no less than the host needs to queue it (`Estimate.issued`), and the pace of today is the device's:
+        it changes what the device computes, and nothing of the host's or the links'.
 
         Raises:
             CostError: no cost is known for it, or the rank or component does not exist.
         """
         estimate = self._by_profile(work, rank, concurrent)
-        if self._slowness != 1.0:
-            detail = f"{estimate.detail}; {self._slowness:.3g} times that at today's pace"
-            estimate = replace(estimate, median_s=self._slowness * estimate.median_s, detail=detail)
+        if not self._on_gpu:
+            estimate = self._today(estimate)
         if self._updates:
             estimate = corrected(estimate, self._updates, work, rank, since=self.cluster.profile.updates[-1].run)
         return corrected(estimate, self.corrections, work, rank) if self.corrections else estimate
@@ -84,13 +87,24 @@ class Costs:
     def between_steps_s(self) -> float:
         """Seconds of a rank between its steps, which belong to no task."""
         host = self.cluster.profile.host
-        return 0.0 if host is None else self._slowness * host.step_s
+        return 0.0 if host is None else (1.0 if self._on_gpu else self._slowness) * host.step_s
 
     @property
     def resume_s(self) -> float:
         """Seconds by which computation takes longer after its rank has waited for communication."""
         host = self.cluster.profile.host
         return 0.0 if host is None else self._slowness * host.resume_s
+
+    @cached_property
+    def _on_gpu(self) -> bool:
+        return self.cluster.devices[0].type.kind == "cuda"
+
+    def _today(self, estimate: Estimate) -> Estimate:
+        """At the pace that the last refreshing of the profile found."""
+        if self._slowness == 1.0:
+            return estimate
+        detail = f"{estimate.detail}; {self._slowness:.3g} times that at today's pace"
+        return replace(estimate, median_s=self._slowness * estimate.median_s, detail=detail)
 
     @cached_property
     def _slowness(self) -> float:
@@ -106,7 +120,13 @@ class Costs:
                 estimate = self._compute(work, self._device(rank))
             case OptimizerStep():
                 estimate = estimate_optimizer(
-                    work, self.optimizer, self._device(rank), self.cluster.profile, self.precision, self.ranks_active
+                    work,
+                    self.optimizer,
+                    self._device(rank),
+                    self.cluster.profile,
+                    self.precision,
+                    self.ranks_active,
+                    master_weights=self.master_weights,
                 )
             case Mix():
                 estimate = estimate_mix(work, self._device(rank))
@@ -119,6 +139,8 @@ class Costs:
         if self._crowding != 1.0:
             detail = f"{estimate.detail}; {self._crowding:.3g} times that where ranks share cores"
             estimate = replace(estimate, median_s=self._crowding * estimate.median_s, detail=detail)
+        if self._on_gpu:
+            estimate = self._today(estimate).issued()
         return with_host_overhead(estimate, self.cluster)
 
     @cached_property

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from parsim.units import format_seconds
+
 Source = Literal["measured", "fitted", "published", "updated"]
 """`updated`: one of the others, times what a validation has shown it to be wrong by."""
 
@@ -18,6 +20,8 @@ class Estimate:
     repeat_sigma: relative spread of one repetition around the median (noise of a single task on a single rank).
     detail: for people: "measured: 30 repeats at 16 samples", "ring over 0,1,2,3".
     extrapolated: the question lies outside the measured range.
+    issue_s: on a GPU, seconds of the host to queue the work (0: not measured apart).
+    host_bound: `median_s` is `issue_s` and not the device's time, which is shorter.
     """
 
     median_s: float
@@ -26,6 +30,20 @@ class Estimate:
     repeat_sigma: float = 0.0
     detail: str = ""
     extrapolated: bool = False
+    issue_s: float = 0.0
+    host_bound: bool = False
+
+    def issued(self) -> Estimate:
+        """No shorter than the host takes to queue it: the device waits for the rest of its kernels.
+
+        Of a row of tasks this is at most too long: a host that is ahead after a long task queues the next one meanwhile, which
+        is left out. It is never too short: whatever the order of tasks, they take as long as the host, and as long as the
+        device.
+        """
+        if self.issue_s <= self.median_s:
+            return self
+        detail = f"{self.detail}; the host takes longer to queue it than the device to run it ({format_seconds(self.median_s)})"
+        return replace(self, median_s=self.issue_s, host_bound=True, detail=detail)
 
     def longer_by(self, seconds: float) -> Estimate:
         """The same with so many seconds more."""

@@ -110,6 +110,7 @@ def problem_of(spec: AdaptiveSpec, run: RunSpec) -> PlanningProblem:
         global_batch=run.plan.global_batch,
         precision=spec.precision,
         optimizer=run.optimizer,
+        master_weights=run.master_weights,
         zero_stage=run.plan.zero_stage,
         recompute=run.plan.recompute,
     )

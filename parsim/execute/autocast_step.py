@@ -1,6 +1,6 @@
 """One plain step under the CPU's autocast, outside any plan, under the eyes of the live-bytes counter.
 
-Plans are executed in fp32 and float64; what half precision saves is checked on this step.
+What half precision saves is checked on this step, in which nothing but the model is alive.
 """
 
 from __future__ import annotations

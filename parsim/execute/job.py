@@ -15,6 +15,9 @@ from parsim.plans.plan import Plan
 SCHEMA_VERSION = 1
 """Of job.json; files written before there was the key have this version, too."""
 
+EXECUTION = "execution.json"
+"""What rank 0 leaves in the job's output of the numbers it computes in; it becomes a part of environment.json."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
@@ -22,7 +25,10 @@ class RunSpec:
 
     Attributes:
         name: unique in the job; names its files. model_path: the Model JSON the plan was made for.
-        dtype: "float32" or "float64".
+        dtype: "float32" or "float64", of weights and computation in precision fp32.
+        precision: as in RUN.toml (`parsim.model.number_formats`). master_weights: with bf16, the optimizer's copies in fp32.
+        loss_scale, loss_scale_growth_steps: with amp_fp16, the first scale and after how many good steps it grows.
+        predicted_memory: per rank the lines of tensors, bytes, for whoever explains what was short; empty: not known.
         dataset, data_root: as `parsim.data.load_dataset` takes them. seed: of weights and sample order.
     """
 
@@ -36,6 +42,11 @@ class RunSpec:
     data_root: str | None = None
     dtype: str = "float32"
     seed: int = 0
+    precision: str = "fp32"
+    master_weights: bool = True
+    loss_scale: float = 65536.0
+    loss_scale_growth_steps: int = 2000
+    predicted_memory: tuple[dict[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +132,14 @@ class Job:
             raise ExecutionError(f"{path}: {problem}; or run again")
         document.pop("schema_version", None)
         document["runs"] = tuple(
-            RunSpec(**{**run, "model": ModelSpec.from_dict(run["model"]), "plan": Plan.from_json(run["plan"])})
+            RunSpec(
+                **{
+                    **run,
+                    "model": ModelSpec.from_dict(run["model"]),
+                    "plan": Plan.from_json(run["plan"]),
+                    "predicted_memory": tuple(run.get("predicted_memory", ())),
+                }
+            )
             for run in document["runs"]
         )
         document["switches"] = tuple(

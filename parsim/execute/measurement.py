@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.errors import ExecutionError
+from parsim.execute.cuda.memory_counters import MemoryUse
 from parsim.execute.streams import TaskTime
 from parsim.files import parse_json, version_problem
 from parsim.graph.taskgraph import TaskGraph
@@ -41,6 +42,7 @@ class RankRecord:
     peak_bytes: int
     pace_s: list[float] = field(default_factory=list)
     memory_lines: Mapping[str, int] = field(default_factory=dict)
+    memory: MemoryUse | None = None
 
     def save(self, folder: Path) -> None:
         streams = sorted({entry.stream for step in self.steps for entry in step})
@@ -60,6 +62,7 @@ class RankRecord:
             "peak_bytes": self.peak_bytes,
             "pace_s": self.pace_s,
             "memory_lines": dict(self.memory_lines),
+            "memory": None if self.memory is None else asdict(self.memory),
             "streams": streams,
             "recorded": len(self.steps),
         }
@@ -88,6 +91,7 @@ class RankRecord:
             peak_bytes=int(facts["peak_bytes"]),
             pace_s=facts.get("pace_s", []),  # runs of before have none, nor
             memory_lines=facts.get("memory_lines", {}),
+            memory=MemoryUse(**facts["memory"]) if facts.get("memory") else None,
         )
 
 
@@ -109,6 +113,7 @@ class Measurement:
     peak_bytes: tuple[int, ...]
     cpu_s: tuple[float, ...]
     pace_s: NDArray[np.float64]
+    memory: tuple[MemoryUse | None, ...] = ()
 
     @property
     def mean_step_s(self) -> float:
@@ -133,6 +138,7 @@ def load_measurement(folder: Path, graph: TaskGraph) -> Measurement:
         losses=tuple(float(loss) for loss in losses),
         peak_bytes=tuple(record.peak_bytes for record in records),
         cpu_s=tuple(float(np.sum(record.cpu_s)) for record in records),
+        memory=tuple(record.memory for record in records),
         pace_s=np.array(looked, dtype=np.float64).reshape(len(looked), count),
     )
 

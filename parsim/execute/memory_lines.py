@@ -33,6 +33,9 @@ class StepWatch:
     def ends(self, task: Task) -> None:
         """It has ended."""
 
+    def loading(self) -> None:
+        """The next step's batch begins to be loaded, beside this step."""
+
     def loaded(self, tensor: Tensor) -> None:
         """A value of the batch is there."""
 
@@ -56,6 +59,9 @@ class LineWatch(StepWatch):
     def ends(self, task: Task) -> None:
         if _is_forward(task) and self.live.current_bytes > sum(self.lines.values()):
             self.lines = self.live.by_line()
+
+    def loading(self) -> None:
+        self.live.line = "inputs"
 
     def loaded(self, tensor: Tensor) -> None:
         self.live.track(tensor, "inputs")

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from parsim.data import BatchOrder, Dataset, part
+from parsim.execute.numerics import Numerics
 from parsim.execute.stage import recorded_programs, seeded_module
+from parsim.execute.state.master_weights import MASTER, MasterWeights
 from parsim.execute.state.optimizer import make_optimizer
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Component
@@ -26,19 +28,23 @@ from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec, loss_of
 from parsim.plans.plan import Plan
 
+CPU = torch.device("cpu")
+HALF_BITS = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceResult:
     """Attributes:
     parameters: by qualified name. optimizer_state: by parameter name, then by torch's key.
     buffers: per rank of the plan, by qualified name, those of its components (without placements: of all), uncut.
-    losses: mean over the global batch, per step.
+    losses: mean over the global batch, per step. loss_scale: after the last step; 1 where the loss is not scaled.
     """
 
     parameters: dict[str, Tensor]
     optimizer_state: dict[str, dict[str, Tensor]]
     buffers: tuple[dict[str, Tensor], ...]
     losses: tuple[float, ...]
+    loss_scale: float = 1.0
 
 
 def train_reference(
@@ -52,18 +58,21 @@ def train_reference(
     seed: int,
     steps: int,
     model: Model | None = None,
+    numerics: Numerics | None = None,
 ) -> ReferenceResult:
     """`steps` steps in this process, on the same samples in the same order as any plan with this global batch.
 
     Args:
         model: the Model the plan was made for; needed where placements and normalisation meet.
+        numerics: autocast, a scaled loss or master weights; None: everything in `dtype`.
     """
+    numerics = numerics if numerics is not None else Numerics(weights=dtype)
     module = seeded_module(spec, seed, dtype, torch.device("cpu"))
     named = dict(module.named_parameters())
-    updater = make_optimizer(optimizer, named.values(), learning_rate)
+    updater = _Updater(named, optimizer, learning_rate, numerics)
     order = BatchOrder(n=len(data), global_batch=plan.global_batch, seed=seed)
     if plan.is_mixed and model is not None and any(True for _ in module.buffers()):
-        replay = _Replay(spec, plan, model, module, dtype)
+        replay = _Replay(spec, plan, model, module, dtype, updater)
         losses = []
         for step in range(steps):
             updater.zero_grad()
@@ -71,9 +80,10 @@ def train_reference(
             updater.step()
         return ReferenceResult(
             parameters=_clone(named),
-            optimizer_state=_optimizer_state(updater, named),
+            optimizer_state=updater.state(),
             buffers=replay.buffers_by_rank(),
             losses=tuple(losses),
+            loss_scale=updater.scale,
         )
     replicas = [_clone(dict(module.named_buffers())) for _ in range(plan.mesh.dp)]
     losses = []
@@ -89,33 +99,111 @@ def train_reference(
                 tensor = torch.from_numpy(inputs)
                 if tensor.is_floating_point():
                     tensor = tensor.to(dtype)
-                loss = loss_sum(loss_of(spec), module(tensor), torch.from_numpy(targets)) / plan.global_batch
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += loss.item()
+                with numerics.computing(CPU):
+                    loss = loss_sum(loss_of(spec), module(tensor), torch.from_numpy(targets))
+                total += updater.backward(loss, plan.global_batch)
+            updater.end_replica()
             replicas[replica] = _clone(dict(module.named_buffers()))
         updater.step()
         losses.append(total)
     return ReferenceResult(
         parameters=_clone(named),
-        optimizer_state=_optimizer_state(updater, named),
+        optimizer_state=updater.state(),
         buffers=tuple(replicas[plan.replica_of_rank(rank)] for rank in range(plan.world_size)),
         losses=tuple(losses),
+        loss_scale=updater.scale,
     )
+
+
+class _Updater:
+    """Backwards and updates in the numbers of a run: torch's own GradScaler for a scaled loss.
+
+    Gradients that are kept in half precision are added up per replica first, as replicas do: there the order shows.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor], optimizer: str, learning_rate: float, numerics: Numerics) -> None:
+        self.numerics = numerics
+        self._named = named
+        self._masters = MasterWeights(list(named.values())) if numerics.master_weights else None
+        self._optimizer = make_optimizer(optimizer, self._stepped().values(), learning_rate)
+        first = numerics.loss_scale
+        self._scaler = (
+            None if first is None else torch.amp.GradScaler("cpu", init_scale=first.scale, growth_interval=first.growth_steps)
+        )
+        self._replicas: dict[str, Tensor] = {}
+
+    @property
+    def scale(self) -> float:
+        """Of the loss; 1 where it is not scaled."""
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def _stepped(self) -> dict[str, Tensor]:
+        if self._masters is None:
+            return dict(self._named)
+        return {name: self._masters.of(parameter) for name, parameter in self._named.items()}
+
+    def zero_grad(self) -> None:
+        self._replicas = {}
+        for parameter in self._named.values():
+            parameter.grad = None
+
+    def backward(self, loss: Tensor, global_batch: int) -> float:
+        """Of a sum of losses; returns its part of the mean over the global batch."""
+        mean = loss / global_batch
+        scaled = mean if self._scaler is None else self._scaler.scale(mean)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        return float(loss.item()) / global_batch
+
+    def end_replica(self) -> None:
+        if torch.finfo(self.numerics.weights).bits > HALF_BITS:
+            return
+        for name, parameter in self._named.items():
+            if parameter.grad is not None:
+                so_far = self._replicas.get(name)
+                self._replicas[name] = parameter.grad if so_far is None else so_far + parameter.grad
+                parameter.grad = None
+
+    def step(self) -> None:
+        for name, gradient in self._replicas.items():
+            self._named[name].grad = gradient
+        if self._masters is not None:
+            self._masters.step(self._optimizer)
+        elif self._scaler is not None:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+        else:
+            self._optimizer.step()
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Of the optimizer, by parameter name; with its copy in fp32, if there is one."""
+        found = _optimizer_state(self._optimizer, self._stepped())
+        if self._masters is not None:
+            for name, parameter in self._named.items():
+                found[name][MASTER] = self._masters.of(parameter).detach().clone()
+        return found
 
 
 class _Replay:
     """One training step component by component, in the groups of samples a mixed plan makes of every microbatch."""
 
-    def __init__(self, spec: ModelSpec, plan: Plan, model: Model, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, plan: Plan, model: Model, module: nn.Module, dtype: torch.dtype, updater: _Updater
+    ) -> None:
+        self._updater = updater
         self._plan = plan
         self._layout = PlanIndex(plan, model)
         self._module = module
         self._dtype = dtype
         self._runnables = {
             component.name: Runnable(
-                recorded_programs(spec, self._layout.local_samples(component.name), model.granularity, dtype, "cpu")[
-                    component.name
-                ],
+                recorded_programs(
+                    spec,
+                    self._layout.local_samples(component.name),
+                    model.granularity,
+                    dtype,
+                    "cpu",
+                    updater.numerics.autocast,
+                )[component.name],
                 module,
             )
             for component in model.components
@@ -132,9 +220,10 @@ class _Replay:
                 inputs, targets = (torch.from_numpy(array) for array in data.batch(own))
                 if inputs.is_floating_point():
                     inputs = inputs.to(self._dtype)
-                loss = self._forward(replica, {"input:0": inputs, "target": targets}) / plan.global_batch
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += loss.item()
+                with self._updater.numerics.computing(CPU):
+                    loss = self._forward(replica, {"input:0": inputs, "target": targets})
+                total += self._updater.backward(loss, plan.global_batch)
+            self._updater.end_replica()
         return total
 
     def _forward(self, replica: int, values: dict[str, Tensor]) -> Tensor:

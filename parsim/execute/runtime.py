@@ -17,7 +17,8 @@ from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
 from parsim.execute.memory_lines import StepWatch
 from parsim.execute.stage import StageReplica
 from parsim.execute.state.store import Instance, Store, ValueKey, batch_piece
-from parsim.execute.streams import Streams, TaskTime
+from parsim.execute.streams import Streams
+from parsim.execute.task_time import TaskTime
 from parsim.graph.plan_index import Reading
 from parsim.graph.task import COMPUTE, HOST, Task
 from parsim.graph.taskgraph import TaskGraph
@@ -60,14 +61,16 @@ class RankProgram:
         for task in local:
             stream = next(resource.stream for resource in task.resources if resource.rank == rank)
             self._tasks.append((task, stream, tuple(index for index in task.dependencies if index in indices)))
+        self._updates = any(isinstance(task.work, OptimizerStep) for task in local)
         self._ending_gradients, self._ending_parameters = _endings(self._tasks)
-        self._store = Store(stage.layout, rank, local)
+        self._store = Store(stage.layout, rank, local, streams)
         self._reading: dict[tuple[str, str], Reading] = {
             (name, value): reading
             for value, readings in stage.layout.readings.items()
             for reading in readings
             for name in reading.components
         }
+        self._ahead: tuple[BatchSource, list[Mapping[str, Tensor]]] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -79,8 +82,11 @@ class RankProgram:
         self._loss: list[Tensor] = []
         self._sent: dict[tuple[int, int], Tensor] = {}
 
-    def step(self, batch: BatchSource) -> tuple[float, list[TaskTime]]:
+    def step(self, batch: BatchSource, following: BatchSource | None = None) -> tuple[float, list[TaskTime]]:
         """Run one training step.
+
+        Args:
+            following: the `batch` of the next call, where it is known: it is loaded beside this step, where the device can.
 
         Returns:
             The sum over this rank's samples of the loss (0 where another rank counts it), and the tasks' times.
@@ -90,10 +96,18 @@ class RankProgram:
         for task, stream, before in self._tasks:
             if stream not in (COMPUTE, HOST):
                 streams.submit(task.index, stream, before, self._operation(task, batch))
+        load = None
         for task, stream, before in self._tasks:
-            if stream in (COMPUTE, HOST):
+            if isinstance(task.work, LoadBatch) and streams.loads_ahead:
+                load = task.index, stream
+                self._begin_batch(task.index, stream, before, batch)
+            elif stream in (COMPUTE, HOST):
                 operation = self._ended(task, self._operation(task, batch))
                 streams.compute(task.index, stream, before, self._watched(task, operation))
+        if not self._updates:
+            self._stage.overflowed()
+        if load is not None and following is not None:
+            streams.load_ahead(*load, lambda: self._load_ahead(following))
         times = streams.finish()
         return float(sum(loss.item() for loss in self._loss)), times
 
@@ -140,18 +154,35 @@ class RankProgram:
                 self._sent[bucket, microbatch] = self._stage.end_gradients(bucket)
             for bucket in parameters:
                 flat = self._stage.flat_parameters(bucket)
-                _used_here(flat)
+                self._streams.used(flat)
                 self._stage.end_parameters(bucket)
                 self.watch.resized(flat)
 
         return run
 
+    def _begin_batch(self, index: int, stream: str, before: Sequence[int], batch: BatchSource) -> None:
+        """The batch that was loaded beside the step before; else it is loaded now."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead[0] is not batch:
+            self._streams.load(index, stream, before, lambda: self._load(batch))
+            return
+        self._streams.loaded(index)
+        for microbatch, values in enumerate(ahead[1]):
+            self._keep_batch(microbatch, values)
+
+    def _load_ahead(self, following: BatchSource) -> None:
+        self.watch.loading()
+        self._ahead = following, [following(microbatch) for microbatch in range(self._stage.layout.plan.microbatches)]
+
     def _load(self, batch: BatchSource) -> None:
-        layout = ValueLayout("full", self._stage.layout.batch_ways(self._stage.rank))
         for microbatch in range(self._stage.layout.plan.microbatches):
-            for value, tensor in batch(microbatch).items():
-                self.watch.loaded(tensor)
-                self._store.put(Instance(ValueKey(value), layout), microbatch, tensor)
+            self._keep_batch(microbatch, batch(microbatch))
+
+    def _keep_batch(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
+        layout = ValueLayout("full", self._stage.layout.batch_ways(self._stage.rank))
+        for value, tensor in values.items():
+            self.watch.loaded(tensor)
+            self._store.put(Instance(ValueKey(value), layout), microbatch, tensor)
 
     def _forward(self, task: Task) -> None:
         name, microbatch = _component_of(task)
@@ -161,13 +192,13 @@ class RankProgram:
             value: self._taken(Instance(ValueKey(value), layout.reads_in(name, value).value), microbatch)
             for value in dict.fromkeys(runnable.input_names)
         }
-        for tensor in inputs.values():
-            _used_here(tensor)
         given = [inputs[value] for value in runnable.input_names]
         if layout.recomputes(name):
-            outputs, self._kept[name, microbatch] = forward_keeping_inputs(runnable, given, self._stage.device)
+            with self._stage.computing():
+                outputs, self._kept[name, microbatch] = forward_keeping_inputs(runnable, given, self._stage.device)
         else:
-            outputs, record = forward_component(runnable, given)
+            with self._stage.computing():
+                outputs, record = forward_component(runnable, given)
             if name in layout.differentiable:
                 self._records[name, microbatch] = record
         if name == LOSS and self._stage.loss_counts:
@@ -178,7 +209,8 @@ class RankProgram:
     def _recompute(self, task: Task) -> None:
         name, microbatch = _component_of(task)
         kept = self._kept.pop((name, microbatch))
-        self._records[name, microbatch] = recompute(self._stage.runnables[name], kept, self._stage.device)
+        with self._stage.computing():
+            self._records[name, microbatch] = recompute(self._stage.runnables[name], kept, self._stage.device)
 
     def _backward(self, task: Task) -> None:
         """Gradients of a value from readers that make it alike add up inside the backwards, see `backward_component`."""
@@ -217,7 +249,6 @@ class RankProgram:
         for instance in self._store.gradients(value):
             tensor = self._store.take(instance, microbatch)
             if tensor is not None:
-                _used_here(tensor)
                 total = tensor if total is None else total + tensor
         return total
 
@@ -230,7 +261,8 @@ class RankProgram:
         return tensor
 
     def _buffer(self, instance: Instance) -> Tensor:
-        """Room for what another rank sends."""
+        """Room for what another rank sends, allocated on the stream that receives it. The allocator gives it memory that no
+        stream named by `Streams.used` still reads."""
         shape, dtype = self._stage.local_shape(instance.item.value, instance.layout)
         buffer = torch.empty(shape, dtype=dtype, device=self._stage.device)
         self.watch.received(buffer)
@@ -245,11 +277,11 @@ class RankProgram:
         match task.work.operation:
             case "all_reduce":
                 flat = self._stage.flat_gradient(number)
-                _used_here(flat)
+                self._streams.used(flat)
                 dist.all_reduce(flat, group=group)
             case "reduce_scatter":
                 flat = self._stage.flat_gradient(number) if microbatch is None else self._sent.pop((number, microbatch))
-                _used_here(flat)
+                self._streams.used(flat)
                 chunk = self._stage.gradient_chunk(number)
                 own = torch.empty_like(chunk)  # the chunk is part of what is sent, or of what was sent before
                 reduce_scatter_flat(own, flat, group)
@@ -259,12 +291,12 @@ class RankProgram:
                     self._stage.add_gradients(number, own)
             case "all_gather" if microbatch is not None:
                 flat = self._stage.begin_parameters(number)
-                _used_here(flat)
+                self._streams.used(flat)
                 self.watch.resized(flat)
                 all_gather_flat(flat, self._stage.parameter_chunk(number), group)
             case "all_gather":
                 flat = self._stage.flat_parameters(number)
-                _used_here(flat)
+                self._streams.used(flat)
                 all_gather_flat(flat, self._stage.parameter_chunk(number).clone(), group)
 
     def _hop(self, task: Task) -> None:
@@ -279,7 +311,6 @@ class RankProgram:
         assert isinstance(task.work, Collective)
         held = store.shard in origin.hop.source.holders(store.tp)
         tensor = self._taken(before, origin.microbatch) if held else self._buffer(before)
-        _used_here(tensor)
         group = self._groups["tp", tuple(sorted(task.work.group))]
         made = run_hop(origin.hop, tensor, ranks=task.work.group, group=group)
         store.put(after, origin.microbatch, made)
@@ -298,7 +329,6 @@ class RankProgram:
             if scattered:
                 tensor = batch_piece(tensor, store.tp, plan.shard_of_rank(work.destination))
             tensor = tensor.contiguous()
-            _used_here(tensor)
             dist.send(tensor, work.destination, group=group)
             return
         gathered = origin.hop.operation == "gather"
@@ -319,7 +349,6 @@ class RankProgram:
         group = self._groups[f"pp>{work.destination}", ranks]
         if self._stage.rank == work.source:
             tensor = self._taken(moved, origin.microbatch).contiguous()
-            _used_here(tensor)
             dist.send(tensor, work.destination, group=group)
             return
         buffer = self._buffer(moved)
@@ -377,9 +406,3 @@ def _component_of(task: Task) -> tuple[str, int]:
     assert component is not None
     assert microbatch is not None
     return component, microbatch
-
-
-def _used_here(tensor: Tensor) -> None:
-    """Tell CUDA's allocator that the current stream reads memory that another stream may have allocated."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from parsim.execute.numerics import Numerics
 from parsim.execute.state.checkpoint import RankState, restore_optimizer, restore_tensors
 from parsim.execute.state.fragments import Fragment, fragment_of, is_per_element
+from parsim.execute.state.loss_scale import overflow_flag
+from parsim.execute.state.master_weights import MASTER, MasterWeights
 from parsim.execute.state.optimizer import flat_gradients, make_optimizer
 from parsim.execute.state.zero import DividedBucket
 from parsim.graph.parameter_buckets import Bucket
@@ -34,7 +38,8 @@ class StageReplica:
     Attributes:
         runnables: by component name.
         buckets: flat gradients by bucket number, of all buckets this rank takes part in (from ZeRO 2 on its part of them).
-        loss_gradient: d(mean loss over the global batch) / d(sum of losses) = 1 / global_batch.
+        loss_scale: of the step at hand, with fp16; None: the loss is not scaled.
+        agree: with a scaled loss, how the ranks of the plan find out whether the gradients of any have overflowed.
         loss_counts: whether this rank's losses are to be added up: false where another rank has the same ones, or it has none.
     """
 
@@ -49,12 +54,14 @@ class StageReplica:
         dtype: torch.dtype,
         seed: int,
         device: torch.device,
+        numerics: Numerics | None = None,
     ) -> None:
+        self.numerics = numerics if numerics is not None else Numerics(weights=dtype)
         self.layout = layout
         self.rank = rank
         self.number = layout.plan.stage_of_rank(rank)
         self.device = device
-        self._shapes, programs = _recordings(spec, layout, layout.rank_components(rank), dtype, device)
+        self._shapes, programs = _recordings(spec, layout, layout.rank_components(rank), self.numerics, device)
         self.module = seeded_module(spec, seed, dtype, device)
         own = layout.rank_components(rank)
         shard = layout.plan.shard_of_rank(rank)
@@ -89,9 +96,29 @@ class StageReplica:
             else flat_gradients([self.parameters[p.name] for p in bucket.parameters])
             for bucket in layout.rank_buckets(rank)
         }
+        self._masters = MasterWeights(self._updated()) if self.numerics.master_weights else None
         self._optimizer = self.another_optimizer(optimizer, learning_rate)
         self.loss_counts = LOSS in own and (layout.placement[LOSS].kind != "replicate" or shard == 0)
-        self.loss_gradient = torch.tensor(1.0 / layout.plan.global_batch, dtype=dtype, device=device)
+        self.loss_scale = self.numerics.loss_scale
+        self.agree: Callable[[Tensor], None] = _alone
+        loss_types = (
+            {value: programs[LOSS].tensors[slot].dtype for value, slot, _ in programs[LOSS].outputs} if LOSS in own else {}
+        )
+        self._loss_type = next(iter(loss_types.values()), dtype)
+        self._loss_gradient: tuple[float, Tensor] | None = None
+
+    @property
+    def loss_gradient(self) -> Tensor:
+        """d(mean loss over the global batch, scaled) / d(sum of losses) = scale / global_batch."""
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        if self._loss_gradient is None or self._loss_gradient[0] != scale:
+            value = torch.tensor(scale / self.layout.plan.global_batch, dtype=self._loss_type, device=self.device)
+            self._loss_gradient = scale, value
+        return self._loss_gradient[1]
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Around every forward of a component: autocast, where the precision asks for it."""
+        return self.numerics.computing(self.device)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -103,7 +130,7 @@ class StageReplica:
 
     def another_optimizer(self, name: str, learning_rate: float) -> torch.optim.Optimizer | None:
         """Of this stage's parameters, with a state of its own; None for a stage without any."""
-        updated = self._updated()
+        updated = self._updated() if self._masters is None else self._masters.copies
         return make_optimizer(name, updated, learning_rate) if updated else None
 
     def local_shape(self, value: str, layout: ValueLayout) -> tuple[tuple[int, ...], torch.dtype]:
@@ -167,9 +194,27 @@ class StageReplica:
     def optimizer_step(self) -> None:
         """Update, then zero the buckets for the next step."""
         assert self._optimizer is not None, "a stage without parameters has no optimizer task"
-        self._optimizer.step()
+        if not self.overflowed():
+            if self._masters is None:
+                self._optimizer.step()
+            else:
+                self._masters.step(self._optimizer)
         for flat in self.buckets.values():
             flat.zero_()
+
+    def overflowed(self) -> bool:
+        """With a scaled loss: divide the gradients by the scale, and agree with all ranks of the plan on whether this step is
+        skipped and on the next scale. Every rank calls it once per step, those without parameters too."""
+        if self.loss_scale is None:
+            return False
+        flag = overflow_flag(self.buckets.values(), self.device)
+        self.agree(flag)
+        skipped = bool(flag.item() > 0)
+        if not skipped:
+            for flat in self.buckets.values():
+                flat.mul_(1.0 / self.loss_scale.scale)
+        self.loss_scale = self.loss_scale.after(skipped)
+        return skipped
 
     def buffers(self) -> dict[str, Tensor]:
         """Buffers that this stage's components read or update, by qualified name."""
@@ -188,7 +233,8 @@ class StageReplica:
             for name, fragment, state in self._bucket_state(bucket):
                 optimizer[name] = state
                 fragments["optimizer"][name] = fragment
-        return RankState(weights=weights, buffers=self.buffers(), optimizer=optimizer, fragments=fragments)
+        progress = {} if self.loss_scale is None else {LOSS_SCALE: self.loss_scale.to_tensor()}
+        return RankState(weights=weights, buffers=self.buffers(), optimizer=optimizer, fragments=fragments, progress=progress)
 
     def load(self, state: RankState) -> None:
         """Take this rank's parts of *whole* weights, buffers and optimizer state, by name; a name without state starts anew.
@@ -199,6 +245,8 @@ class StageReplica:
         for name in self.parameters:
             self.load_parameter(name, state.weights[name], state.optimizer.get(name, {}))
         self.load_buffers(state.buffers)
+        if self.loss_scale is not None and LOSS_SCALE in state.progress:
+            self.loss_scale = self.loss_scale.from_tensor(state.progress[LOSS_SCALE])
         self.finish_loading()
 
     def load_parameter(self, name: str, weight: Tensor, state: Mapping[str, Any]) -> None:
@@ -208,6 +256,12 @@ class StageReplica:
         together they can be one tensor, which would then be counted up once for each.
         """
         held = self._held[name]
+        state = dict(state)
+        master = state.pop(MASTER, None)
+        if self._masters is not None:
+            state[MASTER] = (weight if master is None else master).float()
+        elif master is not None:
+            weight = master  # finer than what was rounded
         state = {
             key: value.clone() if isinstance(value, Tensor) and not is_per_element(value, key) else value
             for key, value in state.items()
@@ -246,7 +300,21 @@ class StageReplica:
             named[_chunk_name(number)] = divided.chunk
         for name in self._divided_in:
             del named[name]
+        if self._masters is not None:
+            named = {name: self._masters.of(tensor) for name, tensor in named.items()}
+            with torch.no_grad():
+                for name, state in states.items():
+                    if MASTER in state:  # else nothing but padding
+                        named[name].copy_(state.pop(MASTER))
         restore_optimizer(self._optimizer, named, {name: state for name, state in states.items() if state})
+
+    def _state_of(self, stepped: Tensor) -> dict[str, Any]:
+        """The optimizer's state of a parameter or a part of a bucket, with its copy in fp32 where there is one."""
+        assert self._optimizer is not None
+        if self._masters is None:
+            return dict(self._optimizer.state.get(stepped) or {})
+        copy = self._masters.of(stepped)
+        return {**(self._optimizer.state.get(copy) or {}), MASTER: copy.data}
 
     def _bucket_weights(self, bucket: Bucket) -> Iterator[tuple[str, Fragment, Tensor]]:
         """The weights of a bucket that this rank contributes."""
@@ -265,12 +333,12 @@ class StageReplica:
         if bucket.number not in self._divided:
             if bucket.group[0] == self.rank:
                 for held in bucket.parameters:
-                    state = self._optimizer.state.get(self.parameters[held.name])
+                    state = self._state_of(self.parameters[held.name])
                     if state:
-                        yield held.name, fragment_of(held), dict(state)
+                        yield held.name, fragment_of(held), state
             return
         divided = self._divided[bucket.number]
-        state = self._optimizer.state.get(divided.chunk)
+        state = self._state_of(divided.chunk)
         if state:
             for name, (fragment, _) in divided.parts.items():
                 yield name, fragment, divided.state_of(name, state)
@@ -290,6 +358,7 @@ class StageReplica:
     def resident_tensors(self) -> dict[str, list[Tensor]]:
         """What is alive between steps, by the line of memory it belongs to."""
         state = [] if self._optimizer is None else [entry for held in self._optimizer.state.values() for entry in held.values()]
+        state += [] if self._masters is None else self._masters.copies
         parts = [divided.chunk for divided in self._divided.values()]
         return {
             "parameters": [*self.parameters.values(), *parts],
@@ -315,6 +384,14 @@ class StageReplica:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
 
 
+LOSS_SCALE = "loss_scale"
+"""Name of the loss scale in a checkpoint."""
+
+
+def _alone(flag: Tensor) -> None:
+    """A rank alone has nobody to agree with."""
+
+
 def _chunk_name(bucket: int) -> str:
     """A name no parameter has: the optimizer knows a divided bucket's part as one parameter."""
     return f"bucket {bucket}"
@@ -331,13 +408,13 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def _recordings(
-    spec: ModelSpec, layout: PlanIndex, own: Sequence[str], dtype: torch.dtype, device: torch.device
+    spec: ModelSpec, layout: PlanIndex, own: Sequence[str], numerics: Numerics, device: torch.device
 ) -> tuple[dict[int, Shapes], dict[str, CallProgram]]:
     """Shape and dtype of every value, by samples: of the whole microbatch and of what the components `own` see; and these."""
     whole = layout.plan.microbatch_samples
     granularity = layout.model.granularity
     programs = {
-        samples: recorded_programs(spec, samples, granularity, dtype, str(device))
+        samples: recorded_programs(spec, samples, granularity, numerics.weights, str(device), numerics.autocast)
         for samples in dict.fromkeys([whole, *(layout.local_samples(name) for name in own)])
     }
     shapes = {
@@ -353,10 +430,16 @@ def _recordings(
 
 @lru_cache(maxsize=32)
 def recorded_programs(
-    spec: ModelSpec, samples: int, granularity: str, dtype: torch.dtype, device: str
+    spec: ModelSpec,
+    samples: int,
+    granularity: str,
+    dtype: torch.dtype,
+    device: str,
+    autocast: torch.dtype | None = None,
 ) -> dict[str, CallProgram]:
-    """The components of a model in training mode at so many samples; recorded once per process."""
+    """The components of a model in training mode at so many samples, under autocast to a type or none; recorded once."""
     module = seeded_module(spec, 0, dtype, torch.device(device))
     inputs, _ = example_batch(spec, samples, dtype=dtype, device=device)
-    runnables = record(module, inputs, granularity=granularity, loss=loss_of(spec))
+    with Numerics(autocast=autocast).computing(torch.device(device)):
+        runnables = record(module, inputs, granularity=granularity, loss=loss_of(spec))
     return {entry.name: entry.program for entry in runnables}

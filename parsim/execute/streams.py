@@ -1,10 +1,11 @@
 """How one rank issues its tasks: computation in the calling thread, communication on streams of its own, in issue order.
 
-Both classes give the same contract. `submit` never waits; `compute` runs the operation after its dependencies; `finish`
-returns when everything submitted has ended. Each task leaves a `TaskTime`: `ready_s` is when this rank could start it (its
-dependencies here ended and its stream free), `end_s` when it ended here. What a thread takes to wake up and to get the
-processor lies within the time of a communication (others wait for it meanwhile) and between computations. Who waits for whom
-across ranks is decided when the ranks' records are merged.
+CPU ranks have threads (`ThreadStreams`), GPU ranks CUDA streams (`parsim.execute.cuda.streams`). Both give the same contract.
+`submit` never waits; `compute` runs the operation after its dependencies; `finish` returns when everything submitted has
+ended. Each task leaves a `TaskTime`: `ready_s` is when this rank could start it (its dependencies here ended and its stream
+free), `end_s` when it ended here. What a thread takes to wake up and to get the processor lies within the time of a
+communication (others wait for it meanwhile) and between computations. Who waits for whom across ranks is decided when the
+ranks' records are merged.
 """
 
 from __future__ import annotations
@@ -13,39 +14,59 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from parsim.execute.cuda.driver import TorchCudaDriver
+from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.processes.priority import take_priority
+from parsim.execute.task_time import Operation, TaskTime
 
-Operation = Callable[[], None]
-
-
-class TaskTime(NamedTuple):
-    """Seconds on the host's monotonic clock, which all ranks of one host share."""
-
-    task: int
-    stream: str
-    ready_s: float
-    end_s: float
+__all__ = ["Operation", "Streams", "TaskTime", "ThreadStreams", "make_streams"]
 
 
 class Streams(Protocol):
-    """What the interpreter needs of a device."""
+    """What the interpreter needs of a device.
+
+    Where the device `loads_ahead`, a step's batch is copied by `load`, or was by `load_ahead` in the step before and is only
+    `loaded` now. `used`, `fence` and `after` are for whoever issues, from inside an operation: its stream reads a tensor that
+    another may have allocated; what it has launched so far; it goes on only after that.
+    """
+
+    @property
+    def loads_ahead(self) -> bool: ...
 
     def submit(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None: ...
 
     def compute(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None: ...
 
+    def load(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None: ...
+
+    def loaded(self, task: int) -> None: ...
+
+    def load_ahead(self, task: int, stream: str, operation: Operation) -> None: ...
+
     def finish(self) -> list[TaskTime]: ...
 
     def close(self) -> None: ...
 
+    def used(self, tensor: Tensor) -> None: ...
+
+    def fence(self) -> Any: ...
+
+    def after(self, fence: Any) -> None: ...
+
 
 class ThreadStreams:
     """For CPU ranks: one thread per communication stream, blocked inside the collective without holding the interpreter, and
-    before the computation where the system lets it (`parsim.execute.processes.priority`)."""
+    before the computation where the system lets it (`parsim.execute.processes.priority`).
+
+    Loading takes the time of the core that computes: it runs in its turn.
+    """
+
+    loads_ahead = False
 
     def __init__(self) -> None:
         self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
@@ -93,6 +114,24 @@ class ThreadStreams:
         self._note(task, stream, ready_s)
         self._event(task).set()
 
+    def load(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
+        self.compute(task, stream, dependencies, operation)
+
+    def loaded(self, task: int) -> None:
+        raise AssertionError(f"task {task}: nothing is loaded ahead on a CPU")
+
+    def load_ahead(self, task: int, stream: str, operation: Operation) -> None:
+        raise AssertionError(f"task {task}: nothing is loaded ahead on a CPU")
+
+    def used(self, tensor: Tensor) -> None:
+        """Threads share one memory, in which a tensor lives as long as somebody holds it."""
+
+    def fence(self) -> None:
+        """An operation has ended when it returns."""
+
+    def after(self, fence: None) -> None:
+        """See `fence`."""
+
     def finish(self) -> list[TaskTime]:
         for event in list(self._ended.values()):
             event.wait()
@@ -129,77 +168,6 @@ def _serve(entries: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         entry()
 
 
-class CudaStreams:
-    """For GPU ranks: a CUDA stream per communication stream; events carry the dependencies, the host runs ahead.
-
-    Times are read from events after the step and placed on the host clock at the step's first event. Leaves out how far
-    the host itself was behind.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._compute = torch.cuda.current_stream(device)
-        self._streams: dict[str, torch.cuda.Stream] = {}
-        self._events: dict[int, tuple[str, torch.cuda.Event, torch.cuda.Event]] = {}
-        self._waiting: list[tuple[int, str, tuple[int, ...], Operation]] = []
-        self._base: tuple[float, torch.cuda.Event] | None = None
-
-    def submit(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
-        self._waiting.append((task, stream, tuple(dependencies), operation))
-        self._release()
-
-    def compute(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
-        self._release()
-        self._enqueue(task, stream, dependencies, operation, self._compute)
-        self._release()
-
-    def finish(self) -> list[TaskTime]:
-        self._release()
-        torch.cuda.synchronize(self._device)
-        assert not self._waiting, "every communication task follows computation of its own rank or none"
-        if self._base is None:
-            return []
-        host_s, base = self._base
-        times = [
-            TaskTime(task, stream, host_s + base.elapsed_time(start) / 1e3, host_s + base.elapsed_time(end) / 1e3)
-            for task, (stream, start, end) in self._events.items()
-        ]
-        self._events, self._base = {}, None
-        return times
-
-    def close(self) -> None:
-        torch.cuda.synchronize(self._device)
-
-    def _release(self) -> None:
-        """Enqueue waiting communication, in order per stream, whose dependencies have been enqueued."""
-        held: set[str] = set()
-        remaining = []
-        for task, stream, dependencies, operation in self._waiting:
-            if stream in held or any(dependency not in self._events for dependency in dependencies):
-                held.add(stream)
-                remaining.append((task, stream, dependencies, operation))
-                continue
-            if stream not in self._streams:
-                self._streams[stream] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._enqueue(task, stream, dependencies, operation, self._streams[stream])
-        self._waiting = remaining
-
-    def _enqueue(
-        self, task: int, stream: str, dependencies: Sequence[int], operation: Operation, on: torch.cuda.Stream
-    ) -> None:
-        with torch.cuda.stream(on):
-            for dependency in dependencies:
-                on.wait_event(self._events[dependency][2])
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record(on)
-            if self._base is None:
-                torch.cuda.synchronize(self._device)
-                self._base = (time.perf_counter(), start)
-            operation()
-            end.record(on)
-            self._events[task] = (stream, start, end)
-
-
 def make_streams(device: torch.device) -> Streams:
     """The streams of a rank that computes on `device`."""
-    return CudaStreams(device) if device.type == "cuda" else ThreadStreams()
+    return CudaStreams(TorchCudaDriver(device)) if device.type == "cuda" else ThreadStreams()

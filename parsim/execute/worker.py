@@ -13,18 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
-from parsim.data import BatchOrder, Dataset, part
+from parsim.data import BatchOrder, Dataset
 from parsim.data.for_model import dataset_for
+from parsim.errors import ExecutionError
 from parsim.execute.adaptive_run import Steering
-from parsim.execute.job import Job, RunSpec
+from parsim.execute.cuda.faults import check_alone, checkpoint_text, is_lost_device, lost_device, out_of_memory
+from parsim.execute.cuda.memory_counters import MemoryUse, counters_of
+from parsim.execute.job import EXECUTION, Job, RunSpec
+from parsim.execute.loading import Loader
 from parsim.execute.measurement import RankRecord
 from parsim.execute.memory_lines import StepWatch, watching
+from parsim.execute.numerics import described, numerics_of, set_switches
 from parsim.execute.processes.group import ProcessPlace, Stream, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.processes.pinning import prepare_rank
 from parsim.execute.processes.speed_probe import SpeedProbe
@@ -33,15 +36,17 @@ from parsim.execute.score import score
 from parsim.execute.stage import StageReplica
 from parsim.execute.state import checkpoint
 from parsim.execute.state.reshard import reshard
-from parsim.execute.streams import TaskTime, make_streams
+from parsim.execute.streams import make_streams
+from parsim.execute.task_time import TaskTime
+from parsim.files import write_text_atomically
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.component import LOSS
 from parsim.model.model import Model
+from parsim.model.number_formats import number_format
 from parsim.plans.plan import Plan
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 RECORDED_STEPS = 64
 """Task times are kept of at most this many steps per run."""
 SAY_EVERY_S = 1.0
@@ -57,11 +62,19 @@ class ProcessGroups:
         self.mine: dict[Stream, dist.ProcessGroup] = {}
         self._made: set[Stream] = set()
 
-    def make(self, graph: TaskGraph) -> None:
-        """Make what the graph needs and nobody has made yet."""
-        new = [stream for stream in required_groups(graph) if stream not in self._made]
+    def make(self, graph: TaskGraph, precision: str) -> None:
+        """Make what the graph, trained in that precision, needs and nobody has made yet."""
+        needed = required_groups(graph)
+        if number_format(precision).scales_loss:
+            needed.append(agreement(graph.world_size))
+        new = [stream for stream in needed if stream not in self._made]
         self._made.update(new)
         self.mine.update(make_groups(new))
+
+
+def agreement(world_size: int) -> Stream:
+    """The stream on which all ranks of a plan find out whether the gradients of any have overflowed."""
+    return "scale", tuple(range(world_size))
 
 
 class RankRun:
@@ -71,7 +84,9 @@ class RankRun:
         self, run: RunSpec, layout: PlanIndex, graph: TaskGraph, place: ProcessPlace, groups: Mapping[Stream, dist.ProcessGroup]
     ) -> None:
         device = torch.device(place.device)
+        numerics = numerics_of(run, device)
         self.run = run
+        self.checkpoints: Path | None = None
         self.layout = layout
         self.stage = StageReplica(
             run.model,
@@ -79,14 +94,26 @@ class RankRun:
             place.rank,
             optimizer=run.optimizer,
             learning_rate=run.learning_rate,
-            dtype=DTYPES[run.dtype],
+            dtype=numerics.weights,
             seed=run.seed,
             device=device,
+            numerics=numerics,
         )
+        if numerics.loss_scale is not None:
+            group = groups[agreement(run.plan.world_size)]
+            self.stage.agree = lambda flag: dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         self.streams = make_streams(device)
         self.program = RankProgram(graph, self.stage, self.streams, groups)
         self.data = run_dataset(run, "train")
-        self.order = BatchOrder(n=len(self.data), global_batch=run.plan.global_batch, seed=run.seed)
+        self.loader = Loader(
+            self.data,
+            BatchOrder(n=len(self.data), global_batch=run.plan.global_batch, seed=run.seed),
+            layout,
+            place.rank,
+            dtype=numerics.weights,
+            device=device,
+            pin=Tensor.pin_memory if self.streams.loads_ahead else None,
+        )
         self.step_number = 0
         self.losses: list[float] = []
         self.recorded: list[list[TaskTime]] = []
@@ -95,6 +122,8 @@ class RankRun:
         self.pace_s: list[float] = []
         self.peak_bytes = 0
         self.memory_lines: dict[str, int] = {}
+        self.memory: MemoryUse | None = None
+        self.counters = counters_of(device)
 
     def switched(self, plan: Plan, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
         """The same training under another plan: weights, optimizer state, buffers, random state, data order and records stay.
@@ -103,40 +132,54 @@ class RankRun:
         """
         layout = PlanIndex(plan, self.layout.model)
         graph = lower(plan, layout.model)
-        groups.make(graph)
+        groups.make(graph, self.run.precision)
         random = checkpoint.rng_state(str(self.stage.device))
         after = RankRun(replace(self.run, plan=plan), layout, graph, place, groups.mine)
         reshard(self.stage, after.stage)
         checkpoint.restore_rng(random, str(self.stage.device))
+        after.checkpoints = self.checkpoints
         after.step_number, after.losses, after.rounds, after.cpu_s = self.step_number, self.losses, self.rounds, self.cpu_s
-        self.streams.close()
+        self.close()
         return after
+
+    def close(self) -> None:
+        """End what runs beside the rank's own thread."""
+        self.loader.close()
+        self.streams.close()
 
     def step(self, *, keep: bool) -> None:
         """One training step on the next global batch; `keep` its task times and its loss."""
-        indices = self.order.indices(self.step_number)
-        plan, rank = self.layout.plan, self.stage.rank
-        wanted = tuple(self.layout.batch_layouts(rank))
-        ways = self.layout.batch_ways(rank)
-
-        def batch(microbatch: int) -> Mapping[str, Tensor]:
-            whole = part(
-                indices,
-                replica=plan.replica_of_rank(rank),
-                dp=plan.mesh.dp,
-                microbatch=microbatch,
-                microbatches=plan.microbatches,
-            )
-            size = len(whole) * ways // plan.mesh.tp
-            first = plan.shard_of_rank(rank) // ways * size
-            return batch_values(self.data, whole[first : first + size], wanted, DTYPES[self.run.dtype], self.stage.device)
-
-        loss, times = self.program.step(batch)
+        batch = self.loader.batch(self.step_number)
+        following = self.loader.following(self.step_number + 1) if self.streams.loads_ahead else None
+        try:
+            loss, times = self.program.step(batch, following)
+        except RuntimeError as error:
+            raise self._explained(error) from error
         self.step_number += 1
         if keep:
-            self.losses.append(loss / plan.global_batch if self.stage.loss_counts else float("nan"))
+            self.losses.append(loss / self.run.plan.global_batch if self.stage.loss_counts else float("nan"))
             if len(self.recorded) < RECORDED_STEPS:
                 self.recorded.append(times)
+
+    def _explained(self, error: RuntimeError) -> RuntimeError | ExecutionError:
+        """What a GPU's failure means for the run; any other error as it is."""
+        if not isinstance(error, torch.OutOfMemoryError) and not is_lost_device(error):
+            return error
+        found = None if self.checkpoints is None else checkpoint.latest_checkpoint(self.checkpoints)
+        kept = checkpoint_text(None if found is None else found.step)
+        rank, device = self.stage.rank, self.stage.device
+        if not isinstance(error, torch.OutOfMemoryError):
+            return lost_device(rank, str(device), self.step_number, error, kept)
+        held = {line: sum(_bytes_of(tensors)) for line, tensors in self.stage.resident_tensors().items()}
+        predicted = self.run.predicted_memory[rank] if self.run.predicted_memory else {}
+        return out_of_memory(
+            rank=rank,
+            step=self.step_number,
+            predicted=predicted,
+            held=held,
+            allocated_bytes=sum(held.values()) if self.counters is None else self.counters.allocated_bytes(),
+            kept=kept,
+        )
 
     def timed(self, steps: int) -> None:
         """`steps` steps as one round."""
@@ -147,17 +190,23 @@ class RankRun:
         self.cpu_s.append(time.process_time() - cpu)
 
     def measure_memory(self) -> None:
-        """One step under the eyes of the live-bytes counter; its time is not kept."""
-        if self.stage.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.stage.device)
-            self.step(keep=False)
-            self.peak_bytes = int(torch.cuda.max_memory_allocated(self.stage.device))
-            return
+        """One step under the eyes of the live-bytes counter, and on a GPU one more under those of allocator and driver; their
+        times are not kept."""
         with watching(self.stage) as watch:
             self.program.watch = watch
             self.step(keep=False)
             self.peak_bytes, self.memory_lines = watch.live.peak_bytes, watch.peak_lines()
         self.program.watch = StepWatch()
+        self.memory = MemoryUse(live_bytes=self.peak_bytes)
+        if self.counters is not None:
+            self.counters.forget_peaks()
+            self.step(keep=False)
+            self.memory = replace(
+                self.memory,
+                allocated_bytes=self.counters.allocated_bytes(),
+                reserved_bytes=self.counters.reserved_bytes(),
+                driver_bytes=self.counters.driver_bytes(),
+            )
 
     def state(self) -> checkpoint.RankState:
         """What this rank contributes to a checkpoint."""
@@ -182,23 +231,18 @@ class RankRun:
             peak_bytes=self.peak_bytes,
             pace_s=self.pace_s,
             memory_lines=self.memory_lines,
+            memory=self.memory,
         )
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Of every storage once."""
+    return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def run_dataset(run: RunSpec, split: str) -> Dataset:
     """The run's data in the shape its model takes."""
     return dataset_for(run.model, run.dataset, root=run.data_root, split=split, seed=run.seed)
-
-
-def batch_values(
-    data: Dataset, indices: NDArray[np.int64], wanted: Sequence[str], dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """The values a stage reads of one microbatch: "input:0" and "target", as far as wanted."""
-    inputs, targets = data.batch(indices)
-    values = {"input:0": torch.from_numpy(inputs), "target": torch.from_numpy(targets)}
-    if values["input:0"].is_floating_point():
-        values["input:0"] = values["input:0"].to(dtype)
-    return {name: values[name].to(device, non_blocking=True) for name in wanted}
 
 
 def main(job_path: Path) -> None:
@@ -207,13 +251,19 @@ def main(job_path: Path) -> None:
     started = read_place()
     pinning = prepare_rank(started.local_rank, started.local_world_size, device=job.device)
     place = init_group(job.device, timeout_s=job.timeout_s)
+    if place.device.startswith("cuda"):
+        free, total = torch.cuda.mem_get_info(torch.device(place.device))
+        check_alone(place.rank, place.device, total - free)
+    set_switches(tf32=any(run.precision == "tf32" for run in job.runs))
+    if place.rank == 0:
+        write_text_atomically(Path(job.output) / EXECUTION, json.dumps(described(job, place.device), indent=1))
     plans = []
     for run in job.runs:
         layout = PlanIndex(run.plan, Model.load(Path(run.model_path)))
         plans.append((run, layout, lower(run.plan, layout.model)))
     groups = ProcessGroups()
-    for _, _, graph in plans:
-        groups.make(graph)
+    for run, _, graph in plans:
+        groups.make(graph, run.precision)
     runs = [
         RankRun(run, layout, graph, place, groups.mine) if place.rank < run.plan.world_size else None
         for run, layout, graph in plans
@@ -227,7 +277,7 @@ def main(job_path: Path) -> None:
     for entry in runs:
         if entry is not None:
             entry.record().save(Path(job.output) / entry.run.name)
-            entry.streams.close()
+            entry.close()
     close_group(place)
 
 
@@ -266,6 +316,7 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: ProcessPlace, prob
 def _train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
     """Train to step `job.steps`, with checkpoints and switches of plan; then score the result on the test samples."""
     folder = Path(job.output) / "checkpoints"
+    entry.checkpoints = folder
     if job.resume:
         found = checkpoint.latest_checkpoint(folder)
         if found is not None:

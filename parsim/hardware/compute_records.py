@@ -10,7 +10,11 @@ from parsim.hardware.record import NonNegative, Positive, ProfileRecord
 
 
 class ComponentPoint(ProfileRecord):
-    """One measured component: `seconds` is the median over repeats with `ranks_active` ranks computing at once."""
+    """One measured component: `seconds` is the median over repeats with `ranks_active` ranks computing at once.
+
+    Attributes:
+        issue_s: on a GPU, what the host takes to queue it; `seconds` are the device's alone then. None: not measured apart.
+    """
 
     fingerprint: str
     model: str
@@ -23,11 +27,12 @@ class ComponentPoint(ProfileRecord):
     seconds: Positive
     spread: NonNegative
     repeats: int
+    issue_s: NonNegative | None = None
     source: str
 
 
 class OptimizerPoint(ProfileRecord):
-    """One measured optimizer step (zeroing included) over `elements` scalars in `tensors` arrays."""
+    """One measured optimizer step (zeroing included) over `elements` scalars in `tensors` arrays; issue_s as of a component."""
 
     optimizer: str
     elements: int
@@ -37,6 +42,7 @@ class OptimizerPoint(ProfileRecord):
     seconds: Positive
     spread: NonNegative
     repeats: int
+    issue_s: NonNegative | None = None
     source: str
 
 
@@ -118,6 +124,8 @@ class Composition(ProfileRecord):
 
     Attributes:
         factors: by kind of operator, on its launches' seconds.
+        issue_component_s, issue_launch_s: on a GPU, what the host takes to queue a component, and each of its launches; None:
+            not measured apart.
         component_sigma: spread of single components, step_sigma of the computation of whole steps, both of models whose
             components the fit had not seen. models, points: how much it was fitted to.
     """
@@ -130,6 +138,8 @@ class Composition(ProfileRecord):
     seconds_per_parameter_byte: NonNegative
     seconds_per_activation_byte: NonNegative
     factors: dict[str, NonNegative]
+    issue_component_s: NonNegative | None = None
+    issue_launch_s: NonNegative | None = None
     component_sigma: NonNegative
     step_sigma: NonNegative
     models: int

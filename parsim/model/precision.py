@@ -8,7 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from parsim.errors import CostError
 from parsim.model.component import Component, HalfComponent, HalfSharding, HalfValue, Sharding, ShardPeak, Value
+from parsim.model.model import Model
+from parsim.model.number_formats import number_format
 
 HALF_BYTES_PER_ELEMENT = 2
 
@@ -59,8 +62,20 @@ def cast_bytes(component: Component, precision: str) -> int:
 
 
 def is_half(precision: str) -> bool:
-    """Whether it means autocast to a half-precision type."""
-    return precision.startswith("amp")
+    """Whether it means autocast to a half-precision type. (A Model for bf16 is recorded in bf16.)"""
+    return bool(number_format(precision).autocast)
+
+
+def check_recorded(model: Model, precision: str) -> None:
+    """Raise CostError unless the Model's parameters are as wide as the precision stores them."""
+    wanted = number_format(precision).weight_bytes
+    for parameter in model.parameters if wanted == HALF_BYTES_PER_ELEMENT else ():
+        if parameter.element_bytes != wanted:
+            raise CostError(
+                f"precision {precision!r} stores weights in {wanted} bytes, and {model.name} was recorded with "
+                f"{parameter.element_bytes} bytes each ({parameter.name}); name the module, not a saved Model, or set "
+                'precision = "amp_bf16"'
+            )
 
 
 def _sharding(sharding: Sharding, whole: Component, half: HalfComponent) -> Sharding:

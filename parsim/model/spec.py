@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.errors import FactoryError, MissingDependencyError, ModelError, near_matches
 from parsim.files import parse_json
+from parsim.model.component import Component
 from parsim.model.model import GRANULARITIES, Model
 from parsim.model.presets import PRESETS, load_preset
 from parsim.model.tracing.trace import require_torch
@@ -262,6 +263,22 @@ def _build_fake(spec: ModelSpec) -> nn.Module:
         return build_module(spec)
 
 
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """`module.to(dtype)` for one that may be fake: numbers that are not whole change their type, tied weights stay tied."""
+    from torch import nn
+
+    cast: dict[int, Tensor] = {}
+    for owner in module.modules():
+        holders: tuple[dict[str, Any], dict[str, Any]] = owner._parameters, owner._buffers
+        for holder in holders:
+            for key, value in holder.items():
+                if value is not None and value.is_floating_point():
+                    if id(value) not in cast:
+                        own = value.detach().to(dtype)
+                        cast[id(value)] = nn.Parameter(own, value.requires_grad) if isinstance(value, nn.Parameter) else own
+                    holder[key] = cast[id(value)]
+
+
 def example_batch(
     spec: ModelSpec, samples: int, seed: int = 0, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -293,16 +310,19 @@ def loss_of(spec: ModelSpec) -> str:
     return interface_of(resolve(spec)).loss
 
 
-def load_model(spec: ModelSpec, *, granularity: str = "block") -> Model:
+def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "float32") -> Model:
     """The Model of a spec, with the loss as its last component; the same object within one process.
 
-    A shipped preset serves where one matches; otherwise the module is traced on fake tensors.
+    A shipped preset serves where one matches; otherwise the module is traced on fake tensors. In "bfloat16" it always is: sizes
+    of values, weights and what is kept are those of that type, while operators stay in fp32, as costs take them.
 
     Raises:
         ModelError: an unknown name, argument, shape or granularity. TraceError: a module that cannot be cut.
         MissingDependencyError: no preset matches and torch is not installed.
     """
-    return _load(resolve(spec), granularity)
+    if weights == "float32":
+        return _load(resolve(spec), granularity)
+    return _load_as(resolve(spec), granularity, weights)
 
 
 @lru_cache(maxsize=64)
@@ -315,8 +335,28 @@ def _load(spec: ModelSpec, granularity: str) -> Model:
     return trace_spec(spec, granularity)
 
 
-def trace_spec(spec: ModelSpec, granularity: str) -> Model:
-    """Trace the module of a spec with its loss; needs torch."""
+@lru_cache(maxsize=16)
+def _load_as(spec: ModelSpec, granularity: str, weights: str) -> Model:
+    """The Model traced with other weights, its operators as in fp32."""
+    full = _load(spec, granularity)
+    traced = trace_spec(spec, granularity, weights=weights)
+
+    def priced(component: Component) -> Component:
+        whole = full.component(component.name)
+        shardings = tuple(
+            replace(entry, operators=whole.sharding(entry.rule).operators, half=None) for entry in component.shardings
+        )
+        return replace(component, operators=whole.operators, shardings=shardings, half=None)
+
+    return replace(
+        traced,
+        components=tuple(priced(component) for component in traced.components),
+        values=tuple(replace(value, half=None) for value in traced.values),
+    )
+
+
+def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -> Model:
+    """Trace the module of a spec with its loss, its weights in that type of torch's; needs torch."""
     require_torch(f"trace {spec.name}, which has no preset for these arguments")
     import torch
 
@@ -324,10 +364,13 @@ def trace_spec(spec: ModelSpec, granularity: str) -> Model:
 
     spec = resolve(spec)
     kind = interface_of(spec)
-    example = torch.zeros((2, *kind.input_shape), dtype=torch.long if kind.inputs == "tokens" else torch.float32)
+    module = _build_fake(spec)
+    if weights != "float32":
+        _cast(module, getattr(torch, weights))
+    example = torch.zeros((2, *kind.input_shape), dtype=torch.long if kind.inputs == "tokens" else getattr(torch, weights))
     arguments = ", ".join(f"{name}={value}" for name, value in spec.args)
     return model_of(
-        _build_fake(spec),
+        module,
         (example,),
         {},
         granularity=granularity,

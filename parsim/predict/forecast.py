@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from parsim.analyze.breakdown import breakdown
 from parsim.costs.estimate import OverlapFactors
-from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
 from parsim.costs.uncertainty.draws import medians_s, sample_durations_s
 from parsim.engines import dynamic
 from parsim.engines.scenario.asynchronous import asynchronous_program, merges_per_s
@@ -154,7 +153,7 @@ class Played:
             return 0.0
         if checkpoints.write_bytes_per_s is None:
             return checkpoints.write_s or 0.0
-        model, state = self.problem.model, OPTIMIZER_STATE_BYTES_PER_ELEMENT[self.problem.optimizer]
+        model, state = self.problem.model, self.problem.optimizer_state_bytes_per_element
         return (model.parameter_bytes + state * model.parameter_count) / checkpoints.write_bytes_per_s
 
     def evaluation_s(self, run: Run) -> float:

@@ -26,7 +26,9 @@ from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.unsharded_memory import unsharded_bytes
 
 
-def plan_memory(layout: PlanIndex, cluster: Cluster, *, precision: str, optimizer: str) -> tuple[RankMemory, ...]:
+def plan_memory(
+    layout: PlanIndex, cluster: Cluster, *, precision: str, optimizer: str, master_weights: bool = True
+) -> tuple[RankMemory, ...]:
     """One RankMemory per rank, in rank order. Ranks at one place of different replicas differ only by their device; so do tp
     ranks of a stage where no component is placed on one of them."""
     plan, kept = layout.plan, KeptActivations(layout, precision)
@@ -52,6 +54,7 @@ def plan_memory(layout: PlanIndex, cluster: Cluster, *, precision: str, optimize
                 halves_waiting=halves_waiting(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks),
                 optimizer=optimizer,
                 precision=precision,
+                master_weights=master_weights,
                 device=device,
                 backend=cluster.profile.communication.backend,
                 communicators=len({message.group for message in messages}),

@@ -11,11 +11,12 @@ from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.costs.feedback.history import NO_HISTORY, History
 from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections
-from parsim.costs.memory.rank_memory import RankMemory
+from parsim.costs.memory.rank_memory import RankMemory, optimizer_bytes
 from parsim.costs.pricing import Priced, price
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
+from parsim.model.precision import check_recorded
 from parsim.plans.concurrent import concurrent_with
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import Placement
@@ -27,7 +28,7 @@ from parsim.predict.plan_memory import plan_memory
 @dataclass(frozen=True, kw_only=True)
 class PlanningProblem:
     """Attributes:
-    global_batch: samples per step. precision, optimizer: as in RUN.toml. corrections: learnt from a run.
+    global_batch: samples per step. precision, optimizer, master_weights: as in RUN.toml. corrections: learnt from a run.
     zero_stage: that plans are to have. recompute: likewise; "auto": where a plan would not fit, as little as makes it fit.
     history: of the profile's validations, by which intervals are corrected.
     pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
@@ -38,12 +39,21 @@ class PlanningProblem:
     global_batch: int
     precision: str = "fp32"
     optimizer: str = "sgd_momentum"
+    master_weights: bool = True
     corrections: Corrections = NO_CORRECTIONS
     history: History = NO_HISTORY
     zero_stage: int = 0
     recompute: Recompute = NONE
     pins: tuple[tuple[str, Placement], ...] = ()
     forbids: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_recorded(self.model, self.precision)
+
+    @property
+    def optimizer_state_bytes_per_element(self) -> int:
+        """What the optimizer keeps of a parameter."""
+        return optimizer_bytes(self.optimizer, self.precision, master_weights=self.master_weights)[0]
 
     def allows(self, component: str, placement: Placement) -> bool:
         """Whether pins and forbids leave the component this placement."""
@@ -79,7 +89,11 @@ class PlanningProblem:
         """Peak memory of every rank of a plan."""
         if plan not in self._memories:
             self._memories[plan] = plan_memory(
-                self.layout(plan), self.cluster, precision=self.precision, optimizer=self.optimizer
+                self.layout(plan),
+                self.cluster,
+                precision=self.precision,
+                optimizer=self.optimizer,
+                master_weights=self.master_weights,
             )
         return self._memories[plan]
 
@@ -96,6 +110,7 @@ class PlanningProblem:
                 cluster=self.cluster,
                 precision=self.precision,
                 optimizer=self.optimizer,
+                master_weights=self.master_weights,
                 ranks_active=len(set(self.cluster.core_of_rank(ranks))),
                 ranks=ranks,
                 corrections=self.corrections,

@@ -14,6 +14,7 @@ from parsim.hardware.pace import pace_s as pace_of_profile
 from parsim.hardware.profile import Profile
 from parsim.predict.evaluate import Evaluation, unsteady_step_s
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.work import Compute, Mix, OptimizerStep
 
 FloatArray = NDArray[np.float64]
 
@@ -37,7 +38,8 @@ def slowness(profile: Profile, pace_s: FloatArray, ranks: int) -> FloatArray | N
 
 def step_at_pace(problem: PlanningProblem, evaluation: Evaluation, slow: FloatArray) -> float:
     """Seconds of the mean step of an evaluated plan, not folded, with its ranks as slow as they were: the mean over rounds, in
-    each of which every rank's tasks take as many times as long, and communication the mean over its ranks.
+    each of which every rank's tasks take as many times as long, and communication the mean over its ranks. On GPUs the pace is
+    theirs: it changes what they compute, but neither communication, nor loading, nor what waits for the host to queue it.
 
     Args:
         slow: float64 [ranks, rounds], from `slowness`.
@@ -50,10 +52,19 @@ def step_at_pace(problem: PlanningProblem, evaluation: Evaluation, slow: FloatAr
     by_use = slow[columns.resource_rank[columns.uses.values]]
     counts = np.diff(columns.uses.offsets)
     factors = np.add.reduceat(by_use, columns.uses.offsets[:-1], axis=0).T / counts
+    on_gpu = problem.cluster.devices[0].type.kind == "cuda"
+    if on_gpu:
+        paced = np.array(
+            [
+                isinstance(unit.work, Compute | OptimizerStep | Mix) and not entry.host_bound
+                for unit, entry in zip(columns.units, evaluation.estimates, strict=True)
+            ]
+        )
+        factors = np.where(paced[columns.unit], factors, 1.0)
     times = medians_s(evaluation.estimates)[columns.unit] * factors
     sigma = 0.0 if noise is None or noise.probe is None else noise.probe.rank_sigma
     between_s = problem.costs(columns.world_size).between_steps_s
-    return unsteady_step_s(compiled, times, evaluation.overlap, sigma) + between_s * float(slow.mean())
+    return unsteady_step_s(compiled, times, evaluation.overlap, sigma) + between_s * (1.0 if on_gpu else float(slow.mean()))
 
 
 def differs(profile: Profile, factor: float) -> bool:

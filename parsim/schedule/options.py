@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parsim.costs.costs import Costs
-from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
 from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.parameter_buckets import alike, hold
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective
@@ -214,7 +213,7 @@ class Prices:
         own = narrow(component_in(component, precision), placement.rule, placement.ways)
         elements = sum(parameter.elements for parameter in own.parameters)
         weights = sum(parameter.size_bytes for parameter in own.parameters)
-        state = float(OPTIMIZER_STATE_BYTES_PER_ELEMENT[self.problem.optimizer] * elements)
+        state = float(self.problem.optimizer_state_bytes_per_element * elements)
         alike_ranks = self.mesh.dp * {"batch": tp, "shard": tp // placement.ways}.get(placement.kind, 1)
         by_stage = enumerate((state, weights, weights), start=1)  # what ZeRO divides: optimizer state, gradients, parameters
         held = sum(size / alike_ranks if stage <= self.zero_stage else size for stage, size in by_stage)

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, PlanError
-from parsim.execute.job import Job, RunSpec
+from parsim.execute.cuda.faults import check_devices
+from parsim.execute.job import EXECUTION, Job, RunSpec
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.same_machine import differences_from_here
 from parsim.hardware.pace import longer_text
 from parsim.hardware.profile import Profile
 from parsim.model.model import Model
+from parsim.model.number_formats import check_executable
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import Evaluation, evaluate, sampled_durations_s
 from parsim.predict.planning_problem import PlanningProblem
@@ -24,7 +26,7 @@ from parsim.predict.speed import differs, slowness, step_at_pace
 from parsim.report.compare import Comparison, PaceComparison, compare, kind_intervals_s, relative_error
 from parsim.report.tables import format_error
 from parsim.schedule.search import Search
-from parsim.units import format_seconds
+from parsim.units import format_bytes, format_seconds
 from parsim.workflow.config import RunConfig
 from parsim.workflow.load import cluster_of, fixed_plan, is_saved_model, problem_of, search_plans
 from parsim.workflow.run_folder import RunFolder, write_json
@@ -75,7 +77,7 @@ def check_launchable(config: RunConfig) -> None:
 def check_runnable(asked: Answer, nproc: int | None) -> None:
     """Raise unless the plan fits its devices and takes `nproc` processes (None: as many as it needs).
 
-    Raises: DoesNotFitError, ModelError, PlanError.
+    Raises: DoesNotFitError, ExecutionError, ModelError, PlanError.
     """
     plan = asked.evaluation.result.plan
     over = [memory for memory in asked.evaluation.memory if not memory.fits]
@@ -96,11 +98,8 @@ def check_runnable(asked: Answer, nproc: int | None) -> None:
             f"--nproc {nproc} is {more} processes than the plan has ranks ({plan.world_size}: {plan.summary()}); "
             f"use --nproc {plan.world_size}, or set cluster.devices = {nproc} and plan again"
         )
-    if asked.config.training.precision != "fp32" and asked.problem.cluster.devices[0].type.kind == "cpu":
-        raise PlanError(
-            f"training.precision = {asked.config.training.precision!r}: the executor computes in training.dtype, mixed "
-            'precision is only simulated; set precision = "fp32"'
-        )
+    training = asked.config.training
+    check_executable(training.precision, training.dtype, device_kind(asked))
 
 
 def with_every_rank(asked: Answer) -> Answer:
@@ -129,6 +128,9 @@ def run_spec(asked: Answer, name: str, model_path: Path) -> RunSpec:
         data_root=training.data_root,
         dtype=training.dtype,
         seed=training.seed,
+        precision=training.precision,
+        master_weights=training.keeps_master_weights,
+        predicted_memory=tuple(memory.tensor_lines for memory in asked.evaluation.memory),
     )
 
 
@@ -146,10 +148,16 @@ def warn_of_profile(asked: Answer) -> list[str]:
 
 
 def launch_job(job: Job, folder: RunFolder, say: Say) -> None:
-    """Save the job beside its run and launch it. Raises ExecutionError; nothing is left running."""
+    """Save the job beside its run and launch it; environment.json says in which numbers it computed.
+
+    Raises ExecutionError; nothing is left running.
+    """
+    if job.device == "cuda":
+        check_devices(job.world_size, visible_gpus())
     folder.path.mkdir(parents=True, exist_ok=True)
     job.save(folder.job)
-    write_json(folder.environment, describe_environment())
+    environment = describe_environment()
+    write_json(folder.environment, environment)
 
     def on_line(line: str) -> None:
         if line.startswith(PROGRESS):
@@ -157,6 +165,33 @@ def launch_job(job: Job, folder: RunFolder, say: Say) -> None:
             say(", ".join(f"{name} {value}" for name, value in event.items()))
 
     launch(folder.job, job.world_size, on_line=on_line)
+    execution = json.loads((Path(job.output) / EXECUTION).read_text())
+    write_json(folder.environment, {**environment, "execution": execution})
+
+
+def visible_gpus() -> int:
+    """How many GPUs torch sees on this host."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def nearest_that_fits(asked: Answer) -> str:
+    """The fastest plan of the search that needs less memory than the one that ran out of it, in words; "" without a search."""
+    if asked.search is None:
+        return ""
+    failed = max(asked.evaluation.result.peak_memory_bytes)
+    smaller = [
+        entry.result for entry in asked.search.candidates if entry.result.fits and max(entry.result.peak_memory_bytes) < failed
+    ]
+    if not smaller:
+        return "None of the plans that were compared needs less memory."
+    best = min(smaller, key=lambda result: result.step_s.median)
+    slower = best.step_s.median / asked.evaluation.result.step_s.median - 1
+    return (
+        f"The nearest plan that needs less is {best.plan.summary()}: {format_bytes(failed - max(best.peak_memory_bytes))} less "
+        f"per rank, predicted {slower:+.0%} in step time; set plan.strategy = {best.strategy!r}."
+    )
 
 
 def measured(folder: RunFolder, run: str, evaluation: Evaluation) -> Measurement:
@@ -234,6 +269,7 @@ def ask_again(folder: RunFolder) -> Answer:
         history=folder.read_history(profile),
         global_batch=plan.global_batch,
         precision=config.training.precision,
+        master_weights=config.training.keeps_master_weights,
         optimizer=config.training.optimizer,
     )
     fold = False if folder.job.is_file() else None

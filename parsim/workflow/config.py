@@ -39,7 +39,7 @@ Parts = Annotated[int, Field(strict=True, ge=1, le=MOST_PARTS)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Scalar = StrictBool | StrictInt | Number | StrictStr
 
-Precision = Literal["fp32", "amp_fp16", "amp_bf16"]
+Precision = Literal["fp32", "tf32", "amp_fp16", "amp_bf16", "bf16", "fp8"]
 Optimizer = Literal["sgd", "sgd_momentum", "adam", "adamw"]
 Dataset = Literal["digits", "cifar10", "cifar100", "synthetic"]
 Dtype = Literal["float32", "float64"]
@@ -93,6 +93,9 @@ class TrainingSection(ConfigSection):
     global_batch: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLES)]
     """Samples per step over all replicas."""
     precision: Precision = "fp32"
+    """What is computed and stored in which type (docs/design.md, "Precision"); fp8 is priced only."""
+    master_weights: StrictBool | None = None
+    """With precision = "bf16": whether the optimizer updates copies of the weights in fp32; left out: it does."""
     optimizer: Optimizer = "sgd_momentum"
     learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
     """Left out: 0.05 for sgd and sgd_momentum, 0.001 for adam and adamw."""
@@ -105,6 +108,10 @@ class TrainingSection(ConfigSection):
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     dtype: Dtype = "float32"
     """Of the weights of a real run."""
+
+    @property
+    def keeps_master_weights(self) -> bool:
+        return self.master_weights is not False
 
     @property
     def resolved_learning_rate(self) -> float:
@@ -295,7 +302,17 @@ _OTHER_NAMES = {
 
 def _check_plan_section(config: RunConfig) -> None:
     """What no single key can say: hand-written plans, the mesh against the devices, and what exists today."""
-    plan, cluster = config.plan, config.cluster
+    plan, cluster, training = config.plan, config.cluster, config.training
+    if training.master_weights is not None and training.precision != "bf16":
+        raise ConfigError(
+            f'training.master_weights = {str(training.master_weights).lower()} belongs to precision = "bf16" alone, and '
+            f'training.precision = {training.precision!r}: drop master_weights, or set precision = "bf16"'
+        )
+    if training.dtype != "float32" and training.precision != "fp32":
+        raise ConfigError(
+            f"training.dtype = {training.dtype!r} and training.precision = {training.precision!r} contradict each other; drop "
+            "one of them"
+        )
     if plan.plan_path is None and plan.strategy not in STRATEGIES:
         instead = _OTHER_NAMES.get(plan.strategy.lower())
         near = f"; set {instead}" if instead else near_matches(plan.strategy, STRATEGIES)
@@ -449,6 +466,7 @@ _EXAMPLES = {
     "training.learning_rate": "learning_rate = 0.05",
     "training.epochs": "epochs = 10",
     "training.steps": "steps = 100",
+    "training.master_weights": "master_weights = true",
     "training.seed": "seed = 0",
     "plan.strategy": 'strategy = "adaptive"',
     "plan.mesh": "mesh = { pp = 2, dp = 2, tp = 1 }",

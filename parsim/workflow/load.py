@@ -35,6 +35,7 @@ def problem_of(config: RunConfig) -> PlanningProblem:
         cluster=cluster,
         global_batch=config.training.global_batch,
         precision=config.training.precision,
+        master_weights=config.training.keeps_master_weights,
         optimizer=config.training.optimizer,
         history=read_history(history_path(config.cluster.profile, config.cluster.history), cluster.profile),
         zero_stage=config.plan.zero_stage,
@@ -64,11 +65,13 @@ def model_of(config: RunConfig) -> Model:
         ModelError: an unknown or broken model. ConfigError: arguments for a model that is read from a file.
     """
     from parsim.model.model import Model
+    from parsim.model.number_formats import recorded_weights
     from parsim.model.spec import load_model
 
     path = Path(config.model.name)
     if path.suffix != ".json" or not is_saved_model(path):
-        return load_model(config.model_spec, granularity=config.model.granularity)
+        weights = recorded_weights(config.training.precision)
+        return load_model(config.model_spec, granularity=config.model.granularity, weights=weights)
     if config.model.args or config.model.input_shape is not None:
         raise ConfigError(f"{path} holds a finished Model: model.args and model.input_shape cannot change it; drop them")
     model = Model.load(path)

@@ -13,6 +13,7 @@ import torch
 
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.measurement import RankRecord
+from parsim.execute.numerics import numerics_of
 from parsim.execute.processes.launch import launch
 from parsim.execute.reference import ReferenceResult, largest_difference, train_reference
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
@@ -24,8 +25,6 @@ from parsim.model.spec import ModelSpec, load_model
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.plans.recompute import NONE, Recompute
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +38,17 @@ class Case:
     learning_rate: float = 0.02
     dtype: str = "float64"
     granularity: str = "block"
+    precision: str = "fp32"
+    master_weights: bool = True
+    loss_scale: float = 65536.0
+    loss_scale_growth_steps: int = 2000
 
     @property
     def model(self) -> Model:
         return load_model(self.spec, granularity=self.granularity)
 
     def __str__(self) -> str:
-        return f"{self.spec.name} {self.plan.summary()} {self.optimizer} {self.dtype}"
+        return f"{self.spec.name} {self.plan.summary()} {self.optimizer} {self.dtype} {self.precision}"
 
 
 def even_plan(
@@ -102,6 +105,10 @@ def run_cases(cases: Sequence[Case], folder: Path, *, steps: int) -> list[RunSpe
                 dataset=case.dataset,
                 dtype=case.dtype,
                 seed=number,
+                precision=case.precision,
+                master_weights=case.master_weights,
+                loss_scale=case.loss_scale,
+                loss_scale_growth_steps=case.loss_scale_growth_steps,
             )
         )
     job = Job(output=str(folder), mode="measure", runs=tuple(runs), steps=steps - 1, rounds=1, warmup_steps=0, keep_state=True)
@@ -119,24 +126,27 @@ class Difference:
     optimizer: float
     buffers: float
     losses: float
+    loss_scale: float = 0.0
 
     @property
     def worst(self) -> float:
-        return max(self.parameters, self.optimizer, self.buffers, self.losses)
+        return max(self.parameters, self.optimizer, self.buffers, self.losses, self.loss_scale)
 
 
 def compare_case(case: Case, run: RunSpec, folder: Path, *, steps: int) -> Difference:
     """What the ranks ended with, against plain training in this process."""
+    numerics = numerics_of(run, torch.device("cpu"))
     expected = train_reference(
         case.spec,
         case.plan,
         run_dataset(run, "train"),
         optimizer=case.optimizer,
         learning_rate=case.learning_rate,
-        dtype=DTYPES[case.dtype],
+        dtype=numerics.weights,
         seed=run.seed,
         steps=steps,
         model=case.model,
+        numerics=numerics,
     )
     found = latest_checkpoint(folder / run.name / "checkpoints")
     assert found is not None
@@ -153,6 +163,7 @@ def compare_case(case: Case, run: RunSpec, folder: Path, *, steps: int) -> Diffe
         optimizer=optimizer,
         buffers=_buffer_difference(case, expected, folder / run.name / "checkpoints"),
         losses=_loss_difference(case, run, expected, folder),
+        loss_scale=abs(float(state.progress["loss_scale"][0]) - expected.loss_scale) if state.progress else 0.0,
     )
 
 

@@ -45,6 +45,8 @@ from parsim.hardware.pace import slowness_today
 from parsim.hardware.profile import load_profile, save_profile
 from parsim.model.shard.narrow import narrow
 from parsim.model.spec import ModelSpec, build_module, load_model
+from parsim.units import GIB
+from parsim.workflow.doctor import Found, Gpu
 from tests.execute.forked import run_ranks
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
@@ -549,12 +551,15 @@ def test_quick_calibration_of_this_machine(tmp_path: Path, nproc: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_failing_rank_leaves_no_file_and_one_message(tmp_path: Path) -> None:
-    """GPUs that are not there: the ranks fail, the old profile stays."""
+def test_a_failing_rank_leaves_no_file_and_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs that are gone when the ranks begin: they fail, the old profile stays."""
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
+    gone = Gpu(name="NVIDIA X", free_bytes=79 * GIB, total_bytes=80 * GIB, capability=(9, 0))
+    there = Found(torch=torch.__version__, cuda_build="13.0", backends=("gloo", "nccl"), gpus=(gone, gone))
+    monkeypatch.setattr("calibration.rounds.calibrate.look_apart", lambda: there)
     out = tmp_path / "here.json"
     out.write_text("old")
     with pytest.raises(ExecutionError, match="GPU"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from calibration.fit.composition import MIN_COMPONENTS, Measured, fit_compositions, without_model
 from calibration.fit.surfaces import consistent_operators, fit_surfaces
-from calibration.measure.operator_shapes import MAX_ELEMENTS, MAX_FLOP, operator_launches
+from calibration.measure.operator_shapes import CPU_REACH, operator_launches
 from parsim.costs.compute.composition import KINDS, Parts, component_parts, composed_s
 from parsim.costs.compute.launches import Launch, component_launches
 from parsim.costs.compute.surfaces import TERMS, SurfaceModel, distances, log_sizes, surface_seconds
@@ -188,9 +188,9 @@ def test_the_shapes_are_the_same_every_time_and_affordable() -> None:
     for launch in LAUNCHES:
         sizes = dict(launch.sizes)
         if launch.kind == "matmul":
-            assert 2 * np.prod(list(sizes.values())) <= MAX_FLOP
+            assert 2 * np.prod(list(sizes.values())) <= CPU_REACH.max_flop
         if launch.kind == "memory_bound":
-            assert sizes["elements"] <= MAX_ELEMENTS
+            assert sizes["elements"] <= CPU_REACH.max_elements
 
 
 def test_every_kind_is_measured_in_all_its_phases() -> None:

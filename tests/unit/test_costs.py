@@ -30,7 +30,7 @@ from parsim.plans.plan import Plan, Stage
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import Collective, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
-from parsim.work import ComputeRecords as ComputeWork
+from parsim.work import Compute as ComputeWork
 from tests.models import chain_model
 
 MODEL = chain_model()

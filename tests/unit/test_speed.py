@@ -28,8 +28,14 @@ def profile_with(noise: Noise | None) -> Profile:
     return load_profile("dgx1-v100-32gb").model_copy(update={"noise": noise})
 
 
+def on_cores(profile: Profile) -> Profile:
+    """The same machine as one of CPU ranks: the pace of a core is that of everything its rank does."""
+    text = profile.model_dump_json().replace('"kind":"cuda"', '"kind":"cpu"').replace('"gpu', '"cpu')
+    return Profile.model_validate_json(text)
+
+
 def noise(probe: ProbeSeconds | None, *, rank_sigma: float = 0.0) -> Noise:
-    return Noise(drift_sigma=0.1, rank_sigma=rank_sigma, probe=probe, source="throughput")
+    return Noise(drift_sigma=0.1, rank_sigma=rank_sigma, probe=probe, source="drift")
 
 
 def problem_on(devices: int, profile: Profile | None = None) -> PlanningProblem:
@@ -48,7 +54,7 @@ def paced_s(problem: PlanningProblem, plan: Plan, slow: FloatArray) -> float:
 
 @pytest.mark.parametrize("family", ["dp", "mp"])
 def test_a_machine_as_many_times_as_slow_takes_as_many_times_as_long(family: str) -> None:
-    problem = problem_on(2)
+    problem = problem_on(2, on_cores(profile_with(None)))
     plan = plan_of(problem, family)
     usual = evaluate(problem, plan, samples=0).result.step_s.median
     for factor in (0.8, 1.0, 1.3):
@@ -58,7 +64,7 @@ def test_a_machine_as_many_times_as_slow_takes_as_many_times_as_long(family: str
 def test_data_parallel_ranks_wait_for_the_one_that_is_slow_in_each_round() -> None:
     """Means over rounds are alike, but the ranks are slow in turn: each round takes as long as with both of them slow, but for
     communication, which takes the mean of its ranks."""
-    problem = problem_on(2)
+    problem = problem_on(2, on_cores(profile_with(None)))
     plan = plan_of(problem, "dp")
     evaluation = evaluate(problem, plan, samples=0)
     usual_s = evaluation.result.step_s.median
@@ -113,8 +119,8 @@ def refreshed(profile: Profile, alone: float, together: float) -> Profile:
 @pytest.mark.parametrize("family", ["dp", "mp"])
 def test_a_profile_is_brought_to_todays_pace(family: str) -> None:
     """Every price is as many times as long, one rank's by the pace of one alone; what a run finds is against today's."""
-    host = HostOverhead(task_s=1e-3, step_s=0.25, resume_s=0.01, load_s=0.1, source="throughput")
-    known = profile_with(noise(THEN, rank_sigma=0.1)).model_copy(update={"host": host})
+    host = HostOverhead(task_s=1e-3, step_s=0.25, resume_s=0.01, load_s=0.1, source="drift")
+    known = on_cores(profile_with(noise(THEN, rank_sigma=0.1)).model_copy(update={"host": host}))
     known = known.model_copy(update={"devices": known.devices[:2]})
     today = refreshed(known, alone=3e-3, together=3.6e-3)
     then, now = problem_on(2, known), problem_on(2, today)

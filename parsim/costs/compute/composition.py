@@ -97,6 +97,14 @@ def composed_s(parts: Parts, composition: Composition | None) -> float:
     )
 
 
+def composed_issue_s(parts: Parts, composition: Composition | None) -> float:
+    """Seconds of the host to queue the component's launches on a GPU; 0 where they were not measured apart."""
+    if composition is None:
+        return 0.0
+    per_component, per_launch = composition.issue_component_s or 0.0, composition.issue_launch_s or 0.0
+    return per_component * parts.components + per_launch * parts.launches
+
+
 def composition_of(compositions: Sequence[Composition], phase: Phase, device_type: str, precision: str) -> Composition | None:
     """That of the phase; halves of a backward go by the backward's."""
     wanted = (Phase.FORWARD if phase is Phase.FORWARD else Phase.BACKWARD, device_type, precision)
@@ -133,6 +141,7 @@ def composed_estimate(
         parameters=tuple(parameters),
         detail=detail,
         extrapolated=parts.outside_s > extrapolated_share * total,
+        issue_s=composed_issue_s(parts, composition),
     )
 
 

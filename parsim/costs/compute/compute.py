@@ -42,6 +42,7 @@ from parsim.hardware.compute_records import ComponentPoint, OptimizerPoint
 from parsim.hardware.device import Device
 from parsim.hardware.profile import Profile
 from parsim.model.component import Component
+from parsim.model.number_formats import number_format
 from parsim.model.shard.narrow import narrow
 from parsim.units import format_seconds
 from parsim.work import Compute, OptimizerStep, Phase
@@ -157,6 +158,10 @@ def estimate_compute(
     return _from_operators(work, part, device, profile, precision, input_gradient, surfaces)
 
 
+MASTER_ACCESSES = 3
+"""Of 4 bytes per element: two casts between fp32 and half precision, 6 bytes each."""
+
+
 def estimate_optimizer(
     work: OptimizerStep,
     optimizer: str,
@@ -164,12 +169,15 @@ def estimate_optimizer(
     profile: Profile,
     precision: str,
     ranks_active: int | None = None,
+    *,
+    master_weights: bool = True,
 ) -> Estimate:
     """Seconds of one optimizer step and of zeroing the gradients.
 
     Measured: seconds per step, element and tensor through the points of this optimizer and device type. Else, on a device with
     published or fitted numbers: the bytes of the foreach operations over the memory bandwidth. Under autocast one more read and
-    write of the gradients unscales them.
+    write of the gradients unscales them. Weights in half precision move half the bytes; with master weights the update is that
+    of fp32, beside two casts: gradients to fp32, copies to half precision.
 
     Raises:
         CostError: unknown optimizer, or nothing known for this device.
@@ -182,6 +190,11 @@ def estimate_optimizer(
     points = [
         point for point in profile.compute.optimizers if point.optimizer == optimizer and point.device_type == device.type.name
     ]
+    if points and number_format(precision).weight_bytes < 4:
+        raise CostError(
+            f"the profile measured {optimizer} on {device.type.name} with weights of 4 bytes, and precision {precision!r} has "
+            f'{number_format(precision).weight_bytes}; set precision = "amp_bf16", or use a profile with published peaks'
+        )
     if points:
         return _measured_optimizer(work, optimizer, _under_load(points, ranks_active), drift)
     if not has_published_peaks(device, profile):
@@ -189,9 +202,13 @@ def estimate_optimizer(
             f"no cost is known for a step of {optimizer} over {work.elements} elements on {device.type.name}: "
             f"calibrate with that optimizer (`parsim calibrate`)"
         )
-    accesses = FOREACH_ACCESSES_PER_ELEMENT[optimizer] + (2 if precision.startswith("amp") else 0)
+    kind = number_format(precision)
+    accesses = FOREACH_ACCESSES_PER_ELEMENT[optimizer] + (2 if kind.autocast else 0)
+    width = 4
+    if kind.weight_bytes < width:
+        accesses, width = (accesses + MASTER_ACCESSES, width) if master_weights else (accesses, kind.weight_bytes)
     fit = fit_for(profile.compute.operator_fits, "memory_bound", "forward", "fp32", device.type.name)
-    size_bytes = 4 * accesses * work.elements
+    size_bytes = width * accesses * work.elements
     kernel = Kernel(kind="memory_bound", phase="forward", count=1, flop=0.0, size_bytes=size_bytes)
     seconds, sigma, source, outside = price_kernel(kernel, fit, device, "fp32")
     factor, spread = efficiency_of(profile, device, precision)
@@ -219,6 +236,10 @@ def _measured(
     spread = median(point.spread for point in chosen)
     repeats = sum(point.repeats for point in chosen) / len(samples)
     value, how, doublings = interpolate_s(samples, seconds, work.samples)
+    issues = [_issue_s(curve[count]) for count in samples]
+    known = [issue_s for issue_s in issues if issue_s is not None]
+    # the number of kernels does not follow the samples: outside the measured counts it stays
+    issue_s = float(np.interp(work.samples, samples, known)) if len(known) == len(samples) else 0.0
     own = math.hypot(spread / math.sqrt(max(1.0, repeats)), MIN_MEASURED_SIGMA)
     if work.samples not in curve:
         own = math.hypot(own, INTERPOLATION_SIGMA + EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings)
@@ -229,7 +250,14 @@ def _measured(
         repeat_sigma=spread,
         detail=f"measured with {chosen[0].ranks_active} ranks active, {how}",
         extrapolated=doublings > 0,
+        issue_s=issue_s,
     )
+
+
+def _issue_s(points: Sequence[ComponentPoint] | Sequence[OptimizerPoint]) -> float | None:
+    """What the host takes to queue it, median; None where it was not measured apart."""
+    known = [point.issue_s for point in points if point.issue_s is not None]
+    return median(known) if known else None
 
 
 def _half(
@@ -255,6 +283,7 @@ def _half(
         repeat_sigma=whole.repeat_sigma,
         detail=f"{share:.0%} of the backward, {whole.detail}",
         extrapolated=True,
+        issue_s=share * whole.issue_s,
     )
 
 
@@ -267,6 +296,7 @@ def _scaled(measured: Estimate, share: float, times: int, base: str) -> Estimate
         repeat_sigma=measured.repeat_sigma,
         detail=f"{share:.0%} of {base}, {measured.detail}",
         extrapolated=True,
+        issue_s=measured.issue_s,  # a shard launches as many kernels
     )
 
 
@@ -304,10 +334,12 @@ def _measured_optimizer(
     sigma = math.hypot(MIN_MEASURED_SIGMA, 0.0 if exact else INTERPOLATION_SIGMA + EXTRAPOLATION_SIGMA_PER_DOUBLING * outside)
     if exact:
         seconds = median(point.seconds for point in exact)
+        issue_s = _issue_s(exact)
         how = f"measured at {work.elements} elements in {work.tensors} tensors"
     else:
         per_step, per_element, per_tensor = _affine(tuple((point.elements, point.tensors, point.seconds) for point in points))
         seconds = per_step + per_element * work.elements + per_tensor * work.tensors
+        issue_s = _queueing_s(points, work)
         how = (
             f"{format_seconds(per_step)} + {format_seconds(per_element)} per element + {format_seconds(per_tensor)} per tensor "
             f"through {len(points)} measured steps"
@@ -319,7 +351,17 @@ def _measured_optimizer(
         repeat_sigma=spread,
         detail=how,
         extrapolated=outside > 0,
+        issue_s=issue_s or 0.0,
     )
+
+
+def _queueing_s(points: Sequence[OptimizerPoint], work: OptimizerStep) -> float | None:
+    """By the line through the measured steps; None where nobody measured it apart."""
+    known = tuple((point.elements, point.tensors, point.issue_s) for point in points if point.issue_s)
+    if not known:
+        return None
+    per_step, per_element, per_tensor = _affine(known)
+    return per_step + per_element * work.elements + per_tensor * work.tensors
 
 
 @lru_cache(maxsize=64)

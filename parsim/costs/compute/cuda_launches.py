@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 
 from parsim.costs.compute.operators import Kernel, element_bytes, forward_kernels, halved_backward_kernels
 from parsim.model.component import Operator
+from parsim.model.number_formats import number_format
 
 FULL_BYTES = 4
 CAST_BYTES = 6
@@ -104,7 +105,7 @@ def cuda_forward(operator: Operator, samples: int, precision: str, *, full_strea
     if passes is not None:
         return _launches(operator, samples, precision, passes, passes.forward)
     (kernel,) = forward_kernels(operator, samples, precision)
-    if full_stream and element_bytes(precision) < FULL_BYTES and _is_residual(operator):
+    if full_stream and _is_autocast(precision) and _is_residual(operator):
         return (replace(kernel, size_bytes=(FULL_BYTES + 2 + FULL_BYTES) * _elements(operator, samples)),)
     return (kernel,)
 
@@ -127,7 +128,7 @@ def cuda_backward_halves(
     if operator.function in ("add", "add_"):
         if not _is_residual(operator):
             return (), ()
-        if full_stream and element_bytes(precision) < FULL_BYTES:
+        if full_stream and _is_autocast(precision):
             size_bytes = (3 * FULL_BYTES + CAST_BYTES) * _elements(operator, samples)
             return (replace(forward, size_bytes=size_bytes),), ()
         return (forward,), ()
@@ -141,17 +142,22 @@ def has_full_stream(operators: tuple[Operator, ...]) -> bool:
 
 def _launches(operator: Operator, samples: int, precision: str, passes: Passes, times: float) -> tuple[Kernel, ...]:
     half = element_bytes(precision)
-    width = max(half, FULL_BYTES) if passes.full else half
+    width = max(half, FULL_BYTES) if passes.full and _is_autocast(precision) else half
     elements = _elements(operator, samples)
     kernels = [_moved(operator, (times * width + passes.mask_bytes) * elements)] if times else []
-    if passes.cast and half < FULL_BYTES:
+    if passes.cast and half < FULL_BYTES and _is_autocast(precision):
         kernels.append(_moved(operator, CAST_BYTES * elements))
     return tuple(kernels)
 
 
+def _is_autocast(precision: str) -> bool:
+    """Whether autocast decides, call by call, what is computed in fp32: where everything is bf16 nothing is cast."""
+    return bool(number_format(precision).autocast)
+
+
 def _weight_casts(operator: Operator, precision: str) -> tuple[Kernel, ...]:
     """To half precision in the forward, of the gradient to fp32 in the backward: as many bytes."""
-    if operator.kind not in ("matmul", "convolution") or not operator.parameter_bytes or not precision.startswith("amp"):
+    if operator.kind not in ("matmul", "convolution") or not operator.parameter_bytes or not _is_autocast(precision):
         return ()
     return (_moved(operator, CAST_BYTES / FULL_BYTES * operator.parameter_bytes),)
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 
 from parsim.errors import CostError
 from parsim.model.component import Operator
+from parsim.model.number_formats import number_format
 
 FAMILIES = ("dense", "3x3", "other")
 BACKWARD_BYTES = 3 / 2
@@ -155,8 +156,8 @@ def backward_kernels(operator: Operator, samples: int, precision: str, *, input_
 
 
 def element_bytes(precision: str) -> int:
-    """Bytes of an activation in a kernel: 2 under autocast, 8 in fp64, else 4."""
-    return 2 if precision.startswith("amp") else 8 if precision == "fp64" else 4
+    """Bytes of an activation in a kernel. Raises CostError for an unknown precision."""
+    return number_format(precision).element_bytes
 
 
 def _matmul(operator: Operator, samples: int, size_bytes: float) -> Kernel:

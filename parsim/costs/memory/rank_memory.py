@@ -25,6 +25,7 @@ from typing import NamedTuple
 from parsim.errors import CostError, near_matches
 from parsim.hardware.device import DeviceType
 from parsim.model.component import Component, Parameter, Value
+from parsim.model.number_formats import number_format
 from parsim.model.precision import cast_bytes
 from parsim.units import MIB, format_bytes
 
@@ -33,6 +34,26 @@ OPTIMIZER_STATE_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum"
 
 OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum": 0, "adam": 4, "adamw": 4}
 """Foreach Adam keeps the root of the second moment of all parameters at once; activations are free by then."""
+
+FULL_BYTES = 4
+
+
+def optimizer_bytes(optimizer: str, precision: str, *, master_weights: bool) -> tuple[int, int]:
+    """Bytes per parameter that stay, and that an update takes besides. With weights in half precision: as wide as these; or
+    as wide as fp32, with a copy of the weights that stays and one of the gradients during the update.
+
+    Raises CostError for an unknown optimizer.
+    """
+    if optimizer not in OPTIMIZER_STATE_BYTES_PER_ELEMENT:
+        raise CostError(f"unknown optimizer {optimizer!r}{near_matches(optimizer, OPTIMIZER_STATE_BYTES_PER_ELEMENT)}")
+    state, temporary = OPTIMIZER_STATE_BYTES_PER_ELEMENT[optimizer], OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer]
+    width = number_format(precision).weight_bytes
+    if width >= FULL_BYTES:
+        return state, temporary
+    if master_weights:
+        return state + FULL_BYTES, temporary + FULL_BYTES
+    return state * width // FULL_BYTES, temporary * width // FULL_BYTES
+
 
 NCCL_COMMUNICATOR_BYTES = 256 * MIB
 """Assumed per communicator: about a dozen channels, each with send and receive buffers of 4 MiB (the default
@@ -172,6 +193,7 @@ def rank_memory(
     recomputed: Mapping[str, Again] = MappingProxyType({}),
     arriving_bytes: float = 0.0,
     unsure_arriving_bytes: float = 0.0,
+    master_weights: bool = True,
 ) -> RankMemory:
     """Peak memory of the rank that holds `components`.
 
@@ -192,6 +214,7 @@ def rank_memory(
         recomputed: by component that runs its forward twice, what changes then.
         arriving_bytes: buffers of transfers that other ranks send, or will send, before they are wanted here, at most.
         unsure_arriving_bytes: that part of it which is there only if the others are as far ahead as the order allows.
+        master_weights: where weights are stored in half precision, the optimizer updates copies in fp32.
         weights: None where the rank holds, and updates, all parameters of its components.
 
     Returns:
@@ -203,8 +226,7 @@ def rank_memory(
     Raises:
         CostError: unknown optimizer, samples or in_flight < 1, or samples by component without their boundary.
     """
-    if optimizer not in OPTIMIZER_STATE_BYTES_PER_ELEMENT:
-        raise CostError(f"unknown optimizer {optimizer!r}{near_matches(optimizer, OPTIMIZER_STATE_BYTES_PER_ELEMENT)}")
+    state_bytes, temporary_bytes = optimizer_bytes(optimizer, precision, master_weights=master_weights)
     samples = _samples_of(components, microbatch_samples)
     alive = _alive_of(samples, in_flight)
     most = max(alive.values(), default=1)
@@ -220,7 +242,7 @@ def rank_memory(
     loaded = most if loaded_microbatches is None else loaded_microbatches
     inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
     ends = [own + (0 if c.name in recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
-    update = OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements - activations - casts - held
+    update = temporary_bytes * weights.updated_elements - activations - casts - held
     least, unsharded, workspace = _transient_bytes(components, samples, ends, boundary, again, weights, update)
     beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
     lines = {
@@ -228,7 +250,7 @@ def rank_memory(
         "casts": casts,
         "gradients": weights.gradient_bytes,
         "unsharded": unsharded,
-        "optimizer_state": OPTIMIZER_STATE_BYTES_PER_ELEMENT[optimizer] * weights.updated_elements,
+        "optimizer_state": state_bytes * weights.updated_elements,
         "buffers": sum(component.buffer_bytes for component in components),
         "activations": activations,
         "boundary_values": held,

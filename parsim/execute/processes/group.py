@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from parsim.errors import ExecutionError, ParsimError
 from parsim.execute.processes.priority import threads_with_priority
@@ -158,6 +158,17 @@ def _threads_of(backend: str) -> contextlib.AbstractContextManager[bool | None]:
     return threads_with_priority() if backend == BACKENDS["cpu"] else contextlib.nullcontext()
 
 
+def urgent_options(backend: str) -> Any:
+    """NCCL launches transfers on streams of its own: they come before computation, as the rank's communication streams do."""
+    if backend != BACKENDS["cuda"]:
+        return None
+    from torch import distributed
+
+    options = distributed.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options
+
+
 Stream = tuple[str, tuple[int, ...]]
 
 
@@ -179,7 +190,8 @@ def make_groups(streams: Sequence[Stream], *, timeout_s: float = 120.0) -> dict[
         if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= member < world_size for member in ranks):
             raise ExecutionError(f"stream {name!r} has ranks {ranks}; list each once, from 0 to {world_size - 1}")
         with _threads_of(distributed.get_backend()):
-            group = distributed.new_group(list(ranks), timeout=timeout, group_desc=name)
+            options = urgent_options(distributed.get_backend())
+            group = distributed.new_group(list(ranks), timeout=timeout, group_desc=name, pg_options=options)
         if rank in ranks:
             groups[name, ranks] = group
     return groups

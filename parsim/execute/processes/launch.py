@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from parsim.errors import ExecutionError, MissingDependencyError
+from parsim.errors import ExecutionError, MissingDependencyError, OutOfMemoryError
 from parsim.execute.processes.group import ErrorRecord, error_path, read_error
 from parsim.execute.processes.processes import MARK_VARIABLE, PARENT_VARIABLE, kill_launch
 from parsim.units import format_seconds
@@ -58,7 +58,8 @@ def launch(
         max_restarts: how often torchrun starts all ranks anew after a failure.
 
     Raises:
-        ExecutionError: a rank failed (which, how, what it said last), the time ran out, or torchrun would not start.
+        ExecutionError: a rank failed (which, how, what it said last), the time ran out, or torchrun would not start; an
+            OutOfMemoryError if a GPU's memory was too small.
         MissingDependencyError: torch is not installed.
     """
     if nproc < 1:
@@ -202,7 +203,8 @@ def _raise_failure(folder: Path, nproc: int, scratch: Path, output: _Output, tim
     if killed:
         raise ExecutionError(_status_text(killed[0], nproc, statuses[killed[0]], output))
     if own:
-        raise ExecutionError(_record_text(own[0], nproc, folder))
+        kind = OutOfMemoryError if own[0].kind == OutOfMemoryError.__name__ and own[0].reported else ExecutionError
+        raise kind(_record_text(own[0], nproc, folder))
     if unexplained:
         raise ExecutionError(_status_text(unexplained[0], nproc, statuses[unexplained[0]], output))
     if timeout_s is not None:

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from parsim.execute.state.fragments import Fragment
 
 SCHEMA_VERSION = 2
-_SECTIONS = ("weights", "buffers", "optimizer", "rng")
+_SECTIONS = ("weights", "buffers", "optimizer", "progress", "rng")
+_UNNAMED = ("progress", "rng")
+"""Sections whose names are no parameters or buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class RankState:
 
     Attributes:
         optimizer: parameter name to its state, e.g. {"momentum_buffer": Tensor}. rng: "cpu", "cuda".
+        progress: what training has learnt beside the weights and is the same on every rank: "loss_scale" with fp16.
         fragments: by section ("weights", "buffers", "optimizer") and name, which part of the whole it is, where not all.
     """
 
@@ -55,6 +58,7 @@ class RankState:
     optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rng: Mapping[str, Tensor] = field(default_factory=dict)
     fragments: Mapping[str, Mapping[str, Fragment]] = field(default_factory=dict)
+    progress: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +162,10 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
     for entry in sorted(entries, key=lambda entry: (entry.rank != rank, entry.rank)):
         missing: list[tuple[str, str, Fragment]] = []
         for section in _SECTIONS if entry.rank == rank else _SECTIONS[:-1]:
-            for name in entry.names[section]:
+            for name in entry.names.get(section, ()):  # checkpoints of before have no progress
                 given = entry.fragments.get(section, {}).get(name)
                 part = WHOLE if given is None else Fragment._make([*given[:-1], tuple(given[-1])])
-                if part not in found[section].get(name, {}) and (section == "rng" or wanted is None or name in wanted):
+                if part not in found[section].get(name, {}) and (section in _UNNAMED or wanted is None or name in wanted):
                     missing.append((section, name, part))
         if not missing:
             continue
@@ -185,6 +189,7 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
         buffers={name: join(name, parts) for name, parts in found["buffers"].items()},
         optimizer={name: join_state(name, parts) for name, parts in found["optimizer"].items()},
         rng={name: parts[WHOLE] for name, parts in found["rng"].items()},
+        progress={name: parts[WHOLE] for name, parts in found["progress"].items()},
     )
 
 

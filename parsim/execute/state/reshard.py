@@ -21,7 +21,10 @@ from parsim.execute.state.fragments import WHOLE, Fragment, is_per_element, join
 
 
 def reshard(old: StageReplica, new: StageReplica) -> None:
-    """Give `new` the weights, buffers and optimizer state of `old`. Every rank calls it at once, between two steps."""
+    """Give `new` the weights, buffers, optimizer state and loss scale of `old`.
+
+    Every rank calls it at once, between two steps.
+    """
     state = old.state()
     catalogue = _catalogue(state)
     for name in [parameter.name for parameter in old.layout.model.parameters]:
@@ -39,6 +42,7 @@ def reshard(old: StageReplica, new: StageReplica) -> None:
         buffers[name] = join(name, found)
     new.load_buffers(buffers)
     new.finish_loading()
+    new.loss_scale = old.loss_scale
 
 
 class _Kind(NamedTuple):

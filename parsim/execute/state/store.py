@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,10 +49,25 @@ def dim_piece(tensor: Tensor, dim: int, pieces: int, number: int) -> Tensor:
     return tensor.narrow(dim, number * size, size).contiguous()
 
 
-class Store:
-    """Attributes: shard, tp: the rank's place on the tp axis and its length."""
+class Ordering(Protocol):
+    """What `parsim.execute.streams.Streams` says of the order of launches on a GPU."""
 
-    def __init__(self, layout: PlanIndex, rank: int, tasks: Iterable[Task]) -> None:
+    def used(self, tensor: Tensor) -> None: ...
+
+    def fence(self) -> Any: ...
+
+    def after(self, fence: Any) -> None: ...
+
+
+class Store:
+    """Whoever takes a tensor reads it on its own stream. What the store itself makes of others (a piece, a gathered whole) is
+    made on the stream of the first who takes it; whoever takes it later waits for that.
+
+    Attributes: shard, tp: the rank's place on the tp axis and its length.
+    """
+
+    def __init__(self, layout: PlanIndex, rank: int, tasks: Iterable[Task], ordering: Ordering) -> None:
+        self._ordering = ordering
         self._layout = layout
         self._stage = layout.plan.stage_of_rank(rank)
         self._rank = rank
@@ -72,6 +87,7 @@ class Store:
         self._there: dict[Place, Tensor] = {}
         self._left: dict[Place, int] = {}
         self._pieces: dict[Place, dict[int, Tensor]] = {}
+        self._fences: dict[Place, Any] = {}
 
     def put(self, instance: Instance, microbatch: int, tensor: Tensor) -> None:
         """Keep a tensor if anyone here will read it."""
@@ -98,10 +114,16 @@ class Store:
                     return None
                 self._there[place] = made
                 self._left[place] = self._reads[instance]
+                if self._left[place] > 1:
+                    self._fences[place] = self._ordering.fence()
+            elif place in self._fences:
+                self._ordering.after(self._fences[place])
             tensor = self._there[place]
             self._left[place] -= 1
             if not self._left[place]:
                 del self._there[place], self._left[place]
+                self._fences.pop(place, None)
+        self._ordering.used(tensor)
         return tensor
 
     def _make(self, hop: Hop, instance: Instance, microbatch: int) -> Tensor | None:
@@ -118,6 +140,8 @@ class Store:
                 return batch_piece(source, self.tp, self.shard)
             case "gather":
                 pieces = {**self._pieces.pop((instance, microbatch)), self.shard: source}
+                for received in pieces.values():
+                    self._ordering.used(received)
                 return torch.cat([pieces[shard] for shard in range(self.tp)])
         return source
 

@@ -139,7 +139,7 @@ class DividedBucket:
         fragment, place = self.parts[name]
         for key, value in state.items():
             if is_per_element(value, key):
-                flat = chunk_state.setdefault(key, torch.zeros_like(self.chunk.data))
+                flat = chunk_state.setdefault(key, torch.zeros_like(self.chunk.data, dtype=value.dtype))
                 flat[place] = value.reshape(-1)[fragment.start : fragment.stop].to(flat)
             else:
                 chunk_state.setdefault(key, value)

@@ -23,7 +23,6 @@ from parsim.costs.feedback.run_corrections import (
     class_of,
     class_seconds,
 )
-from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
 from parsim.costs.uncertainty.draws import medians_s
 from parsim.engines import static
 from parsim.engines.boundary import checked_slowdown
@@ -271,7 +270,7 @@ def switch_cost(problem: PlanningProblem, rebuild_s: float = 0.0) -> SwitchCost:
     Args:
         rebuild_s: seconds beside the moving: process groups, graphs, first steps.
     """
-    state_bytes = OPTIMIZER_STATE_BYTES_PER_ELEMENT[problem.optimizer]
+    state_bytes = problem.optimizer_state_bytes_per_element
 
     def cost_s(old: Plan, new: Plan) -> float:
         before, after = _holdings(old, problem.model), _holdings(new, problem.model)

@@ -1,0 +1,84 @@
+"""Rows of finished cases: one JSON line each, forced to the disk before the next case begins, so that a killed programme loses
+the case it was in and no more.
+
+A journal is read back whole. A last line that was cut off is dropped, and the case it belonged to runs again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from parsim.errors import ConfigError
+
+Row = dict[str, Any]
+
+CASE, STATUS = "case", "status"
+DONE, SKIPPED, FAILED = "done", "skipped", "failed"
+
+
+class Journal:
+    """The rows of a file, and what is appended to it.
+
+    Attributes: rows: by case, in the order of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Reads what is there. Raises ConfigError for a file that is no journal."""
+        self.path = path
+        self.rows: dict[str, Row] = {row[CASE]: row for row in read_rows(path)} if path.is_file() else {}
+        _drop_cut_line(path)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Append the row of one case and force it to the disk."""
+        line = json.dumps(dict(row), sort_keys=False) + "\n"
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows[row[CASE]] = dict(row)
+
+    def forget(self, cases: Iterable[str]) -> None:
+        """Let these cases run again. Their rows stay in the file; of several rows of a case the last counts."""
+        for case in list(cases):
+            del self.rows[case]
+
+    def add_missing(self, rows: Iterable[Row]) -> None:
+        """Append those whose cases are not there yet."""
+        for row in rows:
+            if row[CASE] not in self.rows:
+                self.append(row)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The whole lines of a journal. Raises ConfigError for a line that is no row."""
+    rows = []
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines) and not text.endswith("\n"):
+            break  # cut off: its case runs again
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(
+                f"line {number} of {path} is not JSON ({error}); give the rows.jsonl of an earlier call"
+            ) from error
+        if not isinstance(row, dict) or not isinstance(row.get(CASE), str):
+            raise ConfigError(f"line {number} of {path} names no case; give the rows.jsonl of an earlier call")
+        rows.append(row)
+    return rows
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Take away a last line without its end: what follows would be glued to it."""
+    if not path.is_file():
+        return
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        with path.open("r+b") as file:
+            file.truncate(whole)

@@ -1,0 +1,142 @@
+"""Cases in order of value within a budget of time: each runs at most once, leaves one row, and never stops the others.
+
+A case begins if what it is estimated to take fits into what is left. One that does not fit is passed over, and a later, shorter
+one may still run. A case that raises, or runs out of memory, leaves a row that says so. The next call goes on with the cases
+that have no row.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from calibration.gpu.driver import UnsupportedError
+from calibration.gpu.journal import CASE, DONE, FAILED, SKIPPED, STATUS, Journal, Row
+
+TRACEBACK_LINES = 12
+"""Kept of a traceback: its last lines, where the fault is, and its first, where it came from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One measurement.
+
+    Attributes:
+        name: unique; by it a later call knows that it is done.
+        estimate_s: upper estimate of its seconds, which decides whether it begins.
+        measure: called with the rows so far and the seconds left; returns plain JSON.
+        needs: names of cases that must be done before; where one failed or was skipped, this one is skipped.
+        after: names of cases that must have a row before, whatever came of them.
+    """
+
+    name: str
+    estimate_s: float
+    measure: Callable[[Mapping[str, Row], float], dict[str, Any]]
+    needs: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Names of the cases of one call: that ran, that were done before, and that are left for the next call."""
+
+    ran: tuple[str, ...]
+    known: tuple[str, ...]
+    left: tuple[str, ...]
+
+
+def run_programme(
+    cases: Sequence[Case],
+    journal: Journal,
+    *,
+    budget_s: float,
+    clock: Callable[[], float],
+    begin_s: float | None = None,
+    say: Callable[[str], None],
+    around: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]] | None = None,
+) -> Outcome:
+    """Run every case without a row that fits into the budget.
+
+    Args:
+        clock: monotonic seconds. begin_s: when the budget began; None: now.
+        around: runs a case's function, and may add to what it returns (clocks and power beside it).
+    """
+    start_s = clock() if begin_s is None else begin_s
+    ran: list[str] = []
+    known = tuple(case.name for case in cases if case.name in journal.rows)
+    left: list[str] = []
+    for case in cases:
+        if case.name in journal.rows:
+            continue
+        remaining_s = budget_s - (clock() - start_s)
+        waits = [name for name in (*case.needs, *case.after) if name not in journal.rows]
+        if waits or case.estimate_s > remaining_s:
+            left.append(case.name)
+            continue
+        case_begin_s = clock()
+        row = _row_of(case, journal.rows, remaining_s, around)
+        row["seconds"] = round(clock() - case_begin_s, 6)
+        journal.append(row)
+        ran.append(case.name)
+        say(line_of(row))
+    return Outcome(ran=tuple(ran), known=known, left=tuple(left))
+
+
+def _row_of(
+    case: Case,
+    rows: Mapping[str, Row],
+    remaining_s: float,
+    around: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]] | None,
+) -> Row:
+    """What the case measured, or why it did not."""
+    missing = [name for name in case.needs if rows[name][STATUS] != DONE]
+    if missing:
+        return {CASE: case.name, STATUS: SKIPPED, "reason": f"needs {', '.join(missing)}, which gave no result"}
+
+    def measure() -> dict[str, Any]:
+        return case.measure(rows, remaining_s)
+
+    try:
+        found = measure() if around is None else around(measure)
+    except UnsupportedError as error:
+        return {CASE: case.name, STATUS: SKIPPED, "reason": str(error)}
+    except Exception as error:
+        row = {CASE: case.name, STATUS: FAILED, **failure(error)}
+        error.__traceback__ = None  # its frames hold the arrays of the case
+        gc.collect()
+        return row
+    return {CASE: case.name, STATUS: DONE, **found}
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """Type, message, whether memory ran out, and the ends of the traceback."""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    half = TRACEBACK_LINES // 2
+    kept = lines if len(lines) <= TRACEBACK_LINES else [*lines[:half], "...", *lines[-half:]]
+    return {
+        "error": type(error).__name__,
+        "message": str(error)[:2000],
+        "out_of_memory": type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError),
+        "traceback": kept,
+    }
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """One line for people."""
+    if row[STATUS] == FAILED:
+        return f"{row[CASE]}: FAILED, {row['error']}: {row['message'].splitlines()[0] if row['message'] else ''}"
+    if row[STATUS] == SKIPPED:
+        return f"{row[CASE]}: skipped, {row['reason']}"
+    return f"{row[CASE]}: {row['seconds']:.1f} s{headline(row)}"
+
+
+def headline(row: Mapping[str, Any]) -> str:
+    """The number a reader looks for first, if the row has one."""
+    if "flop_per_s" in row:
+        return f", {1e-12 * row['flop_per_s']:.4g} TFLOP/s"
+    if "bytes_per_s" in row:
+        return f", {1e-9 * row['bytes_per_s']:.4g} GB/s"
+    return f", {row['headline']}" if "headline" in row else ""

@@ -1,0 +1,75 @@
+"""Whether this machine's GPUs can take a calibration: asked before ranks are started, answered with what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from calibration.rounds.request import CalibrationRequest
+from parsim.errors import ConfigError
+from parsim.execute.processes.environment import describe_environment
+from parsim.model.model import Model
+from parsim.units import format_bytes
+from parsim.workflow.doctor import CALIBRATE_ON_GPUS, Found, commands_of, look
+
+ELEMENT_BYTES = {"fp64": 8, "bf16": 2}
+"""Of a weight; 4 in all other precisions."""
+
+STATES = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
+"""Arrays as large as the weights that an optimizer keeps."""
+
+NEWER = (8, 0)
+"""Compute capability from which on a GPU has TF32 and bfloat16 (Ampere)."""
+NEWER_PRECISIONS = ("tf32", "bf16", "amp_bf16")
+
+ROOM_SHARE = 0.8
+"""Of the free memory, for models that are held; the rest is for activations and for what operators work on."""
+
+
+def look_apart() -> Found:
+    """What this machine has, asked in a process that ends: whoever asks a GPU for its memory holds some of it from then on."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(look, describe_environment()).result()
+
+
+def check_gpus(request: CalibrationRequest, found: Found) -> None:
+    """Raises ConfigError for a machine without GPUs that work, with fewer than ranks, or with GPUs that lack the precision."""
+    (able,) = (check for check in commands_of(found) if check.name == CALIBRATE_ON_GPUS)
+    if not able.ok:
+        raise ConfigError(f"cannot calibrate with --device cuda: {able.found}; {able.fix}")
+    if request.nproc > len(found.gpus):
+        raise ConfigError(
+            f"{request.nproc} ranks need a GPU each, this machine has {len(found.gpus)}; use --nproc {len(found.gpus)} or fewer"
+        )
+    old = next((gpu for gpu in found.gpus[: request.nproc] if gpu.capability < NEWER), None)
+    if request.precision in NEWER_PRECISIONS and old is not None:
+        raise ConfigError(
+            f"{request.precision} needs compute capability {NEWER[0]}.{NEWER[1]}, a {old.name} has "
+            f"{old.capability[0]}.{old.capability[1]}; measure fp32 or amp_fp16"
+        )
+
+
+def held_bytes(models: Sequence[Model], request: CalibrationRequest) -> int:
+    """What one rank holds from the first round to the last: every model once per local batch, with its gradients and the states
+    of every optimizer, and once more the arrays over which optimizers are timed apart (a whole and two halves).
+
+    Args: models: in the order of `request.measured_models`.
+    """
+    element = ELEMENT_BYTES.get(request.precision, 4)
+    states = [STATES[name] for name in request.optimizers]
+    total = 0
+    for model, (_, batches, _) in zip(models, request.measured_models, strict=True):
+        own = model.parameter_count * element
+        total += own * (len(batches) * (2 + sum(states)) + 2 * sum(2 + state for state in states))
+    return total
+
+
+def check_room(models: Sequence[Model], request: CalibrationRequest, found: Found) -> None:
+    """Raises ConfigError where the models do not fit side by side."""
+    needed, free = held_bytes(models, request), min(gpu.free_bytes for gpu in found.gpus[: request.nproc])
+    if needed > ROOM_SHARE * free:
+        raise ConfigError(
+            f"the models, each at all its local batches, hold {format_bytes(needed)} while they are measured, and a GPU has "
+            f"{format_bytes(free)} free; name fewer --batches, optimizers or models at once"
+        )

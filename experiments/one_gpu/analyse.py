@@ -1,0 +1,377 @@
+"""From rows to results: predicted against measured beside the A/A floor, the executor against eager torch, memory by line.
+
+Nothing here is known beforehand: a table whose rows are not there is left out, and what failed or was skipped is listed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from predictions import digest
+
+from calibration.gpu.journal import DONE, FAILED, SKIPPED, STATUS, Row
+from parsim.analyze.accuracy import accuracy
+from parsim.report.compare import aa_floor
+from parsim.units import format_bytes, format_seconds
+
+DRAWS = 4000
+AGAIN = " again"
+LINES: Mapping[str, tuple[str, ...]] = {
+    "parameters": ("parameters",),
+    "gradients": ("gradients",),
+    "optimizer state": ("optimizer_state",),
+    "buffers": ("buffers",),
+    "activations and boundary values": ("activations", "boundary_values", "casts", "inputs", "receive_buffers"),
+    "workspace": ("workspace", "unsharded"),
+}
+"""By the name in the table: lines of the prediction and of the count that mean the same."""
+
+SAME_LOSS = 1e-2
+"""Relative difference of losses, from which on programs are said not to have trained the same."""
+
+ROOFLINE_SLACK = 1.1
+"""A rate so much above the roofline of the measured peaks is implausible."""
+
+
+def analyse(all_rows: Sequence[Row]) -> tuple[dict[str, Any], str]:
+    """Results as plain JSON, and the same for people, in Markdown. Of several rows of one case the last counts."""
+    rows = {row["case"]: row for row in all_rows}
+    done = {name: row for name, row in rows.items() if row[STATUS] == DONE}
+    frozen = {row["precision"]: row for name, row in done.items() if name.startswith("predictions ")}
+    predictions = {entry["question"]: entry for row in frozen.values() for entry in row["predictions"]}
+    steps = [step_of(row, predictions) for name, row in done.items() if name.startswith("step ")]
+    results: dict[str, Any] = {
+        "machine": {key: value for key, value in done.get("machine", {}).items() if key not in ("case", "status", "headline")},
+        "costs": {name: costs_of(row) for name, row in done.items() if name.startswith("cost of ")},
+        "products": products_of(done.values()),
+        "copies": [copy_of(row) for row in done.values() if "route" in row],
+        "predictions": {
+            precision: {
+                "sha256": row["sha256"],
+                "unchanged": digest(row["predictions"]) == row["sha256"],
+                "unpriced": row["unpriced"],
+            }
+            for precision, row in frozen.items()
+        },
+        "steps": steps,
+        "accuracy": accuracy_of(steps),
+        "memory": [memory_of(row, predictions) for name, row in done.items() if name.startswith("memory ")],
+        "compile": [compiled_of(row) for name, row in done.items() if name.startswith("compile ")],
+        "failed": [
+            {key: row[key] for key in ("case", "error", "message", "out_of_memory")}
+            for row in rows.values()
+            if row[STATUS] == FAILED
+        ],
+        "skipped": [{key: row[key] for key in ("case", "reason")} for row in rows.values() if row[STATUS] == SKIPPED],
+        "cases": len(rows),
+        "seconds": sum(row["seconds"] for row in rows.values()),
+    }
+    return results, text_of(results)
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+def costs_of(row: Row) -> dict[str, float]:
+    return {key: row[key] for key in row if key.endswith("_s") and key not in ("sustained_s", "mean_s", "best_s")}
+
+
+def products_of(rows: Iterable[Row]) -> dict[str, Any]:
+    """By precision: the peak, and every shape with its share of the roofline of that peak and the fastest copy."""
+    everything = list(rows)
+    products = [row for row in everything if "flop_per_s" in row]
+    copies = [row["bytes_per_s"] for row in everything if row.get("route") == "on_device" and row["beyond_cache"]]
+    bandwidth = max(copies, default=None)
+    found: dict[str, Any] = {}
+    for precision in dict.fromkeys(row["precision"] for row in products):
+        own = [row for row in products if row["precision"] == precision]
+        peak = max(row["flop_per_s"] for row in own)
+        found[precision] = {"peak_flop_per_s": peak, "shapes": [shape_of(row, peak, bandwidth) for row in own]}
+    return found
+
+
+def shape_of(row: Row, peak: float, bandwidth: float | None) -> dict[str, Any]:
+    roof = peak if bandwidth is None else min(peak, bandwidth * row["flop"] / row["bytes"])
+    power = row.get("board", {}).get("power_w", {})
+    return {
+        "shape": f"{row['rows']}x{row['columns']}x{row['depth']}",
+        "origin": row["origin"],
+        "flop_per_s": row["flop_per_s"],
+        "spread": (row["p95_s"] - row["p05_s"]) / row["median_s"],
+        "sustained_s": row["sustained_s"],
+        "queued": row["queued"],
+        "of_roofline": row["flop_per_s"] / roof,
+        "implausible": row["flop_per_s"] > ROOFLINE_SLACK * roof,
+        "power_w": power.get("most"),
+    }
+
+
+def copy_of(row: Row) -> dict[str, Any]:
+    return {key: row[key] for key in ("route", "size_bytes", "bytes_per_s", "beyond_cache", "sets", "sustained_s")}
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def step_of(row: Row, predictions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The executor's step beside its prediction, its A/A floor, and the other programs."""
+    rounds = row["rounds_s"]
+    own, again = rounds["executor"], rounds["executor" + AGAIN]
+    measured_s = statistics.mean([*own, *again])
+    floor = aa_floor([[one, other] for one, other in zip(own, again, strict=True)])
+    found: dict[str, Any] = {
+        "question": row["question"],
+        "held_out": row["held_out"],
+        "rounds": row["rounds"],
+        "measured_s": measured_s,
+        "aa_floor_median": floor.median,
+        "aa_floor_p95": floor.p95,
+        "executor_again": ratio_interval(again, own),
+        "loss_difference": loss_difference(row["losses"]),
+        "not_built": {name: f"{error['error']}: {error['message']}" for name, error in row["not_built"].items()},
+        "others_s": {name: statistics.mean(values) for name, values in rounds.items() if not name.startswith("executor")},
+        "executor_over": {
+            name: ratio_interval(own, values) for name, values in rounds.items() if not name.startswith("executor")
+        },
+    }
+    said = predictions.get(row["question"])
+    if said is not None and row["predicted"] is not None:
+        median_s, low_s, high_s = said["step_s"]
+        found |= {
+            "precision": said["precision"],
+            "predicted_s": median_s,
+            "interval_s": [low_s, high_s],
+            "error": median_s / measured_s - 1,
+            "inside": low_s <= measured_s <= high_s,
+            "sources": said["sources"],
+        }
+    return found
+
+
+def loss_difference(losses: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """By program: how far its first losses are from the executor's, relative, at most. They train the same model on the same
+    samples, so more than rounding means that something else was timed."""
+    own = losses.get("executor", ())
+    return {
+        name: max(abs(one - other) / abs(other) for one, other in zip(own, values, strict=True))
+        for name, values in losses.items()
+        if name != "executor" and own
+    }
+
+
+def ratio_interval(over: Sequence[float], under: Sequence[float], *, seed: int = 0) -> dict[str, float]:
+    """Mean over mean of paired rounds, with a 95% percentile bootstrap interval over the rounds."""
+    pairs = np.array([over, under], dtype=np.float64)
+    count = pairs.shape[1]
+    drawn = np.random.default_rng(seed).integers(count, size=(DRAWS, count))
+    means = pairs[:, drawn].mean(axis=2)
+    low, high = np.quantile(means[0] / means[1], (0.025, 0.975))
+    return {"ratio": float(pairs[0].mean() / pairs[1].mean()), "low": float(low), "high": float(high)}
+
+
+def accuracy_of(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Median, p95, bias and coverage over the predicted steps: all, of held-out models, of calibrated ones at other batches."""
+    predicted = [step for step in steps if "predicted_s" in step]
+    groups = {
+        "all": predicted,
+        **{
+            precision: [step for step in predicted if step["precision"] == precision]
+            for precision in dict.fromkeys(step["precision"] for step in predicted)
+        },
+        "held-out models": [step for step in predicted if step["held_out"]],
+        "calibrated models, other batches": [step for step in predicted if not step["held_out"]],
+    }
+    return {
+        name: {
+            **asdict(accuracy([step["predicted_s"] for step in own], [step["measured_s"] for step in own])),
+            "coverage": sum(step["inside"] for step in own) / len(own),
+            "aa_floor_median": statistics.median(step["aa_floor_median"] for step in own),
+            "aa_floor_p95": statistics.median(step["aa_floor_p95"] for step in own),
+        }
+        for name, own in groups.items()
+        if own
+    }
+
+
+def compiled_of(row: Row) -> dict[str, Any]:
+    rounds = row["rounds_s"]
+    found: dict[str, Any] = {"question": row["question"], "eager_s": statistics.mean(rounds["eager"])}
+    if "torch.compile" in rounds:
+        found["compiled_s"] = statistics.mean(rounds["torch.compile"])
+        found["compiled_over_eager"] = ratio_interval(rounds["torch.compile"], rounds["eager"])
+    found["not_built"] = {name: f"{error['error']}: {error['message']}" for name, error in row["not_built"].items()}
+    return found
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory_of(row: Row, predictions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "question": row["question"],
+        "held_out": row["held_out"],
+        "counted_bytes": row["counted_bytes"],
+        "lines": by_line(row["lines"]),
+        **{key: row[key] for key in ("allocated_bytes", "reserved_bytes", "used_bytes") if key in row},
+    }
+    said = predictions.get(row["question"])
+    if said is not None:
+        tensors = said["memory_tensor_bytes"]
+        found |= {"predicted_bytes": tensors, "predicted_lines": by_line(said["memory_lines"])}
+        if row["lines"]:
+            found["error"] = tensors / row["counted_bytes"] - 1
+        if "allocated_bytes" in row:
+            found["error_of_allocated"] = tensors / row["allocated_bytes"] - 1
+        if "used_bytes" in row:
+            low, high = said["memory_interval_bytes"]
+            found["error_of_used"] = said["memory_bytes"] / row["used_bytes"] - 1
+            found["used_inside"] = low <= row["used_bytes"] <= high
+    return found
+
+
+def by_line(lines: Mapping[str, int]) -> dict[str, int]:
+    """Lines of no tensors (context, allocator, communication) stand in no row of the table."""
+    return {name: sum(lines.get(line, 0) for line in parts) for name, parts in LINES.items()}
+
+
+# --- for people -------------------------------------------------------------------------------------------------------
+
+
+def text_of(results: Mapping[str, Any]) -> str:
+    """Markdown of every table that has rows."""
+    machine = results["machine"]
+    lines = ["# Measured on one device", ""]
+    if machine:
+        environment = machine["environment"]
+        versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+        lines += [f"{machine['device']}, {format_bytes(machine['memory_bytes'])}; {environment['system']}; {versions}."]
+    lines += [f"{results['cases']} cases, {results['seconds']:.0f} s.", ""]
+    lines += [*_steps_text(results), *_products_text(results), *_costs_text(results), *_memory_text(results)]
+    for entry in results["compile"]:
+        if "compiled_s" in entry:
+            lines.append(f"torch.compile, {entry['question']}: {_ratio(entry['compiled_over_eager'])} of eager")
+    for what in ("failed", "skipped"):
+        if results[what]:
+            lines += ["", f"## {what.capitalize()}", ""]
+            lines += [
+                f"- {row['case']}: {row.get('reason') or row['error'] + ', ' + row['message'][:200]}" for row in results[what]
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def _steps_text(results: Mapping[str, Any]) -> list[str]:
+    if not results["steps"]:
+        return []
+    names = list(dict.fromkeys(name for step in results["steps"] for name in step["executor_over"]))
+    lines = ["## Steps", ""]
+    for precision, entry in results["predictions"].items():
+        changed = "" if entry["unchanged"] else ", CHANGED since"
+        lines += [f"Predictions in {precision} frozen before, sha256 {entry['sha256']}{changed}.", ""]
+    header = [
+        "step",
+        "predicted",
+        "90% interval",
+        "measured",
+        "error",
+        "A/A median",
+        "A/A p95",
+        *(f"executor / {n}" for n in names),
+    ]
+    lines += [_row(header), _row(["---"] * len(header))]
+    for step in results["steps"]:
+        said = ["none", "", format_seconds(step["measured_s"]), ""]
+        if "predicted_s" in step:
+            low_s, high_s = (format_seconds(value) for value in step["interval_s"])
+            said = [
+                format_seconds(step["predicted_s"]),
+                f"{low_s} to {high_s}{'' if step['inside'] else ' (missed)'}",
+                format_seconds(step["measured_s"]),
+                f"{100 * step['error']:+.1f}%",
+            ]
+        floors = [f"{100 * step[key]:.1f}%" for key in ("aa_floor_median", "aa_floor_p95")]
+        ratios = [_ratio(step["executor_over"][name]) if name in step["executor_over"] else "" for name in names]
+        lines.append(_row([step["question"], *said, *floors, *ratios]))
+    for step in results["steps"]:
+        far = {name: off for name, off in step["loss_difference"].items() if off > SAME_LOSS}
+        lines += [f"\n- {step['question']}: the loss of {name} differs by {100 * off:.2g}%" for name, off in far.items()]
+    if results["accuracy"]:
+        header = ["steps of", "n", "median error", "p95", "worst", "bias", "A/A median", "A/A p95", "inside 90%"]
+        lines += ["", _row(header), _row(["---"] * len(header))]
+        for name, entry in results["accuracy"].items():
+            keys = ("median", "p95", "worst", "bias", "aa_floor_median", "aa_floor_p95", "coverage")
+            lines.append(_row([name, str(entry["cases"]), *(f"{100 * entry[key]:.1f}%" for key in keys)]))
+    return [*lines, ""]
+
+
+def _products_text(results: Mapping[str, Any]) -> list[str]:
+    lines: list[str] = []
+    for precision, entry in results["products"].items():
+        lines += [f"## Products, {precision}: at most {1e-12 * entry['peak_flop_per_s']:.4g} TFLOP/s", ""]
+        header = ["shape", "for", "TFLOP/s", "p05 to p95", "of the roofline", "sustained", "power"]
+        lines += [_row(header), _row(["---"] * len(header))]
+        for shape in entry["shapes"]:
+            power = "not told" if shape["power_w"] is None else f"{shape['power_w']:.0f} W"
+            share = f"{100 * shape['of_roofline']:.0f}%{' (implausible)' if shape['implausible'] else ''}"
+            rate, spread = f"{1e-12 * shape['flop_per_s']:.4g}", f"{100 * shape['spread']:.1f}%"
+            lines.append(
+                _row([shape["shape"], shape["origin"], rate, spread, share, format_seconds(shape["sustained_s"]), power])
+            )
+        lines.append("")
+    return lines
+
+
+def _costs_text(results: Mapping[str, Any]) -> list[str]:
+    lines: list[str] = []
+    if results["copies"]:
+        lines += ["## Copies", "", "| route | size | GB/s |", "|---|---|---|"]
+        lines += [
+            _row([copy["route"].replace("_", " "), format_bytes(copy["size_bytes"]), f"{1e-9 * copy['bytes_per_s']:.4g}"])
+            for copy in results["copies"]
+        ]
+        lines.append("")
+    for name, costs in results["costs"].items():
+        told = ", ".join(f"{key.removesuffix('_s').replace('_', ' ')} {format_seconds(value)}" for key, value in costs.items())
+        lines.append(f"- {name}: {told}")
+    return [*lines, ""] if lines else []
+
+
+def _memory_text(results: Mapping[str, Any]) -> list[str]:
+    if not results["memory"]:
+        return []
+    header = ["step", "predicted", "counted", "error", "allocator", "its error", "with context", "largest error of a line"]
+    lines = ["## Memory of tensors", "", _row(header), _row(["---"] * len(header))]
+    for entry in results["memory"]:
+        cells = [entry["question"], "none", "not counted", "", "", "", "", ""]
+        if entry["counted_bytes"]:
+            cells[2] = format_bytes(entry["counted_bytes"])
+        if "allocated_bytes" in entry:
+            cells[4] = format_bytes(entry["allocated_bytes"])
+        if "predicted_bytes" in entry:
+            cells[1] = format_bytes(entry["predicted_bytes"])
+        if "error_of_allocated" in entry:
+            cells[5] = f"{100 * entry['error_of_allocated']:+.1f}%"
+        if "error_of_used" in entry:
+            cells[6] = f"{100 * entry['error_of_used']:+.1f}%{'' if entry['used_inside'] else ' (missed)'}"
+        if "error" in entry:
+            line, off = max(
+                ((name, entry["predicted_lines"][name] - size) for name, size in entry["lines"].items()),
+                key=lambda pair: abs(pair[1]),
+            )
+            cells[3], cells[7] = (
+                f"{100 * entry['error']:+.1f}%",
+                f"{line}, {100 * off / entry['counted_bytes']:+.1f}% of the peak",
+            )
+        lines.append(_row(cells))
+    return [*lines, ""]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _ratio(entry: Mapping[str, float]) -> str:
+    return f"{entry['ratio']:.3f} ({entry['low']:.3f} to {entry['high']:.3f})"

@@ -1,0 +1,184 @@
+"""One training step four ways, from the same weights on the same samples: executor, eager torch, CUDA graph, torch.compile.
+
+All of them hold the batch on the device, divide the loss by the batch, and step the same foreach optimizer, so they differ in
+how the step is issued and in nothing else. None loads samples: predictions leave loading out, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from questions import GRANULARITY, LEARNING_RATE, Question
+from torch import Tensor
+
+from calibration.gpu.driver import UnsupportedError
+from parsim.execute.job import RunSpec
+from parsim.execute.memory_lines import StepWatch, watching
+from parsim.execute.numerics import numerics_of, set_switches
+from parsim.execute.runtime import RankProgram
+from parsim.execute.stage import StageReplica, seeded_module
+from parsim.execute.state.optimizer import make_optimizer
+from parsim.execute.streams import make_streams
+from parsim.graph.lower import lower
+from parsim.graph.plan_index import PlanIndex
+from parsim.model.losses import loss_sum
+from parsim.model.spec import example_batch, load_model, loss_of
+from parsim.plans.plan import Plan
+
+SEED = 0
+DTYPE = torch.float32
+HALF_TYPES = {"amp_bf16": torch.bfloat16}
+"""By precision. amp_fp16 needs a scaled loss, which a plain eager step has not."""
+
+GRAPH_WARM_STEPS = 3
+"""Before a capture, on a stream of its own, as PyTorch asks for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Attributes: step: one training step, which may still run on the device when it returns. loss: of the last step."""
+
+    name: str
+    step: Callable[[], None]
+    loss: Callable[[], float]
+    close: Callable[[], None] = lambda: None
+
+
+class ExecutorStep:
+    """The step as parsim's executor runs it, in this process, with the one rank there is."""
+
+    def __init__(self, question: Question, device: torch.device) -> None:
+        set_switches(tf32=question.precision == "tf32")
+        model = load_model(question.spec, granularity=GRANULARITY)
+        plan = question.plan(tuple(component.name for component in model.components))
+        numerics = numerics_of(run_of(question, plan), device)
+        self.stage = StageReplica(
+            question.spec,
+            PlanIndex(plan, model),
+            0,
+            optimizer=question.optimizer,
+            learning_rate=LEARNING_RATE,
+            dtype=numerics.weights,
+            seed=SEED,
+            device=device,
+            numerics=numerics,
+        )
+        self.streams = make_streams(device)
+        self.program = RankProgram(lower(plan, model), self.stage, self.streams, {})
+        (inputs,), target = example_batch(question.spec, question.batch, seed=SEED, dtype=DTYPE, device=device)
+        size = question.batch // question.microbatches
+        self.parts: list[Mapping[str, Tensor]] = [
+            {"input:0": inputs[first : first + size], "target": target[first : first + size]}
+            for first in range(0, question.batch, size)
+        ]
+        self.batch = question.batch
+        self.last_loss = float("nan")
+
+    def step(self) -> None:
+        total, _ = self.program.step(lambda microbatch: self.parts[microbatch])
+        self.last_loss = total / self.batch
+
+    def memory_lines(self) -> dict[str, int]:
+        """Bytes per line at the peak of one step, counted operator by operator; the step takes longer meanwhile."""
+        with watching(self.stage) as watch:
+            self.program.watch = watch
+            try:
+                self.step()
+            finally:
+                self.program.watch = StepWatch()
+            return watch.peak_lines()
+
+    def as_program(self) -> Program:
+        return Program(name="executor", step=self.step, loss=lambda: self.last_loss, close=self.streams.close)
+
+
+class EagerStep:
+    """The same step as a PyTorch user writes it. `run` is the module, or what torch.compile made of it."""
+
+    def __init__(self, question: Question, device: torch.device, *, compiled: bool = False, cache_casts: bool = True) -> None:
+        set_switches(tf32=question.precision == "tf32")
+        self.cache_casts = cache_casts
+        module = seeded_module(question.spec, SEED, DTYPE, device)
+        self.parameters = list(module.parameters())
+        self.optimizer = make_optimizer(question.optimizer, self.parameters, LEARNING_RATE)
+        self.run: Callable[..., Any] = torch.compile(module) if compiled else module
+        self.kind, self.batch = loss_of(question.spec), question.batch
+        self.precision, self.device = question.precision, device
+        self.inputs, self.target = example_batch(question.spec, question.batch, seed=SEED, dtype=DTYPE, device=device)
+        self.last: Tensor | None = None
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        with autocast(self.precision, self.device, cache=self.cache_casts):
+            self.last = loss_sum(self.kind, self.run(*self.inputs), self.target) / self.batch
+        self.last.backward()
+        self.optimizer.step()
+
+    def loss(self) -> float:
+        return float("nan") if self.last is None else float(self.last.detach())
+
+    def as_program(self, name: str = "eager") -> Program:
+        return Program(name=name, step=self.step, loss=self.loss)
+
+
+def graphed(question: Question, device: torch.device) -> Program:
+    """The eager step, captured whole and replayed.
+
+    Raises: UnsupportedError without CUDA.
+    """
+    if device.type != "cuda":
+        raise UnsupportedError("CUDA graphs need CUDA")
+    eager = EagerStep(question, device, cache_casts=False)  # a cached cast would not be part of the capture
+    for group in eager.optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(GRAPH_WARM_STEPS):
+            eager.step()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    eager.last = None  # with what its backward kept of the side stream
+    eager.optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        eager.step()
+    return Program(name="cuda graph", step=graph.replay, loss=eager.loss, close=graph.reset)
+
+
+def compiled(question: Question, device: torch.device) -> Program:
+    """The eager step through torch.compile with its defaults; compiles at its first step."""
+    return EagerStep(question, device, compiled=True).as_program("torch.compile")
+
+
+def run_of(question: Question, plan: Plan) -> RunSpec:
+    """The question as a run of the executor, which knows what its precision means."""
+    return RunSpec(
+        name="run",
+        model=question.spec,
+        model_path="",
+        plan=plan,
+        optimizer=question.optimizer,
+        learning_rate=LEARNING_RATE,
+        dataset="synthetic",
+        precision=question.precision,
+    )
+
+
+def let_go(device: torch.device) -> None:
+    """Give memory back before the next program."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def autocast(precision: str, device: torch.device, *, cache: bool) -> contextlib.AbstractContextManager[object]:
+    """Around a forward and its loss: autocast to the half-precision type of the precision, where it has one."""
+    if precision not in HALF_TYPES:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=HALF_TYPES[precision], cache_enabled=cache)

@@ -1,0 +1,100 @@
+"""What can go wrong with a GPU, each told in one message: memory that runs out, a device that is lost, one that is not ours.
+
+torch is imported where it is used: planning needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from parsim.errors import ExecutionError, OutOfMemoryError
+from parsim.units import GIB, format_bytes
+
+OTHERS_BYTES = 2 * GIB
+"""A GPU that holds more than this before a rank has allocated anything is used by another process. A context takes less."""
+
+LOST = ("cuda error", "cudnn_status", "cublas_status", "nccl error: unhandled cuda error", "unspecified launch failure")
+REST = "activations and what comes beside them"
+
+
+def check_devices(needed: int, available: int) -> None:
+    """Raise ExecutionError unless this host has a GPU for every rank."""
+    if needed > available:
+        raise ExecutionError(
+            f"the plan has {needed} ranks, one GPU each, and this host has {available} GPUs (see CUDA_VISIBLE_DEVICES); "
+            f"set cluster.devices = {max(1, available)} and plan again, or use a profile of this machine's CPU"
+        )
+
+
+def check_alone(rank: int, device: str, used_bytes: int) -> None:
+    """Raise ExecutionError if somebody else's memory lies on a GPU on which this rank has only its context."""
+    if used_bytes > OTHERS_BYTES:
+        raise ExecutionError(
+            f"rank {rank} finds {format_bytes(used_bytes)} of {device} in use before it has allocated anything: another "
+            "process computes there (`nvidia-smi` names it), which would slow every step and take the plan's memory; end it, "
+            "or leave this GPU out with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def out_of_memory(
+    *,
+    rank: int,
+    step: int,
+    predicted: Mapping[str, int],
+    held: Mapping[str, int],
+    allocated_bytes: int,
+    kept: str,
+) -> OutOfMemoryError:
+    """The message for a rank whose allocation failed.
+
+    Args:
+        step: that was to be made, from 0. predicted: the lines of tensors of this rank; empty: not known.
+        held: bytes that stay between steps, by line. allocated_bytes: at the failure. kept: about the last checkpoint.
+    """
+    where = f"rank {rank} ran out of memory in step {step} with {format_bytes(allocated_bytes)} allocated"
+    if not predicted:
+        return OutOfMemoryError(f"{where}; use more devices or microbatches, or a smaller training.global_batch. {kept}")
+    rest = {name: size for name, size in predicted.items() if name not in held}
+    seen = {**held, REST: max(0, allocated_bytes - sum(held.values()))}
+    foreseen = {**{name: predicted.get(name, 0) for name in held}, REST: sum(rest.values())}
+    name = max(seen, key=lambda line: seen[line] - foreseen[line])
+    if seen[name] <= foreseen[name]:
+        return OutOfMemoryError(
+            f"{where}, {format_bytes(sum(predicted.values()))} of tensors predicted: no line was short, so memory "
+            "beside tensors (context, communicators, what the allocator loses, other processes) takes more than predicted. "
+            f"{kept}"
+        )
+    largest = max(rest, key=lambda line: rest[line]) if name == REST and rest else ""
+    detail = f" (predicted mostly as {largest}, {format_bytes(rest[largest])})" if largest else ""
+    return OutOfMemoryError(
+        f"{where}. The line that was short is {name}: {format_bytes(seen[name])} where {format_bytes(foreseen[name])} were "
+        f"predicted{detail}. {kept}"
+    )
+
+
+def is_lost_device(error: BaseException) -> bool:
+    """Whether a GPU stopped answering: nothing can be computed on it by this process any more."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    accelerator = getattr(torch, "AcceleratorError", None)
+    if accelerator is not None and isinstance(error, accelerator):
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in LOST)
+
+
+def lost_device(rank: int, device: str, step: int, error: BaseException, kept: str) -> ExecutionError:
+    """The message for a rank whose device is lost."""
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ExecutionError(
+        f"rank {rank} lost {device} in step {step}: {said}. {kept} `nvidia-smi` and the system log (Xid) say whether the "
+        "GPU is well"
+    )
+
+
+def checkpoint_text(step: int | None) -> str:
+    """What is left of the training."""
+    if step is None:
+        return "No checkpoint was written yet: the training starts anew."
+    return f"The checkpoint of step {step} is kept: `parsim run --resume` goes on from there."

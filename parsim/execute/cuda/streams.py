@@ -1,0 +1,240 @@
+"""How a GPU rank issues its tasks: a CUDA stream per resource, in issue order.
+
+Events carry the dependencies, so the host runs ahead of the GPU.
+
+Everything is said to a `Driver`, so that the order of launches, waits and records can be checked without a GPU: the real
+driver is `parsim.execute.cuda.driver`, tests have one with virtual time that feeds torch's CUDA sanitizer.
+
+A communication may be submitted before what it needs has been enqueued: it waits here, first in first out per stream, until
+the last of its dependencies is enqueued. Every task is looked at once per dependency, so a step costs time linear in its tasks
+and dependencies (times the logarithm of how many are released at once).
+
+The host waits for events of its own only, never for the whole device: for one at the beginning of a step, which puts the GPU's
+clock beside its own, and for the last of each stream at the end. Leaves out how far the host was behind while it issued.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from parsim.execute.task_time import Operation, TaskTime
+from parsim.graph.task import HOST
+
+S = TypeVar("S")
+E = TypeVar("E")
+
+
+class Driver(Protocol[S, E]):
+    """What is asked of a GPU: S is a stream of it, E an event."""
+
+    def current(self) -> S:
+        """The stream that launches go to now."""
+
+    def stream(self, *, urgent: bool) -> S:
+        """A new stream; the kernels of an urgent one come before those of others that wait for the same processors."""
+
+    def on(self, stream: S) -> AbstractContextManager[object]:
+        """Inside, launches and allocations go to the stream."""
+
+    def record(self, stream: S) -> E:
+        """A new event, reached when all that the stream was given so far has ended. It knows its time."""
+
+    def wait(self, stream: S, event: E) -> None:
+        """What the stream is given from now on begins after the event."""
+
+    def finish(self, event: E) -> None:
+        """The host waits for the event."""
+
+    def elapsed_s(self, start: E, end: E) -> float:
+        """Seconds between two events that were reached."""
+
+    def host_s(self) -> float:
+        """The host's monotonic clock, which all ranks of a host share."""
+
+    def used(self, tensor: Tensor, stream: S) -> None:
+        """The stream reads memory that another may have allocated: it is free only when that has ended too."""
+
+
+class _Waiting(NamedTuple):
+    """A communication that was submitted, by the order of submission."""
+
+    number: int
+    task: int
+    stream: str
+    dependencies: tuple[int, ...]
+    operation: Operation
+
+
+class _Timed(NamedTuple):
+    """A task between two events."""
+
+    task: int
+    stream: str
+    start: Any
+    end: Any
+
+
+Fence = tuple[Any, Any]
+"""(stream, event): what was launched there before."""
+
+
+class CudaStreams(Generic[S, E]):
+    """See the module. The stream that is current when this is made carries the computation.
+
+    Attributes: loads_ahead: the batch of the next step is copied while this step computes (`load_ahead`).
+    """
+
+    loads_ahead = True
+
+    def __init__(self, driver: Driver[S, E]) -> None:
+        self._driver = driver
+        self._compute = driver.current()
+        self._streams: dict[str, S] = {}
+        self._ahead: E | None = None
+        self._submitted = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._ends: dict[int, tuple[S, E]] = {}
+        self._timed: list[_Timed] = []
+        self._last: dict[str, E] = {}
+        self._base: tuple[float, E] | None = None
+        self._queues: dict[str, deque[_Waiting]] = {}
+        self._missing: dict[int, int] = {}
+        self._dependents: dict[int, list[_Waiting]] = {}
+        self._ready: list[_Waiting] = []
+
+    def submit(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
+        """Communication: enqueued as soon as all it depends on is, and those before it on its stream are."""
+        entry = _Waiting(self._submitted, task, stream, tuple(dependencies), operation)
+        self._submitted += 1
+        missing = [index for index in entry.dependencies if index not in self._ends]
+        self._missing[entry.number] = len(missing)
+        for index in missing:
+            self._dependents.setdefault(index, []).append(entry)
+        queue = self._queues.setdefault(stream, deque())
+        queue.append(entry)
+        self._look_at(queue)
+        self._release()
+
+    def compute(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
+        """Computation: enqueued now; all it depends on is."""
+        self._enqueue(task, stream, dependencies, operation, self._compute)
+        self._release()
+
+    def load(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
+        """Loading of this step's batch, on the copy engine, which nothing but its readers waits for."""
+        self._enqueue(task, stream, dependencies, operation, self._stream(stream))
+        self._release()
+
+    def loaded(self, task: int) -> None:
+        """This step's batch was loaded ahead, in the step before: its readers wait for that."""
+        assert self._ahead is not None, "load_ahead was called in the step before"
+        ahead, self._ahead = self._ahead, None
+        self._enqueued(task, self._stream(HOST), ahead)
+        self._release()
+
+    def load_ahead(self, task: int, stream: str, operation: Operation) -> None:
+        """Load the next step's batch. It counts as this step's `task`, unless this step had to load its own batch too."""
+        own = any(entry.task == task for entry in self._timed)
+        timed = self._launch(task, stream, operation, self._stream(stream))
+        self._ahead = timed.end
+        if not own:
+            self._timed.append(timed)
+
+    def finish(self) -> list[TaskTime]:
+        """Wait for everything of this step, and for what it loaded ahead."""
+        waiting = [entry.task for queue in self._queues.values() for entry in queue]
+        assert not waiting, f"tasks {waiting} depend on tasks that were never issued"
+        for event in self._last.values():
+            self._driver.finish(event)
+        times: list[TaskTime] = []
+        if self._base is not None:
+            host_s, base = self._base
+            elapsed_s = self._driver.elapsed_s
+            times = [
+                TaskTime(entry.task, entry.stream, host_s + elapsed_s(base, entry.start), host_s + elapsed_s(base, entry.end))
+                for entry in self._timed
+            ]
+        self._forget()
+        return times
+
+    def close(self) -> None:
+        for event in [*self._last.values(), *([] if self._ahead is None else [self._ahead])]:
+            self._driver.finish(event)
+        self._ahead = None
+        self._forget()
+
+    def used(self, tensor: Tensor) -> None:
+        """Whoever issues now reads the tensor on its stream, wherever it was allocated."""
+        self._driver.used(tensor, self._driver.current())
+
+    def fence(self) -> Fence:
+        """What has been launched so far by whoever issues now."""
+        stream = self._driver.current()
+        return stream, self._driver.record(stream)
+
+    def after(self, fence: Fence) -> None:
+        """What is launched next by whoever issues now begins after the fence."""
+        stream, event = fence
+        current = self._driver.current()
+        if current != stream:
+            self._driver.wait(current, event)
+
+    def _stream(self, name: str) -> S:
+        """Communication comes before computation that wants the same processors: others wait for it. Copies need none."""
+        if name not in self._streams:
+            self._streams[name] = self._driver.stream(urgent=name != HOST)
+        return self._streams[name]
+
+    def _look_at(self, queue: deque[_Waiting]) -> None:
+        """Note the head of a queue if it waits for nothing any more."""
+        if queue and not self._missing[queue[0].number]:
+            heapq.heappush(self._ready, queue[0])
+
+    def _release(self) -> None:
+        """Enqueue communication whose turn it is, in the order of submission where several can begin."""
+        while self._ready:
+            entry = heapq.heappop(self._ready)
+            queue = self._queues[entry.stream]
+            self._enqueue(entry.task, entry.stream, entry.dependencies, entry.operation, self._stream(entry.stream))
+            queue.popleft()  # only now, so that the next one is looked at once
+            del self._missing[entry.number]
+            self._look_at(queue)
+
+    def _enqueue(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation, on: S) -> None:
+        for index in dependencies:
+            assert index in self._ends, f"task {task} depends on task {index}, which was not issued before it"
+            source, event = self._ends[index]
+            if source != on:
+                self._driver.wait(on, event)
+        timed = self._launch(task, stream, operation, on)
+        self._timed.append(timed)
+        self._enqueued(task, on, timed.end)
+
+    def _launch(self, task: int, stream: str, operation: Operation, on: S) -> _Timed:
+        driver = self._driver
+        if self._base is None:
+            base = driver.record(self._compute)
+            driver.finish(base)
+            self._base = driver.host_s(), base
+        with driver.on(on):
+            start = driver.record(on)
+            operation()
+            end = driver.record(on)
+        self._last[stream] = end
+        return _Timed(task, stream, start, end)
+
+    def _enqueued(self, task: int, on: S, end: E) -> None:
+        """Those that waited for the task wait for one less."""
+        self._ends[task] = on, end
+        for entry in self._dependents.pop(task, ()):
+            self._missing[entry.number] -= 1
+            if not self._missing[entry.number] and self._queues[entry.stream][0] is entry:
+                heapq.heappush(self._ready, entry)

@@ -1,0 +1,106 @@
+"""Where a rank's batches come from, step by step: its part of every microbatch, as tensors on its device.
+
+A CPU rank reads a batch when its turn comes. On a GPU a thread gathers the samples of the next step into pinned memory while
+this step is issued; the copy from there runs on the copy engine, beside the computation (`RankProgram.step`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from parsim.data import BatchOrder, Dataset, part
+from parsim.graph.plan_index import PlanIndex
+
+Pin = Callable[[Tensor], Tensor]
+
+
+def host_values(data: Dataset, indices: NDArray[np.int64], wanted: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The values a stage reads of one microbatch: "input:0" and "target", as far as wanted, in the host's memory."""
+    inputs, targets = data.batch(indices)
+    values = {"input:0": torch.from_numpy(inputs), "target": torch.from_numpy(targets)}
+    if values["input:0"].is_floating_point():
+        values["input:0"] = values["input:0"].to(dtype)
+    return {name: values[name] for name in wanted}
+
+
+def batch_values(
+    data: Dataset, indices: NDArray[np.int64], wanted: Sequence[str], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """The same on the device."""
+    return {name: tensor.to(device) for name, tensor in host_values(data, indices, wanted, dtype).items()}
+
+
+class Loader:
+    """The batches of `rank` under the plan of `layout`.
+
+    Args:
+        dtype: of inputs that are numbers.
+        pin: copies a tensor to memory from which the device copies by itself, for one that loads ahead; None for one that
+            reads in its turn.
+    """
+
+    def __init__(
+        self,
+        data: Dataset,
+        order: BatchOrder,
+        layout: PlanIndex,
+        rank: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        pin: Pin | None = None,
+    ) -> None:
+        self._data, self._order, self._layout, self._rank = data, order, layout, rank
+        self._dtype, self._device, self._pin = dtype, device, pin
+        self._wanted = tuple(layout.batch_layouts(rank))
+        self._thread = None if pin is None else ThreadPoolExecutor(1, "parsim gather", self._begin_thread)
+        self._following: tuple[int, Callable[[int], Mapping[str, Tensor]]] | None = None
+
+    def batch(self, step: int) -> Callable[[int], Mapping[str, Tensor]]:
+        """Microbatch -> values. The very object that `following` gave for this step, if it gave one last."""
+        following, self._following = self._following, None
+        return following[1] if following is not None and following[0] == step else self._source(step)
+
+    def following(self, step: int) -> Callable[[int], Mapping[str, Tensor]]:
+        """The batch of a later step, whose samples are gathered from now on."""
+        self._following = step, self._source(step)
+        return self._following[1]
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _begin_thread(self) -> None:
+        """Pinning must not open another GPU: a thread begins on the first."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def _source(self, step: int) -> Callable[[int], Mapping[str, Tensor]]:
+        indices = self._order.indices(step)
+        if self._thread is None:
+            return lambda microbatch: {
+                name: tensor.to(self._device) for name, tensor in self._gathered(indices, microbatch).items()
+            }
+        microbatches = self._layout.plan.microbatches
+        gathered: list[Future[dict[str, Tensor]]] = [
+            self._thread.submit(self._gathered, indices, microbatch) for microbatch in range(microbatches)
+        ]
+        return lambda microbatch: {
+            name: tensor.to(self._device, non_blocking=True) for name, tensor in gathered[microbatch].result().items()
+        }
+
+    def _gathered(self, indices: NDArray[np.int64], microbatch: int) -> dict[str, Tensor]:
+        plan = self._layout.plan
+        replica = plan.replica_of_rank(self._rank)
+        own = part(indices, replica=replica, dp=plan.mesh.dp, microbatch=microbatch, microbatches=plan.microbatches)
+        ways = self._layout.batch_ways(self._rank)
+        size = len(own) * ways // plan.mesh.tp
+        first = plan.shard_of_rank(self._rank) // ways * size
+        values = host_values(self._data, own[first : first + size], self._wanted, self._dtype)
+        return values if self._pin is None else {name: self._pin(tensor) for name, tensor in values.items()}

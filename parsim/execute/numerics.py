@@ -1,0 +1,94 @@
+"""In which numbers a rank computes: the types of weights, autocast, loss scaling, and torch's switches for matmul and cuDNN.
+
+The switches are set explicitly, whatever torch's defaults are, and read back for the record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parsim.execute.job import Job, RunSpec
+from parsim.execute.state.loss_scale import LossScale
+from parsim.model.number_formats import check_executable, number_format
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+AUTOCAST = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """Attributes:
+    weights: type of parameters, gradients and inputs. autocast: the type of forwards where autocast applies; None: without.
+    tf32: matmuls and convolutions of a GPU may use it.
+    master_weights: the optimizer updates copies in fp32. loss_scale: at the beginning; None: the loss is not scaled.
+    """
+
+    weights: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
+    tf32: bool = False
+    master_weights: bool = False
+    loss_scale: LossScale | None = None
+
+    def computing(self, device: torch.device) -> AbstractContextManager[object]:
+        """Around every forward of a component. The cache of cast weights lives as long."""
+        return _NOTHING if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
+
+
+def numerics_of(run: RunSpec, device: torch.device) -> Numerics:
+    """What the run asks for. Raises ExecutionError where the device cannot."""
+    check_executable(run.precision, run.dtype, device.type)
+    kind = number_format(run.precision)
+    halved = kind.weight_bytes == 2
+    scale = LossScale(scale=run.loss_scale, growth_steps=run.loss_scale_growth_steps) if kind.scales_loss else None
+    return Numerics(
+        weights=torch.bfloat16 if halved else DTYPES[run.dtype],
+        autocast=AUTOCAST[kind.autocast] if kind.autocast else None,
+        tf32=run.precision == "tf32",
+        master_weights=halved and run.master_weights,
+        loss_scale=scale,
+    )
+
+
+def set_switches(*, tf32: bool) -> None:
+    """TF32 on or off for matmuls and convolutions alike; no search for the fastest convolution, which would differ from run to
+    run; algorithms that need not be deterministic, as the calibration uses them."""
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = False
+
+
+def switches() -> dict[str, Any]:
+    """The same, and what else of torch's decides in which numbers matmuls add up, as it is now."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    return {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_allow_tf32": bool(matmul.allow_tf32),
+        "cudnn_allow_tf32": bool(cudnn.allow_tf32),
+        "cudnn_benchmark": bool(cudnn.benchmark),
+        "cudnn_deterministic": bool(cudnn.deterministic),
+        "fp16_reduced_precision_reduction": bool(matmul.allow_fp16_reduced_precision_reduction),
+        "bf16_reduced_precision_reduction": bool(matmul.allow_bf16_reduced_precision_reduction),
+    }
+
+
+def described(job: Job, device: str) -> dict[str, Any]:
+    """For environment.json: the switches as they are now, and the types of every run of the job."""
+    found: dict[str, Any] = {"device": device, "switches": switches(), "runs": {}}
+    for run in job.runs:
+        numerics = numerics_of(run, torch.device(device))
+        found["runs"][run.name] = {
+            "precision": run.precision,
+            "weights": str(numerics.weights).removeprefix("torch."),
+            "autocast": None if numerics.autocast is None else str(numerics.autocast).removeprefix("torch."),
+            "master_weights": numerics.master_weights,
+            "first_loss_scale": None if numerics.loss_scale is None else numerics.loss_scale.scale,
+        }
+    return found

@@ -1,0 +1,82 @@
+"""The precisions one can train in: what is stored in which type, what is computed in which, and where that can run.
+
+fp32, fp64    everything in that type; fp32 is IEEE's: no TF32 in matmuls and convolutions.
+tf32          as fp32, but matmuls and convolutions of a GPU round their operands to 10 bits of mantissa.
+amp_fp16      weights, gradients and optimizer state in fp32; PyTorch's autocast computes what it can in half precision;
+amp_bf16      fp16 scales the loss, so that small gradients do not vanish (`parsim.execute.state.loss_scale`).
+bf16          weights, gradients and activations in bf16; with master weights the optimizer updates copies in fp32.
+fp8           priced where a profile knows it; nothing here runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from parsim.errors import CostError, ExecutionError, near_matches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberFormat:
+    """One precision.
+
+    Attributes:
+        element_bytes: of an activation, and of an operand of a matmul.
+        weight_bytes: of a parameter and of its gradient.
+        autocast: the type autocast computes in, as torch names it; "" without autocast.
+        scales_loss: the loss is multiplied before the backward, and the gradients divided after it.
+        devices: the kinds that can run it; none: it is priced only.
+    """
+
+    element_bytes: int
+    weight_bytes: int
+    autocast: str = ""
+    scales_loss: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+FORMATS: Mapping[str, NumberFormat] = {
+    "fp32": NumberFormat(element_bytes=4, weight_bytes=4),
+    "fp64": NumberFormat(element_bytes=8, weight_bytes=8),
+    "tf32": NumberFormat(element_bytes=4, weight_bytes=4, devices=("cuda",)),
+    "amp_fp16": NumberFormat(element_bytes=2, weight_bytes=4, autocast="float16", scales_loss=True),
+    "amp_bf16": NumberFormat(element_bytes=2, weight_bytes=4, autocast="bfloat16"),
+    "bf16": NumberFormat(element_bytes=2, weight_bytes=2),
+    "fp8": NumberFormat(element_bytes=1, weight_bytes=2, devices=()),
+}
+
+
+def number_format(precision: str) -> NumberFormat:
+    """What a precision means. Raises CostError for an unknown one."""
+    if precision not in FORMATS:
+        raise CostError(f"unknown precision {precision!r}{near_matches(precision, FORMATS)}")
+    return FORMATS[precision]
+
+
+def check_executable(precision: str, dtype: str, device_kind: str) -> None:
+    """Raise ExecutionError unless a device of that kind can train in `precision`, with weights of `dtype` where fp32 is asked.
+
+    Args:
+        dtype: "float32" or "float64" (training.dtype). device_kind: "cpu" or "cuda".
+    """
+    devices = number_format(precision).devices
+    if not devices:
+        raise ExecutionError(
+            f"training.precision = {precision!r} can be priced, not run: PyTorch has no training in it that parsim drives; set "
+            'precision = "bf16" or "amp_bf16" to train'
+        )
+    if device_kind not in devices:
+        raise ExecutionError(
+            f"training.precision = {precision!r} needs a device of kind {' or '.join(devices)}, and the ranks compute on "
+            f'{device_kind}; set precision = "fp32", "amp_bf16", "amp_fp16" or "bf16"'
+        )
+    if dtype != "float32" and precision != "fp32":
+        raise ExecutionError(
+            f'training.dtype = {dtype!r} and training.precision = {precision!r} contradict each other; set dtype = "float32", '
+            'or precision = "fp32"'
+        )
+
+
+def recorded_weights(precision: str) -> str:
+    """The type, as torch names it, in which a Model of this precision is recorded."""
+    return "bfloat16" if number_format(precision).weight_bytes == 2 else "float32"

@@ -1,0 +1,94 @@
+"""Plans as a GPU rank issues them, under torch's CUDA sanitizer: no access is unordered, and one wait less is found."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from parsim.execute.cuda.streams import CudaStreams
+from parsim.graph.task import COMPUTE
+from parsim.plans.mesh import Mesh
+from tests.execute.equality import Case
+from tests.execute.interpreted import interpret
+from tests.execute.mixed import random_case
+from tests.execute.test_equality import GPT, MLP, RESNET, VIT, case
+from tests.execute.virtual_cuda import Hazard, VirtualDriver
+
+PLANS = {
+    "single": case(MLP, Mesh()),
+    "dp": case(VIT, Mesh(dp=2), optimizer="adam"),
+    "dp microbatches": case(RESNET, Mesh(dp=2), batch=2, microbatches=2),
+    "zero 1": case(VIT, Mesh(dp=2), zero_stage=1),
+    "zero 2": case(VIT, Mesh(dp=2), zero_stage=2, microbatches=2),
+    "zero 3": case(VIT, Mesh(dp=2), zero_stage=3, microbatches=2, optimizer="adam"),
+    "gpipe": case(GPT, Mesh(pp=2), microbatches=4, order="gpipe"),
+    "1f1b": case(GPT, Mesh(pp=2, dp=2), microbatches=4, order="1f1b"),
+    "interleaved": case(GPT, Mesh(pp=2), microbatches=4, order="interleaved", chunks=2),
+    "zero-bubble": case(VIT, Mesh(pp=2), microbatches=4, order="zero-bubble"),
+    "recompute": case(VIT, Mesh(pp=2), microbatches=2, recompute="full"),
+}
+MIXED = 6
+
+
+def run(of: Case, rank: int, **faults: object) -> VirtualDriver:
+    driver = VirtualDriver(**faults)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    interpret(of, rank, driver)
+    return driver
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_no_access_of_a_plan_is_unordered(name: str) -> None:
+    for rank in range(PLANS[name].plan.world_size):
+        driver = run(PLANS[name], rank)
+        assert not driver.errors, f"rank {rank}: {driver.errors[0]}"
+
+
+@pytest.mark.parametrize("seed", range(MIXED))
+@pytest.mark.parametrize("processes", [2, 4])
+def test_no_access_of_a_mixed_plan_is_unordered(seed: int, processes: int) -> None:
+    """Tensor parallelism with other axes, conversions, ZeRO and recomputation, drawn at random."""
+    rng = random.Random(1000 * processes + seed)
+    of = random_case(rng.choice(["mlp", "vit_small", "gpt_small"]), processes, rng)
+    for rank in range(processes):
+        driver = run(of, rank)
+        assert not driver.errors, f"{of}, rank {rank}: {driver.errors[0]}"
+
+
+@pytest.mark.parametrize("name", ["dp", "zero 1", "zero 3", "1f1b"])
+def test_a_stream_that_does_not_wait_is_found(name: str) -> None:
+    whole = run(PLANS[name], 0)
+    waiting = sorted({entry[1] for entry in whole.log if entry[0] == "wait"})
+    assert len(waiting) > 1
+    for stream in waiting:
+        assert run(PLANS[name], 0, careless=frozenset({stream})).errors, f"stream {stream} waits for nobody"
+
+
+def test_single_waits_that_are_missing_are_found() -> None:
+    """Some waits are ordered by others too; those for a microbatch that arrives are not."""
+    waits = run(PLANS["gpipe"], 0).waits
+    chosen = random.Random(0).sample(range(waits), 6)
+    found = [number for number in chosen if run(PLANS["gpipe"], 0, skipped_waits=frozenset({number})).errors]
+    assert len(found) >= 2, f"{len(found)} of {len(chosen)} of {waits} waits"
+
+
+@pytest.mark.parametrize("name", ["zero 2", "1f1b"])
+def test_memory_that_another_stream_still_reads_is_not_given_back_unsaid(name: str) -> None:
+    """Without record_stream the allocator would hand out a buffer that is still read."""
+    errors = run(PLANS[name], 0, forgotten_uses=True).errors
+    assert any(isinstance(error, Hazard) for error in errors)
+
+
+def test_a_planted_race_of_two_streams() -> None:
+    """The stand-in itself: a write on one stream, a read on another, with the event and without."""
+    for skipped, wanted in ((frozenset({0}), 1), (frozenset(), 0)):
+        driver = VirtualDriver(skipped_waits=skipped)
+        streams = CudaStreams(driver)
+        with driver.watch_tensors():
+            value = torch.zeros(4)
+            streams.submit(1, "dp", [0], lambda value=value: value.add_(1))
+            streams.compute(0, COMPUTE, [], lambda value=value: value.mul_(2))
+            streams.finish()
+        assert len(driver.errors) == wanted

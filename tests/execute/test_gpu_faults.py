@@ -1,0 +1,197 @@
+"""What goes wrong with a GPU is told in one message; memory is counted four ways, each beside what it can see."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parsim.costs.memory.rank_memory import RankMemory
+from parsim.errors import ExecutionError, OutOfMemoryError
+from parsim.execute.cuda.faults import check_alone, check_devices, checkpoint_text, is_lost_device, lost_device, out_of_memory
+from parsim.execute.cuda.memory_counters import MemoryUse
+from parsim.execute.job import RunSpec
+from parsim.execute.measurement import RankRecord
+from parsim.execute.processes.group import ErrorRecord, ProcessPlace, urgent_options
+from parsim.execute.processes.launch import _raise_failure
+from parsim.execute.worker import RankRun
+from parsim.graph.lower import lower
+from parsim.graph.plan_index import PlanIndex
+from parsim.plans.mesh import Mesh
+from parsim.report.memory_levels import memory_levels
+from parsim.units import GIB
+from tests.execute.test_equality import MLP, case
+
+HELD = {"parameters": 2 * GIB, "gradients": 2 * GIB, "optimizer_state": 4 * GIB, "buffers": 0}
+PREDICTED = {**HELD, "activations": 5 * GIB, "workspace": GIB}
+
+
+def test_the_line_that_was_short_is_named() -> None:
+    told = out_of_memory(rank=3, step=7, predicted=PREDICTED, held=HELD, allocated_bytes=31 * GIB, kept=checkpoint_text(5))
+    assert str(told) == (
+        "rank 3 ran out of memory in step 7 with 31 GiB allocated. The line that was short is activations and what comes "
+        "beside them: 23 GiB where 6 GiB were predicted (predicted mostly as activations, 5 GiB). The checkpoint of "
+        "step 5 is kept: `parsim run --resume` goes on from there."
+    )
+    state = out_of_memory(
+        rank=0, step=1, predicted=PREDICTED, held={**HELD, "optimizer_state": 9 * GIB}, allocated_bytes=15 * GIB, kept=""
+    )
+    assert "The line that was short is optimizer_state: 9 GiB where 4 GiB were predicted." in str(state)
+
+
+def test_memory_beside_tensors_and_an_unknown_prediction_are_told_too() -> None:
+    told = out_of_memory(rank=0, step=0, predicted=PREDICTED, held=HELD, allocated_bytes=9 * GIB, kept="")
+    assert "no line was short, so memory beside tensors" in str(told)
+    told = out_of_memory(rank=0, step=0, predicted={}, held={}, allocated_bytes=9 * GIB, kept=checkpoint_text(None))
+    assert "use more devices or microbatches" in str(told)
+    assert str(told).endswith("No checkpoint was written yet: the training starts anew.")
+
+
+def test_more_ranks_than_gpus_is_one_message_before_anything_starts() -> None:
+    check_devices(4, 4)
+    with pytest.raises(ExecutionError, match=r"8 ranks, one GPU each, and this host has 4 GPUs .* cluster.devices = 4"):
+        check_devices(8, 4)
+
+
+def test_another_process_on_the_gpu_is_noticed() -> None:
+    check_alone(0, "cuda:0", 600 * 2**20)
+    with pytest.raises(ExecutionError, match=r"rank 1 finds 12 GiB of cuda:1 in use before .*CUDA_VISIBLE_DEVICES"):
+        check_alone(1, "cuda:1", 12 * GIB)
+
+
+def test_a_lost_device_is_told_from_other_errors() -> None:
+    assert is_lost_device(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+    assert is_lost_device(RuntimeError("CUDA error: unspecified launch failure"))
+    assert not is_lost_device(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_lost_device(RuntimeError("shape '[2]' is invalid"))
+    told = lost_device(2, "cuda:2", 9, RuntimeError("CUDA error: uncorrectable ECC error\nmore"), checkpoint_text(8))
+    assert str(told).startswith(
+        "rank 2 lost cuda:2 in step 9: CUDA error: uncorrectable ECC error. The checkpoint of step 8 is"
+    )
+
+
+# --- in a rank --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rank_run() -> Iterator[RankRun]:
+    of = case(MLP, Mesh())
+    run = RunSpec(
+        name="run",
+        model=of.spec,
+        model_path="",
+        plan=of.plan,
+        optimizer="adam",
+        learning_rate=1e-3,
+        dataset="digits",
+        predicted_memory=({"parameters": 1, "gradients": 10**9, "optimizer_state": 10**9, "buffers": 0, "activations": 10**9},),
+    )
+    place = ProcessPlace(rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0)
+    made = RankRun(run, PlanIndex(of.plan, of.model), lower(of.plan, of.model), place, {})
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted", "message"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            OutOfMemoryError,
+            "rank 0 ran out of memory in step 1 .* is parameters:",
+        ),
+        (
+            torch.AcceleratorError("CUDA error: device lost"),
+            ExecutionError,
+            "rank 0 lost cpu in step 1: CUDA error: device lost",
+        ),
+        (RuntimeError("something else"), RuntimeError, "something else"),
+    ],
+)
+def test_a_failing_step_says_what_it_means(
+    rank_run: RankRun, monkeypatch: pytest.MonkeyPatch, error: RuntimeError, wanted: type[Exception], message: str
+) -> None:
+    rank_run.step(keep=True)
+
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(rank_run.stage, "optimizer_step", fails)
+    with pytest.raises(wanted, match=message):
+        rank_run.step(keep=True)
+
+
+def test_out_of_memory_of_a_rank_is_that_of_the_launch(tmp_path: Path) -> None:
+    record = ErrorRecord(
+        rank=1,
+        attempt=0,
+        kind="OutOfMemoryError",
+        message="rank 1 ran out",
+        reported=True,
+        peer_lost=False,
+        time_s=1.0,
+        traceback="",
+    )
+    (tmp_path / "error-rank1.json").write_text(json.dumps({key: getattr(record, key) for key in record.__slots__}))
+    output = SimpleNamespace(last_attempt=lambda: 0)
+    with pytest.raises(OutOfMemoryError, match="rank 1 of 2 stopped: rank 1 ran out"):
+        _raise_failure(tmp_path, 2, tmp_path, output, None)  # type: ignore[arg-type]
+
+
+class Counters:
+    """A device's counters that know what was asked of them."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def forget_peaks(self) -> None:
+        self.asked.append("forget")
+
+    def allocated_bytes(self) -> int:
+        return 110
+
+    def reserved_bytes(self) -> int:
+        return 200
+
+    def driver_bytes(self) -> int:
+        return 700
+
+
+def test_memory_is_counted_four_ways(rank_run: RankRun, tmp_path: Path) -> None:
+    rank_run.step(keep=False)  # from here on there is an optimizer state
+    rank_run.measure_memory()
+    alone = rank_run.memory
+    assert alone is not None
+    assert alone.live_bytes == rank_run.peak_bytes > 0
+    assert alone.allocated_bytes is alone.reserved_bytes is alone.driver_bytes is None
+    counters = Counters()
+    rank_run.counters = counters
+    rank_run.measure_memory()
+    assert counters.asked == ["forget"]
+    found = rank_run.memory
+    assert found == MemoryUse(live_bytes=alone.live_bytes, allocated_bytes=110, reserved_bytes=200, driver_bytes=700)
+    rank_run.record().save(tmp_path)
+    assert RankRecord.load(tmp_path, 0).memory == found
+
+
+def test_each_counter_stands_beside_the_lines_it_sees() -> None:
+    lines = (("parameters", 60), ("activations", 40), ("communication", 200), ("context", 300), ("allocator", 50))
+    memory = RankMemory(rank=0, lines=lines, limit_bytes=1000)
+    use = MemoryUse(live_bytes=100, allocated_bytes=110, reserved_bytes=200, driver_bytes=700)
+    rows = {row.level: (row.predicted_bytes, row.measured_bytes) for row in memory_levels([memory], [use])}
+    assert rows == {"live": (100, 100), "allocated": (100, 110), "reserved": (150, 200), "driver": (650, 700)}
+    assert [row.level for row in memory_levels([memory], [MemoryUse(live_bytes=100)])] == ["live"]
+    assert memory_levels([memory], [None]) == ()
+
+
+def test_nccl_s_own_streams_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SimpleNamespace(is_high_priority_stream=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda: made), raising=False)
+    assert urgent_options("nccl") is made
+    assert made.is_high_priority_stream
+    assert urgent_options("gloo") is None

@@ -1,0 +1,178 @@
+"""The path of a calibration on one GPU, from the first fact to the profile, with a driver whose device is this process.
+
+Arrays lie in CPU memory and torch computes at once; everything else is what runs on a GPU with one rank: steps are held, calls
+are timed by the driver's events, both paces are looked at, and what is measured becomes a profile of a `cuda` device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import torch.distributed as dist
+
+from calibration.fit.build_profile import build_profile
+from calibration.measure import collectives, components, device, operators, overlap, shards
+from calibration.measure.arithmetic import arithmetic_settings
+from calibration.measure.components import Case, component_section, make_case
+from calibration.rounds.raw_points import RawPoints
+from calibration.rounds.request import CalibrationRequest
+from calibration.rounds.turns import WARM_UP
+from parsim.costs.costs import Costs
+from parsim.execute.processes import speed_probe
+from parsim.execute.processes.environment import describe_environment
+from parsim.execute.processes.speed_probe import CORE_SIZE, SpeedProbe
+from parsim.graph.taskgraph import work_text
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.profile import load_profile, save_profile
+from parsim.model.spec import ModelSpec, load_model
+from parsim.work import Compute, Phase
+
+MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
+BERT = ModelSpec(name="bert", args=(("hidden", 32), ("heads", 2), ("layers", 2), ("vocab", 64), ("seq", 8)), input_shape=(8,))
+CPU = torch.device("cpu")
+REQUEST = CalibrationRequest(
+    models=((MLP, (2, 4)), (BERT, (2,))),
+    device="cuda",
+    nproc=1,
+    quick=True,
+    shard_ways=(2,),
+    optimizers=("sgd_momentum", "adam"),
+)
+
+
+class HostDriver:
+    """A device that runs what it is given while it is given it: its events are moments of the host's clock."""
+
+    def now_s(self) -> float:
+        return time.perf_counter()
+
+    def hold(self, seconds: float) -> None:
+        """Nothing to wait for: nothing is queued."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def passed(self, mark: float) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        """Everything has run."""
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    driver = HostDriver()
+    for module in (collectives, components, device, operators, shards, speed_probe):
+        monkeypatch.setattr(module, "driver_of", lambda _: driver)
+    for module in (components, device, operators, shards):
+        monkeypatch.setattr(module, "warm_up", lambda *_: None)
+        monkeypatch.setattr(module, "products", lambda *_: None)
+    monkeypatch.setattr(Case, "on_gpu", True)
+    monkeypatch.setattr(Case, "_settle", lambda self: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def measured(sections: list[Any]) -> dict[str, list[Any]]:
+    """Three rounds of each section, each entry with its round."""
+    found: dict[str, list[Any]] = {}
+    for section in sections:
+        section.measure(WARM_UP)
+        for number in range(3):
+            for key, entries in section.measure(number).items():
+                found.setdefault(key, []).extend({**entry, "round": number} for entry in entries)
+    return found
+
+
+def few(launches: tuple[Any, ...]) -> tuple[Any, ...]:
+    """As many of each surface as a fit needs."""
+    kept: dict[tuple[str, str, str], list[Any]] = {}
+    for launch in launches:
+        kept.setdefault((launch.kind, launch.function, launch.phase), []).append(launch)
+    return tuple(launch for surface in kept.values() for launch in surface[:8])
+
+
+def test_one_rank_on_one_gpu_becomes_a_profile(one_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    everything = operators.operator_launches
+    monkeypatch.setattr(operators, "operator_launches", lambda **asked: few(everything(**asked)))
+    facts = device.measure_device(CPU, torch.float32, name="NVIDIA X")
+    models = [load_model(spec) for spec, _ in REQUEST.models]
+    cases = [
+        make_case(number, spec, models[number], samples, REQUEST, CPU)
+        for number, (spec, batches) in enumerate(REQUEST.models)
+        for samples in batches
+    ]
+    probe, host = SpeedProbe(CPU), SpeedProbe(CPU, size=CORE_SIZE)
+    group = dist.group.WORLD
+    bench = collectives.make_bench(CPU, torch.float32, 1, 0)
+    assert bench.scratch.numel() == 0
+    assert collectives.collective_section(bench, (), REQUEST, probe) is None
+    assert overlap.overlap_section(cases, bench, REQUEST, probe) is None
+    assert shards.shard_section(cases, 1, group, REQUEST, CPU) is None, "one rank holds no two shards side by side"
+    found = measured(
+        [
+            component_section(cases, {1: group}, REQUEST, CPU, probe, host),
+            operators.operator_section(group, REQUEST, torch.float32, CPU, probe),
+        ]
+    )
+    for sweep in found["sweeps"]:
+        assert sweep["hidden"]
+        computing = [seconds > 0 for seconds in sweep["issue_s"]]
+        assert sum(computing) == len(sweep["seconds"]) - 1, "all but the load"
+        assert {"pace_s", "host_pace_s", "load_again_s"} <= sweep.keys()
+    assert all("issue_s" in entry for entry in found["optimizers"])
+    assert all(entry["hidden"] and entry["issue_s"] > 0 for entry in found["operators"])
+    environment = {**describe_environment(), "arithmetic": arithmetic_settings()}
+    texts = [{"model": case.number, "samples": case.samples, "tasks": task_texts(case)} for case in cases]
+    raw = {"ranks": [{**found, "device": facts.to_dict(), "allocator": []}], "cases": texts, "environment": environment}
+    points = RawPoints(raw=raw, request=REQUEST, models=models, created="now", command="c", name="gpu")
+    profile = build_profile(points)
+    save_profile(profile, tmp_path / "gpu.json")
+    profile = load_profile(str(tmp_path / "gpu.json"))
+    assert (profile.device_types["NVIDIA X"].kind, profile.communication.backend) == ("cuda", "nccl")
+    assert profile.provenance.environment["arithmetic"]["matmul_allow_tf32"] is False  # type: ignore[index,call-overload]
+    assert all(point.issue_s is not None for point in (*profile.compute.components, *profile.compute.optimizers))
+    assert all(entry.issue_launch_s is not None for entry in profile.compute.compositions)
+    costs = Costs(models[0], cluster_from_profile(profile))
+    work = Compute(component=models[0].components[0].name, phase=Phase.FORWARD, samples=4)
+    assert costs.estimate(work, 0).median_s >= costs.estimate(work, 0).issue_s > 0
+
+
+def task_texts(case: Case) -> list[str]:
+    return [work_text(task.work) for task in case.graph.tasks]
+
+
+def test_shards_are_held_too(one_gpu: None) -> None:
+    request = CalibrationRequest(models=((BERT, (2,)),), device="cuda", nproc=2, quick=True, shard_ways=(2,))
+    cases = [make_case(0, BERT, load_model(BERT), 2, request, CPU)]
+    section = shards.shard_section(cases, 1, dist.group.WORLD, request, CPU)
+    assert section is not None
+    (entry, *_) = section.measure(0)["shards"]
+    assert entry["parts"]
+    assert all(seconds > 0 and whole_s > 0 for *_, seconds, whole_s in entry["parts"])
+
+
+@pytest.mark.parametrize("precision", ["amp_bf16", "bf16"])
+def test_half_precision_trains_and_is_held(one_gpu: None, precision: str) -> None:
+    request = CalibrationRequest(models=((MLP, (4,)),), device="cuda", nproc=1, precision=precision)
+    case = make_case(0, MLP, load_model(MLP), 4, request, CPU)
+    before = [parameter.detach().clone() for parameter in case.stage.parameters.values()]
+    case.step()
+    step = case.step(held=True)
+    assert step.hidden
+    weights = list(case.stage.parameters.values())
+    assert {weight.dtype for weight in weights} == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    assert all(torch.isfinite(weight).all() for weight in weights)
+    assert precision == "bf16" or any(not torch.equal(one, other) for one, other in zip(before, weights, strict=True))

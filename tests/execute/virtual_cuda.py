@@ -1,0 +1,239 @@
+"""A stand-in for a GPU: streams and events in virtual time, and torch's CUDA sanitizer told of every launch, wait and record.
+
+Time passes by `launch` (seconds on the current stream) and by `host_takes`; what torch computes meanwhile takes none. Under
+`watch_tensors` every torch call is a launch on the current stream that reads and writes its tensors: those of the CPU stand
+for those of the GPU. The sanitizer (torch.cuda._sanitizer) then says which accesses nothing orders. Beside it, a tensor that
+dies is checked as the caching allocator would: each stream that touched it has been waited for by the stream it was allocated
+on, or the allocator was told of it (`used`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.cuda import _sanitizer
+from torch.cuda._sanitizer import EventHandler, SynchronizationError
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(eq=False)
+class VirtualStream:
+    number: int
+    urgent: bool
+    free_s: float = 0.0
+
+
+@dataclass(eq=False)
+class VirtualEvent:
+    number: int
+    at_s: float
+
+
+class Hazard(Exception):
+    """Memory given back while a stream that the allocator knows nothing of may still use it."""
+
+
+@dataclass
+class VirtualDriver:
+    """See `parsim.execute.cuda.streams.Driver`.
+
+    Attributes:
+        record_s: what the host takes to issue anything. log: what was asked, in order.
+        skipped_waits: the numbers of waits that are left out, counted from 0: planted faults. careless: the numbers of streams
+            that never wait.
+        forgotten_uses: `used` does nothing: another planted fault.
+    """
+
+    record_s: float = 0.0
+    skipped_waits: frozenset[int] = frozenset()
+    careless: frozenset[int] = frozenset()
+    forgotten_uses: bool = False
+    log: list[tuple[Any, ...]] = field(default_factory=list)
+    errors: list[SynchronizationError | Hazard] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.clock_s = 100.0
+        self.main = VirtualStream(0, urgent=False)
+        self.streams = [self.main]
+        self._current = [self.main]
+        self._events = self.waits = 0
+        self.handler = EventHandler()
+        self._uses: dict[int, dict[int, int]] = {}
+        self._told: dict[int, set[int]] = {}
+        self._home: dict[int, int] = {}
+        self._known: dict[int, Any] = {}
+
+    # --- the driver ---------------------------------------------------------------------------------------------------
+
+    def current(self) -> VirtualStream:
+        return self._current[-1]
+
+    def stream(self, *, urgent: bool) -> VirtualStream:
+        made = VirtualStream(len(self.streams), urgent)
+        self.streams.append(made)
+        self.handler._handle_stream_creation(made.number)
+        return made
+
+    @contextlib.contextmanager
+    def on(self, stream: VirtualStream) -> Iterator[None]:
+        self._current.append(stream)
+        yield
+        self._current.pop()
+
+    def record(self, stream: VirtualStream) -> VirtualEvent:
+        self.clock_s += self.record_s
+        event = VirtualEvent(self._events, max(stream.free_s, self.clock_s))
+        self._events += 1
+        self.handler._handle_event_creation(event.number)
+        self.handler._handle_event_record(event.number, stream.number)
+        self.log.append(("record", stream.number, event.number))
+        return event
+
+    def wait(self, stream: VirtualStream, event: VirtualEvent) -> None:
+        self.waits += 1
+        self.log.append(("wait", stream.number, event.number))
+        if self.waits - 1 not in self.skipped_waits and stream.number not in self.careless:
+            stream.free_s = max(stream.free_s, event.at_s)
+            self.handler._handle_event_wait(event.number, stream.number)
+
+    def finish(self, event: VirtualEvent) -> None:
+        self.clock_s = max(self.clock_s, event.at_s)
+        self.log.append(("finish", event.number))
+        self.handler._handle_event_synchronization(event.number)
+
+    def elapsed_s(self, start: VirtualEvent, end: VirtualEvent) -> float:
+        return end.at_s - start.at_s
+
+    def host_s(self) -> float:
+        return self.clock_s
+
+    def used(self, tensor: Tensor, stream: VirtualStream) -> None:
+        if not self.forgotten_uses:
+            self._told.setdefault(tensor.untyped_storage()._cdata, set()).add(stream.number)
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def launch(self, seconds: float) -> None:
+        """A kernel on the current stream."""
+        stream = self.current()
+        stream.free_s = max(stream.free_s, self.clock_s) + seconds
+        self.log.append(("launch", stream.number))
+
+    def host_takes(self, seconds: float) -> None:
+        self.clock_s += seconds
+
+    # --- tensors ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def watch_tensors(self) -> Iterator[None]:
+        with _without_stacks(), _Launches(self):
+            yield
+
+    def touches(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
+        """A kernel of the current stream reads and writes tensors."""
+        stream = self.current().number
+        keys = {True: {self._key(tensor) for tensor in written}, False: {self._key(tensor) for tensor in read}}
+        keys[False] -= keys[True]
+        aliases = {key: [""] for key in keys[True] | keys[False]}
+        self.errors += self.handler._handle_kernel_launch(stream, keys[False], keys[True], set(), name, aliases)
+        for key in aliases:
+            self._uses.setdefault(key, {})[stream] = self.handler.seq_num
+
+    def _key(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._known:
+            self._known[key] = weakref.finalize(storage, self._freed, key)
+            self._home[key] = self.current().number
+        return key
+
+    def _freed(self, key: int) -> None:
+        self._known.pop(key)
+        home, told = self._home.pop(key), self._told.pop(key, set())
+        for stream, number in self._uses.pop(key, {}).items():
+            if stream not in told | {home} and not self.handler.syncs.is_ordered_after(home, number, stream):
+                self.errors.append(Hazard(f"memory of stream {home} given back before stream {stream} is done with it"))
+        if key in self.handler.tensors_accessed.accesses:
+            self.handler._handle_memory_deallocation(key)
+
+
+class _Stackless:
+    """In place of the module `traceback`: the sanitizer's walk of the stack at every launch takes most of its time."""
+
+    class StackSummary:
+        @staticmethod
+        def extract(*_: Any, **__: Any) -> traceback.StackSummary:
+            return traceback.StackSummary.from_list([])
+
+    @staticmethod
+    def walk_stack(_: Any) -> list[Any]:
+        return []
+
+
+@contextlib.contextmanager
+def _without_stacks() -> Iterator[None]:
+    found = _sanitizer.traceback
+    _sanitizer.traceback = _Stackless
+    try:
+        yield
+    finally:
+        _sanitizer.traceback = found
+
+
+class _Launches(TorchDispatchMode):
+    """Every torch call that is no view: what it reads and writes."""
+
+    def __init__(self, driver: VirtualDriver) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._driver = driver
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        schema = func._schema
+        name = str(schema.name)
+        if name.startswith("c10d::"):
+            read, written = _communicated(name.removeprefix("c10d::"), args)
+        else:
+            named = [*zip(schema.arguments, args, strict=False)]
+            by_name = {argument.name: argument for argument in schema.arguments}
+            named += [(by_name[key], value) for key, value in kwargs.items()]
+            if any(argument.alias_info is not None and not argument.alias_info.is_write for argument, _ in named):
+                return result  # a view
+            read, written = [], []
+            for argument, value in named:
+                is_write = argument.alias_info is not None and argument.alias_info.is_write
+                (written if is_write else read).extend(_tensors(value))
+            written += _tensors(result)
+        if read or written:
+            self._driver.touches(name, read, written)
+        return result
+
+
+def _communicated(name: str, args: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """What a collective or a transfer reads and writes."""
+    if name == "send":
+        return _tensors(args[0]), []
+    if name == "broadcast_" and dist.ProcessGroup.unbox(args[1]).rank() == args[2]:
+        return _tensors(args[0]), []
+    if name in ("allreduce_", "broadcast_", "recv_"):
+        return [], _tensors(args[0])
+    if name in ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"):
+        return _tensors(args[1]), _tensors(args[0])
+    if name == "barrier":
+        return [], []
+    raise AssertionError(f"c10d::{name}: say what it reads and writes")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

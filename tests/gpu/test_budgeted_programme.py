@@ -1,0 +1,210 @@
+"""The programme under a fake clock: budget, order, exactly once, faults that stop nobody, journals cut off in the middle."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from calibration.gpu.board import BoardWatch, Reading, find_reader, parse_smi, summarised
+from calibration.gpu.driver import UnsupportedError
+from calibration.gpu.journal import Journal, Row, read_rows
+from calibration.gpu.programme import Case, Outcome, run_programme
+from parsim.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Clock:
+    """Stands still but for what cases take."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def case(self, name: str, estimate_s: float, seconds: float | None = None, **more: Any) -> Case:
+        """One that takes `seconds` (its estimate)."""
+
+        def measure(rows: Mapping[str, Row], remaining_s: float) -> dict[str, Any]:
+            self.now_s += estimate_s if seconds is None else seconds
+            return {"remaining_s": remaining_s, "before": len(rows)}
+
+        return Case(name=name, estimate_s=estimate_s, measure=measure, **more)
+
+
+def run(cases: list[Case], journal: Journal, clock: Clock, budget_s: float = 1000.0) -> Outcome:
+    return run_programme(cases, journal, budget_s=budget_s, clock=clock, say=lambda _: None)
+
+
+def failing(error: Exception) -> Case:
+    def measure(rows: Mapping[str, Row], remaining_s: float) -> dict[str, Any]:
+        raise error
+
+    return Case(name="failing", estimate_s=1.0, measure=measure)
+
+
+@given(
+    estimates=st.lists(st.floats(0.1, 50), min_size=1, max_size=12),
+    overrun=st.floats(0.2, 1.0),
+    budget_s=st.floats(1, 120),
+)
+def test_no_call_overruns_its_budget_and_calls_together_do_every_case_once(
+    tmp_path_factory: pytest.TempPathFactory, estimates: list[float], overrun: float, budget_s: float
+) -> None:
+    """Estimates are upper ones: cases take `overrun` <= 1 of them."""
+    path, clock = tmp_path_factory.mktemp("rows") / "rows.jsonl", Clock()
+    cases = [clock.case(f"case {number}", s, overrun * s) for number, s in enumerate(estimates)]
+    fitting = [case for case in cases if case.estimate_s <= budget_s]
+    for _ in range(len(cases) + 1):
+        begin_s = clock()
+        outcome = run(cases, Journal(path), clock, budget_s)
+        assert clock() - begin_s <= budget_s + 1e-9
+        assert len(outcome.ran) + len(outcome.known) + len(outcome.left) == len(cases)
+    names = list(Journal(path).rows)
+    assert len(names) == (path.read_text().count("\n") if names else 0)
+    assert sorted(names) == sorted(case.name for case in fitting)
+    assert outcome.ran == ()
+
+
+def test_cases_run_in_order_and_a_short_one_fills_what_is_left(tmp_path: Path) -> None:
+    clock = Clock()
+    cases = [clock.case("first", 60), clock.case("too long", 60), clock.case("short", 10)]
+    outcome = run(cases, Journal(tmp_path / "rows.jsonl"), clock, 100.0)
+    assert outcome == Outcome(ran=("first", "short"), known=(), left=("too long",))
+
+
+def test_a_case_that_raises_leaves_a_row_and_the_others_run(tmp_path: Path) -> None:
+    clock, journal = Clock(), Journal(tmp_path / "rows.jsonl")
+    out_of_memory = type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2 GiB")
+    for error, out in ((ValueError("a fault\nof two lines"), False), (out_of_memory, True)):
+        journal = Journal(tmp_path / f"{type(error).__name__}.jsonl")
+        run([failing(error), clock.case("after", 1)], journal, clock)
+        row = journal.rows["failing"]
+        assert (row["status"], row["error"], row["message"]) == ("failed", type(error).__name__, str(error))
+        assert row["out_of_memory"] is out
+        assert any("failing" not in line for line in row["traceback"])
+        assert journal.rows["after"]["status"] == "done"
+
+
+def test_a_case_that_the_device_cannot_run_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "rows.jsonl")
+    run([failing(UnsupportedError("needs CUDA"))], journal, Clock())
+    assert journal.rows["failing"]["status"] == "skipped"
+    assert journal.rows["failing"]["reason"] == "needs CUDA"
+
+
+def test_what_needs_a_case_waits_for_it_and_is_skipped_if_it_failed(tmp_path: Path) -> None:
+    clock = Clock()
+    cases = [clock.case("long", 90), clock.case("needs it", 1, needs=("long",)), clock.case("comes after", 1, after=("long",))]
+    journal = Journal(tmp_path / "rows.jsonl")
+    assert run(cases, journal, clock, 10.0).left == ("long", "needs it", "comes after")
+    assert run(cases, journal, clock, 100.0).ran == ("long", "needs it", "comes after")
+    failed = Journal(tmp_path / "failed.jsonl")
+    broken = [failing(ValueError("no")), clock.case("needs", 1, needs=("failing",)), clock.case("after", 1, after=("failing",))]
+    run(broken, failed, clock)
+    assert failed.rows["needs"]["status"] == "skipped"
+    assert failed.rows["after"]["status"] == "done"
+
+
+def test_a_line_cut_off_runs_again_and_spoils_nothing(tmp_path: Path) -> None:
+    path, clock = tmp_path / "rows.jsonl", Clock()
+    cases = [clock.case(name, 1) for name in "abc"]
+    run(cases, Journal(path), clock)
+    whole = path.read_text()
+    path.write_text(whole[:-5])
+    assert run(cases, Journal(path), clock).ran == ("c",)
+    assert [row["case"] for row in read_rows(path)] == ["a", "b", "c"]
+
+
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for text in ("nonsense\n", '["a list"]\n', '{"no": "case"}\n'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="line 1 of"):
+            Journal(path)
+
+
+@pytest.mark.slow
+def test_a_killed_programme_keeps_every_finished_row(tmp_path: Path) -> None:
+    """kill -9 in the middle, then again to the end: every case has exactly one row."""
+    script = tmp_path / "cases.py"
+    script.write_text(
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from calibration.gpu.journal import Journal\n"
+        "from calibration.gpu.programme import Case, run_programme\n"
+        "def slowly(rows, remaining_s):\n"
+        "    time.sleep(0.1)\n"
+        "    return {}\n"
+        "cases = [Case(name=f'case {n}', estimate_s=0.1, measure=slowly) for n in range(30)]\n"
+        "run_programme(cases, Journal(Path(sys.argv[1])), budget_s=100, clock=time.monotonic, say=print)\n"
+    )
+    path = tmp_path / "rows.jsonl"
+    first = subprocess.Popen([sys.executable, script, path], cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (path.is_file() and path.read_text().count("\n") >= 5):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    first.kill()
+    first.wait()
+    killed_after = len(read_rows(path))
+    assert 5 <= killed_after < 30
+    subprocess.run([sys.executable, script, path], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    assert [row["case"] for row in read_rows(path)] == [f"case {number}" for number in range(30)]
+
+
+def test_rows_are_json_and_carry_what_surrounds_them(tmp_path: Path) -> None:
+    def around(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return {**measure(), "board": {"absent": "here"}}
+
+    path, clock = tmp_path / "rows.jsonl", Clock()
+    run_programme([clock.case("a", 2)], Journal(path), budget_s=10, clock=clock, say=lambda _: None, around=around)
+    (row,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert row == {"case": "a", "status": "done", "remaining_s": 10.0, "before": 0, "board": {"absent": "here"}, "seconds": 2.0}
+
+
+# --- clocks and power -------------------------------------------------------------------------------------------------
+
+
+def test_nvidia_smi_is_read_and_what_it_does_not_tell_is_left_out() -> None:
+    read = parse_smi("412.50, 700.00, 1980, 1980, 3201, [N/A]\n")
+    assert read == {
+        "power_w": 412.5,
+        "power_limit_w": 700.0,
+        "sm_clock_hz": 1.98e9,
+        "sm_clock_max_hz": 1.98e9,
+        "memory_clock_hz": 3.201e9,
+    }
+
+
+def test_a_watch_reads_before_during_and_after() -> None:
+    powers = iter(range(100, 10000))
+
+    def reader() -> Reading:
+        return {"power_w": float(next(powers))}
+
+    with BoardWatch(reader, "test", every_s=0.01).open() as watch:
+        time.sleep(0.1)
+    summary = watch.summary()
+    assert summary["readings"] >= 3
+    assert summary["power_w"]["least"] == 100.0
+    assert summary["power_w"]["most"] == 100.0 + summary["readings"] - 1
+
+
+def test_a_board_that_tells_nothing_says_why() -> None:
+    with BoardWatch(None, "no package nvidia-ml-py; no nvidia-smi").open() as watch:
+        pass
+    assert watch.summary() == {"absent": "no package nvidia-ml-py; no nvidia-smi"}
+    assert summarised([{"power_w": 1.0}, {}, {"power_w": 3.0}]) == {"power_w": {"least": 1.0, "median": 2.0, "most": 3.0}}
+    reader, why = find_reader()
+    assert (reader is None) == (why != "NVML" and why != "nvidia-smi")

@@ -1,0 +1,87 @@
+"""Programs train the same, and rounds time each of them exactly on a simulated device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from simulated_device import SimulatedDevice
+
+from calibration.gpu.driver import UnsupportedError
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
+@pytest.mark.parametrize("change", [{}, {"microbatches": 2}, {"recompute": "full"}])
+def test_the_executor_trains_what_eager_torch_trains(own: Any, precision: str, change: dict[str, Any]) -> None:
+    """So that their times are of the same work: losses of three steps, the later two of updated weights."""
+    question = replace(own("questions").REHEARSED.held_out[0], precision=precision, **change)
+    executor, eager = own("programs").ExecutorStep(question, CPU), own("programs").EagerStep(question, CPU)
+    for _ in range(3):
+        executor.step()
+        eager.step()
+        assert executor.last_loss == pytest.approx(eager.loss(), rel=1e-5 if precision == "fp32" else 2e-3)
+    executor.streams.close()
+
+
+def test_what_needs_cuda_says_so(own: Any) -> None:
+    with pytest.raises(UnsupportedError, match="CUDA graphs need CUDA"):
+        own("programs").graphed(own("questions").REHEARSED.held_out[0], CPU)
+
+
+def program(own: Any, device: SimulatedDevice, name: str, seconds: float, steps: list[str]) -> Any:
+    kernel = device.kernel(seconds)
+
+    def step() -> None:
+        steps.append(name)
+        kernel()
+
+    return own("programs").Program(name=name, step=step, loss=lambda: 1.0)
+
+
+@pytest.mark.parametrize("slow_s", [0.01, 0.3])
+def test_rounds_time_every_program_for_itself(own: Any, slow_s: float) -> None:
+    device, steps = SimulatedDevice(), list[str]()
+    scope = own("questions").ON_A_GPU
+    programs = [program(own, device, "executor", slow_s, steps), program(own, device, "eager", 0.005, steps)]
+    begin_s = device.host_s()
+    found = own("rounds").interleaved(device, programs, scope, seed=1, remaining_s=1000.0)
+    taken_s = device.host_s() - begin_s
+    least, most = scope.rounds
+    assert least <= found["rounds"] <= most
+    assert taken_s < 1.5 * scope.round_budget_s
+    assert {name: len(values) for name, values in found["rounds_s"].items()} == dict.fromkeys(
+        ("executor", "eager", "executor again"), found["rounds"]
+    )
+    for name, seconds in (("executor", slow_s), ("executor again", slow_s), ("eager", 0.005)):
+        assert found["rounds_s"][name] == pytest.approx([seconds] * found["rounds"], rel=0.01)
+    assert found["steps"] == (scope.steps if slow_s < 0.1 else 2)
+    timed = found["rounds"] * (found["steps"] + found["untimed"])
+    assert steps.count("executor") == 2 * timed + 3 + 1
+    assert steps.count("eager") == timed + 3 + 1
+
+
+def test_the_order_of_turns_is_drawn_anew_for_every_round(own: Any) -> None:
+    device, steps = SimulatedDevice(), list[str]()
+    programs = [program(own, device, name, 0.01, steps) for name in ("executor", "eager", "cuda graph")]
+    found = own("rounds").interleaved(device, programs, own("questions").ON_A_GPU, seed=1, remaining_s=1000.0)
+    each = found["steps"] + found["untimed"]
+    turns = steps[len(programs) * 4 :: each]
+    rounds = [tuple(turns[first : first + 4]) for first in range(0, len(turns), 4)]
+    assert len(rounds) == found["rounds"]
+    assert len(set(rounds)) > 3
+    assert all(sorted(order) == ["cuda graph", "eager", "executor", "executor"] for order in rounds)
+
+
+def test_a_program_that_cannot_be_built_leaves_the_others(own: Any) -> None:
+    def fails() -> Any:
+        raise UnsupportedError("needs CUDA")
+
+    programs, failed = own("rounds").build_all([("executor", lambda: "built"), ("cuda graph", fails)])
+    assert programs == ["built"]
+    assert (failed["cuda graph"]["error"], failed["cuda graph"]["message"]) == ("UnsupportedError", "needs CUDA")
+    with pytest.raises(UnsupportedError):
+        own("rounds").build_all([("executor", fails), ("eager", lambda: "built")])

@@ -1,0 +1,238 @@
+"""What a calibration of a GPU keeps apart: the device's time from the host's, their paces, its arithmetic, its memory."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+
+import torch
+
+from calibration.measure.allocator import GpuMemory
+from calibration.measure.arithmetic import DTYPES, OPERATOR_DTYPES, arithmetic_settings, autocast, set_arithmetic
+from calibration.measure.components import StepTimes, make_case, pausing_streams, sweep_record
+from calibration.measure.delayed_streams import Pausing
+from calibration.rounds.pace import HOST_PACE, PACE, Pace, at_one_pace, usual_pace
+from calibration.rounds.request import PRECISIONS, CalibrationRequest
+from parsim.errors import ConfigError
+from parsim.execute.processes.event_clock import FIRST_HOLD_S
+from parsim.execute.processes.speed_probe import CORE_SIZE, SpeedProbe
+from parsim.execute.streams import Operation, TaskTime
+from parsim.graph.task import COMPUTE
+from parsim.model.spec import ModelSpec, load_model
+from parsim.units import MIB
+from tests.device_clock import VirtualDevice
+
+MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 8, 8))
+
+
+class EventStreams:
+    """Streams of the virtual device: computation is timed by its events, as those of a GPU are."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self._device = device
+        self._marks: list[tuple[int, str, int, int]] = []
+
+    def submit(self, task: int, stream: str, dependencies: object, operation: Operation) -> None:
+        self.compute(task, stream, dependencies, operation)
+
+    def compute(self, task: int, stream: str, dependencies: object, operation: Operation) -> None:
+        start = self._device.mark()
+        if not self._marks:
+            self._device.synchronize()
+        operation()
+        self._marks.append((task, stream, start, self._device.mark()))
+
+    def finish(self) -> list[TaskTime]:
+        self._device.synchronize()
+        found, self._marks = self._marks, []
+        at_s = partial(self._device.seconds_between, found[0][2])
+        return [TaskTime(task, stream, at_s(start), at_s(end)) for task, stream, start, end in found]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def run(streams: Pausing, kernels: list[list[float]], device: VirtualDevice, *, holding: bool) -> dict[int, float]:
+    """Seconds of every computation, each of so many kernels."""
+
+    def queue(seconds: list[float]) -> None:
+        for each in seconds:
+            device.launch(each)
+
+    streams.holding = holding
+    for number, seconds in enumerate(kernels):
+        streams.compute(number, COMPUTE, [], partial(queue, seconds))
+    return {entry.task: entry.end_s - entry.ready_s for entry in streams.finish()}
+
+
+@given(
+    kernels=st.lists(st.lists(st.floats(1e-6, 1e-4), min_size=1, max_size=6), min_size=1, max_size=5),
+    launch_s=st.floats(1e-6, FIRST_HOLD_S / 10),
+)
+def test_held_computation_takes_the_devices_seconds_however_slow_the_host(kernels: list[list[float]], launch_s: float) -> None:
+    device = VirtualDevice(launch_s=launch_s)
+    streams = Pausing(EventStreams(device), device)  # type: ignore[arg-type]
+    held = run(streams, kernels, device, holding=True)
+    assert held == {number: pytest.approx(sum(seconds)) for number, seconds in enumerate(kernels)}
+    assert streams.hidden
+    as_in_training = run(streams, kernels, device, holding=False)
+    assert all(as_in_training[number] >= held[number] - 1e-12 for number in held)
+
+
+def test_what_the_host_could_not_queue_in_time_is_noticed_and_held_longer_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = VirtualDevice(launch_s=0.5 * FIRST_HOLD_S)
+    monkeypatch.setattr("calibration.measure.delayed_streams.time.perf_counter", device.now_s)
+    streams = Pausing(EventStreams(device), device)  # type: ignore[arg-type]
+    kernels = [[1e-6] * 8]
+    found = run(streams, kernels, device, holding=True)
+    assert not streams.hidden
+    assert found[0] > 8e-6
+    assert streams.issue_s[0] == pytest.approx(4 * FIRST_HOLD_S)
+    assert run(streams, kernels, device, holding=True)[0] == pytest.approx(8e-6)
+    assert streams.hidden
+
+
+def test_of_a_step_a_task_takes_the_larger_of_host_and_device() -> None:
+    """What is left of the step's wall time is neither."""
+    case = make_case(0, MLP, load_model(MLP), 4, CalibrationRequest(models=((MLP, (4,)),)), torch.device("cpu"))
+    count = len(case.graph.tasks)
+    tasks = [TaskTime(number, COMPUTE, float(number), number + 0.5) for number in range(count)]
+    plain = StepTimes(tasks, wall_s=10.0 * count, cpu_s=0.1)
+    held = StepTimes(
+        [TaskTime(number, COMPUTE, float(number), number + 0.25) for number in range(count)], 1.0, 0.1, {0: 2.0, 1: 0.1}, True
+    )
+    record = sweep_record(case, plain, held)
+    assert record["seconds"] == [0.25] * count
+    assert record["issue_s"] == [2.0, 0.1] + [0.0] * (count - 2)
+    assert record["gap_s"] == 0.5
+    assert record["rest_s"] == pytest.approx(10.0 * count - 2.0 - 0.25 * (count - 1) - 0.5 * (count - 1))
+    assert record["hidden"]
+    assert "issue_s" not in sweep_record(case, plain)
+
+
+def test_on_a_cpu_nothing_is_held() -> None:
+    streams = pausing_streams(torch.device("cpu"))
+    assert not streams.holds
+    streams.holding = True
+    streams.compute(0, COMPUTE, [], lambda: None)
+    assert [entry.task for entry in streams.finish()] == [0]
+    streams.close()
+
+
+# --- the pace ---------------------------------------------------------------------------------------------------------
+
+DEVICE_S, HOST_S = 4e-3, 1e-3
+
+
+def beside_a_gpu(device: float, host: float) -> dict[str, Any]:
+    """One step with so slow a GPU and host: task 0 loads, task 1 computes."""
+    looks = {PACE: [device * DEVICE_S] * 2, HOST_PACE: [host * HOST_S] * 2}
+    steps = {"rest_s": host, "wall_s": host, "cpu_s": host, "load_again_s": host, "gap_s": device}
+    sweep = {"model": 0, "samples": 4, "ranks_active": 1, "seconds": [host, device], "issue_s": [0.0, host], **steps, **looks}
+    return {
+        "ranks": [
+            {
+                "sweeps": [sweep],
+                "optimizers": [{"ranks_active": 1, "seconds": device, "issue_s": host, **looks}],
+                "collectives": [{"seconds": [[1.0]], PACE: looks[PACE]}],
+                "overlap": [{"communication_s": [1.0], PACE: looks[PACE]}],
+            }
+        ],
+        "cases": [{"model": 0, "samples": 4, "tasks": ["load x4 64 B", "forward block.0 x4"]}],
+    }
+
+
+@given(device=st.floats(0.5, 2.0), host=st.floats(0.5, 2.0))
+def test_a_host_scales_host_times_and_a_gpu_its_own(device: float, host: float) -> None:
+    usual, hosts = Pace(DEVICE_S, DEVICE_S), Pace(HOST_S, HOST_S)
+    (rank,) = at_one_pace(beside_a_gpu(device, host), usual, hosts, on_gpu=True)["ranks"]
+    (sweep,), (update,) = rank["sweeps"], rank["optimizers"]
+    assert [*sweep["seconds"], sweep["issue_s"][1], sweep["gap_s"]] == pytest.approx([1.0] * 4)
+    assert [sweep[key] for key in ("rest_s", "wall_s", "cpu_s", "load_again_s")] == pytest.approx([1.0] * 4)
+    assert [update["seconds"], update["issue_s"]] == pytest.approx([1.0, 1.0])
+    assert rank["collectives"][0]["seconds"] == [[1.0]]
+    assert rank["overlap"][0]["communication_s"] == [1.0]
+
+
+def test_the_usual_pace_of_the_host_is_its_own() -> None:
+    raw = beside_a_gpu(1.5, 0.5)
+    assert usual_pace(raw) == Pace(1.5 * DEVICE_S, 1.5 * DEVICE_S)
+    assert usual_pace(raw, HOST_PACE) == Pace(0.5 * HOST_S, 0.5 * HOST_S)
+
+
+def test_the_probe_of_a_gpu_is_timed_by_its_events() -> None:
+    """The virtual device's clock stands still while torch computes, so what is found is what the kernels were made to take."""
+    device = VirtualDevice()
+    probe = SpeedProbe(torch.device("cpu"), driver=device, size=CORE_SIZE)
+    step = probe._step
+
+    def launching() -> None:
+        step()
+        device.launch(7e-3, "step")
+
+    probe._step = launching  # type: ignore[method-assign]
+    assert probe.seconds() == pytest.approx(7e-3)
+    assert device.log[-1] == "synchronize"
+    assert device.log.index("hold") < len(device.log) - 1 - device.log[::-1].index("step")
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def test_fp32_is_ieee_and_tf32_is_not_and_both_are_recorded() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        for precision, on in (("tf32", True), ("fp32", False), ("amp_bf16", False)):
+            set_arithmetic(precision)
+            found = json.loads(json.dumps(arithmetic_settings()))
+            assert (found["matmul_allow_tf32"], found["cudnn_allow_tf32"]) == (on, on)
+            assert found["float32_matmul_precision"] == ("high" if on else "highest")
+            assert {"cudnn_benchmark", "cudnn_version", "cuda_version", "cudnn_deterministic"} <= found.keys()
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def test_every_precision_of_a_gpu_has_its_arithmetic_and_others_are_refused() -> None:
+    for precision in PRECISIONS["cuda"]:
+        request = CalibrationRequest(models=((MLP, (4,)),), device="cuda", precision=precision)
+        assert CalibrationRequest.from_json(request.to_json()) == request
+        assert precision in DTYPES
+        assert precision in OPERATOR_DTYPES
+    with pytest.raises(ConfigError, match="fp8"):
+        CalibrationRequest(models=((MLP, (4,)),), device="cuda", precision="fp8")
+    with pytest.raises(ConfigError, match="tf32"):
+        CalibrationRequest(models=((MLP, (4,)),), device="cpu", precision="tf32")
+
+
+def test_under_autocast_products_are_in_half_precision_and_weights_are_not() -> None:
+    linear = torch.nn.Linear(4, 4)
+    with autocast("amp_bf16", torch.device("cpu")):
+        assert linear(torch.ones(2, 4)).dtype is OPERATOR_DTYPES["amp_bf16"] is torch.bfloat16
+    with autocast("tf32", torch.device("cpu")):
+        assert linear(torch.ones(2, 4)).dtype is torch.float32
+    assert linear.weight.dtype is DTYPES["amp_bf16"] is torch.float32
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_gpu_is_compared_like_with_like() -> None:
+    stats = {
+        "requested_bytes.all.peak": 90 * MIB,
+        "allocated_bytes.all.peak": 92 * MIB,
+        "reserved_bytes.all.peak": 128 * MIB,
+        "reserved_bytes.all.current": 1,
+    }
+    found = GpuMemory.read(stats, driver_bytes=300 * MIB)
+    assert found == GpuMemory(90 * MIB, 92 * MIB, 128 * MIB, 300 * MIB)
+    assert found.in_order(live_bytes=80 * MIB)
+    assert not found.in_order(live_bytes=91 * MIB)
+    assert not GpuMemory.read(stats, driver_bytes=100 * MIB).in_order(live_bytes=80 * MIB)

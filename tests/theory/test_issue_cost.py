@@ -1,0 +1,203 @@
+"""On a GPU no computation is shorter than the host takes to queue it: a bound that holds of tasks and so of steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from calibration.fit.composition import Measured, fit_compositions
+from parsim.costs.compute.composition import Parts, composed_issue_s
+from parsim.costs.compute.compute import estimate_compute
+from parsim.costs.costs import Costs
+from parsim.costs.estimate import Estimate
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compute_records import ComponentPoint, OptimizerPoint
+from parsim.hardware.profile import HostOverhead, Noise, PaceToday, ProbeSeconds, Profile, load_profile
+from parsim.model.model import Model
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.work import Compute, OptimizerStep, Phase
+from tests.models import chain_model
+
+SHIPPED = "dgx1-v100-32gb"
+MODEL = chain_model((4e9, 8e9, 6e9), elements=4_000_000)
+SAMPLES = 16
+
+
+def measured(seconds: list[float], issue_s: list[float | None], *, task_s: float = 0.0) -> Profile:
+    """Every component of MODEL, forward and backward, as measured on the shipped machine's GPUs, and its optimizer step."""
+    base = load_profile(SHIPPED)
+    device = base.devices[0].type
+    values = iter(zip(seconds, issue_s, strict=True))
+    components = []
+    for component in MODEL.components:
+        for phase in ("forward", "backward"):
+            own, host = next(values)
+            components.append(
+                ComponentPoint(
+                    fingerprint=component.fingerprint,
+                    model=MODEL.name,
+                    component=component.name,
+                    phase=phase,  # type: ignore[arg-type]
+                    samples=SAMPLES,
+                    device_type=device,
+                    precision="fp32",
+                    seconds=own,
+                    spread=0.0,
+                    repeats=9,
+                    issue_s=host,
+                    source="drift",
+                )
+            )
+    own, host = next(values)
+    update = OptimizerPoint(
+        optimizer="sgd_momentum",
+        elements=sum(component.parameter_bytes // 4 for component in MODEL.components),
+        tensors=len([parameter for component in MODEL.components for parameter in component.parameters]),
+        device_type=device,
+        seconds=own,
+        spread=0.0,
+        repeats=9,
+        issue_s=host,
+        source="drift",
+    )
+    compute = base.compute.model_copy(update={"components": components, "optimizers": [update]})
+    host_overhead = HostOverhead(task_s=task_s, step_s=0.0, source="drift")
+    return base.model_copy(update={"compute": compute, "host": host_overhead})
+
+
+def single_plan(model: Model) -> Plan:
+    stage = Stage(components=tuple(component.name for component in model.components), ranks=(0,))
+    return Plan(strategy="single", mesh=Mesh(), stages=(stage,), global_batch=SAMPLES)
+
+
+COUNT = 2 * len(MODEL.components) + 1
+TIMES = st.lists(st.floats(1e-5, 1e-2), min_size=COUNT, max_size=COUNT)
+
+
+@settings(max_examples=40, deadline=None)
+@given(device=TIMES, host=TIMES, task_s=st.sampled_from([0.0, 1e-4]))
+def test_a_step_is_no_shorter_than_the_host_and_no_shorter_than_the_device(
+    device: list[float], host: list[float], task_s: float
+) -> None:
+    """The mean step of one rank is at least either sum, and exactly the sum of the larger of each task."""
+    profile = measured(device, list(host), task_s=task_s)
+    problem = PlanningProblem(model=MODEL, cluster=cluster_from_profile(profile, 1), global_batch=SAMPLES)
+    step_s = evaluate(problem, single_plan(MODEL), samples=0).steady_step_s
+    assert step_s >= max(sum(device), sum(host))
+    tasks = sum(max(one, other) + task_s for one, other in zip(device, host, strict=True))
+    loading_s = Costs(MODEL, problem.cluster).estimate(*loading(problem)).median_s
+    assert tasks - 1e-12 <= step_s <= tasks + loading_s + 1e-12
+
+
+def loading(problem: PlanningProblem) -> tuple[object, int]:
+    graph = evaluate(problem, single_plan(MODEL), samples=0).graph
+    return next(task.work for task in graph.tasks if type(task.work).__name__ == "LoadBatch"), 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(device=TIMES)
+def test_what_the_host_queues_in_less_time_changes_nothing(device: list[float]) -> None:
+    """Bit for bit: of a profile without `issue_s`, and of one whose host is faster than its GPU."""
+    steps = []
+    for issue_s in ([None] * COUNT, [0.5 * seconds for seconds in device]):
+        profile = measured(device, list(issue_s))
+        problem = PlanningProblem(model=MODEL, cluster=cluster_from_profile(profile, 1), global_batch=SAMPLES)
+        steps.append(evaluate(problem, single_plan(MODEL), samples=0).steady_step_s)
+    assert steps[0] == steps[1]
+
+
+def test_shipped_profiles_say_nothing_of_it_and_keep_their_prices() -> None:
+    shipped = load_profile(SHIPPED)
+    text = shipped.model_dump_json()
+    assert Profile.model_validate_json(text) == shipped
+    assert all(point.issue_s is None for point in (*shipped.compute.components, *shipped.compute.optimizers))
+    costs = Costs(MODEL, cluster_from_profile(shipped, 1))
+    for component in MODEL.components:
+        estimate = costs.estimate(Compute(component=component.name, phase=Phase.FORWARD, samples=SAMPLES), 0)
+        assert (estimate.issue_s, estimate.host_bound) == (0.0, False)
+
+
+def test_a_shard_is_queued_for_as_long_as_the_whole_and_half_a_backward_for_its_share() -> None:
+    profile = measured([1e-2] * COUNT, [2e-3] * COUNT)
+    cluster = cluster_from_profile(profile, 1)
+    component = MODEL.components[0]
+    work = Compute(component=component.name, phase=Phase.BACKWARD, samples=SAMPLES)
+    whole = estimate_compute(work, component, cluster.devices[0], profile, "fp32")
+    assert whole.issue_s == 2e-3
+    halves = [
+        estimate_compute(
+            Compute(component=component.name, phase=phase, samples=SAMPLES), component, cluster.devices[0], profile, "fp32"
+        )
+        for phase in (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+    ]
+    assert sum(half.issue_s for half in halves) == pytest.approx(2e-3)
+    more = estimate_compute(
+        Compute(component=component.name, phase=Phase.BACKWARD, samples=4 * SAMPLES),
+        component,
+        cluster.devices[0],
+        profile,
+        "fp32",
+    )
+    assert more.median_s == pytest.approx(4e-2)
+    assert more.issue_s == 2e-3
+
+
+def test_the_pace_of_today_is_the_gpus_and_not_the_hosts() -> None:
+    profile = measured([1e-3] * COUNT, [1.5e-3] * COUNT, task_s=1e-4)
+    noise = Noise(drift_sigma=0.1, probe=ProbeSeconds(alone=1e-3, together=1e-3), source="drift")
+    works = [
+        Compute(component=MODEL.components[0].name, phase=Phase.FORWARD, samples=SAMPLES),
+        OptimizerStep(elements=1000, tensors=2),
+    ]
+    for slower, expected_s in ((1.0, 1.5e-3), (1.2, 1.5e-3), (3.0, 3e-3)):
+        today = PaceToday(created="", alone=slower * 1e-3, together=slower * 1e-3)
+        costs = Costs(MODEL, cluster_from_profile(profile.model_copy(update={"noise": noise, "today": today}), 1))
+        estimate = costs.estimate(works[0], 0)
+        assert estimate.median_s == pytest.approx(expected_s + 1e-4)
+        assert estimate.host_bound == (slower < 1.5)
+        assert ("host takes longer" in estimate.detail) == estimate.host_bound
+        assert costs.between_steps_s == 0.0
+
+
+def test_of_what_was_not_measured_the_launches_say_how_long_the_host_takes() -> None:
+    estimate = Estimate(median_s=1e-4, source="fitted", issue_s=3e-4)
+    assert estimate.issued().median_s == 3e-4
+    assert estimate.issued().issued() == estimate.issued()
+
+    def parts(launches: int) -> Parts:
+        return Parts(
+            components=1.0,
+            launches=launches,
+            parameter_bytes=0.0,
+            activation_bytes=0.0,
+            seconds={"matmul": 1e-5 * launches},
+            sigma={"matmul": 0.1},
+            widening={"matmul": 0.0},
+            outside_s=0.0,
+        )
+
+    seen = [
+        Measured(
+            model="m",
+            fingerprint=f"{launches}",
+            phase=phase,
+            samples=1,
+            seconds=1e-5 * launches,
+            parts=parts(launches),
+            issue_s=2e-5 + 6e-6 * launches,
+        )
+        for launches in (3, 5, 9, 20, 40)
+        for phase in ("forward", "backward")
+    ]
+    forward, _ = fit_compositions(seen, "gpu", "fp32", "drift")
+    assert composed_issue_s(parts(30), forward) == pytest.approx(2e-5 + 30 * 6e-6, rel=1e-4)
+    assert composed_issue_s(parts(30), None) == 0.0
+    without, _ = fit_compositions([replace(entry, issue_s=None) for entry in seen], "gpu", "fp32", "drift")
+    assert (without.issue_component_s, without.issue_launch_s) == (None, None)
+    assert composed_issue_s(parts(30), without) == 0.0

@@ -1,0 +1,108 @@
+"""What a precision means for prices and memory: none is silently taken for fp32, and none changes what others cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from parsim.costs.compute.operators import element_bytes
+from parsim.costs.memory.rank_memory import optimizer_bytes
+from parsim.errors import CostError
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.profile import Profile, Sourced, load_profile
+from parsim.model.number_formats import FORMATS
+from parsim.model.precision import is_half
+from parsim.model.spec import ModelSpec, load_model
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.families import FAMILIES
+
+SPEC = ModelSpec(name="gpt_small")
+PROFILE = "dgx1-v100-32gb"
+
+
+def with_peak(precision: str, flop_per_s: float) -> Profile:
+    """The V100's profile with a datasheet peak of one more precision."""
+    profile = load_profile(PROFILE)
+    (name,) = profile.device_types
+    entry = profile.device_types[name]
+    source = next(iter(entry.peak_flop_per_s.values())).source
+    peaks = {**entry.peak_flop_per_s, precision: Sourced(value=flop_per_s, source=source)}
+    types = {name: entry.model_copy(update={"peak_flop_per_s": peaks})}
+    return profile.model_copy(update={"device_types": types})
+
+
+def one_gpu(profile: Profile | None = None) -> Cluster:
+    return cluster_from_profile(profile or load_profile(PROFILE), 1)
+
+
+def asked(precision: str, cluster: Cluster, *, weights: str = "float32", **options: object) -> PlanningProblem:
+    model = load_model(SPEC, weights=weights)
+    return PlanningProblem(model=model, cluster=cluster, global_batch=8, precision=precision, optimizer="adam", **options)  # type: ignore[arg-type]
+
+
+def single_step_s(problem: PlanningProblem) -> float:
+    plan = next(iter(FAMILIES["single"](problem)))
+    layout = problem.layout(plan)
+    from parsim.graph.lower import lower
+
+    costs = problem.costs(1)
+    return sum(costs.estimate(task.work, 0).median_s for task in lower(plan, layout.model).tasks)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp8"])
+def test_what_a_profile_does_not_know_is_refused_by_name(precision: str) -> None:
+    weights = "bfloat16" if FORMATS[precision].weight_bytes == 2 else "float32"
+    with pytest.raises(CostError, match=rf"{precision}.*precisions of the device: .*amp_fp16"):
+        single_step_s(asked(precision, one_gpu(), weights=weights))
+
+
+def test_tf32_is_priced_by_its_own_peak() -> None:
+    slow, fast = (single_step_s(asked("tf32", one_gpu(with_peak("tf32", peak)))) for peak in (5e12, 100e12))
+    assert slow > 1.5 * fast
+    full = asked("tf32", one_gpu(with_peak("tf32", 1e13)))
+    plan = next(iter(FAMILIES["single"](full)))
+    assert full.memory(plan) == asked("fp32", one_gpu()).memory(plan), "TF32 stores what fp32 stores"
+
+
+def test_a_model_recorded_in_fp32_is_no_model_for_bf16() -> None:
+    with pytest.raises(CostError, match="recorded with 4 bytes each"):
+        asked("bf16", one_gpu())
+
+
+@pytest.mark.parametrize("master_weights", [True, False])
+def test_bf16_stores_weights_gradients_and_activations_in_two_bytes(master_weights: bool) -> None:
+    cluster = one_gpu(with_peak("bf16", 1e14))
+    half = asked("bf16", cluster, weights="bfloat16", master_weights=master_weights)
+    full = asked("fp32", cluster)
+    plan = next(iter(FAMILIES["single"](half)))
+    (own,), (other,) = half.memory(plan), full.memory(plan)
+    elements = sum(parameter.elements for parameter in half.model.parameters)
+    assert own.line("parameters") == own.line("gradients") == 2 * elements
+    assert own.line("optimizer_state") == (12 if master_weights else 4) * elements
+    assert own.line("casts") == 0
+    assert own.line("activations") == pytest.approx(other.line("activations") / 2, rel=0.02)  # masks and tokens stay as large
+    assert single_step_s(half) > 0
+
+
+def test_operators_are_those_of_fp32() -> None:
+    half, full = load_model(SPEC, weights="bfloat16"), load_model(SPEC)
+    assert [entry.operators for entry in half.components] == [entry.operators for entry in full.components]
+    assert load_model(SPEC, weights="bfloat16") is half
+
+
+def test_the_optimizer_s_bytes_by_precision() -> None:
+    for optimizer, state in (("sgd", 0), ("sgd_momentum", 4), ("adamw", 8)):
+        for precision in ("fp32", "tf32", "amp_bf16", "amp_fp16"):
+            assert optimizer_bytes(optimizer, precision, master_weights=True)[0] == state
+        assert optimizer_bytes(optimizer, "bf16", master_weights=True)[0] == state + 4
+        assert optimizer_bytes(optimizer, "bf16", master_weights=False)[0] == state // 2
+    with pytest.raises(CostError, match="unknown optimizer"):
+        optimizer_bytes("lion", "fp32", master_weights=True)
+
+
+def test_sizes_of_every_precision() -> None:
+    assert {name: element_bytes(name) for name in FORMATS} == {
+        "fp32": 4, "fp64": 8, "tf32": 4, "amp_fp16": 2, "amp_bf16": 2, "bf16": 2, "fp8": 1,
+    }  # fmt: skip
+    assert [name for name in FORMATS if is_half(name)] == ["amp_fp16", "amp_bf16"]
+    with pytest.raises(CostError, match="unknown precision 'half'"):
+        is_half("half")

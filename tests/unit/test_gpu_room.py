@@ -1,0 +1,81 @@
+"""What a calibration refuses before it starts a rank on GPUs, on machines that are not this one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from calibration.rounds.calibrate import calibrate
+from calibration.rounds.environment import doubts
+from calibration.rounds.gpu_room import check_gpus, check_room, held_bytes
+from calibration.rounds.request import CalibrationRequest
+from parsim.errors import ConfigError
+from parsim.model.spec import ModelSpec, load_model
+from parsim.units import GIB
+from parsim.workflow.doctor import Found, Gpu
+
+MLP = ModelSpec(name="mlp")
+V100 = Gpu(name="Tesla V100", free_bytes=31 * GIB, total_bytes=32 * GIB, capability=(7, 0))
+A100 = replace(V100, name="NVIDIA A100", capability=(8, 0))
+FOUND = Found(torch="2.11.0", cuda_build="13.0", backends=("gloo", "nccl"), gpus=(A100,))
+
+
+def asked(**change: object) -> CalibrationRequest:
+    return CalibrationRequest(**{"models": ((MLP, (4, 8)),), "device": "cuda", "nproc": 1, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("found", "change", "words"),
+    [
+        (replace(FOUND, cuda_build=""), {}, "built without CUDA"),
+        (replace(FOUND, gpus=()), {}, "sees no GPU"),
+        (FOUND, {"nproc": 2}, "2 ranks need a GPU each, this machine has 1; use --nproc 1"),
+        (replace(FOUND, gpus=(V100,)), {"precision": "tf32"}, r"tf32 needs compute capability 8.0, a Tesla V100 has 7.0"),
+        (replace(FOUND, gpus=(replace(A100, free_bytes=GIB),)), {}, "less than 4 GiB free"),
+    ],
+)
+def test_gpus_that_cannot_are_refused_with_what_to_change(found: Found, change: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_gpus(asked(**change), found)
+
+
+def test_gpus_that_can_are_taken() -> None:
+    check_gpus(asked(precision="tf32"), FOUND)
+    check_gpus(asked(precision="amp_fp16"), replace(FOUND, gpus=(V100, V100)))
+
+
+def test_models_are_held_once_per_batch_and_must_fit_side_by_side() -> None:
+    model = load_model(MLP)
+    arrays = 4 * model.parameter_count
+    request = asked(optimizers=("sgd_momentum", "adam"))
+    # two batches of weights, gradients and three states; two arrays of parts with theirs
+    assert held_bytes([model], request) == arrays * (2 * 5 + 2 * (3 + 4))
+    assert held_bytes([model], asked(precision="fp64")) == 2 * held_bytes([model], asked())
+    check_room([model], request, FOUND)
+    with pytest.raises(ConfigError, match="name fewer --batches"):
+        check_room([model], request, replace(FOUND, gpus=(replace(A100, free_bytes=held_bytes([model], request)),)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here are GPUs")
+def test_without_a_gpu_nothing_is_started_and_nothing_is_left(tmp_path: Path) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("no rank may be started")
+
+    with pytest.raises(ConfigError, match="cannot calibrate with --device cuda"):
+        calibrate(asked(), tmp_path / "mine.json", launcher=never)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_launches_that_were_not_hidden_cast_doubt() -> None:
+    steps = [{"cpu_s": 1.0, "wall_s": 1.0, "hidden": number % 4 > 0} for number in range(8)]
+    raw = {"ranks": [{"sweeps": steps, "operators": [{"hidden": True}], "pinning": {}}], "environment": {}}
+    (warning,) = doubts(raw, asked())
+    assert "25.0% of the training steps" in warning
+    quiet = [{**step, "hidden": True} for step in steps]
+    assert doubts({**raw, "ranks": [{"sweeps": quiet}]}, asked()) == []
