@@ -169,7 +169,7 @@ def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: 
     result = replace(evaluation.result, reason=reason)
     if samples:
         plan = result.plan
-        times = _sampled_steps_s(evaluation, samples)
+        times = sampled_steps_s(evaluation, samples)
         median = result.step_s.median
         history = problem.history
         found = IntervalCorrection(
@@ -187,7 +187,7 @@ def _communication_s(problem: PlanningProblem, plan: Plan, work: Work) -> float:
     return problem.price([(work, 0)], plan.mesh)[0].median_s
 
 
-def _sampled_steps_s(evaluation: Evaluation, samples: int) -> NDArray[np.float64]:
+def sampled_steps_s(evaluation: Evaluation, samples: int) -> NDArray[np.float64]:
     """float64 [samples]: the mean step under each draw. Where no task has noise of its own, draws are per unit."""
     compiled, estimates, overlap = evaluation.compiled, evaluation.estimates, evaluation.overlap
     unit = compiled.columns.unit
