@@ -98,10 +98,10 @@ def test_the_maximum_is_of_the_sum_and_not_of_each_computation(ranks: int) -> No
     found, _ = slowest(Mesh(dp=ranks), medians, 0.01)
     rng = np.random.default_rng(2)
     folded = (medians * np.exp(found.exponents(rng.standard_normal((4000, 10))))).sum(axis=1) - medians.sum()
-    every = (np.exp(0.01 * rng.standard_normal((4000, 9, ranks))) - 1).sum(axis=1).max(axis=1)
-    error = np.hypot(folded.std(), every.std()) / np.sqrt(4000)
+    every = (np.exp(0.01 * rng.standard_normal((1000, 9, ranks))) - 1).sum(axis=1).max(axis=1)
+    error = np.hypot(folded.std() / np.sqrt(4000), every.std() / np.sqrt(1000))
     assert folded.mean() == pytest.approx(every.mean(), abs=4 * error + 0.01 * every.mean())
-    assert folded.std() == pytest.approx(every.std(), rel=0.06)
+    assert folded.std() == pytest.approx(every.std(), rel=0.1)
 
 
 def test_a_rank_that_stands_for_itself_keeps_its_own_draws() -> None:
@@ -135,6 +135,8 @@ def with_spread(found: Evaluation, sigma: float, *, communication: float = 0.0) 
     return replace(found, estimates=estimates)
 
 
+DRAWS = 1000
+
 SMALL_WORLDS = {
     "replicas": (Mesh(dp=8), BATCH),
     "shards": (Mesh(tp=4), CUT),
@@ -150,7 +152,7 @@ def test_folded_steps_are_distributed_as_unfolded_ones(
     monkeypatch: pytest.MonkeyPatch, world: str, communication: float
 ) -> None:
     """Many steps in a row, so that the first and the last count little; a spread of 10% shows what 1% would."""
-    monkeypatch.setattr(prediction, "REPEATED_STEPS", 40)
+    monkeypatch.setattr(prediction, "REPEATED_STEPS", 20)
     mesh, placements = SMALL_WORLDS[world]
     plan = uniform_plan(mesh, placements)
     problem = PlanningProblem(model=MODEL, cluster=cluster_from_profile(load_profile("dgx2-v100")), global_batch=512)
@@ -159,9 +161,9 @@ def test_folded_steps_are_distributed_as_unfolded_ones(
         found = evaluate(problem, plan, samples=0, fold=fold)
         assert found.folding.is_folded == fold
         noisy = with_spread(found, 0.1, communication=communication)
-        lateness[fold] = prediction.sampled_steps_s(noisy, 2000) / found.steady_step_s - 1
+        lateness[fold] = prediction.sampled_steps_s(noisy, DRAWS) / found.steady_step_s - 1
     every, folded = lateness[False], lateness[True]
-    error = np.hypot(every.std(), folded.std()) / np.sqrt(2000)
+    error = np.hypot(every.std(), folded.std()) / np.sqrt(DRAWS)
     assert every.mean() > 20 * error, "the slowest rank makes steps longer"
     assert folded.mean() == pytest.approx(every.mean(), abs=4 * error + 0.05 * every.mean())
     assert folded.std() == pytest.approx(every.std(), rel=0.1)
