@@ -8,9 +8,11 @@ that have no row.
 from __future__ import annotations
 
 import gc
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from calibration.gpu.driver import UnsupportedError
@@ -113,7 +115,7 @@ def _row_of(
 
 def failure(error: BaseException) -> dict[str, Any]:
     """Type, message, whether memory ran out, and the ends of the traceback."""
-    lines = "".join(traceback.format_exception(error)).splitlines()
+    lines = [without_place(line) for line in "".join(traceback.format_exception(error)).splitlines()]
     half = TRACEBACK_LINES // 2
     kept = lines if len(lines) <= TRACEBACK_LINES else [*lines[:half], "...", *lines[-half:]]
     return {
@@ -122,6 +124,11 @@ def failure(error: BaseException) -> dict[str, Any]:
         "out_of_memory": type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError),
         "traceback": kept,
     }
+
+
+def without_place(line: str) -> str:
+    """A line of a traceback with the last three parts of its file's path: rows are published and name no place of a machine."""
+    return re.sub(r'File "([^"]+)"', lambda found: f'File "{"/".join(Path(found[1]).parts[-3:]).lstrip("/")}"', line)
 
 
 def line_of(row: Mapping[str, Any]) -> str:

@@ -2,8 +2,8 @@
 
     fp32      IEEE single precision: TF32 is switched off, which torch leaves on for convolutions
     tf32      arrays of fp32; products and convolutions round their operands to TF32
-    amp_bf16, amp_fp16  weights of fp32 under autocast
-    bf16      weights and activations of bfloat16
+    amp_bf16, amp_fp16  weights of fp32 under autocast; fp16 scales the loss
+    bf16      weights and activations of bfloat16; the optimizer updates copies in fp32
     fp64      for checks
 
 Leaves out fp8, which torch has no layers for: it is priced, not measured.
@@ -17,6 +17,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from parsim.execute.numerics import Numerics, set_switches
+from parsim.execute.state.loss_scale import LossScale
+from parsim.model.number_formats import number_format
 
 HALVES: Mapping[str, torch.dtype] = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 
@@ -35,20 +39,25 @@ fp32."""
 
 
 def set_arithmetic(precision: str) -> None:
-    """Switch TF32 on for `tf32`, and off for everything else, in this process.
-
-    By torch's switches of old alone: it refuses to tell a state that was set by switches of both kinds.
-    """
-    tf32 = precision == "tf32"
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.backends.cudnn.allow_tf32 = tf32
+    """Set the switches of this process as the executor sets them: TF32 on for `tf32`, off for everything else."""
+    set_switches(tf32=precision == "tf32")
 
 
-def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def numerics(precision: str) -> Numerics:
+    """In which numbers a rank of the executor computes: under bf16 with master weights, under fp16 with a scaled loss."""
+    kind = number_format(precision)
+    return Numerics(
+        weights=DTYPES[precision],
+        autocast=HALVES.get(precision),
+        tf32=precision == "tf32",
+        master_weights=kind.weight_bytes == 2,
+        loss_scale=LossScale() if kind.scales_loss else None,
+    )
+
+
+def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """The context in which forwards of this precision run."""
-    half = HALVES.get(precision)
-    return contextlib.nullcontext() if half is None else torch.autocast(device.type, dtype=half)
+    return numerics(precision).computing(device)
 
 
 def arithmetic_settings() -> dict[str, Any]:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from calibration.measure.arithmetic import DTYPES, autocast
+from calibration.measure.arithmetic import DTYPES, numerics
 from calibration.measure.delayed_streams import Pausing
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.speed_probe import paced
@@ -85,7 +85,6 @@ class Case:
     data: Dataset
     order: BatchOrder
     dtype: torch.dtype
-    precision: str
     optimizers: dict[str, torch.optim.Optimizer | None]
     steps: int = 0
 
@@ -103,8 +102,7 @@ class Case:
         self.streams.holding = held
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         try:
-            with autocast(self.precision, self.stage.device):
-                _, times = self.program.step(lambda _: self.batch())
+            _, times = self.program.step(lambda _: self.batch())
         finally:
             self.streams.holding = False
         self.steps += 1
@@ -144,6 +142,7 @@ def make_case(
         dtype=dtype,
         seed=request.seed,
         device=device,
+        numerics=numerics(request.precision),
     )
     graph, streams = lower(plan, model), pausing_streams(device)
     data = samples_for(spec, request.seed)
@@ -156,7 +155,6 @@ def make_case(
         streams=streams,
         data=data,
         dtype=dtype,
-        precision=request.precision,
         optimizers={
             request.optimizers[0]: stage.optimizer,
             **{name: stage.another_optimizer(name, LEARNING_RATE) for name in request.optimizers[1:]},

@@ -53,8 +53,7 @@ class Pausing:
         self._streams.submit(task, stream, dependencies, operation)
 
     def compute(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
-        first = self._last is None
-        if first:
+        if self._last is None:
             self.computed_s, self.issue_s, self.hidden = [], {}, True
         handing_s = time.thread_time()
         if self.before is not None and self._last is not None and stream == COMPUTE:
@@ -62,7 +61,7 @@ class Pausing:
             self._streams.submit(call, "tp", [self._last], self.before)
             dependencies = [*dependencies, call]
         handing_s = time.thread_time() - handing_s
-        held = self._hold(task, first=first) if stream == COMPUTE else None
+        held = self._hold(task) if stream == COMPUTE else []
 
         def counted() -> None:
             begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
@@ -75,22 +74,30 @@ class Pausing:
         self._streams.compute(task, stream, dependencies, counted)
         self._last = task
 
-    def _hold(self, task: int, *, first: bool) -> Mark | None:
-        """Let the device wait for about as long as the host will need to queue this task."""
-        if self._driver is None or not self.holding:
-            return None
-        if first:  # the first task that streams of a GPU are given waits for the device
-            self._streams.compute(self._extra(), COMPUTE, [], lambda: None)
-        self._driver.synchronize()
-        self._driver.hold(longer_hold(self._known_s.get(task, 0.0)))
-        return self._driver.mark()
+    def _hold(self, task: int) -> list[Mark]:
+        """Let the device wait, on the stream that computes, for about as long as the host will need to queue this task.
 
-    def _queued(self, task: int, held: Mark | None) -> None:
-        if held is None or self._driver is None:
+        Returns: the event behind the wait; nothing where nothing waits.
+        """
+        driver = self._driver
+        if driver is None or not self.holding:
+            return []
+        held: list[Mark] = []
+
+        def wait() -> None:
+            driver.hold(longer_hold(self._known_s.get(task, 0.0)))
+            held.append(driver.mark())
+
+        driver.synchronize()
+        self._streams.compute(self._extra(), COMPUTE, [], wait)
+        return held
+
+    def _queued(self, task: int, held: Sequence[Mark]) -> None:
+        if not held or self._driver is None:
             return
         # a first call loads libraries and takes long; what is known of a task falls by half a step
         self._known_s[task] = max(self.issue_s[task], 0.5 * self._known_s.get(task, 0.0))
-        self.hidden = self.hidden and not self._driver.passed(held)
+        self.hidden = self.hidden and not self._driver.passed(held[0])
 
     def _extra(self) -> int:
         self._calls += 1

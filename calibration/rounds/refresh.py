@@ -1,10 +1,9 @@
-"""Bring a profile to today's pace without measuring anything anew: `python -m calibration.rounds.refresh JOB.json` is one
-rank of it.
+"""Measure a machine's speed factor again, and nothing else: `python -m calibration.rounds.refresh JOB.json` is one rank of it.
 
-A machine that others share is a quarter faster or slower an hour later, at everything alike. The pace that the probe finds in
-some seconds, over the pace of the calibration, is that factor. As in the calibration the probe looks before and after training
-steps of the models that were measured: looks one after the other find their own things in the caches, and took 12% less on an
-Intel Xeon with 2 MiB of cache per core (2026-11-22), as if the machine had become faster.
+A machine that others share is a quarter faster or slower an hour later, at everything alike. The seconds of the probe now, over
+those of the calibration, are that factor (`parsim.hardware.speed_factor`). As in the calibration the probe looks before and
+after training steps of the models that were measured: looks one after the other find their own things in the caches, and took
+12% less on an Intel Xeon with 2 MiB of cache per core (2026-11-22), as if the machine had become faster.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from parsim.execute.processes.pinning import prepare_rank
 from parsim.execute.processes.same_machine import differences_from_here
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.files import write_text_atomically
-from parsim.hardware.pace import longer_text, pace_s, slowness_today
 from parsim.hardware.profile import PaceToday, Profile, load_profile, save_profile
+from parsim.hardware.speed_factor import probe_seconds, speed_since
 from parsim.model.model import Model
 from parsim.units import format_seconds
 
@@ -54,7 +53,7 @@ def refresh(path: Path, *, seconds: float = SECONDS, on_line: Callable[[str], No
         raise ConfigError(f"{path} is no file; --refresh takes a profile that `parsim calibrate` wrote on this machine")
     with alone(path):
         profile = load_profile(str(path))
-        if pace_s(profile) is None:
+        if probe_seconds(profile) is None:
             raise ConfigError(f"{path} does not say how fast the cores were while it was measured; calibrate again")
         if other := differences_from_here(profile):
             raise ConfigError(f"{'; '.join(other)}; refreshing changes the pace alone")
@@ -74,9 +73,9 @@ def refresh(path: Path, *, seconds: float = SECONDS, on_line: Callable[[str], No
 
 def refreshed_text(profile: Profile) -> str:
     """What has changed, for people."""
-    factor, now_s = slowness_today(profile), pace_s(profile) or 0.0
-    seconds = f"{format_seconds(now_s)} for {format_seconds(now_s / factor)}"
-    return f"the same work takes {longer_text(factor)} than while it was measured ({seconds})"
+    speed, now_s = speed_since(profile), probe_seconds(profile) or 0.0
+    seconds = f"{format_seconds(now_s)} for {format_seconds(now_s / speed.mean)}"
+    return f"the same work takes {speed.text} than while it was measured ({seconds})"
 
 
 def main(job_path: Path) -> None:

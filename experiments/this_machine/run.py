@@ -41,12 +41,12 @@ from parsim.execute.processes.environment import describe_environment, machine_l
 from parsim.execute.processes.launch import launch
 from parsim.files import write_csv, write_text_atomically
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.pace import pace_s
 from parsim.hardware.profile import PaceToday, Profile, load_profile, save_profile
+from parsim.hardware.speed_factor import probe_seconds, speed_beside
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.predict.speed import slowness, step_at_pace
+from parsim.predict.speed import step_at_speed
 from parsim.report.compare import aa_floor, task_durations_s
 from parsim.work import kind_of
 
@@ -187,7 +187,7 @@ def predictions(path: Path, profiles: Mapping[str, Profile], subjects: Sequence[
 
 
 def pace_of(profile: Profile) -> float:
-    found_s = pace_s(profile)
+    found_s = probe_seconds(profile)
     assert found_s is not None, "a calibration has a probe"
     return found_s
 
@@ -254,13 +254,13 @@ def pace_today(path: Path, profiles: Mapping[str, Profile], calibrations: Path) 
 def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile, today: PaceToday) -> CaseRow:
     """What one case took, beside what was said of it at first, with the pace right before, and at the pace beside it."""
     case, measurement = said.case, seen.measurement
-    slow = slowness(profile, measurement.pace_s, case.plan.world_size)
-    assert slow is not None, "the calibration and the record have a probe"
+    speed = speed_beside(profile, measurement.pace_s, case.plan.world_size)
+    assert speed is not None, "the calibration and the record have a probe"
     asked = question(said.launch, case, profile)
     floor = aa_floor([[float(value)] for value in measurement.step_s])
-    floor_at_speed = aa_floor([[float(value)] for value in measurement.step_s / slow.mean(axis=0)])
+    floor_at_speed = aa_floor([[float(value)] for value in measurement.step_s / speed.by_rank.mean(axis=0)])
     taken = np.mean(np.stack([task_durations_s(seen.graph, timeline) for timeline in measurement.timelines]), axis=0)
-    since = float(slow.mean()) * pace_of(profile) / said.pace_s
+    since = speed.mean * pace_of(profile) / said.pace_s
     kinds = {kind: [since * seconds, 0.0] for kind, seconds in said.kinds.items()}
     for task, seconds in zip(seen.graph.tasks, taken, strict=True):
         kinds[kind_of(task.work)][1] += float(seconds)
@@ -277,8 +277,8 @@ def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile, tod
         refreshed_s=evaluate(
             question(said.launch, case, profile.model_copy(update={"today": today})), case.plan, samples=0, fold=False
         ).result.step_s.median,
-        at_speed_s=step_at_pace(asked, evaluate(asked, case.plan, samples=0, fold=False), slow),
-        slowness=float(slow.mean()),
+        at_speed_s=step_at_speed(asked, evaluate(asked, case.plan, samples=0, fold=False), speed),
+        slowness=speed.mean,
         measured_s=measurement.mean_step_s,
         aa_median=floor.median,
         aa_p95=floor.p95,

@@ -93,12 +93,12 @@ def calibrate(
 
 def _refresh(path: Path, as_json: bool) -> None:
     from calibration.rounds.refresh import refresh, refreshed_text
-    from parsim.hardware.pace import slowness_today
+    from parsim.hardware.speed_factor import speed_since
 
     with progress(f"Looking how fast the cores are, for {path}") as say:
         profile = refresh(path, on_line=say)
     if as_json:
-        print_json({"profile": str(path), "slowness": slowness_today(profile), "text": refreshed_text(profile)})
+        print_json({"profile": str(path), "slowness": speed_since(profile).mean, "text": refreshed_text(profile)})
     else:
         print(f"{path}: {refreshed_text(profile)}")
 

@@ -37,6 +37,9 @@ def cost(
     ways: Annotated[int | None, typer.Option(help="Also one of that many shards of every component that can be cut.")] = None,
     precision: Annotated[Precision, typer.Option(help="Of the computation.")] = "fp32",
     optimizer: Annotated[Optimizer, typer.Option(help="Of the optimizer row.")] = "sgd_momentum",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also print the terms of every price and where they are from.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """What a collective costs, or every component of a model."""
@@ -75,23 +78,30 @@ def cost(
     if as_json:
         print_json(document)
         return
+    from parsim.report.price_tables import price_tables
     from parsim.report.tables import cost_table
 
-    print_tables([cost_table(rows, title=f"Costs on {cluster.name}")])
+    print_tables([cost_table(rows, title=f"Costs on {cluster.name}"), *(price_tables(rows) if explain else ())])
 
 
 def _collective_row(cluster: Cluster, operation: str, size_bytes: int, group: tuple[int, ...]) -> dict[str, Any]:
+    from parsim.costs.adjustments import adjusted, price_context
     from parsim.costs.communication.collectives import busbw_bytes_per_s, estimate_collective, estimate_send_recv
     from parsim.work import Collective, SendRecv
 
+    work: Collective | SendRecv
     if size_bytes < 0:
         raise ConfigError(f"--size-bytes {size_bytes}: must be >= 0")
     if operation == "send_recv":
         if len(group) != 2:
             raise ConfigError(f"--ranks {','.join(map(str, group))}: send_recv takes two ranks, e.g. --ranks 0,1")
-        estimate = estimate_send_recv(SendRecv(source=group[0], destination=group[1], size_bytes=size_bytes), cluster)
+        work = SendRecv(source=group[0], destination=group[1], size_bytes=size_bytes)
+        estimate = estimate_send_recv(work, cluster)
     else:
-        estimate = estimate_collective(Collective(operation=operation, group=group, size_bytes=size_bytes), cluster)
+        work = Collective(operation=operation, group=group, size_bytes=size_bytes)
+        estimate = estimate_collective(work, cluster)
+    algorithm = estimate.detail.split(" ")[0].rstrip(",")
+    estimate = adjusted(estimate, work, group[0], price_context(cluster))
     return {
         "operation": operation,
         "cluster": cluster.name,
@@ -99,7 +109,7 @@ def _collective_row(cluster: Cluster, operation: str, size_bytes: int, group: tu
         "ranks": list(group),
         **_priced(estimate),
         "busbw_bytes_per_s": busbw_bytes_per_s(operation, size_bytes, len(group), estimate.median_s),
-        "algorithm": estimate.detail.split(" ")[0].rstrip(","),
+        "algorithm": algorithm,
     }
 
 
@@ -156,4 +166,5 @@ def _priced(estimate: Estimate) -> dict[str, Any]:
         "source": estimate.source,
         "detail": estimate.detail,
         "extrapolated": estimate.extrapolated,
+        "terms": estimate.term_rows(),
     }

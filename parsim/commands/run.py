@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from parsim.commands.output import JsonFlag, Overrides, RunFile, print_json, print_tables, progress
-from parsim.errors import ConfigError, OutOfMemoryError
+from parsim.errors import ConfigError
 from parsim.workflow.config import RunConfig, load_config
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ def run(
     from parsim.execute.job import Job
     from parsim.plans.plan import Plan
     from parsim.predict.evaluate import evaluate
-    from parsim.report.memory_levels import memory_levels
     from parsim.workflow.ask import (
         answer,
         check_launchable,
@@ -40,8 +40,8 @@ def run(
         device_kind,
         judge,
         launch_job,
+        levels_of,
         measured,
-        nearest_that_fits,
         run_spec,
         warn_of_profile,
         with_every_rank,
@@ -76,10 +76,7 @@ def run(
         adaptive=adaptive_spec(config, window) if adaptive else None,
     )
     with progress(f"Training {steps} steps under {plan.summary()}") as say:
-        try:
-            launch_job(job, folder, say)
-        except OutOfMemoryError as error:
-            raise OutOfMemoryError(f"{error} {nearest_that_fits(asked)}".rstrip()) from error
+        launch_job(job, folder, say, asked)
     decisions: list[dict[str, Any]] = json.loads((folder.path / "decisions.json").read_text()) if adaptive else []
     changed = [decision for decision in decisions if decision["plan"] is not None]
     if changed:
@@ -97,7 +94,7 @@ def run(
         **score,
         "decisions": decisions,
         "comparison": comparison.to_dict(),
-        "memory_levels": [row.to_dict() for row in memory_levels(asked.evaluation.memory, seen.memory)],
+        "memory_levels": levels_of(asked, seen),
         "warnings": [*asked.evaluation.result.warnings, *changed_since],
     }
     write_json(folder.result, document)
@@ -109,9 +106,13 @@ def run(
 
     print_tables([validation_table([(asked.problem.model.name, plan.summary(), comparison.to_dict())])])
     _print_decisions(decisions)
-    first, last = (seen.losses[0], seen.losses[-1]) if seen.losses else (float("nan"), float("nan"))
-    print(f"loss {first:.4f} -> {last:.4f}, test accuracy {100 * score['test_accuracy']:.1f}%")
-    print(f"folder: {folder.path} (report.html, trace.json for Perfetto, checkpoints/)")
+    _print_outcome(seen.losses, score["test_accuracy"], folder.path)
+
+
+def _print_outcome(losses: Sequence[float], accuracy: float, folder: Path) -> None:
+    first, last = (losses[0], losses[-1]) if losses else (float("nan"), float("nan"))
+    print(f"loss {first:.4f} -> {last:.4f}, test accuracy {100 * accuracy:.1f}%")
+    print(f"folder: {folder} (report.html, trace.json for Perfetto, checkpoints/)")
 
 
 def _print_decisions(decisions: list[dict[str, Any]]) -> None:

@@ -6,18 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from parsim.costs.adjustments import PriceContext, adjusted, price_context
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.communication.overlap import overlap_of
-from parsim.costs.compute.compute import MeasuredWork, estimate_compute, estimate_optimizer, points_by_work
-from parsim.costs.compute.surfaces import SurfaceModel, surface_models
-from parsim.costs.estimate import Estimate, OverlapFactors
-from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections, corrected
-from parsim.costs.feedback.updates import updates_of
+from parsim.costs.compute.compute import ComputeCosts
+from parsim.costs.estimate import Estimate, OverlapFactors, Term, Terms
+from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
-from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.device import Device
-from parsim.hardware.pace import slowness_today
 from parsim.hardware.topology import device_name
 from parsim.model.component import Component
 from parsim.model.model import Model
@@ -48,23 +45,21 @@ class Costs:
     ranks: int | None = None
     corrections: Corrections = NO_CORRECTIONS
 
-    def estimate(self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...] = ()) -> Estimate:
-        """Price `work` of `rank`; for a collective or transfer the ranks are the work's own, and `concurrent` are the groups
-        (or the source and destination) of those that run at the same time.
+    def estimate(
+        self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...] = (), *, after_wait: bool = False
+    ) -> Estimate:
+        """Price `work` of `rank`: as the profile knows the work, then the adjustments of `parsim.costs.adjustments`.
 
-        Host overhead per task (`host.task_s` of the profile) is added to computation, where the interpreter spends it. On a GPU
-        computation takes no less than the host needs to queue it (`Estimate.issued`), and the pace of today is the device's:
-        it changes what the device computes, and nothing of the host's or the links'.
+        Args:
+            rank: of computation and loading; a collective or transfer names its own ranks.
+            concurrent: the groups (or the source and destination) of those that run at the same time.
+            after_wait: computation whose rank has just waited for communication.
 
         Raises:
             CostError: no cost is known for it, or the rank or component does not exist.
         """
-        estimate = self._by_profile(work, rank, concurrent)
-        if not self._on_gpu:
-            estimate = self._today(estimate)
-        if self._updates:
-            estimate = corrected(estimate, self._updates, work, rank, since=self.cluster.profile.updates[-1].run)
-        return corrected(estimate, self.corrections, work, rank) if self.corrections else estimate
+        context = self._context_after_wait if after_wait else self._context
+        return adjusted(self._by_profile(work, rank, concurrent), work, rank, context)
 
     @property
     def shares_links(self) -> bool:
@@ -74,85 +69,49 @@ class Costs:
     def device_kind(self, rank: int) -> str:
         """Ranks of one kind do the same work in the same time: the device's type, and how much slower it is than that."""
         name = self._device(rank).type.name
-        for factors in (self._updates, self.corrections):
+        for factors in (self._context.updates, self.corrections):
             name += f" x{factors.rank_factor(rank)!r}" if factors else ""
         return name
 
     @property
     def differ_by_rank(self) -> bool:
         """Whether ranks and links that are alike cost what a run has shown of each."""
-        return bool(self.corrections or self._updates)
+        return bool(self.corrections or self._context.updates)
 
     @property
     def between_steps_s(self) -> float:
         """Seconds of a rank between its steps, which belong to no task."""
         host = self.cluster.profile.host
-        return 0.0 if host is None else (1.0 if self._on_gpu else self._slowness) * host.step_s
+        return 0.0 if host is None else self._context.speed * host.step_s
 
     @property
     def resume_s(self) -> float:
         """Seconds by which computation takes longer after its rank has waited for communication."""
-        host = self.cluster.profile.host
-        return 0.0 if host is None else self._slowness * host.resume_s
+        return self._context.post_wait_s
 
     @cached_property
-    def _on_gpu(self) -> bool:
-        return self.cluster.devices[0].type.kind == "cuda"
-
-    def _today(self, estimate: Estimate) -> Estimate:
-        """At the pace that the last refreshing of the profile found."""
-        if self._slowness == 1.0:
-            return estimate
-        detail = f"{estimate.detail}; {self._slowness:.3g} times that at today's pace"
-        return replace(estimate, median_s=self._slowness * estimate.median_s, detail=detail)
+    def _context(self) -> PriceContext:
+        return price_context(self.cluster, ranks=self.ranks, ranks_active=self.ranks_active, corrections=self.corrections)
 
     @cached_property
-    def _slowness(self) -> float:
-        return slowness_today(self.cluster.profile, self.ranks_active)
-
-    @cached_property
-    def _updates(self) -> Corrections:
-        return updates_of(self.cluster)
+    def _context_after_wait(self) -> PriceContext:
+        return replace(self._context, after_wait=True)
 
     def _by_profile(self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...]) -> Estimate:
+        """As the profile knows the work, before any adjustment."""
         match work:
             case Compute():
-                estimate = self._compute(work, self._device(rank))
+                return self._compute(work, self._device(rank))
             case OptimizerStep():
-                estimate = estimate_optimizer(
-                    work,
-                    self.optimizer,
-                    self._device(rank),
-                    self.cluster.profile,
-                    self.precision,
-                    self.ranks_active,
-                    master_weights=self.master_weights,
-                )
+                return self._computation.optimizer(work, self.optimizer, self._device(rank), master_weights=self.master_weights)
             case Mix():
-                estimate = estimate_mix(work, self._device(rank))
+                return estimate_mix(work, self._device(rank))
             case Collective():
                 return estimate_collective(work, self.cluster, concurrent)
             case SendRecv():
                 return estimate_send_recv(work, self.cluster, concurrent)
             case LoadBatch():
                 return estimate_load(work, self._device(rank), self.cluster)
-        if self._crowding != 1.0:
-            detail = f"{estimate.detail}; {self._crowding:.3g} times that where ranks share cores"
-            estimate = replace(estimate, median_s=self._crowding * estimate.median_s, detail=detail)
-        if self._on_gpu:
-            estimate = self._today(estimate).issued()
-        return with_host_overhead(estimate, self.cluster)
-
-    @cached_property
-    def _crowding(self) -> float:
-        """How many times as long computation takes as with a rank on every core: as measured with all ranks of the profile, of
-        fewer in proportion to those beyond the cores."""
-        host, most = self.cluster.profile.host, len(self.cluster.profile.devices)
-        cores = len(set(self.cluster.core_of_rank(self.cluster.size)))
-        ranks = self.cluster.size if self.ranks is None else self.ranks
-        if host is None or not cores < min(ranks, most):
-            return 1.0
-        return 1.0 + (host.crowding - 1.0) * (ranks - cores) / (most - cores)
 
     @property
     def shared_cores(self) -> tuple[int, ...]:
@@ -179,7 +138,9 @@ class Costs:
         component = self._component(work.component)
         key = (self._alike[work.component], work.phase, work.samples, work.rule, work.ways, device.type.name)
         if key not in self._computed:
-            self._computed[key] = self._compute_anew(work, component, device)
+            self._computed[key] = self._computation.estimate(
+                work, component, device, input_gradient=self.model.has_input_gradient(component)
+            )
         return self._computed[key]
 
     @cached_property
@@ -197,26 +158,9 @@ class Costs:
             for component in self.model.components
         }
 
-    def _compute_anew(self, work: Compute, component: Component, device: Device) -> Estimate:
-        return estimate_compute(
-            work,
-            component,
-            device,
-            self.cluster.profile,
-            self.precision,
-            self.ranks_active,
-            input_gradient=self.model.has_input_gradient(component),
-            points=self._points,
-            surfaces=self._surfaces,
-        )
-
     @cached_property
-    def _points(self) -> dict[MeasuredWork, list[ComponentPoint]]:
-        return points_by_work(self.cluster.profile)
-
-    @cached_property
-    def _surfaces(self) -> dict[tuple[str, str], SurfaceModel]:
-        return surface_models(self.cluster.profile)
+    def _computation(self) -> ComputeCosts:
+        return ComputeCosts(self.cluster.profile, self.precision, self.ranks_active)
 
     def _component(self, name: str) -> Component:
         index = self.model.component_index
@@ -232,22 +176,15 @@ class Costs:
         return self.cluster.devices[rank]
 
 
-def with_host_overhead(estimate: Estimate, cluster: Cluster) -> Estimate:
-    """The estimate plus the interpreter's seconds per task, where the profile has them."""
-    host = cluster.profile.host
-    if host is None or host.task_s == 0:
-        return estimate
-    return estimate.longer_by(host.task_s)
-
-
 def estimate_mix(work: Mix, device: Device) -> Estimate:
     """A weighted sum of arrays in one pass, at the memory bandwidth: every array read and the sum written, 4 bytes per element.
 
     Leaves out the launch, and that few kernels reach the published bandwidth.
     """
     size_bytes = 4 * (work.copies + 1) * work.elements
-    return Estimate(
-        median_s=size_bytes / device.type.memory_bandwidth_bytes_per_s,
+    bandwidth = device.type.memory_bandwidth_bytes_per_s
+    return Estimate.of(
+        (Term("bytes", "start", size_bytes / bandwidth, "published", f"{size_bytes:.4g} B over {bandwidth:.4g} B/s"),),
         source="published",
         parameters=(("mix", LOAD_SIGMA),),
         detail=f"{work.copies + 1} accesses of 4 bytes per element over the memory bandwidth, not measured",
@@ -264,8 +201,14 @@ def estimate_load(work: LoadBatch, device: Device, cluster: Cluster) -> Estimate
     host = cluster.profile.host
     if host is not None and host.load_s is not None:
         part_s = host.load_s if host.load_part_s is None else host.load_part_s
-        return Estimate(
-            median_s=host.load_s + (work.parts - 1) * part_s + (host.load_seconds_per_byte or 0.0) * work.size_bytes,
+        rate = host.load_seconds_per_byte or 0.0
+        terms: Terms = (
+            Term("first part", "start", host.load_s, "measured"),
+            Term("further parts", "plus", (work.parts - 1) * part_s, "measured", f"{work.parts - 1} of {part_s:.4g} s"),
+            Term("bytes", "plus", rate * work.size_bytes, "measured", f"{work.size_bytes:.4g} B at {rate:.4g} s/B"),
+        )
+        return Estimate.of(
+            terms,
             source="measured",
             parameters=(("load", LOAD_SIGMA),),
             detail="a line through the measured batches",
@@ -278,8 +221,13 @@ def estimate_load(work: LoadBatch, device: Device, cluster: Cluster) -> Estimate
         latency, what = sum(link.latency_s for link in path), f"copy from {socket}"
     else:
         bandwidth, latency, what = device.type.memory_bandwidth_bytes_per_s, 0.0, "copy in host memory"
-    return Estimate(
-        median_s=work.parts * ((host.task_s if host is not None else 0.0) + latency) + work.size_bytes / bandwidth,
+    start_s = (host.task_s if host is not None else 0.0) + latency
+    terms = (
+        Term("parts", "start", work.parts * start_s, "published", f"{work.parts} of {start_s:.4g} s"),
+        Term("bytes", "plus", work.size_bytes / bandwidth, "published", f"{work.size_bytes:.4g} B over {bandwidth:.4g} B/s"),
+    )
+    return Estimate.of(
+        terms,
         source="published",
         parameters=(("load", LOAD_SIGMA),),
         detail=f"{what}: bytes over bandwidth, not measured",

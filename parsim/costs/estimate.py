@@ -1,27 +1,115 @@
-"""One priced piece of work: its median, where the number comes from, and which uncertain parameters it rests on."""
+"""One priced piece of work: its median, the terms it was computed from, and which uncertain parameters it rests on."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
-from parsim.units import format_seconds
+from parsim.errors import CostError
 
 Source = Literal["measured", "fitted", "published", "updated"]
 """`updated`: one of the others, times what a validation has shown it to be wrong by."""
+
+Operation = Literal["start", "plus", "times", "over", "at least"]
+"""What a term does to the running total: begin it, add seconds, multiply by a factor, divide by one, be no less."""
+
+Origin = Literal["measured", "fitted", "published", "updated", "observed", "assumed"]
+"""Where the number of a term comes from. `observed`: a running job has shown it. `assumed`: nobody has measured it."""
+
+
+Detail = str | tuple[str | float, ...]
+"""A text, or a template of `str.format` and its values: most details are never read."""
+
+
+class Term(NamedTuple):
+    """One step of a price.
+
+    Attributes:
+        name: what the number is, e.g. "latency", "host overhead per task".
+        operation: how it enters: prices are folded from left to right.
+        value: seconds for "start", "plus" and "at least", a factor for "times", a divisor for "over".
+        origin: where the number comes from. detail: more of it for people, e.g. "at 16 samples", "12 steps of 1.2 us".
+    """
+
+    name: str
+    operation: Operation
+    value: float
+    origin: Origin
+    detail: Detail = ""
+
+    @property
+    def text(self) -> str:
+        """The detail as a text."""
+        if isinstance(self.detail, str):
+            return self.detail
+        template, *values = self.detail
+        return str(template).format(*values)
+
+    @property
+    def unit(self) -> str:
+        """ "s" for seconds, "" for a factor."""
+        return "" if self.operation in ("times", "over") else "s"
+
+    def applied(self, total_s: float) -> float:
+        """The running total after this term."""
+        match self.operation:
+            case "plus":
+                return total_s + self.value
+            case "times":
+                return total_s * self.value
+            case "over":
+                return total_s / self.value
+            case "at least":
+                return max(total_s, self.value)
+        return self.value
+
+
+Terms = tuple[Term, ...]
+
+
+def folded_s(terms: Iterable[Term]) -> float:
+    """Seconds: the terms applied from left to right; 0 without any."""
+    total = 0.0
+    for term in terms:
+        total = term.applied(total)
+    return total
+
+
+def running_totals_s(terms: Iterable[Term]) -> Iterator[tuple[Term, float]]:
+    """Every term with the seconds after it."""
+    total = 0.0
+    for term in terms:
+        total = term.applied(total)
+        yield term, total
+
+
+def summed(parts: Iterable[tuple[str, float, Origin, Detail]]) -> Terms:
+    """Terms that add up seconds.
+
+    Args:
+        parts: name, seconds, origin and detail of each.
+    """
+    return tuple(
+        Term(name, "plus" if number else "start", seconds, origin, detail)
+        for number, (name, seconds, origin, detail) in enumerate(parts)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """Attributes:
-    median_s: seconds.
+    median_s: seconds; always what the terms fold to.
     parameters: (name, relative standard deviation) of the uncertain parameters the number is proportional to. Work
         that names the same parameter shares its draw: independent draws per task would average out to nothing.
     repeat_sigma: relative spread of one repetition around the median (noise of a single task on a single rank).
     detail: for people: "measured: 30 repeats at 16 samples", "ring over 0,1,2,3".
     extrapolated: the question lies outside the measured range.
     issue_s: on a GPU, seconds of the host to queue the work (0: not measured apart).
-    host_bound: `median_s` is `issue_s` and not the device's time, which is shorter.
+    terms: the numbers that the median was computed from, in order; a number given without them is one term.
+
+    Raises:
+        CostError: the terms do not fold to the median.
     """
 
     median_s: float
@@ -31,23 +119,68 @@ class Estimate:
     detail: str = ""
     extrapolated: bool = False
     issue_s: float = 0.0
-    host_bound: bool = False
+    terms: Terms = ()
 
-    def issued(self) -> Estimate:
-        """No shorter than the host takes to queue it: the device waits for the rest of its kernels.
+    def __post_init__(self) -> None:
+        if not self.terms:
+            object.__setattr__(self, "terms", (Term("given", "start", self.median_s, self.source, self.detail),))
+        elif self.recompute() != self.median_s:
+            raise CostError(
+                f"an estimate of {self.median_s!r} s has terms that give {self.recompute()!r} s; "
+                "make it with Estimate.of(terms, ...) or change it with then(term)"
+            )
 
-        Of a row of tasks this is at most too long: a host that is ahead after a long task queues the next one meanwhile, which
-        is left out. It is never too short: whatever the order of tasks, they take as long as the host, and as long as the
-        device.
-        """
-        if self.issue_s <= self.median_s:
-            return self
-        detail = f"{self.detail}; the host takes longer to queue it than the device to run it ({format_seconds(self.median_s)})"
-        return replace(self, median_s=self.issue_s, host_bound=True, detail=detail)
+    @classmethod
+    def of(
+        cls,
+        terms: Terms,
+        *,
+        source: Source,
+        parameters: tuple[tuple[str, float], ...] = (),
+        repeat_sigma: float = 0.0,
+        detail: str = "",
+        extrapolated: bool = False,
+        issue_s: float = 0.0,
+    ) -> Estimate:
+        """The estimate that these terms make."""
+        return cls(
+            median_s=folded_s(terms),
+            source=source,
+            parameters=parameters,
+            repeat_sigma=repeat_sigma,
+            detail=detail,
+            extrapolated=extrapolated,
+            issue_s=issue_s,
+            terms=terms,
+        )
 
-    def longer_by(self, seconds: float) -> Estimate:
-        """The same with so many seconds more."""
-        return replace(self, median_s=self.median_s + seconds)
+    @property
+    def host_bound(self) -> bool:
+        """The host takes longer to queue the work on a GPU than the device to run it, and the price is the host's."""
+        return any(term.operation == "at least" for term in self.terms)
+
+    def recompute(self) -> float:
+        """Seconds from the terms alone; equal to `median_s`, bit for bit."""
+        return folded_s(self.terms)
+
+    def term_rows(self) -> list[dict[str, Any]]:
+        """For people and JSON: one row per term, with the seconds after it."""
+        return [
+            {
+                "term": term.name,
+                "operation": term.operation,
+                "value": term.value,
+                "unit": term.unit,
+                "running_total_s": total_s,
+                "origin": term.origin,
+                "detail": term.text,
+            }
+            for term, total_s in running_totals_s(self.terms)
+        ]
+
+    def then(self, term: Term) -> Estimate:
+        """The estimate with one more term at the end; its spread stays as it was."""
+        return replace(self, median_s=term.applied(self.median_s), terms=(*self.terms, term))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,13 +39,11 @@ def price(
         if concurrent is not None and costs.shares_links and isinstance(work, Collective | SendRecv):
             others = concurrent(work)
             key = key, others
+        after_wait = bool(any(resumes) and costs.resume_s)
+        if after_wait:
+            key = key, "after a wait"
         if key not in known:
-            known[key] = costs.estimate(work, rank, others)
-        if any(resumes) and costs.resume_s:
-            resumed = key, "resumes"
-            if resumed not in known:
-                known[resumed] = known[key].longer_by(costs.resume_s)
-            key = resumed
+            known[key] = costs.estimate(work, rank, others, after_wait=after_wait)
         estimates.append(known[key])
     return estimates
 

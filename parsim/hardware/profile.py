@@ -357,7 +357,7 @@ class Update(ProfileRecord):
 class Profile(ProfileRecord):
     """The whole file.
 
-    Attributes: today: the pace since the calibration (`parsim.hardware.pace`); None: as it was then.
+    Attributes: today: how fast the machine was since the calibration (`parsim.hardware.speed_factor`); None: nobody looked.
     """
 
     schema_version: Literal[1]

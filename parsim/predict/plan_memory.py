@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from parsim.costs.memory.rank_memory import Boundary, RankMemory, Weights, rank_memory
+from parsim.costs.memory.rank_memory import Boundary, RankMemory, RankStep, Traffic, Weights, rank_memory
 from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS
@@ -43,8 +43,7 @@ def plan_memory(
             messages = _messages(layout, kept.values, rank)
             names = layout.rank_components(rank)
             arriving, unsure = _arriving_bytes(kept, rank)
-            known[place] = rank_memory(
-                rank=rank,
+            step = RankStep(
                 components=[kept.component(name) for name in names],
                 values=kept.values,
                 microbatch_samples={name: layout.local_samples(name) for name in names}
@@ -52,19 +51,26 @@ def plan_memory(
                 else plan.microbatch_samples // plan.mesh.tp,
                 in_flight=_in_flight(kept, rank),
                 halves_waiting=halves_waiting(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks),
-                optimizer=optimizer,
-                precision=precision,
-                master_weights=master_weights,
-                device=device,
-                backend=cluster.profile.communication.backend,
-                communicators=len({message.group for message in messages}),
-                largest_message_bytes=round(max((message.size_bytes for message in messages), default=0.0)),
                 loaded_microbatches=plan.microbatches,
                 boundary=rank_boundary(layout, kept.values, rank) if plan.is_mixed else None,
                 weights=rank_weights(layout, rank),
                 recomputed={name: kept.again(name) for name in names if layout.recomputes(name)},
+            )
+            traffic = Traffic(
+                backend=cluster.profile.communication.backend,
+                communicators=len({message.group for message in messages}),
+                largest_message_bytes=round(max((message.size_bytes for message in messages), default=0.0)),
                 arriving_bytes=arriving,
                 unsure_arriving_bytes=unsure,
+            )
+            known[place] = rank_memory(
+                rank,
+                step,
+                device,
+                optimizer=optimizer,
+                precision=precision,
+                master_weights=master_weights,
+                traffic=traffic,
             )
         memories.append(replace(known[place], rank=rank))
     return tuple(memories)

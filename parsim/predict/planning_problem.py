@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TypeVar
 
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
@@ -23,6 +23,8 @@ from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import NONE, Recompute
 from parsim.predict.plan_memory import plan_memory
+
+Store = TypeVar("Store")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +82,17 @@ class PlanningProblem:
     def _layouts(self) -> dict[Plan, PlanIndex]:
         return {}
 
+    def remembered(self, kind: type[Store]) -> Store:
+        """The problem's one object of this class, made empty when first asked for.
+
+        Parts of a search keep there what they have worked out for the problem and may need again.
+        """
+        found = self._stores.setdefault(kind, kind())
+        assert isinstance(found, kind)
+        return found
+
     @cached_property
-    def found(self) -> dict[str, dict[Any, Any]]:
-        """What parts of the search have worked out for this problem and may need again, by what it is."""
+    def _stores(self) -> dict[type[object], object]:
         return {}
 
     def memory(self, plan: Plan) -> tuple[RankMemory, ...]:

@@ -7,8 +7,8 @@ from statistics import median
 from typing import Any
 
 from parsim.hardware.compute_records import OperatorFit, OperatorSurface
-from parsim.hardware.pace import longer_text, slowness_today
 from parsim.hardware.profile import Profile
+from parsim.hardware.speed_factor import speed_since
 from parsim.report.tables import NOTHING, Column, ReportTable
 from parsim.units import format_bytes, format_count, format_percent, format_seconds
 
@@ -60,7 +60,7 @@ def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTa
             host += f"; computing x{profile.host.crowding:.3g} where ranks share a core"
         rows.append(("host", NOTHING, host, NOTHING))
     if profile.today is not None:
-        what = f"{longer_text(slowness_today(profile))} for the same work, as of {profile.today.created}"
+        what = f"{speed_since(profile).text} for the same work, as of {profile.today.created}"
         rows.append(("today", NOTHING, what, NOTHING))
     columns = (
         Column(name="kind"),

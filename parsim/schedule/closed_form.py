@@ -11,8 +11,9 @@ Leaves out: contention, overlap factors, how exactly an uneven pipeline fills. T
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from dataclasses import dataclass, field
 
+from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import SPLIT_ORDERS, in_flight
 from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
@@ -20,13 +21,21 @@ from parsim.schedule.options import Prices
 from parsim.work import Phase, SendRecv
 
 
+@dataclass
+class ClosedForms:
+    """Of one problem: prices by mesh, microbatch, bucket size and ZeRO stage, and seconds of the plans asked for."""
+
+    prices: dict[tuple[Mesh, int, int, int], Prices] = field(default_factory=dict)
+    steps_s: dict[Plan, float] = field(default_factory=dict)
+
+
 class QuickEstimates:
     """Remembers, with the problem, the prices of meshes and microbatches already seen and the plans already asked for."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
-        self._prices: dict[Hashable, Prices] = problem.found.setdefault("prices", {})
-        self._steps: dict[Plan, float] = problem.found.setdefault("closed forms", {})
+        known = problem.remembered(ClosedForms)
+        self._prices, self._steps = known.prices, known.steps_s
 
     def prices(self, plan: Plan) -> Prices:
         """Of the plan's mesh and microbatch, on the ranks of its first stage."""

@@ -10,7 +10,7 @@ component's gradients is charged its share of a full bucket).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from parsim.costs.costs import Costs
@@ -47,6 +47,18 @@ def placements_of(component: Component, mesh: Mesh, samples: int, *, places: Seq
             if tp % ways == 0 and sharding.limit % ways == 0 and samples % (tp // ways) == 0
         ]
     return tuple(found)
+
+
+ComputeKey = tuple[str, bool, Phase, int, str, int, str]
+"""Fingerprint, whether it reads more than the batch, phase, samples, rule and ways of a shard, kind of device."""
+
+
+@dataclass
+class ComputeSeconds:
+    """Of one problem: prices of computation by number of ranks, and what tells components apart that cost differently."""
+
+    by_ranks: dict[int, dict[ComputeKey, float]] = field(default_factory=dict)
+    same_work: dict[str, tuple[str, bool]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,23 +121,22 @@ class Prices:
         return self.problem.costs(self.mesh.size)
 
     @cached_property
-    def _computed(self) -> dict[tuple[object, ...], float]:
+    def _computed(self) -> dict[ComputeKey, float]:
         """Shared by all meshes of as many ranks."""
-        known: dict[tuple[object, ...], float] = self.problem.found.setdefault(f"compute, {self.mesh.size} ranks", {})
-        return known
+        return self.problem.remembered(ComputeSeconds).by_ranks.setdefault(self.mesh.size, {})
 
     @cached_property
     def _same_work(self) -> dict[str, tuple[str, bool]]:
-        model = self.problem.model
-        if "same work" not in self.problem.found:
-            self.problem.found["same work"] = {
+        model, known = self.problem.model, self.problem.remembered(ComputeSeconds).same_work
+        if not known:
+            known |= {
                 component.name: (
                     component.fingerprint,
                     any(model.value[name].producer is not None for name in component.inputs),
                 )
                 for component in model.components
             }
-        return self.problem.found["same work"]
+        return known
 
     @cached_property
     def differentiable(self) -> frozenset[str]:

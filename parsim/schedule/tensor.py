@@ -9,7 +9,7 @@ adaptive   one stage, tp over all devices: every component takes any placement, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import NamedTuple
 
@@ -166,9 +166,16 @@ def uniform_placements(problem: PlanningProblem, mesh: Mesh) -> dict[str, Placem
     return _cut(problem, mesh).placements
 
 
+@dataclass
+class _Cuts:
+    """Of one problem, the cheapest uniform placements of the meshes seen."""
+
+    by_mesh: dict[Mesh, _Cut] = field(default_factory=dict)
+
+
 def _cut(problem: PlanningProblem, mesh: Mesh) -> _Cut:
     """The uniform placements of a mesh of one stage, with forward and backward of a whole batch of one replica."""
-    found: dict[Mesh, _Cut] = problem.found.setdefault("uniform placements", {})
+    found = problem.remembered(_Cuts).by_mesh
     if mesh not in found:
         found[mesh] = _cheapest_cut(problem, mesh)
     return found[mesh]

@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, PlanError
+from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, OutOfMemoryError, PlanError
 from parsim.execute.cuda.faults import check_devices
 from parsim.execute.job import EXECUTION, Job, RunSpec
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.same_machine import differences_from_here
-from parsim.hardware.pace import longer_text
 from parsim.hardware.profile import Profile
+from parsim.hardware.speed_factor import SpeedFactor, speed_beside
 from parsim.model.model import Model
 from parsim.model.number_formats import check_executable
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import Evaluation, evaluate, sampled_durations_s
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.predict.speed import differs, slowness, step_at_pace
+from parsim.predict.speed import step_at_speed
 from parsim.report.compare import Comparison, PaceComparison, compare, kind_intervals_s, relative_error
 from parsim.report.tables import format_error
 from parsim.schedule.search import Search
@@ -147,8 +147,11 @@ def warn_of_profile(asked: Answer) -> list[str]:
     return list(warnings)
 
 
-def launch_job(job: Job, folder: RunFolder, say: Say) -> None:
+def launch_job(job: Job, folder: RunFolder, say: Say, asked: Answer | None = None) -> None:
     """Save the job beside its run and launch it; environment.json says in which numbers it computed.
+
+    Args:
+        asked: whose search may know a plan that needs less memory, if there is too little.
 
     Raises ExecutionError; nothing is left running.
     """
@@ -164,9 +167,20 @@ def launch_job(job: Job, folder: RunFolder, say: Say) -> None:
             event: dict[str, Any] = json.loads(line.removeprefix(PROGRESS))
             say(", ".join(f"{name} {value}" for name, value in event.items()))
 
-    launch(folder.job, job.world_size, on_line=on_line)
+    try:
+        launch(folder.job, job.world_size, on_line=on_line)
+    except OutOfMemoryError as error:
+        hint = "" if asked is None else nearest_that_fits(asked)
+        raise OutOfMemoryError(f"{error} {hint}".rstrip()) from error
     execution = json.loads((Path(job.output) / EXECUTION).read_text())
     write_json(folder.environment, {**environment, "execution": execution})
+
+
+def levels_of(asked: Answer, seen: Measurement) -> list[dict[str, Any]]:
+    """Memory of every rank as several parties counted it, beside what was predicted of it (`parsim.report.memory_levels`)."""
+    from parsim.report.memory_levels import memory_levels
+
+    return [row.to_dict() for row in memory_levels(asked.evaluation.memory, seen.memory)]
 
 
 def visible_gpus() -> int:
@@ -226,24 +240,24 @@ def judge(problem: PlanningProblem, evaluation: Evaluation, seen: Measurement) -
 
 def at_pace(problem: PlanningProblem, evaluation: Evaluation, seen: Measurement) -> PaceComparison | None:
     """What the profile says of the step at the pace of the cores beside the run; None if nobody looked."""
-    slow = slowness(problem.cluster.profile, seen.pace_s, evaluation.result.plan.world_size)
-    if slow is None:
+    speed = speed_beside(problem.cluster.profile, seen.pace_s, evaluation.result.plan.world_size)
+    if speed is None:
         return None
-    predicted_s = step_at_pace(problem, evaluation, slow)
+    predicted_s = step_at_speed(problem, evaluation, speed)
     error = relative_error(predicted_s, seen.mean_step_s)
-    return PaceComparison(slowness=float(slow.mean()), predicted_s=predicted_s, relative_error=error)
+    return PaceComparison(slowness=speed.mean, predicted_s=predicted_s, relative_error=error)
 
 
 def speed_of(profile: Profile, found: PaceComparison | None) -> dict[str, Any] | None:
     """The same for people, and a warning where the machine is no longer what the profile's intervals count on."""
     if found is None:
         return None
-    factor = found.slowness
-    longer = longer_text(factor)
+    speed = SpeedFactor.uniform(found.slowness)
+    longer = speed.text
     then = f"then {format_seconds(found.predicted_s)} are predicted ({format_error(found.relative_error)})"
     text = f"the same work took {longer} than while profile {profile.name} was measured; {then}"
     warning = f"the machine's speed has changed ({longer} for the same work): calibrate again"
-    return {**found.to_dict(), "text": text, "warning": warning if differs(profile, factor) else ""}
+    return {**found.to_dict(), "text": text, "warning": warning if speed.is_beyond(profile) else ""}
 
 
 def typical_step(seen: Measurement) -> int:

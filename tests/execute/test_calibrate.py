@@ -41,8 +41,8 @@ from calibration.rounds.turns import CalibrationSection, SectionProgress, next_s
 from parsim.errors import ConfigError, ExecutionError, ProfileError
 from parsim.graph.taskgraph import work_text
 from parsim.hardware.compute_records import ComponentPoint
-from parsim.hardware.pace import slowness_today
 from parsim.hardware.profile import load_profile, save_profile
+from parsim.hardware.speed_factor import speed_since
 from parsim.model.shard.narrow import narrow
 from parsim.model.spec import ModelSpec, build_module, load_model
 from parsim.units import GIB
@@ -545,7 +545,7 @@ def test_quick_calibration_of_this_machine(tmp_path: Path, nproc: int) -> None:
     refit(tmp_path / "here.json")
     assert (tmp_path / "here.json").read_bytes() == written
     today = refresh(tmp_path / "here.json", seconds=0.5)
-    assert 0.2 < slowness_today(today) < 5
+    assert 0.2 < speed_since(today).mean < 5
     assert load_profile(str(tmp_path / "here.json")) == today
     assert today.model_copy(update={"today": None}) == profile
 

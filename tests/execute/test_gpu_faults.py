@@ -25,6 +25,7 @@ from parsim.graph.plan_index import PlanIndex
 from parsim.plans.mesh import Mesh
 from parsim.report.memory_levels import memory_levels
 from parsim.units import GIB
+from parsim.workflow.ask import nearest_that_fits
 from tests.execute.test_equality import MLP, case
 
 HELD = {"parameters": 2 * GIB, "gradients": 2 * GIB, "optimizer_state": 4 * GIB, "buffers": 0}
@@ -195,3 +196,23 @@ def test_nccl_s_own_streams_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert urgent_options("nccl") is made
     assert made.is_high_priority_stream
     assert urgent_options("gloo") is None
+
+
+def test_the_nearest_plan_that_needs_less_is_named() -> None:
+    def result(step_s: float, peak: int, fits: bool, strategy: str) -> SimpleNamespace:
+        plan = SimpleNamespace(summary=lambda: f"the {strategy} plan")
+        return SimpleNamespace(
+            step_s=SimpleNamespace(median=step_s), peak_memory_bytes=(peak, peak), fits=fits, plan=plan, strategy=strategy
+        )
+
+    failed = SimpleNamespace(result=result(1.0, 8 * GIB, True, "dp"))
+    others = [result(1.5, 4 * GIB, True, "mp"), result(1.2, 6 * GIB, True, "hp"), result(0.9, 9 * GIB, True, "adaptive")]
+    search = SimpleNamespace(candidates=[failed, *(SimpleNamespace(result=other) for other in others)])
+    asked = SimpleNamespace(evaluation=failed, search=search)
+    assert nearest_that_fits(asked) == (  # type: ignore[arg-type]
+        "The nearest plan that needs less is the hp plan: 2 GiB less per rank, predicted +20% in step time; "
+        "set plan.strategy = 'hp'."
+    )
+    assert nearest_that_fits(SimpleNamespace(evaluation=failed, search=None)) == ""  # type: ignore[arg-type]
+    alone = SimpleNamespace(evaluation=failed, search=SimpleNamespace(candidates=[failed]))
+    assert nearest_that_fits(alone) == "None of the plans that were compared needs less memory."  # type: ignore[arg-type]

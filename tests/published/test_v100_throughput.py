@@ -18,7 +18,7 @@ import pytest
 
 from calibration.fit.operators import fit_operators, kernel_of, read_operator_points
 from calibration.published.v100_throughput import without_efficiency
-from parsim.costs.compute.compute import estimate_compute, estimate_optimizer
+from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.compute.operators import kernel_seconds
 from parsim.errors import DataError
 from parsim.hardware.cluster import cluster_from_profile
@@ -69,11 +69,11 @@ def throughput(model: Model, profile: Profile, precision: str, batch: int, optim
     for number, component in enumerate(model.components):
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             work = Compute(component=component.name, phase=phase, samples=batch)
-            estimate = estimate_compute(work, component, device, profile, precision, input_gradient=number > 0)
+            estimate = ComputeCosts(profile, precision).estimate(work, component, device, input_gradient=number > 0)
             assert estimate.source == "fitted"
             seconds += estimate.median_s
     step = OptimizerStep(elements=model.parameter_count, tensors=len(model.parameters))
-    return batch / (seconds + estimate_optimizer(step, optimizer, device, profile, precision).median_s)
+    return batch / (seconds + ComputeCosts(profile, precision).optimizer(step, optimizer, device).median_s)
 
 
 @pytest.mark.parametrize(("precision", "batch", "published", "tolerance"), RESNET50)

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibration.fit.operators import fit_operators
-from parsim.costs.compute.compute import FOREACH_ACCESSES_PER_ELEMENT, component_kernels, estimate_compute, estimate_optimizer
-from parsim.costs.compute.interpolation import interpolate_s
-from parsim.costs.compute.kernel_price import ROOFLINE_BANDWIDTH_EFFICIENCY, ROOFLINE_COMPUTE_EFFICIENCY
+from parsim.costs.compute.compute import FOREACH_ACCESSES_PER_ELEMENT, ComputeCosts
+from parsim.costs.compute.interpolation import interpolation_terms
+from parsim.costs.compute.kernel_model import ROOFLINE_BANDWIDTH_EFFICIENCY, ROOFLINE_COMPUTE_EFFICIENCY, component_kernels
+from parsim.costs.compute.operator_model import ComputeRequest
 from parsim.costs.compute.operators import Kernel, backward_kernels, forward_kernels, kernel_seconds
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
@@ -140,7 +141,7 @@ def backward(samples: int, component: Component = BLOCK) -> Compute:
 
 def test_a_measured_count_is_returned_as_it_was_measured() -> None:
     of = profile(components=[measured(8, 0.010), measured(16, 0.018)])
-    estimate = estimate_compute(forward(16), BLOCK, device(of), of, "fp32")
+    estimate = ComputeCosts(of, "fp32").estimate(forward(16), BLOCK, device(of))
     assert estimate.median_s == 0.018
     assert estimate.source == "measured"
     assert estimate.repeat_sigma == 0.05
@@ -151,7 +152,7 @@ def test_a_measured_count_is_returned_as_it_was_measured() -> None:
 
 def test_between_two_counts_time_is_linear_and_says_so() -> None:
     of = profile(components=[measured(8, 0.010), measured(16, 0.018)])
-    estimate = estimate_compute(forward(10), BLOCK, device(of), of, "fp32")
+    estimate = ComputeCosts(of, "fp32").estimate(forward(10), BLOCK, device(of))
     assert estimate.median_s == pytest.approx(0.012, rel=1e-12)
     assert estimate.source == "measured"
     assert not estimate.extrapolated
@@ -163,7 +164,7 @@ def test_outside_the_range_the_interval_widens_with_the_distance() -> None:
     key = f"compute:{BLOCK.fingerprint}"
     sigmas = []
     for samples in (16, 32, 64):
-        estimate = estimate_compute(forward(samples), BLOCK, device(of), of, "fp32")
+        estimate = ComputeCosts(of, "fp32").estimate(forward(samples), BLOCK, device(of))
         assert estimate.extrapolated == (samples > 16)
         assert estimate.median_s == pytest.approx(0.018 * samples / 16)
         sigmas.append(dict(estimate.parameters)[key])
@@ -173,7 +174,7 @@ def test_outside_the_range_the_interval_widens_with_the_distance() -> None:
 def test_one_count_is_scaled_in_proportion() -> None:
     of = profile(components=[measured(8, 0.010)])
     for samples, seconds in ((2, 0.0025), (32, 0.040)):
-        estimate = estimate_compute(forward(samples), BLOCK, device(of), of, "fp32")
+        estimate = ComputeCosts(of, "fp32").estimate(forward(samples), BLOCK, device(of))
         assert estimate.median_s == pytest.approx(seconds)
         assert estimate.extrapolated
 
@@ -188,11 +189,11 @@ def test_the_load_asked_for_is_preferred_else_the_heaviest() -> None:
         ]
     )
     on = device(of)
-    assert estimate_compute(forward(8), BLOCK, on, of, "fp32", 2).median_s == 0.013
-    assert estimate_compute(forward(8), BLOCK, on, of, "fp32", ranks_active=1).median_s == 0.010
-    assert estimate_compute(forward(8), BLOCK, on, of, "fp32").median_s == 0.024
-    assert estimate_compute(forward(8), BLOCK, on, of, "fp32", 3).median_s == 0.024
-    within = estimate_compute(forward(12), BLOCK, on, of, "fp32", 4)
+    assert ComputeCosts(of, "fp32", 2).estimate(forward(8), BLOCK, on).median_s == 0.013
+    assert ComputeCosts(of, "fp32", 1).estimate(forward(8), BLOCK, on).median_s == 0.010
+    assert ComputeCosts(of, "fp32").estimate(forward(8), BLOCK, on).median_s == 0.024
+    assert ComputeCosts(of, "fp32", 3).estimate(forward(8), BLOCK, on).median_s == 0.024
+    within = ComputeCosts(of, "fp32", 4).estimate(forward(12), BLOCK, on)
     assert within.median_s == pytest.approx(0.0195), "only the measurements with two active ranks enclose 12 samples"
     assert "2 ranks active" in within.detail
 
@@ -201,7 +202,7 @@ def test_a_measurement_of_another_phase_or_precision_is_not_used() -> None:
     of = profile(source_kind="measurement", components=[measured(8, 0.010)])
     for work, precision in ((backward(8), "fp32"), (forward(8), "amp_fp16")):
         with pytest.raises(CostError, match=r"component 'block'.*calibrate"):
-            estimate_compute(work, BLOCK, device(of), of, precision)
+            ComputeCosts(of, precision).estimate(work, BLOCK, device(of))
 
 
 @given(
@@ -214,8 +215,9 @@ def test_interpolation_stays_between_its_neighbours_and_grows_with_the_samples(
 ) -> None:
     steps = np.random.default_rng(seed).uniform(0.1, 1.0, len(counts))
     seconds = np.cumsum(steps).tolist()
-    value, _, doublings = interpolate_s(counts, seconds, wanted)
-    more, _, _ = interpolate_s(counts, seconds, wanted + 1)
+    found = interpolation_terms(counts, seconds, wanted)
+    value, doublings = found.seconds, found.doublings
+    more = interpolation_terms(counts, seconds, wanted + 1).seconds
     assert 0 < value <= more * (1 + 1e-12)
     assert (doublings > 0) == (wanted < counts[0] or wanted > counts[-1])
     if counts[0] <= wanted <= counts[-1]:
@@ -350,8 +352,8 @@ def test_an_operator_without_its_sizes_is_named() -> None:
 def test_a_fitted_component_is_the_sum_of_its_kernels() -> None:
     of = profile(operator_fits=[fit("matmul"), fit("memory_bound", sigma=0.1)])
     for work in (forward(32), backward(32)):
-        estimate = estimate_compute(work, BLOCK, device(of), of, "fp32")
-        kernels = component_kernels(BLOCK, work.phase, 32, "fp32")
+        estimate = ComputeCosts(of, "fp32").estimate(work, BLOCK, device(of))
+        kernels = component_kernels(ComputeRequest(component=BLOCK, phase=work.phase, samples=32), "fp32")
         seconds = {
             kind: sum(kernel_seconds(k, IDEAL) for k in kernels if k.kind == kind) for kind in ("matmul", "memory_bound")
         }
@@ -361,14 +363,14 @@ def test_a_fitted_component_is_the_sum_of_its_kernels() -> None:
         parameters = dict(estimate.parameters)
         assert parameters["operator:matmul"] == pytest.approx(0.2 * seconds["matmul"] / total)
         assert parameters["operator:memory_bound"] == pytest.approx(0.1 * seconds["memory_bound"] / total)
-    first = estimate_compute(backward(32), BLOCK, device(of), of, "fp32", input_gradient=False)
-    assert first.median_s < estimate_compute(backward(32), BLOCK, device(of), of, "fp32").median_s
+    first = ComputeCosts(of, "fp32").estimate(backward(32), BLOCK, device(of), input_gradient=False)
+    assert first.median_s < ComputeCosts(of, "fp32").estimate(backward(32), BLOCK, device(of)).median_s
 
 
 def test_a_loss_without_parameters_is_priced_forward_and_backward() -> None:
     of = profile(operator_fits=[fit("matmul"), fit("memory_bound")])
-    there = estimate_compute(forward(32, LOSS), LOSS, device(of), of, "fp32")
-    back = estimate_compute(backward(32, LOSS), LOSS, device(of), of, "fp32")
+    there = ComputeCosts(of, "fp32").estimate(forward(32, LOSS), LOSS, device(of))
+    back = ComputeCosts(of, "fp32").estimate(backward(32, LOSS), LOSS, device(of))
     assert there.median_s == pytest.approx(5e-6 + 32 * 8000 / (0.9 * BANDWIDTH))
     assert back.median_s == pytest.approx(5e-6 + 1.5 * 32 * 8000 / (0.9 * BANDWIDTH))
 
@@ -376,18 +378,18 @@ def test_a_loss_without_parameters_is_priced_forward_and_backward() -> None:
 def test_a_component_without_kernels_costs_nothing_where_costs_are_known() -> None:
     nothing = Component(name="reshape", inputs=("a",), outputs=("b",))
     of = profile()
-    assert estimate_compute(forward(4, nothing), nothing, device(of), of, "fp32").median_s == 0
+    assert ComputeCosts(of, "fp32").estimate(forward(4, nothing), nothing, device(of)).median_s == 0
     calibrated = profile(source_kind="measurement")
     with pytest.raises(CostError, match="calibrate"):
-        estimate_compute(forward(4, nothing), nothing, device(calibrated), calibrated, "fp32")
+        ComputeCosts(calibrated, "fp32").estimate(forward(4, nothing), nothing, device(calibrated))
 
 
 def test_published_peaks_give_a_roofline_and_say_so() -> None:
     of = profile()
-    estimate = estimate_compute(forward(32), BLOCK, device(of), of, "fp32")
+    estimate = ComputeCosts(of, "fp32").estimate(forward(32), BLOCK, device(of))
     expected = sum(
         max(kernel.flop / (PEAK * ROOFLINE_COMPUTE_EFFICIENCY), kernel.size_bytes / (BANDWIDTH * ROOFLINE_BANDWIDTH_EFFICIENCY))
-        for kernel in component_kernels(BLOCK, Phase.FORWARD, 32, "fp32")
+        for kernel in component_kernels(ComputeRequest(component=BLOCK, phase=Phase.FORWARD, samples=32), "fp32")
     )
     assert estimate.median_s == pytest.approx(expected)
     assert estimate.source == "published"
@@ -398,22 +400,22 @@ def test_kernels_far_outside_the_fitted_sizes_are_called_extrapolated() -> None:
     narrow = fit("matmul")
     narrow["max_flop"] = 1e6
     of = profile(operator_fits=[narrow, fit("memory_bound")])
-    estimate = estimate_compute(forward(256), BLOCK, device(of), of, "fp32")
+    estimate = ComputeCosts(of, "fp32").estimate(forward(256), BLOCK, device(of))
     assert estimate.extrapolated
     inside = profile(operator_fits=[fit("matmul"), fit("memory_bound")])
     assert sum(s for _, s in estimate.parameters) > sum(
-        s for _, s in estimate_compute(forward(256), BLOCK, device(inside), inside, "fp32").parameters
+        s for _, s in ComputeCosts(inside, "fp32").estimate(forward(256), BLOCK, device(inside)).parameters
     )
 
 
 def test_what_no_cost_is_known_for_names_component_samples_device_and_precision() -> None:
     of = profile()
     with pytest.raises(CostError, match=r"'block' \(forward, 8 samples\) on toy in fp64.*calibrate"):
-        estimate_compute(forward(8), BLOCK, device(of), of, "fp64")
+        ComputeCosts(of, "fp64").estimate(forward(8), BLOCK, device(of))
     with pytest.raises(CostError, match=">= 1 sample"):
-        estimate_compute(forward(0), BLOCK, device(of), of, "fp32")
-    with pytest.raises(CostError, match="estimate_optimizer"):
-        estimate_compute(Compute(component="block", phase=Phase.OPTIMIZER, samples=1), BLOCK, device(of), of, "fp32")
+        ComputeCosts(of, "fp32").estimate(forward(0), BLOCK, device(of))
+    with pytest.raises(CostError, match="an optimizer step is priced by"):
+        ComputeCosts(of, "fp32").estimate(Compute(component="block", phase=Phase.OPTIMIZER, samples=1), BLOCK, device(of))
 
 
 # --- optimizer --------------------------------------------------------------------------------------------------------
@@ -435,7 +437,7 @@ def test_measured_steps_are_affine_in_elements_and_tensors(
 ) -> None:
     counts = [(10_000, 2), (1_000_000, 20), (10_000_000, 50)]
     of = profile(optimizers=[step(e, t, per_element * e + per_tensor * t) for e, t in counts])
-    estimate = estimate_optimizer(OptimizerStep(elements=elements, tensors=tensors), "adam", device(of), of, "fp32")
+    estimate = ComputeCosts(of, "fp32").optimizer(OptimizerStep(elements=elements, tensors=tensors), "adam", device(of))
     assert estimate.median_s == pytest.approx(per_element * elements + per_tensor * tensors, rel=1e-6)
     assert estimate.source == "measured"
     assert not estimate.extrapolated
@@ -453,15 +455,15 @@ def test_four_measured_steps_tell_what_every_step_takes(
 ) -> None:
     counts = [(10_000, 2), (200_000, 60), (1_000_000, 20), (10_000_000, 50)]
     of = profile(optimizers=[step(e, t, per_step + per_element * e + per_tensor * t) for e, t in counts])
-    estimate = estimate_optimizer(OptimizerStep(elements=elements, tensors=tensors), "adam", device(of), of, "fp32")
+    estimate = ComputeCosts(of, "fp32").optimizer(OptimizerStep(elements=elements, tensors=tensors), "adam", device(of))
     assert estimate.median_s == pytest.approx(per_step + per_element * elements + per_tensor * tensors, rel=1e-6)
 
 
 def test_one_measured_step_is_scaled_by_elements_under_the_load_asked_for() -> None:
     of = profile(optimizers=[step(1000, 2, 1e-3), step(1000, 2, 2e-3, ranks_active=2)])
     work = OptimizerStep(elements=4000, tensors=3)
-    assert estimate_optimizer(work, "adam", device(of), of, "fp32").median_s == pytest.approx(8e-3)
-    one = estimate_optimizer(work, "adam", device(of), of, "fp32", ranks_active=1)
+    assert ComputeCosts(of, "fp32").optimizer(work, "adam", device(of)).median_s == pytest.approx(8e-3)
+    one = ComputeCosts(of, "fp32", 1).optimizer(work, "adam", device(of))
     assert one.median_s == pytest.approx(4e-3)
     assert one.extrapolated
 
@@ -470,7 +472,7 @@ def test_one_measured_step_is_scaled_by_elements_under_the_load_asked_for() -> N
 def test_an_unmeasured_step_is_bound_by_the_bandwidth(optimizer: str) -> None:
     of = profile(operator_fits=[fit("memory_bound")])
     elements = 25_000_000
-    estimate = estimate_optimizer(OptimizerStep(elements=elements, tensors=161), optimizer, device(of), of, "fp32")
+    estimate = ComputeCosts(of, "fp32").optimizer(OptimizerStep(elements=elements, tensors=161), optimizer, device(of))
     bytes_moved = 4 * FOREACH_ACCESSES_PER_ELEMENT[optimizer] * elements
     assert estimate.median_s == pytest.approx(5e-6 + bytes_moved / (0.9 * BANDWIDTH))
     assert estimate.source == "fitted"
@@ -480,19 +482,19 @@ def test_optimizers_order_by_the_bytes_they_move() -> None:
     of = profile()
     work = OptimizerStep(elements=1_000_000, tensors=10)
     times = [
-        estimate_optimizer(work, name, device(of), of, "fp32").median_s for name in ("sgd", "sgd_momentum", "adam", "adamw")
+        ComputeCosts(of, "fp32").optimizer(work, name, device(of)).median_s for name in ("sgd", "sgd_momentum", "adam", "adamw")
     ]
     assert times == sorted(times)
-    assert estimate_optimizer(OptimizerStep(elements=0, tensors=0), "sgd", device(of), of, "fp32").median_s == 0
+    assert ComputeCosts(of, "fp32").optimizer(OptimizerStep(elements=0, tensors=0), "sgd", device(of)).median_s == 0
 
 
 def test_unknown_optimizers_and_unmeasured_machines_are_errors() -> None:
     work = OptimizerStep(elements=10, tensors=1)
     of = profile(source_kind="measurement")
     with pytest.raises(CostError, match="did you mean adam"):
-        estimate_optimizer(work, "adm", device(of), of, "fp32")
+        ComputeCosts(of, "fp32").optimizer(work, "adm", device(of))
     with pytest.raises(CostError, match="calibrate with that optimizer"):
-        estimate_optimizer(work, "adam", device(of), of, "fp32")
+        ComputeCosts(of, "fp32").optimizer(work, "adam", device(of))
 
 
 # --- fitting ----------------------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.costs.compute.compute import component_kernels
 from parsim.costs.compute.cuda_launches import PASSES, cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
+from parsim.costs.compute.kernel_model import component_kernels
+from parsim.costs.compute.operator_model import ComputeRequest
 from parsim.costs.compute.operators import Kernel
 from parsim.model import ModelSpec, load_model
 from parsim.model.component import Component, Operator
@@ -124,12 +125,12 @@ def test_the_halves_of_a_backward_are_the_backward_and_flop_do_not_change(name: 
         )
         assert whole == pytest.approx(first + second, rel=1e-12)
         for phase in (Phase.FORWARD, Phase.BACKWARD):
-            recorded = component_kernels(component, phase, 8, precision)
+            recorded = component_kernels(ComputeRequest(component=component, phase=phase, samples=8), precision)
             assert flop(on_gpu(component, phase, precision)) == flop(recorded)
 
 
 def on_gpu(component: Component, phase: Phase, precision: str) -> tuple[Kernel, ...]:
-    return component_kernels(component, phase, 8, precision, device_kind="cuda")
+    return component_kernels(ComputeRequest(component=component, phase=phase, samples=8), precision, "cuda")
 
 
 def flop(kernels: tuple[Kernel, ...]) -> float:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from parsim.costs.compute.compute import component_kernels
+from parsim.costs.compute.kernel_model import component_kernels
+from parsim.costs.compute.operator_model import ComputeRequest
 from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compute_records import ComponentPoint
@@ -33,8 +34,9 @@ def test_the_halves_launch_the_kernels_of_the_whole(name: str) -> None:
     costs = Costs(model=model, cluster=machine())
     second = 0
     for component in model.components:
+        request = ComputeRequest(component=component, phase=Phase.BACKWARD, samples=4)
         whole, into_inputs, into_weights = (
-            component_kernels(component, phase, 4, "fp32") for phase in (Phase.BACKWARD, *HALVES)
+            component_kernels(replace(request, phase=phase), "fp32") for phase in (Phase.BACKWARD, *HALVES)
         )
         key = repr
         assert sorted(map(key, whole)) == sorted(map(key, (*into_inputs, *into_weights)))

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibration.fit.composition import Measured, fit_compositions
+from parsim.costs.adjustments import adjusted, price_context
 from parsim.costs.compute.composition import Parts, composed_issue_s
-from parsim.costs.compute.compute import estimate_compute
+from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.hardware.cluster import cluster_from_profile
@@ -128,22 +129,15 @@ def test_a_shard_is_queued_for_as_long_as_the_whole_and_half_a_backward_for_its_
     cluster = cluster_from_profile(profile, 1)
     component = MODEL.components[0]
     work = Compute(component=component.name, phase=Phase.BACKWARD, samples=SAMPLES)
-    whole = estimate_compute(work, component, cluster.devices[0], profile, "fp32")
+    costs = ComputeCosts(profile, "fp32")
+    whole = costs.estimate(work, component, cluster.devices[0])
     assert whole.issue_s == 2e-3
     halves = [
-        estimate_compute(
-            Compute(component=component.name, phase=phase, samples=SAMPLES), component, cluster.devices[0], profile, "fp32"
-        )
+        costs.estimate(replace(work, phase=phase), component, cluster.devices[0])
         for phase in (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
     ]
     assert sum(half.issue_s for half in halves) == pytest.approx(2e-3)
-    more = estimate_compute(
-        Compute(component=component.name, phase=Phase.BACKWARD, samples=4 * SAMPLES),
-        component,
-        cluster.devices[0],
-        profile,
-        "fp32",
-    )
+    more = costs.estimate(replace(work, samples=4 * SAMPLES), component, cluster.devices[0])
     assert more.median_s == pytest.approx(4e-2)
     assert more.issue_s == 2e-3
 
@@ -167,8 +161,9 @@ def test_the_pace_of_today_is_the_gpus_and_not_the_hosts() -> None:
 
 def test_of_what_was_not_measured_the_launches_say_how_long_the_host_takes() -> None:
     estimate = Estimate(median_s=1e-4, source="fitted", issue_s=3e-4)
-    assert estimate.issued().median_s == 3e-4
-    assert estimate.issued().issued() == estimate.issued()
+    work = Compute(component=MODEL.components[0].name, phase=Phase.FORWARD, samples=SAMPLES)
+    issued = adjusted(estimate, work, 0, price_context(cluster_from_profile(load_profile(SHIPPED), 1)))
+    assert (issued.median_s, issued.host_bound, estimate.host_bound) == (3e-4, True, False)
 
     def parts(launches: int) -> Parts:
         return Parts(

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from parsim.costs.memory.rank_memory import (
     NCCL_COMMUNICATOR_BYTES,
     RankMemory,
+    RankStep,
+    Traffic,
     rank_memory,
 )
 from parsim.errors import CostError
@@ -94,20 +96,15 @@ def memory(
     largest_message_bytes: int = 0,
     loaded_microbatches: int | None = None,
 ) -> RankMemory:
-    return rank_memory(
-        rank=3,
+    step = RankStep(
         components=components,
         values=VALUES,
         microbatch_samples=samples,
         in_flight=in_flight,
-        optimizer=optimizer,
-        precision=precision,
-        device=device,
-        backend=backend,
-        communicators=communicators,
-        largest_message_bytes=largest_message_bytes,
         loaded_microbatches=loaded_microbatches,
     )
+    traffic = Traffic(backend=backend, communicators=communicators, largest_message_bytes=largest_message_bytes)
+    return rank_memory(3, step, device, optimizer=optimizer, precision=precision, traffic=traffic)
 
 
 def test_every_line_by_hand() -> None:
@@ -266,17 +263,8 @@ def test_memory_grows_with_samples_and_flight_and_no_stage_needs_more_than_the_w
 
 
 def published(model: Model, optimizer: str, communicators: int = 0) -> RankMemory:
-    return rank_memory(
-        rank=0,
-        components=model.components,
-        values=model.value,
-        microbatch_samples=128,
-        in_flight=1,
-        optimizer=optimizer,
-        precision="fp32",
-        device=V100,
-        communicators=communicators,
-    )
+    step = RankStep(components=model.components, values=model.value, microbatch_samples=128)
+    return rank_memory(0, step, V100, optimizer=optimizer, precision="fp32", traffic=Traffic(communicators=communicators))
 
 
 def test_resnet50_on_one_v100_and_data_parallel() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT, RankMemory, rank_memory
+from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT, RankMemory, RankStep, rank_memory
 from parsim.errors import CostError
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster, cluster_from_profile
@@ -124,22 +124,14 @@ def test_ranks_of_every_replica_are_alike() -> None:
 
 
 def test_samples_by_component_need_their_boundary() -> None:
-    of = cluster()
-    arguments = {
-        "rank": 0,
-        "components": MODEL.components,
-        "values": MODEL.value,
-        "in_flight": 1,
-        "optimizer": "sgd",
-        "precision": "fp32",
-        "device": of.devices[0].type,
-    }
+    device = cluster().devices[0].type
     samples = {component.name: 4 for component in MODEL.components}
+    step = RankStep(components=MODEL.components, values=MODEL.value, microbatch_samples=samples)
     with pytest.raises(CostError, match="give their boundary"):
-        rank_memory(**arguments, microbatch_samples=samples)  # type: ignore[arg-type]
+        rank_memory(0, step, device, optimizer="sgd", precision="fp32")
     del samples["b"]
     with pytest.raises(CostError, match="'b' has none"):
-        rank_memory(**arguments, microbatch_samples=samples)  # type: ignore[arg-type]
+        rank_memory(0, step, device, optimizer="sgd", precision="fp32")
 
 
 @pytest.mark.parametrize("model", [chain_model(), residual_model(), residual_model(tied=True), sharded_model()])
@@ -150,19 +142,16 @@ def test_the_general_count_equals_the_uniform_one_where_all_is_batch_sharded(mod
     for found in memory(of, model):
         rank = found.rank
         names = layout.rank_components(rank)
-        again = rank_memory(
-            rank=rank,
+        step = RankStep(
             components=[model.component(name) for name in names],
             values=model.value,
             microbatch_samples={name: layout.local_samples(name) for name in names},
             in_flight=in_flight(of.pipeline_order, of.stage_of_rank(rank), pp, 4),
-            optimizer="adam",
-            precision="fp32",
-            device=cluster().devices[rank].type,
             loaded_microbatches=4,
             boundary=rank_boundary(layout, model.value, rank),
             weights=rank_weights(layout, rank),
         )
+        again = rank_memory(rank, step, cluster().devices[rank].type, optimizer="adam", precision="fp32")
         apart = {"communication", "receive_buffers"}
         assert [line for line in again.lines if line[0] not in apart] == [line for line in found.lines if line[0] not in apart]
 

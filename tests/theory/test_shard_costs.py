@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.costs.compute.compute import SHARD_SIGMA_PER_DOUBLING, estimate_compute
+from parsim.costs.compute.compute import SHARD_SIGMA_PER_DOUBLING, ComputeCosts
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.errors import ModelError
@@ -48,7 +48,7 @@ def work(samples: int, ways: int = 1, phase: Phase = Phase.FORWARD) -> Compute:
 
 
 def estimate(of: Profile, asked: Compute, component: Component = CUT) -> Estimate:
-    return estimate_compute(asked, component, device(of), of, "fp32")
+    return ComputeCosts(of, "fp32").estimate(asked, component, device(of))
 
 
 def point(component: Component, samples: int, seconds: float, phase: str = "forward") -> dict[str, Any]:

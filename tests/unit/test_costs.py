@@ -10,7 +10,7 @@ import pytest
 
 from parsim.costs import Costs, Estimate, price
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
-from parsim.costs.compute.compute import estimate_compute, estimate_optimizer
+from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.estimate import OverlapFactors
 from parsim.errors import CostError, GraphError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
@@ -123,8 +123,8 @@ def test_every_kind_of_work_has_a_price(v100: Cluster, work: Work) -> None:
 
 def test_costs_are_those_of_the_parts(v100: Cluster) -> None:
     costs, device, profile = Costs(MODEL, v100), v100.devices[0], v100.profile
-    assert costs.estimate(FORWARD, 0) == estimate_compute(FORWARD, MODEL.component("c0"), device, profile, "fp32")
-    assert costs.estimate(STEP, 3) == estimate_optimizer(STEP, "sgd_momentum", device, profile, "fp32")
+    assert costs.estimate(FORWARD, 0) == ComputeCosts(profile, "fp32").estimate(FORWARD, MODEL.component("c0"), device)
+    assert costs.estimate(STEP, 3) == ComputeCosts(profile, "fp32").optimizer(STEP, "sgd_momentum", device)
     collective = Collective(operation="all_reduce", group=(0, 3), size_bytes=2**24)
     assert costs.estimate(collective, 0) == estimate_collective(collective, v100)
     transfer = SendRecv(source=2, destination=6, size_bytes=2**24)

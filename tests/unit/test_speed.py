@@ -11,13 +11,13 @@ import torch
 
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.pace import pace_s, slowness_today
 from parsim.hardware.profile import HostOverhead, Noise, PaceToday, ProbeSeconds, Profile, load_profile
+from parsim.hardware.speed_factor import FloatArray, SpeedFactor, probe_seconds, speed_beside, speed_since
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import PlanResult
-from parsim.predict.speed import FloatArray, differs, slowness, step_at_pace
+from parsim.predict.speed import step_at_speed
 from parsim.schedule.families import FAMILIES
 from tests.models import chain_model
 
@@ -48,8 +48,14 @@ def plan_of(problem: PlanningProblem, family: str) -> Plan:
     return next(plan for plan in FAMILIES[family](problem) if plan.world_size == problem.cluster.size)
 
 
+def slowness(profile: Profile, probe_s: FloatArray, ranks: int) -> FloatArray:
+    found = speed_beside(profile, probe_s, ranks)
+    assert found is not None
+    return found.by_rank
+
+
 def paced_s(problem: PlanningProblem, plan: Plan, slow: FloatArray) -> float:
-    return step_at_pace(problem, evaluate(problem, plan, samples=0, fold=False), slow)
+    return step_at_speed(problem, evaluate(problem, plan, samples=0, fold=False), SpeedFactor(slow))
 
 
 @pytest.mark.parametrize("family", ["dp", "mp"])
@@ -84,7 +90,7 @@ def test_what_the_pace_leaves_of_the_ranks_noise_counts_and_not_all_of_it() -> N
         evaluation = evaluate(problem, plan, samples=0, fold=False)
         left = problem.cluster.profile.noise.probe.rank_sigma  # type: ignore[union-attr]
         expected = evaluation.result.step_s.median if left else evaluation.steady_step_s
-        assert step_at_pace(problem, evaluation, even) == pytest.approx(expected, rel=1e-12)
+        assert step_at_speed(problem, evaluation, SpeedFactor(even)) == pytest.approx(expected, rel=1e-12)
 
 
 def test_ranks_on_one_core_are_slow_together() -> None:
@@ -133,31 +139,32 @@ def test_a_profile_is_brought_to_todays_pace(family: str) -> None:
     assert alone[1] == pytest.approx(1.5 * alone[0], rel=1e-12)
     looked = np.full((2, 1), 3.6e-3)
     assert slowness(today, looked, 2) == pytest.approx(np.ones((2, 1)))
-    assert step_at_pace(now, after, np.ones((2, 1))) == pytest.approx(paced_s(then, plan, np.full((2, 1), 1.2)), rel=1e-12)
+    as_before_s = step_at_speed(now, after, SpeedFactor(np.ones((2, 1))))
+    assert as_before_s == pytest.approx(paced_s(then, plan, np.full((2, 1), 1.2)), rel=1e-12)
 
 
 def test_a_pace_without_one_to_compare_changes_nothing() -> None:
-    assert slowness_today(refreshed(profile_with(noise(None)), 1.0, 1.0)) == 1.0
-    assert slowness_today(profile_with(noise(THEN))) == 1.0
-    assert pace_s(profile_with(None)) is None
-    assert pace_s(profile_with(noise(THEN)), 1) == 2e-3
-    assert pace_s(refreshed(profile_with(noise(THEN)), 1e-3, 5e-3), 1) == 1e-3
-    assert pace_s(refreshed(profile_with(noise(THEN)), 1e-3, 5e-3)) == 5e-3
+    assert speed_since(refreshed(profile_with(noise(None)), 1.0, 1.0)).mean == 1.0
+    assert speed_since(profile_with(noise(THEN))).mean == 1.0
+    assert probe_seconds(profile_with(None)) is None
+    assert probe_seconds(profile_with(noise(THEN)), 1) == 2e-3
+    assert probe_seconds(refreshed(profile_with(noise(THEN)), 1e-3, 5e-3), 1) == 1e-3
+    assert probe_seconds(refreshed(profile_with(noise(THEN)), 1e-3, 5e-3)) == 5e-3
 
 
 def test_slowness_needs_both_probes() -> None:
     now = np.array([[3e-3]])
-    assert slowness(profile_with(noise(THEN)), np.empty((0, 3)), 1) is None
-    assert slowness(profile_with(noise(None)), now, 1) is None
-    assert slowness(profile_with(None), now, 1) is None
+    assert speed_beside(profile_with(noise(THEN)), np.empty((0, 3)), 1) is None
+    assert speed_beside(profile_with(noise(None)), now, 1) is None
+    assert speed_beside(profile_with(None), now, 1) is None
 
 
 def test_a_change_is_said_beyond_two_deviations() -> None:
     known = profile_with(noise(None))
-    assert not differs(known, math.exp(0.19))
-    assert differs(known, math.exp(0.21))
-    assert differs(known, math.exp(-0.21))
-    assert not differs(profile_with(None), 3.0)
+    assert not SpeedFactor.uniform(math.exp(0.19)).is_beyond(known)
+    assert SpeedFactor.uniform(math.exp(0.21)).is_beyond(known)
+    assert SpeedFactor.uniform(math.exp(-0.21)).is_beyond(known)
+    assert not SpeedFactor.uniform(3.0).is_beyond(profile_with(None))
 
 
 def test_the_probe_changes_nothing_but_the_clock() -> None:

@@ -12,6 +12,7 @@ passes them as `concurrent`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -23,15 +24,17 @@ from parsim.costs.communication.alpha_beta import (
     tree_all_reduce_s,
 )
 from parsim.costs.communication.equivalent_groups import alike, known_estimates
-from parsim.costs.communication.internode import choices, parts_of, point_to_point
+from parsim.costs.communication.internode import choices, chosen_terms, parts_of, point_to_point
 from parsim.costs.communication.intranode import ProtocolLine, choose_protocol, inside_choice, link_model_of, protocol_lines
 from parsim.costs.communication.linkgraph import RingSet
+from parsim.costs.communication.moving_terms import hops_text, moving_terms
 from parsim.costs.communication.traffic import group_pace, rings_of
 from parsim.costs.communication.transfers import transfer_pace
-from parsim.costs.estimate import Estimate
+from parsim.costs.estimate import Estimate, Term, Terms
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.profile import CollectiveFit, LinkModel, Regime
+from parsim.units import format_bytes
 from parsim.work import Collective, SendRecv
 
 __all__ = [
@@ -43,6 +46,7 @@ __all__ = [
     "fitted_s",
     "packed_operation",
     "protocol_lines",
+    "regime_at",
     "regimes_s",
     "ring_all_reduce_s",
     "ring_steps",
@@ -75,7 +79,7 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
     """
     _check_ranks(work.group, cluster, work.operation)
     if len(work.group) == 1:
-        return Estimate(median_s=0.0, source="fitted", detail="one rank: nothing to do")
+        return Estimate.of((Term("one rank", "start", 0.0, "fitted"),), source="fitted", detail="one rank: nothing to do")
     if cluster.profile.communication.link_model is None:
         names = (packed_operation(work.operation), work.operation) if work.packed else (work.operation,)
         return _from_fits(names, len(work.group), work.size_bytes, cluster)
@@ -128,24 +132,33 @@ def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tu
     crosses = cluster.places[pair[0]][0] != cluster.places[pair[1]][0]
     if crosses:
         parts_of(cluster)
-    beta, direct, hop_latency_s = transfer_pace(cluster, model.link_kind, pair, _hashable(concurrent))
-    if not crosses:
-        detail = f"direct {model.link_kind}" if direct else "relayed over other links"
-        return _link_estimate(
-            model.point_to_point_base_s + beta * work.size_bytes, work.size_bytes, model, detail, "p2p", [DERIVED]
-        )
-    network, _ = parts_of(cluster)
-    base, efficiency = point_to_point(network, model)
-    seconds = base + hop_latency_s + beta / efficiency * work.size_bytes
-    extra = [DERIVED, ("communication:network", network.relative_sigma.value)]
-    return _link_estimate(seconds, work.size_bytes, model, f"card to card over {network.name}", "p2p", extra)
+    beside = _hashable(concurrent)
+    beta, direct, hop_latency_s = transfer_pace(cluster, model.link_kind, pair, beside)
+    alone = transfer_pace(cluster, model.link_kind, pair)[0] if beside else beta
+    base_s, rate, extra = model.point_to_point_base_s, 1.0, [DERIVED]
+    detail = f"direct {model.link_kind}" if direct else "relayed over other links"
+    if crosses:
+        network, _ = parts_of(cluster)
+        base_s, rate = point_to_point(network, model)
+        detail = f"card to card over {network.name}"
+        extra.append(("communication:network", network.relative_sigma.value))
+    terms = moving_terms(
+        work.size_bytes,
+        beta / rate,
+        base_s + hop_latency_s,
+        alone_seconds_per_byte=alone / rate,
+        groups=len({*beside, pair}),
+        latency=hops_text(base_s, (1 if crosses else 0, hop_latency_s)),
+    )
+    return _link_estimate(terms, work.size_bytes, model, detail, "p2p", extra)
 
 
 def _inside_node(
     operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]
 ) -> Estimate:
     model = link_model_of(cluster)
-    seconds, protocol, rings = inside_choice(operation, group, size_bytes, cluster, concurrent)
+    choice = inside_choice(operation, group, size_bytes, cluster, concurrent)
+    protocol, rings, line = choice.protocol, choice.rings, choice.line
     extra = (
         [] if _measured(rings, group, cluster, model) else [("communication:unmeasured group", model.unmeasured_group_sigma)]
     )
@@ -156,7 +169,16 @@ def _inside_node(
     where = "relayed over " + "+".join(rings.kinds) if rings.relayed else f"on {rings.count} ring(s)"
     derived = "" if operation == MEASURED_ON_LINKS else ", closed form"
     detail = f"{protocol.algorithm} {protocol.protocol} {where}{derived}"
-    return _link_estimate(seconds, size_bytes, model, detail, protocol.algorithm, extra)
+    steps = ring_steps(operation, len(rings.devices))
+    terms = moving_terms(
+        choice.size_bytes,
+        line.seconds_per_byte,
+        line.latency_s,
+        alone_seconds_per_byte=line.seconds_per_byte / choice.contention,
+        groups=len({*concurrent, group}),
+        latency=hops_text(line.protocol.base_s, (steps, line.protocol.hop_s)),
+    )
+    return _link_estimate(terms, size_bytes, model, detail, protocol.algorithm, extra)
 
 
 def _between_nodes(
@@ -172,7 +194,8 @@ def _between_nodes(
         extra.append(DERIVED)
     how = f"{best.algorithm} {best.protocol}".strip()
     detail = f"{how} over {len(cluster.spread(group))} nodes on {network.name}, closed form"
-    return _link_estimate(best.seconds, size_bytes, model, detail, best.algorithm, extra)
+    terms = chosen_terms(best, operation, group, cluster, concurrent)
+    return _link_estimate(terms, size_bytes, model, detail, best.algorithm, extra)
 
 
 def _all_to_all(group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]) -> Estimate:
@@ -181,16 +204,24 @@ def _all_to_all(group: tuple[int, ...], size_bytes: int, cluster: Cluster, concu
     model = link_model_of(cluster)
     extra = [DERIVED]
     pace = group_pace(cluster, model.link_kind, group, "pairs", concurrent)
-    seconds, beta = model.point_to_point_base_s, pace.inside_s_per_byte
+    alone = group_pace(cluster, model.link_kind, group, "pairs") if concurrent else pace
+    base_s, efficiency, hop_s = model.point_to_point_base_s, 1.0, 0.0
     detail = "pairwise, some pairs relayed, closed form" if pace.relayed else "pairwise over direct links, closed form"
     if pace.nodes > 1:
         network, _ = parts_of(cluster)
-        seconds, efficiency = point_to_point(network, model)
-        seconds += pace.hop_latency_s
-        beta = max(beta, pace.outside_s_per_byte / efficiency)
+        base_s, efficiency = point_to_point(network, model)
+        hop_s = pace.hop_latency_s
         extra.append(("communication:network", network.relative_sigma.value))
         detail = f"pairwise over {pace.nodes} nodes on {network.name}, closed form"
-    return _link_estimate(seconds + beta * size_bytes, size_bytes, model, detail, "pairwise", extra)
+    terms = moving_terms(
+        size_bytes,
+        max(pace.inside_s_per_byte, pace.outside_s_per_byte / efficiency),
+        base_s + hop_s,
+        alone_seconds_per_byte=max(alone.inside_s_per_byte, alone.outside_s_per_byte / efficiency),
+        groups=len({*concurrent, group}),
+        latency=hops_text(base_s, (1 if hop_s else 0, hop_s)),
+    )
+    return _link_estimate(terms, size_bytes, model, detail, "pairwise", extra)
 
 
 def fitted_s(fit: CollectiveFit, size_bytes: float) -> float:
@@ -200,24 +231,32 @@ def fitted_s(fit: CollectiveFit, size_bytes: float) -> float:
 
 def regimes_s(regimes: Sequence[Regime], size_bytes: float) -> float:
     """Seconds of piecewise lines, sorted by size: the running maximum, so that the time never falls with the size."""
-    seconds = 0.0
-    for regime in regimes:
+    regime, at_bytes = regime_at(regimes, size_bytes)
+    return regime.latency_s + regime.seconds_per_byte * at_bytes
+
+
+def regime_at(regimes: Sequence[Regime], size_bytes: float) -> tuple[Regime, float]:
+    """The regime, and the size on its line, that price a message: the dearest of its own and the ends of those before."""
+    most, seconds = (regimes[0], 0.0), -math.inf
+    for number, regime in enumerate(regimes, start=1):
         end = regime.max_size_bytes
-        inside = end is None or size_bytes <= end
-        seconds = max(seconds, regime.latency_s + regime.seconds_per_byte * (size_bytes if inside or end is None else end))
+        inside = end is None or size_bytes <= end or number == len(regimes)
+        at_bytes = size_bytes if inside or end is None else end
+        own_s = regime.latency_s + regime.seconds_per_byte * at_bytes
+        if own_s > seconds:
+            most, seconds = (regime, at_bytes), own_s
         if inside:
-            return seconds
-    last = regimes[-1]
-    return max(seconds, last.latency_s + last.seconds_per_byte * size_bytes)
+            break
+    return most
 
 
 def _link_estimate(
-    seconds: float, size_bytes: int, model: LinkModel, detail: str, algorithm: str, extra: list[tuple[str, float]]
+    terms: Terms, size_bytes: int, model: LinkModel, detail: str, algorithm: str, extra: list[tuple[str, float]]
 ) -> Estimate:
     outside = not model.min_size_bytes <= size_bytes <= model.max_size_bytes
     widened = [("communication:size outside measured range", EXTRAPOLATION_SIGMA)] if outside else []
-    return Estimate(
-        median_s=seconds,
+    return Estimate.of(
+        terms,
         source="fitted",
         parameters=((f"communication:{algorithm}", model.relative_sigma), *extra, *widened),
         detail=detail,
@@ -244,8 +283,10 @@ def _from_fits(names: Sequence[str], group_size: int, size_bytes: int, cluster: 
         )
     outside = not match.min_size_bytes <= size_bytes <= match.max_size_bytes
     widened = (("communication:size outside measured range", EXTRAPOLATION_SIGMA),) if outside else ()
-    return Estimate(
-        median_s=fitted_s(match, size_bytes),
+    regime, at_bytes = regime_at(match.regimes, size_bytes)
+    where = f"regime up to {'any size' if regime.max_size_bytes is None else format_bytes(regime.max_size_bytes)}"
+    return Estimate.of(
+        moving_terms(at_bytes, regime.seconds_per_byte, regime.latency_s, latency=where),
         source="fitted",
         parameters=((f"communication:{operation}/{group_size}", match.relative_sigma), *widened),
         repeat_sigma=match.repeat_sigma,

@@ -34,7 +34,9 @@ from dataclasses import dataclass
 
 from parsim.costs.communication.alpha_beta import ring_steps, ring_traffic
 from parsim.costs.communication.intranode import inside_s
+from parsim.costs.communication.moving_terms import hops_text, moving_terms
 from parsim.costs.communication.traffic import LinkRates, Way, group_pace
+from parsim.costs.estimate import Term, Terms
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.network import Network, NetworkProtocol
@@ -45,11 +47,56 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmChoice:
-    """One way to run a collective, and its seconds."""
+    """One way to run a collective.
+
+    Attributes:
+        latency_s, seconds_per_byte: of a ring or a tree: seconds = latency_s + seconds_per_byte * size. latency: what the
+            latency consists of.
+        phases: of the hierarchical form, each with its seconds, one after the other.
+    """
 
     algorithm: str
     protocol: str
-    seconds: float
+    size_bytes: float
+    latency_s: float = 0.0
+    seconds_per_byte: float = 0.0
+    latency: tuple[float, tuple[tuple[int, float], ...]] = (0.0, ())
+    phases: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        if self.phases:
+            total = 0.0
+            for _, seconds in self.phases:
+                total += seconds
+            return total
+        return self.latency_s + self.seconds_per_byte * self.size_bytes
+
+
+def chosen_terms(
+    best: AlgorithmChoice, operation: str, group: tuple[int, ...], cluster: Cluster, concurrent: Groups = ()
+) -> Terms:
+    """The terms of a choice of `choices` for the group. Contention is what it takes over what it would take alone."""
+    alone = best
+    if concurrent:
+        own = choices(operation, group, best.size_bytes, cluster)
+        alone = next(choice for choice in own if (choice.algorithm, choice.protocol) == (best.algorithm, best.protocol))
+    groups = len({*concurrent, group})
+    if not best.phases:
+        base_s, hops = best.latency
+        return moving_terms(
+            best.size_bytes,
+            best.seconds_per_byte,
+            best.latency_s,
+            alone_seconds_per_byte=alone.seconds_per_byte,
+            groups=groups,
+            latency=hops_text(base_s, *hops),
+        )
+    terms: list[Term] = []
+    for (name, seconds), (_, alone_s) in zip(best.phases, alone.phases, strict=True):
+        shared = f"{seconds / alone_s:.3g} times as long as alone: {groups} groups share links" if seconds != alone_s else ""
+        terms.append(Term(name, "plus" if terms else "start", seconds, "fitted", shared))
+    return tuple(terms)
 
 
 def choices(
@@ -118,8 +165,19 @@ def _rings(
             pace.inside_s_per_byte / (inside.efficiency * between.inside_efficiency),
             pace.outside_s_per_byte / between.efficiency,
         )
-        seconds = latency + ring_traffic(operation, ranks) * rate * size_bytes
-        found.append(AlgorithmChoice(algorithm="ring", protocol=between.protocol, seconds=seconds))
+        found.append(
+            AlgorithmChoice(
+                algorithm="ring",
+                protocol=between.protocol,
+                size_bytes=size_bytes,
+                latency_s=latency,
+                seconds_per_byte=ring_traffic(operation, ranks) * rate,
+                latency=(
+                    inside.base_s,
+                    ((steps - crossings, inside.hop_s), (crossings, between.hop_s + pace.hop_latency_s)),
+                ),
+            )
+        )
     return found
 
 
@@ -136,7 +194,19 @@ def _trees(
             2.0 * pace.inside_s_per_byte / (inside.efficiency * between.inside_efficiency),
             share * pace.outside_s_per_byte / between.efficiency,
         )
-        found.append(AlgorithmChoice(algorithm="tree", protocol=between.protocol, seconds=latency + rate * size_bytes))
+        found.append(
+            AlgorithmChoice(
+                algorithm="tree",
+                protocol=between.protocol,
+                size_bytes=size_bytes,
+                latency_s=latency,
+                seconds_per_byte=rate,
+                latency=(
+                    inside.base_s,
+                    ((2 * chain, inside.hop_s), (2 * levels, between.hop_s + pace.hop_latency_s)),
+                ),
+            )
+        )
     return found
 
 
@@ -151,15 +221,16 @@ def _hierarchical(
         for rank in group:
             first.setdefault(cluster.places[rank][0], rank)
         others = tuple(other for other in concurrent if other != group)
-        seconds = rails_s(operation, tuple(first.values()), size_bytes, cluster, others)
-        seconds += inside_s(operation, group, size_bytes, cluster, concurrent)
+        phases = [
+            ("broadcast between nodes", rails_s(operation, tuple(first.values()), size_bytes, cluster, others)),
+            ("broadcast inside nodes", inside_s(operation, group, size_bytes, cluster, concurrent)),
+        ]
     else:
-        seconds = rails_s(operation, group, size_bytes, cluster, concurrent)
-        if operation in ("all_reduce", "reduce_scatter"):
-            seconds += inside_s("reduce_scatter", group, size_bytes, cluster, concurrent)
-        if operation in ("all_reduce", "all_gather"):
-            seconds += inside_s("all_gather", group, size_bytes, cluster, concurrent)
-    return [AlgorithmChoice(algorithm="hierarchical", protocol="", seconds=seconds)]
+        phases = [(f"{operation} between nodes", rails_s(operation, group, size_bytes, cluster, concurrent))]
+        for inside in ("reduce_scatter", "all_gather"):
+            if operation in ("all_reduce", inside):
+                phases.append((f"{inside} inside nodes", inside_s(inside, group, size_bytes, cluster, concurrent)))
+    return [AlgorithmChoice(algorithm="hierarchical", protocol="", size_bytes=size_bytes, phases=tuple(phases))]
 
 
 def _protocols(

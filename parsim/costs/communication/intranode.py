@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,29 +13,57 @@ from parsim.hardware.cluster import Cluster
 from parsim.hardware.profile import LinkModel, LinkProtocol
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InsideChoice:
+    """A collective inside the nodes: the protocol that the library's tuner takes, and the line it is priced on.
+
+    Attributes:
+        line: of seconds over bytes, beside the groups that run at once. size_bytes: where on it; less than asked for where a
+            later protocol begins with less time (`line_at`).
+        rings: of the slowest node. contention: seconds per byte of its busiest link over those alone.
+    """
+
+    protocol: LinkProtocol
+    line: ProtocolLine
+    size_bytes: float
+    rings: RingSet
+    contention: float
+
+    @property
+    def seconds(self) -> float:
+        return self.line.seconds_at(self.size_bytes)
+
+
 def inside_choice(
     operation: str,
     group: tuple[int, ...],
     size_bytes: float,
     cluster: Cluster,
     concurrent: tuple[tuple[int, ...], ...] = (),
-) -> tuple[float, LinkProtocol, RingSet]:
-    """Seconds of a collective among the members of a group on each node, the protocol and the rings of the slowest node.
+) -> InsideChoice:
+    """A collective among the members of a group on each node, as the slowest node does it.
 
     The tuner does not know of the groups that run at once: it decides as if there were none.
     """
     model = link_model_of(cluster)
     rings, seconds_per_byte = inside_pace(cluster, model.link_kind, group, concurrent)
+    alone_s = inside_pace(cluster, model.link_kind, group)[1] if concurrent else seconds_per_byte
     lines = protocol_lines(operation, replace(rings, seconds_per_byte=seconds_per_byte), model, alone=rings)
-    seconds, protocol = choose_protocol(lines, size_bytes)
-    return seconds, protocol, rings
+    line, at_bytes, protocol = line_at(lines, size_bytes)
+    return InsideChoice(
+        protocol=protocol,
+        line=line,
+        size_bytes=at_bytes,
+        rings=rings,
+        contention=seconds_per_byte / alone_s if alone_s else 1.0,
+    )
 
 
 def inside_s(
     operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...] = ()
 ) -> float:
     """Seconds of `inside_choice`."""
-    return inside_choice(operation, group, size_bytes, cluster, concurrent)[0]
+    return inside_choice(operation, group, size_bytes, cluster, concurrent).seconds
 
 
 def link_model_of(cluster: Cluster) -> LinkModel:
@@ -56,6 +83,9 @@ class ProtocolLine:
     seconds_per_byte: float
     tuner_latency_s: float
     tuner_seconds_per_byte: float
+
+    def seconds_at(self, size_bytes: float) -> float:
+        return self.latency_s + self.seconds_per_byte * size_bytes
 
 
 def protocol_lines(operation: str, rings: RingSet, model: LinkModel, alone: RingSet | None = None) -> list[ProtocolLine]:
@@ -92,21 +122,27 @@ def protocol_lines(operation: str, rings: RingSet, model: LinkModel, alone: Ring
 
 
 def choose_protocol(lines: Sequence[ProtocolLine], size_bytes: float) -> tuple[float, LinkProtocol]:
-    """The protocol with the least tuner time, and its seconds, made monotone in the size.
+    """The protocol with the least tuner time, and its seconds, made monotone in the size (`line_at`)."""
+    line, at_bytes, protocol = line_at(lines, size_bytes)
+    return line.seconds_at(at_bytes), protocol
+
+
+def line_at(lines: Sequence[ProtocolLine], size_bytes: float) -> tuple[ProtocolLine, float, LinkProtocol]:
+    """The line and the size on it that price a collective, and the protocol with the least tuner time.
 
     The tuner's choice is not always the fastest one: at the size where it changes its mind the time can drop (measured
     as well). A size therefore costs at most what the next protocol costs where it begins.
     """
     current = min(lines, key=lambda line: (line.tuner_latency_s, line.tuner_seconds_per_byte))
-    seconds, chosen, start = math.inf, current, 0.0
+    least, start, chosen = (current, size_bytes), 0.0, current
     while True:
         if start <= size_bytes:
-            chosen, seconds = current, current.latency_s + current.seconds_per_byte * size_bytes
-        else:
-            seconds = min(seconds, current.latency_s + current.seconds_per_byte * start)
+            chosen, least = current, (current, size_bytes)
+        elif current.seconds_at(start) < least[0].seconds_at(least[1]):
+            least = current, start
         later = [line for line in lines if line.tuner_seconds_per_byte < current.tuner_seconds_per_byte]
         if not later:
-            return seconds, chosen.protocol
+            return *least, chosen.protocol
         start, current = min(
             ((_crossing(current, line), line) for line in later), key=lambda pair: (pair[0], pair[1].tuner_seconds_per_byte)
         )

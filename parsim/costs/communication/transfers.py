@@ -9,6 +9,7 @@ from parsim.costs.communication.traffic import port_of, reverse, uplink_rate, wa
 from parsim.hardware.cluster import Cluster
 
 
+@lru_cache(maxsize=65536)
 def transfer_pace(
     cluster: Cluster, link_kind: str, pair: tuple[int, ...], concurrent: tuple[tuple[int, ...], ...] = ()
 ) -> tuple[float, bool, float]:

@@ -17,12 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parsim.costs.compute.launches import Launch, component_launches
+from parsim.costs.compute.operator_model import EXTRAPOLATED_SHARE, ComputeRequest, drift_of
 from parsim.costs.compute.operators import operator_times
 from parsim.costs.compute.surfaces import Price, SurfaceModel
-from parsim.costs.estimate import Estimate
+from parsim.costs.estimate import Detail, Estimate, Origin, Terms, folded_s, summed
 from parsim.errors import CostError
 from parsim.hardware.compute_records import Composition
+from parsim.hardware.profile import Profile
 from parsim.model.component import Component
+from parsim.units import format_seconds
 from parsim.work import Phase
 
 ACCUMULATE = "accumulate"
@@ -86,15 +89,26 @@ def moved_bytes(component: Component, samples: int) -> float:
 
 def composed_s(parts: Parts, composition: Composition | None) -> float:
     """Seconds of the component; without a composition, of its launches alone."""
+    return folded_s(composed_terms(parts, composition))
+
+
+def composed_terms(parts: Parts, composition: Composition | None) -> Terms:
+    """One term per kind of launch, then what a component adds to its launches."""
     if composition is None:
-        return parts.total_s
-    return (
+        return summed((kind, seconds, "fitted", "launches alone") for kind, seconds in parts.seconds.items())
+    factors = composition.factors
+    added_s = (
         composition.component_s * parts.components
         + composition.launch_s * parts.launches
         + composition.seconds_per_parameter_byte * parts.parameter_bytes
         + composition.seconds_per_activation_byte * parts.activation_bytes
-        + sum(composition.factors.get(kind, 1.0) * seconds for kind, seconds in parts.seconds.items())
     )
+    kinds: list[tuple[str, float, Origin, Detail]] = [
+        (kind, factors.get(kind, 1.0) * seconds, "fitted", f"{factors.get(kind, 1.0):.3g} x {format_seconds(seconds)} alone")
+        for kind, seconds in parts.seconds.items()
+    ]
+    what = f"the component, {parts.launches} launches, {parts.parameter_bytes:.3g} B of parameters"
+    return summed((*kinds, ("composition", added_s, "fitted", f"{what}, {parts.activation_bytes:.3g} B of activations")))
 
 
 def composed_issue_s(parts: Parts, composition: Composition | None) -> float:
@@ -114,35 +128,58 @@ def composition_of(compositions: Sequence[Composition], phase: Phase, device_typ
     return None
 
 
-def composed_estimate(
-    parts: Parts, composition: Composition | None, fingerprint: str, drift: tuple[str, float], extrapolated_share: float
-) -> Estimate:
-    """What `composed_s` says, and on which uncertain parameters it rests.
+@dataclass(frozen=True)
+class LaunchModel:
+    """Prices by surfaces measured on the machine, and by what its whole components were seen to add to their launches.
 
-    With a composition: its spread over whole steps, which all components share, and over single components, each its own; the
-    surfaces' own spread is in both. Without one: the surfaces' spread by kind. Lying beyond a surface's reach widens its kind.
-
-    Args:
-        extrapolated_share: of the launches' seconds; with more beyond the surfaces' reach the estimate is extrapolated.
+    Implements `parsim.costs.compute.operator_model.OperatorModel`.
     """
-    seconds, total = composed_s(parts, composition), parts.total_s
-    shares = {kind: value / total for kind, value in parts.seconds.items()} if total else {}
-    own = parts.widening if composition is not None else {kind: parts.sigma[kind] + parts.widening[kind] for kind in shares}
-    parameters = [drift, *((f"operator:{kind}", own[kind] * shares[kind]) for kind in sorted(shares) if own[kind] > 0)]
-    detail = f"sum of {parts.launches} measured kinds of launches"
-    if composition is not None:
-        parameters += [("composition", composition.step_sigma), (f"compute:{fingerprint}", composition.component_sigma)]
-        detail = (
-            f"{parts.launches} launches, {total / seconds:.0%} of the time, and what a component adds" if seconds else detail
+
+    profile: Profile
+    device_type: str
+    precision: str
+    surfaces: SurfaceModel
+
+    def seconds(self, request: ComputeRequest) -> float:
+        """Of the launches and of what the component adds."""
+        return composed_s(self._parts(request), self._composition(request.phase))
+
+    def estimate(self, request: ComputeRequest) -> Estimate:
+        """What `composed_terms` gives, and on which uncertain parameters it rests.
+
+        With a composition: its spread over whole steps, which all components share, and over single components, each its own;
+        the surfaces' own spread is in both. Without one: the surfaces' spread by kind. Lying beyond a surface's reach widens
+        its kind. Raises CostError as `component_parts`.
+        """
+        parts, composition = self._parts(request), self._composition(request.phase)
+        terms, total = composed_terms(parts, composition), parts.total_s
+        seconds = folded_s(terms)
+        shares = {kind: value / total for kind, value in parts.seconds.items()} if total else {}
+        own = parts.widening if composition is not None else {kind: parts.sigma[kind] + parts.widening[kind] for kind in shares}
+        widened = ((f"operator:{kind}", own[kind] * shares[kind]) for kind in sorted(shares) if own[kind] > 0)
+        parameters = [drift_of(self.profile), *widened]
+        detail = f"sum of {parts.launches} measured kinds of launches"
+        if composition is not None:
+            fingerprint = request.component.fingerprint
+            parameters += [("composition", composition.step_sigma), (f"compute:{fingerprint}", composition.component_sigma)]
+            if seconds:
+                detail = f"{parts.launches} launches, {total / seconds:.0%} of the time, and what a component adds"
+        return Estimate.of(
+            terms,
+            source="fitted",
+            parameters=tuple(parameters),
+            detail=detail,
+            extrapolated=parts.outside_s > EXTRAPOLATED_SHARE * total,
+            issue_s=composed_issue_s(parts, composition),
         )
-    return Estimate(
-        median_s=seconds,
-        source="fitted",
-        parameters=tuple(parameters),
-        detail=detail,
-        extrapolated=parts.outside_s > extrapolated_share * total,
-        issue_s=composed_issue_s(parts, composition),
-    )
+
+    def _parts(self, request: ComputeRequest) -> Parts:
+        return component_parts(
+            request.component, request.phase, request.samples, self.surfaces, input_gradient=request.input_gradient
+        )
+
+    def _composition(self, phase: Phase) -> Composition | None:
+        return composition_of(self.profile.compute.compositions, phase, self.device_type, self.precision)
 
 
 def _price(launch: Launch, model: SurfaceModel) -> Price:

@@ -13,11 +13,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from parsim.costs.estimate import Estimate
 from parsim.errors import CostError
 from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 
@@ -157,21 +156,6 @@ class Corrections:
 
 
 NO_CORRECTIONS = Corrections()
-
-
-def corrected(estimate: Estimate, corrections: Corrections, work: Work, rank: int, *, since: str = "") -> Estimate:
-    """The estimate as the machine is now; its spread stays as it was.
-
-    Args:
-        since: the run that the profile was updated from; "": as a controller observes it at the moment.
-    """
-    factor = corrections.factor(work, rank)
-    if factor == 1.0:
-        return estimate
-    why = f"updated from run {since}" if since else "as observed"
-    detail = f"{estimate.detail}; {factor:.3g} times that, {why}"
-    source = "updated" if since else estimate.source
-    return replace(estimate, median_s=estimate.median_s * factor, detail=detail, source=source)
 
 
 def learn(observed: ClassSeconds, expected: ClassSeconds) -> Corrections:

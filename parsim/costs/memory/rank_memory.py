@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from types import MappingProxyType
 from typing import NamedTuple
 
 from parsim.errors import CostError, near_matches
@@ -173,49 +172,73 @@ class Again:
     released_bytes: int = 0
 
 
-def rank_memory(
-    *,
-    rank: int,
-    components: Sequence[Component],
-    values: Mapping[str, Value],
-    microbatch_samples: int | Mapping[str, int],
-    in_flight: int | Mapping[str, int],
-    optimizer: str,
-    precision: str,
-    device: DeviceType,
-    backend: str = "nccl",
-    communicators: int = 0,
-    largest_message_bytes: int = 0,
-    loaded_microbatches: int | None = None,
-    boundary: Boundary | None = None,
-    weights: Weights | None = None,
-    halves_waiting: int = 0,
-    recomputed: Mapping[str, Again] = MappingProxyType({}),
-    arriving_bytes: float = 0.0,
-    unsure_arriving_bytes: float = 0.0,
-    master_weights: bool = True,
-) -> RankMemory:
-    """Peak memory of the rank that holds `components`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """What a rank runs in one training step, and what it keeps meanwhile.
 
-    Args:
+    Attributes:
         components: those the rank runs, in execution order, as they are under the precision (`parsim.model.precision`) and the
             plan: of a tensor-sharded one the shard (`parsim.model.shard.narrow`), of a recomputed one what it keeps.
         values: all Values of the model by name (`Model.value`), likewise.
-        precision: decides which copies of the weights are kept.
         microbatch_samples: samples of one microbatch on this rank; by component where they differ.
         in_flight: microbatches whose forward has run and whose backward has not, at the worst moment (gpipe: M; 1f1b:
             min(M, S - s); one stage: 1). By component where they differ (several chunks on one rank).
-        communicators: process groups with collectives or transfers this rank takes part in; 0 for one rank alone.
-        largest_message_bytes: the largest bucket or transfer; gloo keeps a scratch copy of it.
         loaded_microbatches: how many microbatches of model inputs are on the device at once (None: those in flight).
         boundary: None where every component sees the same samples and values are handed on as they were made.
+        weights: None where the rank holds, and updates, all parameters of its components.
         halves_waiting: microbatches whose backward has run for inputs and not yet for weights: the gradients of what their
             components put out are still there.
         recomputed: by component that runs its forward twice, what changes then.
+    """
+
+    components: Sequence[Component]
+    values: Mapping[str, Value]
+    microbatch_samples: int | Mapping[str, int]
+    in_flight: int | Mapping[str, int] = 1
+    loaded_microbatches: int | None = None
+    boundary: Boundary | None = None
+    weights: Weights | None = None
+    halves_waiting: int = 0
+    recomputed: Mapping[str, Again] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What a rank exchanges with others.
+
+    Attributes:
+        communicators: process groups with collectives or transfers this rank takes part in; 0 for one rank alone.
+        largest_message_bytes: the largest bucket or transfer; gloo keeps a scratch copy of it.
         arriving_bytes: buffers of transfers that other ranks send, or will send, before they are wanted here, at most.
         unsure_arriving_bytes: that part of it which is there only if the others are as far ahead as the order allows.
+    """
+
+    backend: str = "nccl"
+    communicators: int = 0
+    largest_message_bytes: int = 0
+    arriving_bytes: float = 0.0
+    unsure_arriving_bytes: float = 0.0
+
+
+ALONE = Traffic()
+"""A rank that communicates with nobody."""
+
+
+def rank_memory(
+    rank: int,
+    step: RankStep,
+    device: DeviceType,
+    *,
+    optimizer: str,
+    precision: str,
+    master_weights: bool = True,
+    traffic: Traffic = ALONE,
+) -> RankMemory:
+    """Peak memory of a rank on a device.
+
+    Args:
+        precision: decides which copies of the weights are kept.
         master_weights: where weights are stored in half precision, the optimizer updates copies in fp32.
-        weights: None where the rank holds, and updates, all parameters of its components.
 
     Returns:
         Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, unsharded (buckets while whole),
@@ -227,21 +250,22 @@ def rank_memory(
         CostError: unknown optimizer, samples or in_flight < 1, or samples by component without their boundary.
     """
     state_bytes, temporary_bytes = optimizer_bytes(optimizer, precision, master_weights=master_weights)
-    samples = _samples_of(components, microbatch_samples)
-    alive = _alive_of(samples, in_flight)
+    components = step.components
+    samples = _samples_of(components, step.microbatch_samples)
+    alive = _alive_of(samples, step.in_flight)
     most = max(alive.values(), default=1)
-    boundary = boundary or _uniform_boundary(components, values, microbatch_samples)
-    weights = weights or all_weights(components)
+    boundary = step.boundary or _uniform_boundary(components, step.values, step.microbatch_samples)
+    weights = step.weights or all_weights(components)
     saved = [c.saved_activation_bytes * samples[c.name] + c.saved_fixed_bytes for c in components]
     copies = {c.name: cast_bytes(c, precision) for c in components}
-    again = {name: replace(entry, saved_bytes=entry.saved_bytes + copies[name]) for name, entry in recomputed.items()}
-    waiting = halves_waiting * sum(entry.saved_bytes for entry in again.values())
+    again = {name: replace(entry, saved_bytes=entry.saved_bytes + copies[name]) for name, entry in step.recomputed.items()}
+    waiting = step.halves_waiting * sum(entry.saved_bytes for entry in again.values())
     activations = sum(alive[c.name] * own for c, own in zip(components, saved, strict=True)) + waiting
-    casts = sum(alive[name] * size for name, size in copies.items() if name not in recomputed)
-    held = most * boundary.held_bytes + halves_waiting * sum(boundary.gradient_bytes.values())
-    loaded = most if loaded_microbatches is None else loaded_microbatches
+    casts = sum(alive[name] * size for name, size in copies.items() if name not in step.recomputed)
+    held = most * boundary.held_bytes + step.halves_waiting * sum(boundary.gradient_bytes.values())
+    loaded = most if step.loaded_microbatches is None else step.loaded_microbatches
     inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
-    ends = [own + (0 if c.name in recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
+    ends = [own + (0 if c.name in step.recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
     update = temporary_bytes * weights.updated_elements - activations - casts - held
     least, unsharded, workspace = _transient_bytes(components, samples, ends, boundary, again, weights, update)
     beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
@@ -254,14 +278,14 @@ def rank_memory(
         "buffers": sum(component.buffer_bytes for component in components),
         "activations": activations,
         "boundary_values": held,
-        "receive_buffers": arriving_bytes,
+        "receive_buffers": traffic.arriving_bytes,
         "inputs": inputs,
-        "communication": _communication_bytes(backend, communicators, largest_message_bytes),
+        "communication": _communication_bytes(traffic),
         "context": device.context_bytes,
         "workspace": workspace,
         "allocator": beside.median,
     }
-    early = {"receive_buffers": (arriving_bytes - unsure_arriving_bytes, arriving_bytes)}
+    early = {"receive_buffers": (traffic.arriving_bytes - traffic.unsure_arriving_bytes, traffic.arriving_bytes)}
     return _rounded(rank, device, lines, {**early, "unsharded": (least, unsharded), "allocator": (beside.p05, beside.p95)})
 
 
@@ -392,7 +416,7 @@ def _alive_bytes(component: Component, samples: int) -> float:
     return _fullest_bytes([(op.activation_bytes, op.parameter_bytes) for op in component.operators], samples)
 
 
-def _communication_bytes(backend: str, communicators: int, largest_message_bytes: int) -> int:
-    if communicators <= 0:
+def _communication_bytes(traffic: Traffic) -> int:
+    if traffic.communicators <= 0:
         return 0
-    return NCCL_COMMUNICATOR_BYTES * communicators if backend == "nccl" else largest_message_bytes
+    return NCCL_COMMUNICATOR_BYTES * traffic.communicators if traffic.backend == "nccl" else traffic.largest_message_bytes

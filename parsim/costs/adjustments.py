@@ -1,0 +1,258 @@
+"""What changes a price after the work itself is priced: one ordered list, and the only place that applies it.
+
+`parsim.costs.costs.Costs` prices a piece of work as the profile knows it (measured, fitted or published). Then every adjustment
+of `ADJUSTMENTS` that applies adds one term, in the order of the list:
+
+    CPU: price = (base * core sharing + host overhead) * speed factor * update * correction + post-wait
+    GPU: price = (max(base * core sharing * GPU speed factor, queueing) + host overhead) * update * correction + post-wait
+
+The order matters. On a slower CPU the host overhead and everything before it is slower. On a GPU the speed factor is the
+device's: it changes what the device computes, and nothing of the host's or the links'. The post-wait seconds are scaled by the
+speed factor alone. What changes a step and no single task comes later: the engines apply overlap, `parsim.predict.evaluate` the
+noise of single ranks and the seconds between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parsim.costs.estimate import Estimate, Term
+from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections
+from parsim.costs.feedback.updates import updates_of
+from parsim.hardware.cluster import Cluster
+from parsim.hardware.speed_factor import speed_since
+from parsim.units import format_seconds
+from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, Work
+
+COMPUTATION: tuple[type, ...] = (Compute, OptimizerStep, Mix)
+EVERYTHING: tuple[type, ...] = (*COMPUTATION, Collective, SendRecv, LoadBatch)
+
+
+class Subject(NamedTuple):
+    """What is priced: work of a rank, as the profile knows it, and the seconds after the adjustments so far."""
+
+    work: Work
+    rank: int
+    base: Estimate
+    so_far_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceContext:
+    """The numbers that adjustments read: of one profile, one number of ranks, one run.
+
+    Attributes:
+        core_sharing: how many times as long computation takes as with one rank per core.
+        task_s: seconds of the interpreter per task of computation.
+        speed: how many times as long everything takes now as while calibrating (`parsim.hardware.speed_factor`); 1 on a GPU.
+        gpu_speed: likewise what a GPU computes; 1 on a CPU.
+        updates, updated_by: factors that the profile's last validation left in it, and that run's name.
+        corrections: factors that the running job has shown.
+        post_wait_s: seconds that computation takes longer right after its rank waited for communication, at today's speed.
+        after_wait: this work comes right after such a wait.
+    """
+
+    core_sharing: float
+    task_s: float
+    speed: float
+    gpu_speed: float
+    updates: Corrections
+    updated_by: str
+    corrections: Corrections
+    post_wait_s: float
+    after_wait: bool = False
+
+
+def price_context(
+    cluster: Cluster,
+    *,
+    ranks: int | None = None,
+    ranks_active: int | None = None,
+    corrections: Corrections = NO_CORRECTIONS,
+) -> PriceContext:
+    """What the cluster's profile and a running job say of every price.
+
+    Args:
+        ranks: of the plan (None: all of the cluster). ranks_active: how many compute at once (None: a rank on every core).
+    """
+    profile = cluster.profile
+    host, speed = profile.host, speed_since(profile, ranks_active).mean
+    on_gpu = cluster.devices[0].type.kind == "cuda"
+    return PriceContext(
+        core_sharing=_core_sharing_factor(cluster, cluster.size if ranks is None else ranks),
+        task_s=0.0 if host is None else host.task_s,
+        speed=1.0 if on_gpu else speed,
+        gpu_speed=speed if on_gpu else 1.0,
+        updates=updates_of(cluster),
+        updated_by=profile.updates[-1].run if profile.updates else "",
+        corrections=corrections,
+        post_wait_s=0.0 if host is None else speed * host.resume_s,
+    )
+
+
+def _core_sharing_factor(cluster: Cluster, ranks: int) -> float:
+    """How many times as long computation takes as with one rank per core: as measured with all ranks of the profile, for fewer
+    in proportion to the ranks beyond the cores."""
+    host, most = cluster.profile.host, len(cluster.profile.devices)
+    cores = len(set(cluster.core_of_rank(cluster.size)))
+    if host is None or not cores < min(ranks, most):
+        return 1.0
+    return 1.0 + (host.crowding - 1.0) * (ranks - cores) / (most - cores)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adjustment:
+    """Attributes:
+    name: of its term. applies_to: the kinds of work it can change. term: the term for a piece of work, or None.
+    sentence: what it stands for. source: where its number comes from.
+    """
+
+    name: str
+    applies_to: tuple[type, ...]
+    term: Callable[[Subject, PriceContext], Term | None]
+    sentence: str
+    source: str
+
+
+def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -> Estimate:
+    """The estimate with the term of every adjustment that applies to the work, in the order of `ADJUSTMENTS`."""
+    terms: list[Term] = []
+    subject = Subject(work, rank, estimate, estimate.median_s)
+    for adjustment in ADJUSTMENTS:
+        if isinstance(work, adjustment.applies_to):
+            term = adjustment.term(subject, context)
+            if term is not None:
+                terms.append(term)
+                subject = subject._replace(so_far_s=term.applied(subject.so_far_s))
+    if not terms:
+        return estimate
+    remarks = (_remark(term) for term in terms if term.operation != "plus")
+    return Estimate.of(
+        (*estimate.terms, *terms),
+        source="updated" if any(term.origin == "updated" for term in terms) else estimate.source,
+        parameters=estimate.parameters,
+        repeat_sigma=estimate.repeat_sigma,
+        detail="; ".join((estimate.detail, *remarks)),
+        extrapolated=estimate.extrapolated,
+        issue_s=estimate.issue_s,
+    )
+
+
+def _remark(term: Term) -> str:
+    return f"{term.value:.3g} times that, {term.text}" if term.operation == "times" else term.text
+
+
+SINCE = "at the machine's speed since `parsim calibrate --refresh`"
+
+
+def _core_sharing(subject: Subject, context: PriceContext) -> Term | None:
+    if context.core_sharing == 1.0:
+        return None
+    return Term("core sharing", "times", context.core_sharing, "measured", "where ranks share cores")
+
+
+def _gpu_speed_factor(subject: Subject, context: PriceContext) -> Term | None:
+    if context.gpu_speed == 1.0:
+        return None
+    return Term("GPU speed factor", "times", context.gpu_speed, "measured", SINCE)
+
+
+def _queueing(subject: Subject, context: PriceContext) -> Term | None:
+    """Of a row of tasks this is at most too long: a host that is ahead after a long task queues the next one meanwhile, which
+    is left out. It is never too short: in any order tasks take as long as the host, and as long as the device."""
+    if subject.base.issue_s <= subject.so_far_s:
+        return None
+    device = format_seconds(subject.so_far_s)
+    why = f"the host takes longer to queue it than the device to run it ({device})"
+    return Term("queueing", "at least", subject.base.issue_s, "measured", why)
+
+
+def _host_overhead(subject: Subject, context: PriceContext) -> Term | None:
+    if context.task_s == 0:
+        return None
+    return Term("host overhead", "plus", context.task_s, "measured", "interpreter, per task")
+
+
+def _speed_factor(subject: Subject, context: PriceContext) -> Term | None:
+    if context.speed == 1.0:
+        return None
+    return Term("speed factor", "times", context.speed, "measured", SINCE)
+
+
+def _update(subject: Subject, context: PriceContext) -> Term | None:
+    factor = context.updates.factor(subject.work, subject.rank) if context.updates else 1.0
+    return None if factor == 1.0 else Term("update", "times", factor, "updated", f"updated from run {context.updated_by}")
+
+
+def _correction(subject: Subject, context: PriceContext) -> Term | None:
+    factor = context.corrections.factor(subject.work, subject.rank) if context.corrections else 1.0
+    return None if factor == 1.0 else Term("correction", "times", factor, "observed", "as observed")
+
+
+def _post_wait(subject: Subject, context: PriceContext) -> Term | None:
+    if not context.after_wait or context.post_wait_s == 0:
+        return None
+    return Term("post-wait", "plus", context.post_wait_s, "measured", "the rank has just waited for communication")
+
+
+ADJUSTMENTS: tuple[Adjustment, ...] = (
+    Adjustment(
+        name="core sharing",
+        applies_to=COMPUTATION,
+        term=_core_sharing,
+        sentence="Where ranks outnumber cores, the same computation takes more processor seconds than with one rank per core.",
+        source="`host.crowding` of the profile, measured with all its ranks; for fewer ranks in proportion",
+    ),
+    Adjustment(
+        name="GPU speed factor",
+        applies_to=COMPUTATION,
+        term=_gpu_speed_factor,
+        sentence="A GPU is slower or faster now than while it was calibrated, and the host and the links are not.",
+        source="`today` over `noise.probe` of the profile; measured by `parsim calibrate --refresh PROFILE`",
+    ),
+    Adjustment(
+        name="queueing",
+        applies_to=COMPUTATION,
+        term=_queueing,
+        sentence="A GPU cannot compute faster than the host queues its kernels.",
+        source="`issue_s` of the profile's components, compositions and optimizers",
+    ),
+    Adjustment(
+        name="host overhead",
+        applies_to=COMPUTATION,
+        term=_host_overhead,
+        sentence="The interpreter spends some microseconds on every task that it starts.",
+        source="`host.task_s` of the profile",
+    ),
+    Adjustment(
+        name="speed factor",
+        applies_to=EVERYTHING,
+        term=_speed_factor,
+        sentence="A shared machine is slower or faster now than while it was calibrated, at everything alike (CPUs).",
+        source="`today` over `noise.probe` of the profile; measured by `parsim calibrate --refresh PROFILE`",
+    ),
+    Adjustment(
+        name="update",
+        applies_to=EVERYTHING,
+        term=_update,
+        sentence="An earlier validation showed that a rank, a phase or a class of communication takes longer than profiled.",
+        source="the last entry of `updates` in the profile; written by `parsim validate --update`",
+    ),
+    Adjustment(
+        name="correction",
+        applies_to=EVERYTHING,
+        term=_correction,
+        sentence="The running job shows that a rank or a class of communication takes longer than the profile says.",
+        source="learnt by the adaptive controller; never saved",
+    ),
+    Adjustment(
+        name="post-wait",
+        applies_to=COMPUTATION,
+        term=_post_wait,
+        sentence="Computation right after a wait for communication finds other data in the caches.",
+        source="`host.resume_s` of the profile, times the speed factor",
+    ),
+)
+"""In the order in which they are applied."""

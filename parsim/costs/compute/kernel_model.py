@@ -1,0 +1,196 @@
+"""Prices by the formula fitted to published kernels, or by a roofline where nothing was fitted.
+
+    t = (sum over kinds of operators of  launches * seconds of one launch) / efficiency
+
+The seconds of a launch are `parsim.costs.compute.operators.kernel_seconds` where its kind has a fit. Elsewhere they are a
+roofline: max(flop / (50% of the peak), bytes / (75% of the bandwidth)). The efficiency is what whole models were found to
+reach of the throughput of their operators, 1 where the profile has none.
+
+Leaves out: launch gaps between the kernels of one component, cache reuse across operators, clock changes under load. The
+roofline also leaves out the launches themselves, so small kernels come out too fast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
+
+from parsim.costs.compute.cuda_launches import cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
+from parsim.costs.compute.operator_model import EXTRAPOLATED_SHARE, ComputeRequest, drift_of
+from parsim.costs.compute.operators import Kernel, forward_kernels, halved_backward_kernels, kernel_seconds
+from parsim.costs.estimate import Detail, Estimate, Origin, Source, Term, Terms, folded_s, summed
+from parsim.errors import CostError
+from parsim.hardware.compute_records import OperatorFit
+from parsim.hardware.device import DeviceType
+from parsim.hardware.profile import Profile
+from parsim.work import Phase
+
+FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.02
+ROOFLINE_COMPUTE_EFFICIENCY = 0.5
+ROOFLINE_BANDWIDTH_EFFICIENCY = 0.75
+ROOFLINE_SIGMA = 0.4
+"""Assumed for operator kinds without a fit."""
+
+LAUNCHES = "{:.0f} launches of {:.3g} flop and {:.3g} B in all, at {:.3g} flop/s and {:.3g} B/s"
+"""What a kind of operator does and how fast, as the detail of its term."""
+
+HALVES = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+
+
+class KernelPrice(NamedTuple):
+    """Attributes: seconds: of all occurrences. sigma: relative. outside: of the fitted range."""
+
+    seconds: float
+    sigma: float
+    source: Source
+    outside: bool
+
+
+@dataclass(frozen=True)
+class KernelModel:
+    """Implements `parsim.costs.compute.operator_model.OperatorModel`."""
+
+    profile: Profile
+    device: DeviceType
+    precision: str
+
+    def seconds(self, request: ComputeRequest) -> float:
+        """Without the efficiency, and by the roofline also where the profile has no published peaks."""
+        return sum(self.price(kernel).seconds for kernel in self._kernels(request))
+
+    def estimate(self, request: ComputeRequest) -> Estimate:
+        """One term per kind of operator and source, then the efficiency. Raises CostError for an operator without a price."""
+        if not self.has_published_peaks and not self._fits:
+            raise CostError(self._unknown(request, "any kind of operator"))
+        drift = drift_of(self.profile)
+        sums: dict[tuple[str, Source], list[float]] = {}  # seconds, launches, flop, bytes
+        spreads: dict[str, float] = {}
+        total = outside_s = 0.0
+        for kernel in self._kernels(request):
+            if not self.has_published_peaks and (kernel.kind, kernel.phase) not in self._fits:
+                raise CostError(self._unknown(request, f"{kernel.kind} {kernel.phase}"))
+            seconds, sigma, source, outside = self.price(kernel)
+            own = sums.setdefault((kernel.kind, source), [0.0, 0.0, 0.0, 0.0])
+            total += seconds
+            own[0] += seconds
+            own[1] += kernel.count
+            own[2] += kernel.count * kernel.flop
+            own[3] += kernel.count * kernel.size_bytes
+            spreads[kernel.kind] = spreads.get(kernel.kind, 0.0) + sigma * seconds
+            outside_s += seconds if outside else 0.0
+        terms = _by_kind(sums, total)
+        if not total:
+            return Estimate.of(terms, source="fitted", parameters=(drift,), detail="launches no kernel")
+        by_source: dict[Source, float] = {}
+        for (_, source), (seconds, *_) in sums.items():
+            by_source[source] = by_source.get(source, 0.0) + seconds
+        efficiency, spread = self.efficiency
+        shares = ", ".join(f"{by_source[name] / total:.0%} {name}" for name in sorted(by_source))
+        return Estimate.of(
+            (*terms, *efficiency),
+            source=max(sorted(by_source), key=lambda name: by_source[name]),
+            parameters=(drift, *spread, *((f"operator:{kind}", spreads[kind] / total) for kind in sorted(spreads))),
+            detail=f"sum of operators: {shares}",
+            extrapolated=outside_s > EXTRAPOLATED_SHARE * total,
+        )
+
+    def price(self, kernel: Kernel) -> KernelPrice:
+        """By the fit of its kind and phase, else by the roofline."""
+        fit = self._fits.get((kernel.kind, kernel.phase))
+        if fit is not None:
+            doublings = 0.0
+            if kernel.flop > 0 and fit.max_flop > 0:
+                doublings = max(0.0, math.log2(kernel.flop / fit.max_flop), math.log2(max(fit.min_flop, 1.0) / kernel.flop))
+            sigma = fit.relative_sigma + FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings
+            return KernelPrice(kernel.count * kernel_seconds(kernel, fit.coefficients), sigma, "fitted", doublings > 0)
+        compute = 0.0
+        peak = self.device.peak_flop_per_s.get(self.precision)
+        if kernel.flop > 0 and peak is not None:
+            compute = kernel.flop / (peak * ROOFLINE_COMPUTE_EFFICIENCY)
+        memory = kernel.size_bytes / (self.device.memory_bandwidth_bytes_per_s * ROOFLINE_BANDWIDTH_EFFICIENCY)
+        return KernelPrice(kernel.count * max(compute, memory), ROOFLINE_SIGMA, "published", False)
+
+    @cached_property
+    def efficiency(self) -> tuple[tuple[Term, ...], tuple[tuple[str, float], ...]]:
+        """The term by which the profile divides seconds from operators, and its spread as a cost parameter; none, none."""
+        for entry in self.profile.compute.efficiencies:
+            if (entry.precision, entry.device_type) == (self.precision, self.device.name):
+                term = Term("efficiency", "over", entry.factor, "fitted", f"of {entry.points} whole models in {self.precision}")
+                return (term,), ((f"efficiency:{self.precision}", entry.spread),)
+        return (), ()
+
+    @cached_property
+    def has_published_peaks(self) -> bool:
+        """Whether a datasheet or paper states the peak of this precision."""
+        return self.precision in self.device.peak_flop_per_s and has_published_peaks(self.profile, self.device)
+
+    @cached_property
+    def _fits(self) -> dict[tuple[str, str], OperatorFit]:
+        """By kind and phase; of several the first."""
+        found: dict[tuple[str, str], OperatorFit] = {}
+        for fit in self.profile.compute.operator_fits:
+            if (fit.precision, fit.device_type) == (self.precision, self.device.name):
+                found.setdefault((fit.kind, fit.phase), fit)
+        return found
+
+    def _kernels(self, request: ComputeRequest) -> tuple[Kernel, ...]:
+        return component_kernels(request, self.precision, self.device.kind)
+
+    def _unknown(self, request: ComputeRequest, kind: str) -> str:
+        known = ", ".join(sorted(self.device.peak_flop_per_s)) or "none"
+        return (
+            f"no cost is known for component {request.component.name!r} ({request.phase}, {request.samples} samples) on "
+            f"{self.device.name} in {self.precision}: it was not measured there, and there is no fit for {kind} (precisions of "
+            f"the device: {known}); calibrate this model at these samples and precision (`parsim calibrate`)"
+        )
+
+
+def _by_kind(sums: Mapping[tuple[str, Source], Sequence[float]], total_s: float) -> Terms:
+    """One term per kind and source from its seconds, launches, flop and bytes; the largest first.
+
+    `total_s` adds up the kernels in the order of the program. The smallest kind is what the others leave of it (an exact
+    difference, as they are at least half of it): adding by kind would round differently.
+    """
+    parts: list[tuple[str, float, Origin, Detail]] = [
+        (kind, seconds, source, (LAUNCHES, count, flop, moved, flop / seconds, moved / seconds))
+        for (kind, source), (seconds, count, flop, moved) in sorted(sums.items(), key=lambda entry: -entry[1][0])
+        if seconds
+    ]
+    if not parts:
+        return ()
+    others = summed(parts[:-1])
+    kind, _, origin, what = parts[-1]
+    return (*others, Term(kind, "plus" if others else "start", total_s - folded_s(others), origin, what))
+
+
+def has_published_peaks(profile: Profile, device: DeviceType) -> bool:
+    """Whether the peaks come from a datasheet or paper: a machine that was calibrated answers with its measurements only."""
+    entry = profile.device_types.get(device.name)
+    if entry is None:
+        return False
+    return any(profile.sources[peak.source].kind in ("datasheet", "paper") for peak in entry.peak_flop_per_s.values())
+
+
+def component_kernels(request: ComputeRequest, precision: str, device_kind: str = "cpu") -> tuple[Kernel, ...]:
+    """All launches of a component's forward or backward (or half of it) on a "cpu" or "cuda" device, operator by operator."""
+    component, phase, samples = request.component, request.phase, request.samples
+    if device_kind == "cuda":
+        operators = cuda_operators(component.operators)
+        full = has_full_stream(operators)
+        forward: Callable[..., tuple[Kernel, ...]] = partial(cuda_forward, full_stream=full)
+        backward: Callable[..., tuple[tuple[Kernel, ...], ...]] = partial(cuda_backward_halves, full_stream=full)
+    else:
+        operators, forward, backward = component.operators, forward_kernels, halved_backward_kernels
+    if phase is Phase.FORWARD:
+        return tuple(kernel for operator in operators for kernel in forward(operator, samples, precision))
+    wanted = (HALVES.index(phase),) if phase in HALVES else range(len(HALVES))
+    return tuple(
+        kernel
+        for number, operator in enumerate(operators)
+        for halves in (backward(operator, samples, precision, input_gradient=request.input_gradient or number > 0),)
+        for half in wanted
+        for kernel in halves[half]
+    )

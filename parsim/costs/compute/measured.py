@@ -1,0 +1,162 @@
+"""Prices of computation that was measured: components between and beyond their measured samples, and optimizer steps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from statistics import median
+
+import numpy as np
+
+from parsim.costs.compute.interpolation import interpolation_terms
+from parsim.costs.compute.operator_model import ComputeRequest
+from parsim.costs.estimate import Estimate, Term, Terms, summed
+from parsim.hardware.compute_records import ComponentPoint, OptimizerPoint
+from parsim.units import format_seconds
+from parsim.work import OptimizerStep
+
+MIN_MEASURED_SIGMA = 0.02
+INTERPOLATION_SIGMA = 0.03
+EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.10
+
+
+def measured_component(
+    request: ComputeRequest, points: Sequence[ComponentPoint], ranks_active: int | None, drift: tuple[str, float]
+) -> Estimate:
+    """From the points of this component in this phase, at least one.
+
+    Args:
+        ranks_active: how many ranks of the machine compute at once; measurements taken under that load are preferred, else
+            those under the heaviest load.
+    """
+    chosen = _in_range_under_load(points, request.samples, ranks_active)
+    curve: dict[int, list[ComponentPoint]] = {}
+    for point in chosen:
+        curve.setdefault(point.samples, []).append(point)
+    samples = sorted(curve)
+    seconds = [median(point.seconds for point in curve[count]) for count in samples]
+    spread = median(point.spread for point in chosen)
+    repeats = sum(point.repeats for point in chosen) / len(samples)
+    terms, how, doublings = interpolation_terms(samples, seconds, request.samples)
+    issues = [_issue_s(curve[count]) for count in samples]
+    known = [issue_s for issue_s in issues if issue_s is not None]
+    # the number of kernels does not follow the samples: outside the measured counts it stays
+    issue_s = float(np.interp(request.samples, samples, known)) if len(known) == len(samples) else 0.0
+    own = math.hypot(spread / math.sqrt(max(1.0, repeats)), MIN_MEASURED_SIGMA)
+    if request.samples not in curve:
+        own = math.hypot(own, INTERPOLATION_SIGMA + EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings)
+    return Estimate.of(
+        terms,
+        source="measured",
+        parameters=(drift, (f"compute:{request.component.fingerprint}", own)),
+        repeat_sigma=spread,
+        detail=f"measured with {chosen[0].ranks_active} ranks active, {how}",
+        extrapolated=doublings > 0,
+        issue_s=issue_s,
+    )
+
+
+def measured_optimizer(
+    work: OptimizerStep,
+    optimizer: str,
+    points: Sequence[OptimizerPoint],
+    ranks_active: int | None,
+    drift: tuple[str, float],
+) -> Estimate:
+    """Seconds per step, element and tensor through the points of this optimizer, at least one; `ranks_active` as above."""
+    load = _loads(points, ranks_active)[0]
+    points = [point for point in points if point.ranks_active == load]
+    exact = [point for point in points if (point.elements, point.tensors) == (work.elements, work.tensors)]
+    spread = median(point.spread for point in points)
+    elements = [point.elements for point in points]
+    outside = max(0.0, math.log2(work.elements / max(elements)), math.log2(min(elements) / work.elements))
+    sigma = math.hypot(MIN_MEASURED_SIGMA, 0.0 if exact else INTERPOLATION_SIGMA + EXTRAPOLATION_SIGMA_PER_DOUBLING * outside)
+    if exact:
+        how = f"measured at {work.elements} elements in {work.tensors} tensors"
+        issue_s = _issue_s(exact)
+        terms: Terms = (Term("measured step", "start", median(point.seconds for point in exact), "measured", how),)
+    else:
+        per_step, per_element, per_tensor = _affine(tuple((point.elements, point.tensors, point.seconds) for point in points))
+        issue_s = _queueing_s(points, work)
+        terms = summed(
+            (
+                ("step", per_step, "measured", f"through {len(points)} measured steps"),
+                ("elements", per_element * work.elements, "measured", f"{work.elements} x {format_seconds(per_element)}"),
+                ("tensors", per_tensor * work.tensors, "measured", f"{work.tensors} x {format_seconds(per_tensor)}"),
+            )
+        )
+        how = (
+            f"{format_seconds(per_step)} + {format_seconds(per_element)} per element + {format_seconds(per_tensor)} per tensor "
+            f"through {len(points)} measured steps"
+        )
+    return Estimate.of(
+        terms,
+        source="measured",
+        parameters=(drift, (f"compute:optimizer:{optimizer}", sigma)),
+        repeat_sigma=spread,
+        detail=how,
+        extrapolated=outside > 0,
+        issue_s=issue_s or 0.0,
+    )
+
+
+def _issue_s(points: Sequence[ComponentPoint] | Sequence[OptimizerPoint]) -> float | None:
+    """What the host takes to queue it, median; None where it was not measured apart."""
+    known = [point.issue_s for point in points if point.issue_s is not None]
+    return median(known) if known else None
+
+
+def _queueing_s(points: Sequence[OptimizerPoint], work: OptimizerStep) -> float | None:
+    """By the line through the measured steps; None where nobody measured it apart."""
+    known = tuple((point.elements, point.tensors, point.issue_s) for point in points if point.issue_s)
+    if not known:
+        return None
+    per_step, per_element, per_tensor = _affine(known)
+    return per_step + per_element * work.elements + per_tensor * work.tensors
+
+
+def _loads(points: Iterable[ComponentPoint | OptimizerPoint], ranks_active: int | None) -> list[int]:
+    """Numbers of active ranks in order of preference: the one asked for, then the heaviest first."""
+    loads = sorted({point.ranks_active for point in points}, reverse=True)
+    if ranks_active in loads:
+        loads.remove(ranks_active)
+        loads.insert(0, ranks_active)
+    return loads
+
+
+def _in_range_under_load(points: Sequence[ComponentPoint], samples: int, ranks_active: int | None) -> list[ComponentPoint]:
+    """The points of the most preferred load whose sample counts enclose `samples`; if none does, of the most preferred."""
+    groups = [[point for point in points if point.ranks_active == load] for load in _loads(points, ranks_active)]
+    for group in groups:
+        counts = [point.samples for point in group]
+        if min(counts) <= samples <= max(counts):
+            return group
+    return groups[0]
+
+
+@lru_cache(maxsize=64)
+def _affine(points: tuple[tuple[int, int, float], ...]) -> tuple[float, float, float]:
+    """Non-negative seconds per step, per element and per tensor through (elements, tensors, seconds), least squares of the
+    relative error. A search asks for the same points again and again.
+
+    Of the terms, whichever of them together miss least while none is negative; those that the points cannot tell apart are not
+    taken together. A constant is not looked for in fewer than four different steps.
+    """
+    parts = np.array([[1, elements, tensors] for elements, tensors, _ in points], dtype=np.float64)
+    relative = parts / np.array([seconds for *_, seconds in points])[:, None]
+    terms = (0, 1, 2) if len(np.unique(parts, axis=0)) > relative.shape[1] else (1, 2)
+    best, least = np.zeros(3), math.inf
+    for count in range(len(terms), 0, -1):
+        for chosen in itertools.combinations(terms, count):
+            columns = relative[:, chosen]
+            if np.linalg.matrix_rank(columns) < count:
+                continue
+            found = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)[0]
+            miss = float(np.sum((columns @ found - 1) ** 2))
+            if found.min() >= 0 and miss < least:
+                best, least = np.zeros(3), miss
+                best[list(chosen)] = found
+    per_step, per_element, per_tensor = best.tolist()
+    return per_step, per_element, per_tensor

@@ -1,0 +1,109 @@
+"""The machine's speed factor: how many times as long the same work takes now as while the machine was calibrated.
+
+One fixed training step, the probe (`parsim.execute.processes.speed_probe`), is timed whenever it matters:
+
+    seconds of the probe now / seconds of the probe while calibrating      per rank
+
+Where it is measured. While calibrating, before and after every measurement; the profile keeps the mean (`noise.probe`: of one
+rank alone, and with a rank on every core; between the two in proportion to how many compute at once). "Now" is one of two:
+    since   `parsim calibrate --refresh PROFILE` looks again for 20 seconds; the profile keeps it (`today`). One factor for all.
+    beside  `parsim validate` and `parsim demo` look before and after every measured round. One factor per rank and round.
+
+How it is applied. The factor `since` the calibration is the adjustment "speed factor" of every price
+(`parsim.costs.adjustments`). The factors `beside` a run change no price. They give a second prediction, of the step at the
+speed that the machine had then (`parsim.predict.speed`), relative to the last look that the profile keeps.
+
+Leaves out: that some work depends less on the speed of the cores than other work.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.profile import ProbePace, ProbeSeconds, Profile
+from parsim.units import format_percent
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpeedFactor:
+    """How many times as long the same work takes as at the speed that a profile's prices have.
+
+    Attributes: by_rank: float64 [ranks, moments], each above 0; one row and one column where it holds for all.
+    """
+
+    by_rank: FloatArray
+
+    @classmethod
+    def uniform(cls, factor: float) -> SpeedFactor:
+        """The same on every rank, at any moment."""
+        return cls(np.full((1, 1), factor))
+
+    @property
+    def mean(self) -> float:
+        """Over ranks and moments."""
+        return float(self.by_rank.mean())
+
+    @property
+    def text(self) -> str:
+        """For people: "12.0% longer", "8.0% less"."""
+        return f"{format_percent(abs(self.mean - 1))} {'longer' if self.mean > 1 else 'less'}"
+
+    def is_beyond(self, profile: Profile) -> bool:
+        """Whether the machine is further from its calibrated speed than the profile's intervals count on: by two deviations."""
+        return profile.noise is not None and abs(math.log(self.mean)) > 2 * profile.noise.drift_sigma
+
+
+def speed_since(profile: Profile, active: int | None = None) -> SpeedFactor:
+    """Since the calibration, by the last `parsim calibrate --refresh`; 1 where nobody looked since.
+
+    Args:
+        active: how many cores compute at once (None: all).
+    """
+    known = _calibrated(profile)
+    if known is None or profile.today is None:
+        return SpeedFactor.uniform(1.0)
+    share = _share(profile, active)
+    return SpeedFactor.uniform(_between(profile.today, share) / _between(known, share))
+
+
+def speed_beside(profile: Profile, probe_s: FloatArray, ranks: int) -> SpeedFactor | None:
+    """Beside a run, on each of its ranks; None where the run or the calibration did not probe.
+
+    Args:
+        probe_s: float64 [cores, rounds], of the first rank on each core that the plan uses.
+    """
+    then_s = probe_seconds(profile, len(probe_s))
+    if then_s is None or not probe_s.size:
+        return None
+    core_of_rank = np.array(cluster_from_profile(profile).core_of_rank(ranks))
+    return SpeedFactor(probe_s[core_of_rank % len(probe_s)] / then_s)
+
+
+def probe_seconds(profile: Profile, active: int | None = None) -> float | None:
+    """Seconds of the probe at which everything takes what the prices say, with so many cores computing at once (None: all): by
+    the last look that the profile keeps. None where it was never timed."""
+    known = _calibrated(profile)
+    if known is None:
+        return None
+    return _between(profile.today or known, _share(profile, active))
+
+
+def _calibrated(profile: Profile) -> ProbeSeconds | None:
+    return None if profile.noise is None else profile.noise.probe
+
+
+def _share(profile: Profile, active: int | None) -> float:
+    """0 with one core, 1 with all."""
+    cores = len(set(cluster_from_profile(profile).core_of_rank(len(profile.devices))))
+    return 0.0 if cores <= 1 else 1.0 if active is None else min(1.0, (active - 1) / (cores - 1))
+
+
+def _between(known: ProbePace, share: float) -> float:
+    return known.alone + share * (known.together - known.alone)
