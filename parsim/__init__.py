@@ -1,14 +1,98 @@
 """parsim: which way of training this model on this cluster is fastest, how long it takes, whether it fits, how sure we are.
 
+    import parsim as ps
+    answer = ps.plan("resnet50", cluster="dgx1-v100-32gb", global_batch=1024)
+    print(answer)                  # the answer in a sentence, then the ranked plans
+    answer.chosen.breakdown()      # pandas: where the step of each rank goes
+    measured = ps.run(ps.plan("resnet_small", cluster="this-machine", global_batch=32))
+    measured.compare()             # predicted against measured
+
 Model -> Plan -> TaskGraph -> Timeline, and the same graph is run for real. Start reading at `parsim.schedule.search`.
+Names are imported when they are used: `import parsim` alone loads none of the large packages.
 """
 
 from __future__ import annotations
 
-from parsim.moved import announce_moves
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["__version__"]
+from parsim.moved import announce_moves as _announce_moves
+
+if TYPE_CHECKING:
+    from parsim.errors import ParsimError
+    from parsim.hardware.cluster import Cluster
+    from parsim.model.model import Model
+    from parsim.plans.plan import Plan
+    from parsim.workflow.public.answer import Answer
+    from parsim.workflow.public.calibration import Calibration
+    from parsim.workflow.public.cost_table import CostTable
+    from parsim.workflow.public.functions import (
+        calibrate,
+        cost,
+        load_cluster,
+        open_run,
+        plan,
+        run,
+        simulate,
+        trace,
+        validate,
+    )
+    from parsim.workflow.public.measured import Measured
+    from parsim.workflow.public.prediction import Prediction
 
 __version__ = "0.1.0"
 
-announce_moves()
+__all__ = [
+    "Answer",
+    "Calibration",
+    "Cluster",
+    "CostTable",
+    "Measured",
+    "Model",
+    "ParsimError",
+    "Plan",
+    "Prediction",
+    "__version__",
+    "calibrate",
+    "cost",
+    "load_cluster",
+    "open_run",
+    "plan",
+    "run",
+    "simulate",
+    "trace",
+    "validate",
+]
+
+_FUNCTIONS = "parsim.workflow.public.functions"
+_HOMES = {
+    "Answer": "parsim.workflow.public.answer",
+    "Calibration": "parsim.workflow.public.calibration",
+    "Cluster": "parsim.hardware.cluster",
+    "CostTable": "parsim.workflow.public.cost_table",
+    "Measured": "parsim.workflow.public.measured",
+    "Model": "parsim.model.model",
+    "ParsimError": "parsim.errors",
+    "Plan": "parsim.plans.plan",
+    "Prediction": "parsim.workflow.public.prediction",
+    **dict.fromkeys(
+        ("calibrate", "cost", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate"), _FUNCTIONS
+    ),
+}
+"""Where each public name is defined."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'parsim' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_announce_moves()

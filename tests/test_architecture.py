@@ -48,6 +48,9 @@ TORCH_FREE = (
     "parsim.graph.taskgraph",
     "parsim.schedule.search",
     "parsim.predict.evaluate",
+    "parsim.workflow.public.functions",
+    "parsim.workflow.simulation",
+    "parsim.workflow.train",
 )
 
 
@@ -106,6 +109,20 @@ def test_calibration_is_imported_only_when_used() -> None:
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
         if name.split(".")[0] == "calibration"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_experiments_and_benchmarks_import_no_command() -> None:
+    """What they share with the commands is in `parsim.workflow`."""
+    folders = ("experiments", "benchmarks", "calibration", "examples")
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert files
+    wrong = [
+        f"{relative(path)}:{line} imports {module}"
+        for path in files
+        for line, module in imported_modules(path)
+        if module == "parsim.cli" or module.split(".")[:2] == ["parsim", "commands"]
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -184,7 +201,8 @@ def test_all_is_sorted_and_complete() -> None:
 def bound_names(module: ast.Module) -> set[str]:
     """Names that assignments and imports at module level make."""
     names: set[str] = set()
-    for node in module.body:
+    conditional = (inner for node in module.body if isinstance(node, ast.If) for inner in node.body)
+    for node in (*module.body, *conditional):
         match node:
             case ast.Assign():
                 names.update(target.id for target in node.targets if isinstance(target, ast.Name))

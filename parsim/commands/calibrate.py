@@ -7,18 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from parsim.commands.output import JsonFlag, Overrides, print_json, print_tables, progress
-from parsim.model.spec import ModelSpec
-from parsim.workflow.config import RunConfig, load_config, parse_numbers
+from parsim.commands.output import JsonFlag, Overrides, print_json, print_tables
+from parsim.workflow.progress import progress
 
 if TYPE_CHECKING:
     from parsim.hardware.profile import Profile
-
-SMALLEST_SHARE = 64
-"""Local batches down to this part of the global batch are measured: a plan cuts its batch into so many parts at most."""
-DEFAULT_BATCHES = (1, 4, 16)
-
-CalibrationCase = tuple[ModelSpec, tuple[int, ...]]
 
 
 def calibrate(
@@ -54,9 +47,10 @@ def calibrate(
 
     A calibration that was stopped goes on when the same command is given again.
     """
-    from calibration.rounds.calibrate import CalibrationRequest
-    from calibration.rounds.calibrate import calibrate as measure
     from calibration.rounds.calibrate import refit as fit_again
+    from parsim.workflow.calibration import DEFAULT_BATCHES, calibration_request, measure_machine
+    from parsim.workflow.config import parse_numbers
+    from parsim.workflow.question import question_from_file
 
     if refresh is not None:
         if out is not None or files or models or refit is not None:
@@ -75,19 +69,17 @@ def calibrate(
         raise typer.BadParameter("--resume goes on with what is there and --restart throws it away; choose one")
     if not files and not models:
         raise typer.BadParameter("name what to measure: a RUN.toml, or --model with --batches")
-    configs = [load_config(file, overrides or []) for file in files or []]
-    named = tuple(optimizers or ()) + tuple(config.training.optimizer for config in configs) or ("sgd_momentum",)
-    request = CalibrationRequest(
-        models=calibration_cases(configs, models or [], parse_numbers("--batches", batches) if batches else DEFAULT_BATCHES),
+    request = calibration_request(
+        [question_from_file(file, overrides or []).config for file in files or []],
+        models or [],
+        batches=parse_numbers("--batches", batches) if batches else DEFAULT_BATCHES,
+        optimizers=optimizers or [],
         device=device,
-        nproc=nproc or _ranks(configs, device),
-        optimizers=tuple(dict.fromkeys(named)),
-        precision=precision or _precision(configs, device),
+        nproc=nproc,
+        precision=precision,
         quick=quick,
-        granularities=tuple(dict.fromkeys(config.model.granularity for config in configs)) or ("block",),
     )
-    with progress(f"Calibrating {len(request.models)} model(s) on {request.nproc} {device} rank(s)") as say:
-        profile = measure(request, out, on_line=say, leftover="require" if resume else "discard" if restart else "use")
+    profile = measure_machine(request, out, leftover="require" if resume else "discard" if restart else "use")
     _show(profile, out, as_json)
 
 
@@ -114,49 +106,6 @@ def _show(profile: Profile, out: Path, as_json: bool) -> None:
     print(f'Profile: {out}; use it with cluster.profile = "{out}"')
     if warnings:
         print(f"{len(warnings)} warnings stand in its provenance; see docs/calibration.md for what they mean")
-
-
-def calibration_cases(configs: list[RunConfig], models: list[str], batches: tuple[int, ...]) -> tuple[CalibrationCase, ...]:
-    """Each model once, with every local batch that one of its plans may use."""
-    wanted: dict[ModelSpec, set[int]] = {}
-    for config in configs:
-        wanted.setdefault(config.model_spec, set()).update(local_batches(config.training.global_batch))
-    for name in models:
-        wanted.setdefault(ModelSpec(name=name), set()).update(batches)
-    return tuple((spec, tuple(sorted(sizes))) for spec, sizes in wanted.items())
-
-
-def local_batches(global_batch: int) -> set[int]:
-    """The global batch and its halves, quarters, ... down to a 64th: replicas and microbatches divide it so."""
-    parts = (2**power for power in range(SMALLEST_SHARE.bit_length()))
-    return {global_batch // part for part in parts if global_batch % part == 0}
-
-
-def _precision(configs: list[RunConfig], device: str) -> str:
-    """What the files train in on a GPU; a CPU computes in fp32 whatever is simulated.
-
-    Raises: BadParameter where the files differ.
-    """
-    asked = {config.training.precision for config in configs} if device == "cuda" else set()
-    if len(asked) > 1:
-        raise typer.BadParameter(
-            f"the files train in {' and '.join(sorted(asked))}; a profile is measured in one: choose it with --precision"
-        )
-    return next(iter(asked), "fp32")
-
-
-def _ranks(configs: list[RunConfig], device: str) -> int:
-    """The most devices a file asks for by number; else one rank per GPU or core."""
-    asked = [len(chosen) if isinstance(chosen, list) else chosen for config in configs if (chosen := config.devices)]
-    if asked:
-        return max(asked)
-    if device == "cuda":
-        import torch
-
-        return max(1, torch.cuda.device_count())
-    from parsim.execute.processes.pinning import available_cores
-
-    return len(available_cores())
 
 
 def _points(profile: Profile) -> dict[str, int]:

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from parsim.commands.output import JsonFlag, print_json, print_tables
-from parsim.errors import ConfigError
-from parsim.workflow.config import MOST_SAMPLES, Granularity, Optimizer, Precision, parse_numbers, scalar_pairs
-
-if TYPE_CHECKING:
-    from parsim.costs.costs import Costs
-    from parsim.costs.estimate import Estimate
-    from parsim.hardware.cluster import Cluster
-
-QUANTILE_95 = 1.6448536269514722
-"""Of the standard normal distribution: medians times exp(+-q sigma) are the 5% and 95% quantiles."""
+from parsim.workflow.config import Granularity, Optimizer, Precision, parse_numbers, scalar_pairs
 
 
 def cost(
@@ -43,11 +33,9 @@ def cost(
     as_json: JsonFlag = False,
 ) -> None:
     """What a collective costs, or every component of a model."""
-    from parsim.costs.costs import Costs
-    from parsim.hardware.cluster import cluster_from_profile
-    from parsim.hardware.profile import load_profile
-    from parsim.model.number_formats import recorded_weights
-    from parsim.model.spec import ModelSpec, load_model
+    from parsim.report.price_tables import price_tables
+    from parsim.report.tables import cost_table
+    from parsim.workflow.public.functions import cost as price
 
     if (collective is None) == (model is None):
         raise typer.BadParameter("give either --collective with --size-bytes, or --model with --batch")
@@ -57,114 +45,23 @@ def cost(
         raise typer.BadParameter("--model needs --batch")
     if ways is not None and model is None:
         raise typer.BadParameter("--ways needs --model")
-    if batch is not None and batch > MOST_SAMPLES:
-        raise ConfigError(f"--batch {batch}: must be <= {MOST_SAMPLES}; give the samples that one device sees in a step")
-    cluster = cluster_from_profile(load_profile(profile), nodes=nodes, network=network)
-    if collective is not None and size_bytes is not None:
-        group = tuple(range(cluster.size)) if ranks is None else parse_numbers("--ranks", ranks)
-        document: dict[str, Any] = _collective_row(cluster, collective, size_bytes, group)
-        rows = [document]
-    else:
-        shape = None if input_shape is None else parse_numbers("--input-shape", input_shape)
-        spec = ModelSpec(name=str(model), args=scalar_pairs(args or []), input_shape=shape)
-        costs = Costs(
-            model=load_model(spec, granularity=granularity, weights=recorded_weights(precision)),
-            cluster=cluster,
-            precision=precision,
-            optimizer=optimizer,
-        )
-        rows = _component_rows(costs, batch or 0, ways)
-        document = {"model": model, "granularity": granularity, "samples": batch, "precision": precision, "rows": rows}
+    prices = price(
+        profile,
+        collective=collective,
+        size_bytes=size_bytes,
+        ranks=None if ranks is None else parse_numbers("--ranks", ranks),
+        nodes=nodes,
+        network=network,
+        model=model,
+        batch=batch,
+        args=dict(scalar_pairs(args or [])),
+        input_shape=None if input_shape is None else parse_numbers("--input-shape", input_shape),
+        granularity=granularity,
+        ways=ways,
+        precision=precision,
+        optimizer=optimizer,
+    )
     if as_json:
-        print_json(document)
+        print_json(prices.to_dict())
         return
-    from parsim.report.price_tables import price_tables
-    from parsim.report.tables import cost_table
-
-    print_tables([cost_table(rows, title=f"Costs on {cluster.name}"), *(price_tables(rows) if explain else ())])
-
-
-def _collective_row(cluster: Cluster, operation: str, size_bytes: int, group: tuple[int, ...]) -> dict[str, Any]:
-    from parsim.costs.adjustments import adjusted, price_context
-    from parsim.costs.communication.collectives import busbw_bytes_per_s, estimate_collective, estimate_send_recv
-    from parsim.work import Collective, SendRecv
-
-    work: Collective | SendRecv
-    if size_bytes < 0:
-        raise ConfigError(f"--size-bytes {size_bytes}: must be >= 0")
-    if operation == "send_recv":
-        if len(group) != 2:
-            raise ConfigError(f"--ranks {','.join(map(str, group))}: send_recv takes two ranks, e.g. --ranks 0,1")
-        work = SendRecv(source=group[0], destination=group[1], size_bytes=size_bytes)
-        estimate = estimate_send_recv(work, cluster)
-    else:
-        work = Collective(operation=operation, group=group, size_bytes=size_bytes)
-        estimate = estimate_collective(work, cluster)
-    algorithm = estimate.detail.split(" ")[0].rstrip(",")
-    estimate = adjusted(estimate, work, group[0], price_context(cluster))
-    return {
-        "operation": operation,
-        "cluster": cluster.name,
-        "size_bytes": size_bytes,
-        "ranks": list(group),
-        **_priced(estimate),
-        "busbw_bytes_per_s": busbw_bytes_per_s(operation, size_bytes, len(group), estimate.median_s),
-        "algorithm": algorithm,
-    }
-
-
-def _component_rows(costs: Costs, samples: int, ways: int | None) -> list[dict[str, Any]]:
-    """Forward and backward of every component, whole and as one of `ways` shards, on the first device; then the optimizer."""
-    from parsim.work import OptimizerStep
-
-    if samples < 1:
-        raise ConfigError(f"--batch {samples}: must be >= 1")
-    model = costs.model
-    rows: list[dict[str, Any]] = []
-    for component in model.components:
-        rows += _phase_rows(costs, component.name, samples)
-        for sharding in component.shardings:
-            if ways is not None and ways > 1 and sharding.limit % ways == 0:
-                rows += _phase_rows(costs, component.name, samples, sharding.rule, ways)
-    if ways is not None and not any("ways" in row for row in rows):
-        limits = sorted({sharding.limit for component in model.components for sharding in component.shardings})
-        divide = f"it must be at least 2 and divide one of {', '.join(map(str, limits))}"
-        raise ConfigError(
-            f"--ways {ways}: no component of {model.name} at granularity {model.granularity} can be cut into so many shards: "
-            f"{divide if limits else 'none has a sharding rule'}; choose others, another --granularity, or leave --ways out"
-        )
-    step = OptimizerStep(elements=model.parameter_count, tensors=len(model.parameters))
-    rows.append({"component": "all parameters", "phase": "optimizer", "samples": samples, **_priced(costs.estimate(step, 0))})
-    return rows
-
-
-def _phase_rows(costs: Costs, component: str, samples: int, rule: str = "", ways: int = 1) -> list[dict[str, Any]]:
-    from parsim.work import Compute, Phase
-
-    rows = []
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        work = Compute(component=component, phase=phase, samples=samples, rule=rule, ways=ways)
-        shard = {"rule": rule, "ways": ways} if rule else {}
-        rows.append(
-            {"component": component, "phase": phase.value, "samples": samples, **shard, **_priced(costs.estimate(work, 0))}
-        )
-    return rows
-
-
-def _priced(estimate: Estimate) -> dict[str, Any]:
-    """`seconds` with the 90% interval of one repetition, and where the number comes from."""
-    sigmas: dict[str, float] = {}
-    for name, sigma in estimate.parameters:
-        sigmas[name] = sigmas.get(name, 0.0) + sigma
-    spread = math.sqrt(sum(sigma**2 for sigma in sigmas.values()) + estimate.repeat_sigma**2)
-    return {
-        "seconds": {
-            "median": estimate.median_s,
-            "p05": estimate.median_s * math.exp(-QUANTILE_95 * spread),
-            "p95": estimate.median_s * math.exp(QUANTILE_95 * spread),
-        },
-        "source": estimate.source,
-        "detail": estimate.detail,
-        "extrapolated": estimate.extrapolated,
-        "terms": estimate.term_rows(),
-    }
+    print_tables([cost_table(prices.rows, title=prices.title), *(price_tables(prices.rows) if explain else ())])

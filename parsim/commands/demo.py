@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from parsim.commands.output import JsonFlag, print_json, print_tables, progress
+from parsim.commands.output import JsonFlag, print_json, print_tables
 from parsim.errors import MissingDependencyError
 from parsim.workflow.config import RunConfig, parse_config
+from parsim.workflow.progress import progress
 
 if TYPE_CHECKING:
     from parsim.execute.measurement import Measurement
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from parsim.report.compare import Comparison
     from parsim.report.html import ReportSection
     from parsim.schedule.search import Search
-    from parsim.workflow.ask import Answer
+    from parsim.workflow.public.answer import Answer
     from parsim.workflow.run_folder import RunFolder
 
 WHAT_IF = """\
@@ -210,13 +211,13 @@ def _run_plans(asked: Answer, path: Path) -> list[RealRun]:
         output=str(path.resolve()),
         mode="measure",
         runs=tuple(
-            run_spec(replace(asked, evaluation=entry), name, folder.model)
+            run_spec(replace(asked.prediction, evaluation=entry), name, folder.model)
             for name, entry in zip(names, evaluations, strict=True)
         ),
         steps=STEPS_PER_ROUND,
         rounds=ROUNDS,
         warmup_steps=WARMUP_STEPS,
-        device=device_kind(asked),
+        device=device_kind(asked.prediction),
     )
     with progress(f"Training {asked.config.model.name} for real under {', '.join(names)}") as say:
         launch_job(job, folder, say)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from parsim.commands.output import JsonFlag, print_json, print_tables, progress
+from parsim.commands.output import JsonFlag, print_json, print_tables
+from parsim.workflow.progress import progress
 
 
 def doctor(as_json: JsonFlag = False) -> None:

@@ -1,18 +1,13 @@
-"""How every command speaks: results on stdout (one JSON document with --json), progress on stderr."""
+"""How every command speaks: results on stdout, as one JSON document with --json; and the options that commands share."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-
-from parsim.units import format_seconds
 
 if TYPE_CHECKING:
     from parsim.report.tables import ReportTable
@@ -21,9 +16,14 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file, e.g. cluster.devices=4.")
 ]
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="What to train on what; see the README for its keys.")]
-
-QUIET_S = 2.0
+Asked = Annotated[
+    str,
+    typer.Argument(metavar="RUN.toml|MODEL", help="A run file; or a model, with --on and --batch. Keys: README."),
+]
+OnCluster = Annotated[
+    str | None, typer.Option("--on", metavar="CLUSTER", help="With a MODEL: a profile by name or path, or this-machine.")
+]
+Batch = Annotated[int | None, typer.Option("--batch", metavar="N", help="With a MODEL: samples per step over all replicas.")]
 
 
 def print_json(document: object) -> None:
@@ -55,26 +55,3 @@ def print_tables(tables: Sequence[ReportTable]) -> None:
     console = Console(highlight=False)
     for table in tables:
         console.print(to_rich(table))
-
-
-@contextmanager
-def progress(title: str) -> Iterator[Callable[[str], None]]:
-    """Show on stderr that something is going on; yields a function that says how far it is.
-
-    On a terminal: one line that changes in place. Elsewhere: a line at the start, and one at the end if it took longer than
-    two seconds.
-    """
-    started = time.monotonic()
-    if sys.stderr.isatty():
-        from rich.console import Console
-
-        with Console(stderr=True, highlight=False).status(f"{title} ...") as status:
-            yield lambda text: status.update(f"{title}: {text}")
-        ending = f"{title}: {format_seconds(time.monotonic() - started)}"
-        print(ending, file=sys.stderr)
-        return
-    print(f"{title} ...", file=sys.stderr, flush=True)
-    yield lambda text: print(f"  {text}", file=sys.stderr, flush=True)
-    taken = time.monotonic() - started
-    if taken > QUIET_S:
-        print(f"{title}: {format_seconds(taken)}", file=sys.stderr, flush=True)

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from parsim.commands.output import JsonFlag, print_json, progress
+from parsim.commands.output import JsonFlag, print_json
+from parsim.workflow.progress import progress
 
 
 def report(

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from parsim.commands.output import JsonFlag, Overrides, print_json, print_tables, progress
-from parsim.workflow.config import RunConfig, load_config
-
-if TYPE_CHECKING:
-    from parsim.workflow.ask import Answer
-    from parsim.workflow.run_folder import RunFolder
+from parsim.commands.output import JsonFlag, Overrides, print_json, print_tables
 
 ROUNDS = 10
-STEPS_PER_ROUND = 4
 
 
 def validate(
@@ -37,43 +30,30 @@ def validate(
     as_json: JsonFlag = False,
 ) -> None:
     """Predicted against measured: the step, every kind of task, peak memory; recorded in the profile's history."""
-    from parsim.workflow.ask import judge, measured, reopen, speed_of, warn_of_profile
-    from parsim.workflow.record_validation import record_of, remember, updatable, update_profile
-    from parsim.workflow.run_folder import write_json
-    from parsim.workflow.write_report import write_run_files
+    from parsim.report.tables import kind_table, validation_table
+    from parsim.workflow.public.functions import validate as judge
 
-    if target.is_dir():
-        folder, asked, name = reopen(target)
-        if history is not None:
-            asked = replace(asked, config=with_history(asked.config, history))
-        changed_since = warn_of_profile(asked)
-    else:
-        config = load_config(target, overrides or [])
-        config = config if history is None else with_history(config, history)
-        if update:
-            updatable(config)
-        name = "run"
-        folder, asked, changed_since = measured_anew(config, name, out, target.stem, rounds)
-    seen = measured(folder, name, asked.evaluation)
-    comparison = judge(asked.problem, asked.evaluation, seen)
-    document = {"folder": str(folder.path), "plan": asked.evaluation.result.plan.summary(), **comparison.to_dict(tasks=tasks)}
-    speed = speed_of(asked.problem.cluster.profile, comparison.at_pace)
-    document["at_pace"] = speed
-    document["warnings"] = [*changed_since, *([speed["warning"]] if speed and speed["warning"] else [])]
-    record = record_of(asked, seen, comparison, session)
-    document["history"] = remember(asked, record)
-    if update:
-        document["update"] = update_profile(asked, seen, comparison, record)
-    write_json(folder.path / "validation.json", document)
-    write_run_files(folder, asked, seen, comparison)
+    done = judge(
+        target,
+        out=out,
+        rounds=rounds,
+        tasks=tasks,
+        history=history,
+        session=session,
+        update=update,
+        overrides=overrides or [],
+    )
+    document, asked = done.to_dict(), done.prediction
+    speed = document["at_pace"]
     if as_json:
         print_json(document)
         return
-    from parsim.report.tables import kind_table, validation_table
-
-    summary = asked.evaluation.result.plan.summary()
+    summary, found = asked.plan.summary(), done.comparison.to_dict()
     print_tables(
-        [validation_table([(asked.problem.model.name, summary, comparison.to_dict())]), kind_table(comparison.to_dict())]
+        [
+            validation_table([(asked.problem.model.name, summary, found)]),
+            kind_table(found),
+        ]
     )
     if speed is not None:
         print(f"speed: {speed['text']}")
@@ -82,49 +62,4 @@ def validate(
     print(f"history: {document['history']['text']}")
     if update:
         print(f"update: {document['update']['text']}")
-    print(f"folder: {folder.path} (report.html, trace.json for Perfetto)")
-
-
-def measured_anew(
-    config: RunConfig, name: str, out: Path | None, stem: str, rounds: int
-) -> tuple[RunFolder, Answer, list[str]]:
-    """Answer the run file and run its plan in rounds: the folder, the answer, and what has changed since the calibration."""
-    from parsim.execute.job import Job
-    from parsim.workflow.ask import (
-        answer,
-        check_launchable,
-        check_runnable,
-        device_kind,
-        launch_job,
-        run_spec,
-        warn_of_profile,
-        with_every_rank,
-    )
-    from parsim.workflow.run_folder import new_folder
-
-    check_launchable(config)
-    with progress("Planning"):
-        asked = answer(config)
-    check_runnable(asked, None)
-    changed_since = warn_of_profile(asked)
-    asked = with_every_rank(asked)
-    folder = new_folder(out, f"{stem}-validation")
-    plan = asked.evaluation.result.plan
-    folder.write_question(config, asked.problem.model, plan, asked.problem.cluster.profile, asked.problem.history)
-    job = Job(
-        output=str(folder.path.resolve()),
-        mode="measure",
-        runs=(run_spec(asked, name, folder.model),),
-        steps=STEPS_PER_ROUND,
-        rounds=rounds,
-        device=device_kind(asked),
-    )
-    with progress(f"Measuring {rounds} rounds under {plan.summary()}") as say:
-        launch_job(job, folder, say)
-    return folder, asked, changed_since
-
-
-def with_history(config: RunConfig, path: Path) -> RunConfig:
-    """The same run file with another place for its profile's history."""
-    cluster = config.cluster.model_copy(update={"history": str(path.resolve())})
-    return config.model_copy(update={"cluster": cluster})
+    print(f"folder: {done.folder} (report.html, trace.json for Perfetto)")

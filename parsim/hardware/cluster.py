@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
@@ -31,6 +32,12 @@ class Cluster:
     topology: Topology
     profile: Profile
     network: Network | None = None
+
+    def __repr__(self) -> str:
+        """`Cluster(dgx1-v100-32gb: 8 x V100-SXM2-32GB)`."""
+        types = Counter(device.type.name for device in self.devices)
+        devices = ", ".join(f"{count} x {name}" for name, count in types.items())
+        return f"Cluster({self.name}: {devices})"
 
     def __hash__(self) -> int:
         return self._hash

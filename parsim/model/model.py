@@ -24,6 +24,7 @@ from parsim.model.component import (
     ShardPeak,
     Value,
 )
+from parsim.units import format_count
 
 SCHEMA_VERSION = 5
 GRANULARITIES = ("block", "sublayer", "layer")
@@ -45,6 +46,12 @@ class Model:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     source: str = ""
+
+    def __repr__(self) -> str:
+        """One line: its components and sizes."""
+        parameters, flop = format_count(self.parameter_count), format_count(self.forward_flop)
+        parts = f"{len(self.components)} components ({self.granularity})"
+        return f"Model({self.name}: {parts}, {parameters} parameters, {flop} flop forward per sample)"
 
     def __post_init__(self) -> None:
         names = [component.name for component in self.components]

@@ -77,6 +77,10 @@ class Plan:
     zero_stage: int = 0
     recompute: Recompute = NONE
 
+    def __repr__(self) -> str:
+        """`Plan(dp pp=1 dp=8 tp=1 mb=1x128)`."""
+        return f"Plan({self.summary()})"
+
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise PlanError(f"unknown strategy {self.strategy!r}{near_matches(self.strategy, STRATEGIES)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,14 @@ from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.speed import step_at_speed
 from parsim.report.compare import Comparison, PaceComparison, compare, kind_intervals_s, relative_error
 from parsim.report.tables import format_error
-from parsim.schedule.search import Search
 from parsim.units import format_bytes, format_seconds
 from parsim.workflow.config import RunConfig
 from parsim.workflow.load import cluster_of, fixed_plan, is_saved_model, problem_of, search_plans
+from parsim.workflow.public.answer import Answer
+from parsim.workflow.public.prediction import Prediction
+from parsim.workflow.question import Question, taken_defaults
 from parsim.workflow.run_folder import RunFolder, write_json
+from parsim.workflow.this_machine import on_this_machine
 
 if TYPE_CHECKING:
     from parsim.execute.measurement import Measurement
@@ -40,29 +43,30 @@ PROGRESS = "parsim-progress "
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A run file with its plan: chosen by search, or given (then `search` is None)."""
+def ask(question: Question, *, top: int | None = None) -> Answer:
+    """Price the plan that the question fixes, or search the family that it names.
 
-    config: RunConfig
-    problem: PlanningProblem
-    evaluation: Evaluation
-    search: Search | None
-
-
-def answer(config: RunConfig) -> Answer:
-    """Price the plan the file names, or the best of the family it names.
+    Args:
+        top: keep so many plans over all families instead of the best of each.
 
     Where no plan fits, the evaluation is that of the fastest that does not: `run` refuses it, everything else shows it.
 
     Raises: ConfigError, ModelError, ProfileError, PlanError, CostError, ScheduleError.
     """
-    problem = problem_of(config)
-    plan = fixed_plan(problem, config)
+    question = replace(question, config=on_this_machine(question.config, question.model))
+    problem = problem_of(question.config, model=question.model, cluster=question.cluster)
+    question = question.on_devices(problem.cluster.size)
+    plan = fixed_plan(problem, question.config)
     if plan is not None:
-        return Answer(config=config, problem=problem, evaluation=evaluate(problem, plan), search=None)
-    found = search_plans(problem, config)
-    return Answer(config=config, problem=problem, evaluation=found.chosen or found.candidates[0], search=found)
+        evaluation = evaluate(problem, plan, reason="the plan that was asked for")
+        return Answer(question=question, problem=problem, evaluation=evaluation, search=None)
+    found = search_plans(problem, question.config, top=top)
+    return Answer(question=question, problem=problem, evaluation=found.chosen or found.candidates[0], search=found)
+
+
+def answer(config: RunConfig) -> Answer:
+    """The same for a config alone."""
+    return ask(Question(config=config, assumed=taken_defaults(config), name=config.model.name))
 
 
 def check_launchable(config: RunConfig) -> None:
@@ -74,7 +78,7 @@ def check_launchable(config: RunConfig) -> None:
         )
 
 
-def check_runnable(asked: Answer, nproc: int | None) -> None:
+def check_runnable(asked: Prediction, nproc: int | None) -> None:
     """Raise unless the plan fits its devices and takes `nproc` processes (None: as many as it needs).
 
     Raises: DoesNotFitError, ExecutionError, ModelError, PlanError.
@@ -86,6 +90,12 @@ def check_runnable(asked: Answer, nproc: int | None) -> None:
         raise DoesNotFitError(
             f"the plan ({plan.summary()}) cannot fit: {worst.describe()}; use more devices or microbatches, a smaller "
             "training.global_batch, or another plan.strategy"
+        )
+    if asked.given != "name":
+        what = "an nn.Module" if asked.given == "module" else "a Model"
+        raise ModelError(
+            f"{asked.config.model.name} was given as {what}: it can be planned and simulated, but every process of a run must "
+            'build its own; put the code that makes it into a function and give "package.module:function" as the model'
         )
     if is_saved_model(Path(asked.config.model.name)):
         raise ModelError(
@@ -102,8 +112,8 @@ def check_runnable(asked: Answer, nproc: int | None) -> None:
     check_executable(training.precision, training.dtype, device_kind(asked))
 
 
-def with_every_rank(asked: Answer) -> Answer:
-    """The answer with every rank simulated: what is measured has every rank, and is compared task by task."""
+def with_every_rank(asked: Prediction) -> Prediction:
+    """The prediction with every rank simulated: what is measured has every rank, and is compared task by task."""
     return replace(asked, evaluation=every_rank(asked.problem, asked.evaluation))
 
 
@@ -114,7 +124,7 @@ def every_rank(problem: PlanningProblem, evaluation: Evaluation) -> Evaluation:
     return evaluate(problem, evaluation.result.plan, reason=evaluation.result.reason, fold=False)
 
 
-def run_spec(asked: Answer, name: str, model_path: Path) -> RunSpec:
+def run_spec(asked: Prediction, name: str, model_path: Path) -> RunSpec:
     """The answer's plan as the executor takes it."""
     training = asked.config.training
     return RunSpec(
@@ -134,12 +144,12 @@ def run_spec(asked: Answer, name: str, model_path: Path) -> RunSpec:
     )
 
 
-def device_kind(asked: Answer) -> str:
+def device_kind(asked: Prediction) -> str:
     """ "cpu" or "cuda", as the profile's first device says."""
     return asked.problem.cluster.devices[0].type.kind
 
 
-def warn_of_profile(asked: Answer) -> list[str]:
+def warn_of_profile(asked: Prediction) -> list[str]:
     """What has changed since the profile was measured, also on stderr: what is now run is held against its predictions."""
     warnings = differences_from_here(asked.problem.cluster.profile)
     for warning in warnings:
@@ -147,7 +157,7 @@ def warn_of_profile(asked: Answer) -> list[str]:
     return list(warnings)
 
 
-def launch_job(job: Job, folder: RunFolder, say: Say, asked: Answer | None = None) -> None:
+def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None = None) -> None:
     """Save the job beside its run and launch it; environment.json says in which numbers it computed.
 
     Args:
@@ -176,7 +186,7 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Answer | None = Non
     write_json(folder.environment, {**environment, "execution": execution})
 
 
-def levels_of(asked: Answer, seen: Measurement) -> list[dict[str, Any]]:
+def levels_of(asked: Prediction, seen: Measurement) -> list[dict[str, Any]]:
     """Memory of every rank as several parties counted it, beside what was predicted of it (`parsim.report.memory_levels`)."""
     from parsim.report.memory_levels import memory_levels
 
@@ -190,14 +200,12 @@ def visible_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def nearest_that_fits(asked: Answer) -> str:
+def nearest_that_fits(asked: Prediction) -> str:
     """The fastest plan of the search that needs less memory than the one that ran out of it, in words; "" without a search."""
-    if asked.search is None:
+    if not asked.among:
         return ""
     failed = max(asked.evaluation.result.peak_memory_bytes)
-    smaller = [
-        entry.result for entry in asked.search.candidates if entry.result.fits and max(entry.result.peak_memory_bytes) < failed
-    ]
+    smaller = [entry.result for entry in asked.among if entry.result.fits and max(entry.result.peak_memory_bytes) < failed]
     if not smaller:
         return "None of the plans that were compared needs less memory."
     best = min(smaller, key=lambda result: result.step_s.median)
@@ -266,7 +274,7 @@ def typical_step(seen: Measurement) -> int:
     return order[len(order) // 2]
 
 
-def ask_again(folder: RunFolder) -> Answer:
+def ask_again(folder: RunFolder) -> Prediction:
     """The question of a run folder, priced anew from the profile, its history and the plan that lie in it.
 
     Raises: ConfigError if it is no whole run folder.
@@ -287,10 +295,10 @@ def ask_again(folder: RunFolder) -> Answer:
         optimizer=config.training.optimizer,
     )
     fold = False if folder.job.is_file() else None
-    return Answer(config=config, problem=problem, evaluation=evaluate(problem, plan, fold=fold), search=None)
+    return Prediction(config=config, problem=problem, evaluation=evaluate(problem, plan, fold=fold))
 
 
-def reopen(path: Path) -> tuple[RunFolder, Answer, str]:
+def reopen(path: Path) -> tuple[RunFolder, Prediction, str]:
     """A folder that was run: its question asked again, and the name of its run.
 
     Raises: ConfigError if it is no run folder; ExecutionError if it was never run.

@@ -70,6 +70,8 @@ class ModelSection(ConfigSection):
     """One sample: [channels, height, width], or [seq] for tokens; left out: what the model was made for."""
     granularity: Granularity = "block"
     """What is placed, priced and run as one component: blocks, their halves (attention, feed-forward), or single layers."""
+    import_folder: Name | None = None
+    """Where the module of "package.module:factory" lies; left out: beside the run file, else on the import path."""
 
 
 class ClusterSection(ConfigSection):
@@ -270,13 +272,14 @@ def _is_path(name: str) -> bool:
 
 _PATH_KEYS = (
     ("model", "name"),
+    ("model", "import_folder"),
     ("cluster", "profile"),
     ("cluster", "history"),
     ("cluster", "network"),
     ("plan", "strategy"),
     ("training", "data_root"),
 )
-_ALWAYS_PATHS = ("data_root", "history")
+_ALWAYS_PATHS = ("data_root", "history", "import_folder")
 
 
 def _make_paths_absolute(document: Mapping[str, Any], folder: Path) -> None:

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from parsim.schedule.search import Search
 
 
-def problem_of(config: RunConfig) -> PlanningProblem:
+def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluster | None = None) -> PlanningProblem:
     """Load the model and the profile that the file names.
+
+    Args:
+        model, cluster: instead of those that the file names.
 
     Raises: ModelError, ProfileError; ConfigError for pins and forbids that the model cannot follow.
     """
@@ -28,7 +31,8 @@ def problem_of(config: RunConfig) -> PlanningProblem:
     from parsim.predict.planning_problem import PlanningProblem
     from parsim.schedule.by_hand import forbids_by_pattern, parse_placements, pins_by_pattern
 
-    cluster, model = cluster_of(config), model_of(config)
+    cluster = cluster_of(config) if cluster is None else cluster
+    model = model_of(config) if model is None else model
     pins = pins_by_pattern(parse_placements(config.plan.pin), model, cluster.size)
     return PlanningProblem(
         model=model,

@@ -19,13 +19,13 @@ from parsim.report.compare import MINIMUM_ROUNDS, relative_error
 if TYPE_CHECKING:
     from parsim.execute.measurement import Measurement
     from parsim.report.compare import Comparison
-    from parsim.workflow.ask import Answer
     from parsim.workflow.config import RunConfig
+    from parsim.workflow.public.prediction import Prediction
 
 VERSIONS = ("python", "torch", "numpy", "parsim")
 
 
-def record_of(asked: Answer, seen: Measurement, comparison: Comparison, session: str | None = None) -> ValidationRecord:
+def record_of(asked: Prediction, seen: Measurement, comparison: Comparison, session: str | None = None) -> ValidationRecord:
     """What was predicted before any correction, and what was measured.
 
     Args:
@@ -57,7 +57,7 @@ def record_of(asked: Answer, seen: Measurement, comparison: Comparison, session:
     )
 
 
-def remember(asked: Answer, record: ValidationRecord) -> dict[str, Any]:
+def remember(asked: Prediction, record: ValidationRecord) -> dict[str, Any]:
     """Append the record to the history that the run file's profile has; says where, or why not."""
     table, profile = asked.config.cluster, asked.problem.cluster.profile
     path = history_path(table.profile, table.history)
@@ -81,7 +81,7 @@ def updatable(config: RunConfig) -> Path:
     return path
 
 
-def update_profile(asked: Answer, seen: Measurement, comparison: Comparison, record: ValidationRecord) -> dict[str, Any]:
+def update_profile(asked: Prediction, seen: Measurement, comparison: Comparison, record: ValidationRecord) -> dict[str, Any]:
     """Write into the profile what the run showed it to be wrong by; says what changed.
 
     Raises:

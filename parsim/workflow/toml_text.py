@@ -53,11 +53,11 @@ def merge(base: dict[str, Any], change: Mapping[str, Any], path: str) -> None:
 def table_text(name: str, section: Mapping[str, Any]) -> str:
     """One table; nested tables stand in line."""
     lines = [f"[{name}]"]
-    lines += [f"{key} = {_toml(value)}" for key, value in section.items()]
+    lines += [f"{key} = {value_text(value)}" for key, value in section.items()]
     return "\n".join(lines) + "\n"
 
 
-def _toml(value: object) -> str:
+def value_text(value: object) -> str:
     """One TOML value on one line."""
     match value:
         case bool():
@@ -67,13 +67,13 @@ def _toml(value: object) -> str:
         case float():
             return repr(value) if math.isfinite(value) else {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
         case list() | tuple():
-            return "[" + ", ".join(_toml(entry) for entry in value) + "]"
+            return "[" + ", ".join(value_text(entry) for entry in value) + "]"
         case dict():
-            pairs = (f"{_toml_key(str(key))} = {_toml(entry)}" for key, entry in value.items())
+            pairs = (f"{_toml_key(str(key))} = {value_text(entry)}" for key, entry in value.items())
             return "{ " + ", ".join(pairs) + " }" if value else "{}"
         case _:
             return str(value)
 
 
 def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else value_text(key)

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from parsim.workflow.public.prediction import describe
 from parsim.workflow.run_folder import RunFolder, write_json
 
 if TYPE_CHECKING:
-    from parsim.predict.evaluate import Evaluation
-    from parsim.workflow.ask import Answer
+    from parsim.workflow.public.prediction import Prediction
 
 
-def describe(evaluation: Evaluation) -> dict[str, Any]:
-    """PlanResult.to_dict() with `breakdown` and `memory` per rank."""
-    return evaluation.result.to_dict() | {
-        "breakdown": [asdict(rank) | {"step_s": rank.step_s} for rank in evaluation.breakdown],
-        "memory": [
-            {
-                "rank": rank.rank,
-                "lines": dict(rank.lines),
-                "spreads": {name: {"p05_bytes": low, "p95_bytes": high} for name, low, high in rank.spreads},
-                "total_bytes": rank.total_bytes,
-                "p05_bytes": rank.low_bytes,
-                "p95_bytes": rank.high_bytes,
-                "limit_bytes": rank.limit_bytes,
-                "fits": rank.fits,
-            }
-            for rank in evaluation.memory
-        ],
-    }
-
-
-def write_prediction(folder: RunFolder, asked: Answer) -> None:
+def write_prediction(folder: RunFolder, asked: Prediction) -> None:
     """The question, result.json, predicted-timeline.json.gz, trace.json and report.html of a plan that was not run."""
     from parsim.execute.processes.environment import describe_environment
     from parsim.workflow.write_report import write_run_files

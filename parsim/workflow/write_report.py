@@ -14,7 +14,8 @@ from parsim.report.compare import Comparison
 from parsim.report.coverage import coverage_figures, coverage_tables
 from parsim.report.html import ReportData, ReportRun, ReportSection, write_report
 from parsim.report.profile_table import calibration_table
-from parsim.workflow.ask import Answer, typical_step
+from parsim.workflow.ask import typical_step
+from parsim.workflow.public.prediction import Prediction
 from parsim.workflow.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def write_run_files(
-    folder: RunFolder, asked: Answer, seen: Measurement | None = None, comparison: Comparison | None = None
+    folder: RunFolder, asked: Prediction, seen: Measurement | None = None, comparison: Comparison | None = None
 ) -> None:
     """predicted-timeline.json.gz, trace.json and report.html; of a plan that was run also the measured timeline.json.gz."""
     evaluation, problem = asked.evaluation, asked.problem
@@ -53,10 +54,8 @@ def write_run_files(
     write_report(data, folder.report)
 
 
-def _results(asked: Answer) -> Sequence[dict[str, object]]:
-    if asked.search is None:
-        return [asked.evaluation.result.to_dict()]
-    return [candidate.result.to_dict() for candidate in asked.search.candidates]
+def _results(asked: Prediction) -> Sequence[dict[str, object]]:
+    return [candidate.result.to_dict() for candidate in asked.among or (asked.evaluation,)]
 
 
 def report_run(evaluation: Evaluation, seen: Measurement | None, comparison: Comparison | None) -> ReportRun:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from parsim.cli import COMMANDS, main
-from parsim.commands.calibrate import calibration_cases, local_batches
 from parsim.costs.communication.collectives import busbw_bytes_per_s
 from parsim.model.spec import ModelSpec, load_model
 from parsim.plans.plan import Plan
+from parsim.workflow.calibration import calibration_cases, local_batches
 from parsim.workflow.config import parse_config
 
 RUN_TOML = """

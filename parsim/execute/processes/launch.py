@@ -13,8 +13,10 @@ import json
 import os
 import re
 import signal
+import site
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -112,7 +114,22 @@ def _environment(mark: str, extra: Mapping[str, str] | None) -> dict[str, str]:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     for inherited in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         environment.pop(inherited, None)
+    if folders := _import_folders():
+        environment["PYTHONPATH"] = os.pathsep.join(folders)
     return {**environment, **(extra or {}), MARK_VARIABLE: mark, PARENT_VARIABLE: str(os.getpid())}
+
+
+def _import_folders() -> list[str]:
+    """Where this process finds modules beside the installed ones, for the ranks: PYTHONPATH, the folder of a script, the
+    current directory, and that of a run file."""
+    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
+    installed = {Path(place).resolve() for place in (*places, *site.getsitepackages(), site.getusersitepackages())}
+    found = []
+    for entry in sys.path:
+        folder = Path(entry or os.curdir).resolve()
+        if folder.is_dir() and not any(folder.is_relative_to(place) for place in installed):
+            found.append(str(folder))
+    return list(dict.fromkeys(found))
 
 
 def _watch(process: subprocess.Popen[bytes], output: _Output, timeout_s: float | None) -> bool:

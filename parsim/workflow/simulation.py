@@ -1,38 +1,76 @@
-"""`parsim simulate --scenario`: a scenario played for the plan of a run file, as JSON and as tables."""
+"""`parsim simulate`: one step of one plan, as it is or in a scenario, and with a scenario the whole run."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from parsim.errors import ConfigError
+from parsim.predict.evaluate import MANY_RANKS, evaluate
+from parsim.predict.forecast import Played
+from parsim.workflow.ask import ask, with_every_rank
+from parsim.workflow.public.prediction import Prediction
+from parsim.workflow.question import Question
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from parsim.predict.forecast import Forecast
     from parsim.report.tables import ReportTable
-    from parsim.workflow.ask import Answer
+
+Engine = Literal["static", "dynamic"]
+
+
+def simulate_question(
+    question: Question, *, engine: Engine = "static", scenario: Path | None = None, whole_run: bool = False
+) -> Prediction:
+    """Simulate one step of the plan that the question fixes, or of the best of the family it names.
+
+    Args:
+        engine: numba arrays, or SimPy processes. scenario: stragglers, links, failures; needs the dynamic engine.
+        whole_run: to the end of training, by the scenario's table [run].
+
+    Up to 64 ranks each rank is simulated; beyond, those that are interchangeable once.
+
+    Raises: ConfigError for options that need one another, ScenarioError; else as `ask`.
+    """
+    check_options(engine, scenario, whole_run)
+    return simulate_prediction(ask(question).prediction, engine=engine, scenario=scenario, whole_run=whole_run)
+
+
+def simulate_prediction(
+    asked: Prediction, *, engine: Engine = "static", scenario: Path | None = None, whole_run: bool = False
+) -> Prediction:
+    """The same for a plan that is predicted already."""
+    check_options(engine, scenario, whole_run)
+    if engine != "static":
+        result = asked.result
+        asked = replace(asked, evaluation=evaluate(asked.problem, result.plan, engine=engine, reason=result.reason))
+    elif asked.plan.world_size <= MANY_RANKS:
+        asked = with_every_rank(asked)
+    asked = replace(asked, engine=engine)
+    return asked if scenario is None else play(asked, scenario, whole_run)
 
 
 def check_options(engine: str, scenario: Path | None, whole_run: bool) -> None:
-    """Raises ConfigError for options that need one another."""
+    """Raises ConfigError for options that need one another, and for an engine that is none."""
+    if engine not in ("static", "dynamic"):
+        raise ConfigError(f"engine {engine!r} is unknown; it is static or dynamic")
     if whole_run and scenario is None:
         raise ConfigError("--whole-run needs --scenario FILE with a table [run]; add it")
     if scenario is not None and engine != "dynamic":
         raise ConfigError(f"a scenario is played by the dynamic engine, but the engine is {engine}; add --engine dynamic")
 
 
-def play(asked: Answer, path: Path, whole_run: bool) -> tuple[Answer, dict[str, Any]]:
-    """The answer with one step as the scenario has it, and the document's part about the scenario.
+def play(asked: Prediction, path: Path, whole_run: bool) -> Prediction:
+    """The prediction with one step as the scenario has it, and what came of the scenario.
 
     Raises ScenarioError: a file that cannot be read, or that does not fit the plan or the cluster.
     """
     from parsim.engines.scenario.scenario import load_scenario
-    from parsim.predict.forecast import Played
 
     scenario = load_scenario(path)
     played = Played(problem=asked.problem, evaluation=asked.evaluation, scenario=scenario)
@@ -45,10 +83,10 @@ def play(asked: Answer, path: Path, whole_run: bool) -> tuple[Answer, dict[str, 
     }
     if whole_run:
         document["whole_run"] = describe_run(played.whole_run(asked.config.training.epochs), played)
-    return replace(asked, evaluation=step), document
+    return replace(asked, evaluation=step, scenario=document)
 
 
-def describe_run(forecast: Forecast, played: Any) -> dict[str, Any]:
+def describe_run(forecast: Forecast, played: Played) -> dict[str, Any]:
     """Plain JSON values."""
     from parsim.engines.scenario.course import KINDS
 

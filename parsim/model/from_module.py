@@ -1,0 +1,69 @@
+"""The Model of an nn.Module that the caller already has, with its loss: what `parsim.plan(module, ...)` plans with."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from parsim.errors import ModelError
+from parsim.model.model import Model
+from parsim.model.tracing.trace import require_torch, split_inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def model_from_module(
+    module: nn.Module,
+    example_inputs: Any = None,
+    *,
+    input_shape: tuple[int, ...] | None = None,
+    granularity: str = "block",
+    loss: str | None = None,
+    name: str | None = None,
+) -> Model:
+    """Trace a module on fake tensors, and add its loss as the last component.
+
+    Args:
+        example_inputs: a batch as the module takes it (a Tensor, a tuple or a dict; dim 0 is the batch).
+        input_shape: of one sample, instead of `example_inputs`; integers below the table's size where the sample has one dim
+            and the module an nn.Embedding, else floats.
+        loss: "cross_entropy" or "mse"; left out: mse for one number per sample, else cross_entropy over the last dim.
+
+    Raises:
+        ModelError: not a module, or neither inputs nor a shape. TraceError: the module cannot be cut into components.
+        MissingDependencyError: without torch.
+    """
+    require_torch("trace a module")
+    from torch import nn
+
+    from parsim.model.tracing.recording import run_recorded
+    from parsim.model.tracing.traced import model_of
+
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"{type(module).__name__} is no model: give the name of one, a run file, a parsim.Model or a torch.nn.Module"
+        )
+    if example_inputs is None:
+        if input_shape is None:
+            raise ModelError(
+                f"{type(module).__name__} needs an input: give input_shape, the shape of one sample such as (3, 224, 224), or "
+                "example_inputs, a batch as the module takes it"
+            )
+        example_inputs = _zeros(module, input_shape)
+    args, kwargs = split_inputs(example_inputs)
+    if loss is None:
+        recording = run_recorded(module, args, kwargs, loss="mse")
+        assert recording.logits_value is not None, "a recording with a loss has logits"
+        output = tuple(recording.tensors[recording.logits_value].shape[1:])
+        loss = "mse" if math.prod(output) == 1 else "cross_entropy"
+    return model_of(module, args, kwargs, granularity=granularity, name=name, loss=loss)
+
+
+def _zeros(module: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
+    """A batch of two samples."""
+    import torch
+    from torch import nn
+
+    tokens = len(input_shape) == 1 and any(isinstance(part, nn.Embedding) for part in module.modules())
+    return torch.zeros((2, *input_shape), dtype=torch.long if tokens else torch.float32)

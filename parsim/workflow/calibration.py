@@ -1,0 +1,129 @@
+"""Measure this machine: what a calibration of some models needs to measure, and the profile it leaves."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from parsim.errors import ConfigError
+from parsim.model.spec import ModelSpec
+from parsim.workflow.config import RunConfig
+from parsim.workflow.progress import progress
+
+if TYPE_CHECKING:
+    from calibration.rounds.request import CalibrationRequest
+    from parsim.hardware.profile import Profile
+
+DeviceKind = Literal["cpu", "cuda"]
+Leftover = Literal["require", "discard", "use"]
+
+SMALLEST_SHARE = 64
+"""Local batches down to this part of the global batch are measured: a plan cuts its batch into so many parts at most."""
+DEFAULT_BATCHES = (1, 4, 16)
+DEFAULT_OPTIMIZER = "sgd_momentum"
+
+CalibrationCase = tuple[ModelSpec, tuple[int, ...]]
+
+
+def calibration_request(
+    configs: Sequence[RunConfig] = (),
+    models: Sequence[str] = (),
+    *,
+    batches: tuple[int, ...] = DEFAULT_BATCHES,
+    optimizers: Sequence[str] = (),
+    device: DeviceKind = "cpu",
+    nproc: int | None = None,
+    precision: str | None = None,
+    quick: bool = False,
+) -> CalibrationRequest:
+    """What to measure for these questions, and for these models of the zoo at these local batches.
+
+    Args:
+        nproc: ranks that measure at once; None: the most devices a question asks for by number, else one per GPU or core.
+        precision: None: that of the questions on a GPU; a CPU computes in fp32 whatever is simulated.
+        quick: fewer rounds and sizes.
+
+    Raises: ConfigError.
+    """
+    from calibration.rounds.request import CalibrationRequest
+
+    named = (*optimizers, *(config.training.optimizer for config in configs)) or (DEFAULT_OPTIMIZER,)
+    return CalibrationRequest(
+        models=calibration_cases(configs, models, batches),
+        device=device,
+        nproc=nproc or _asked_ranks(configs) or ranks_here(device),
+        optimizers=tuple(dict.fromkeys(named)),
+        precision=precision or _asked_precision(configs, device),
+        quick=quick,
+        granularities=tuple(dict.fromkeys(config.model.granularity for config in configs)) or ("block",),
+    )
+
+
+def measure_machine(request: CalibrationRequest, out: Path, *, leftover: Leftover = "use") -> Profile:
+    """Calibrate, and write the profile at `out`; progress goes to stderr.
+
+    Args:
+        leftover: what to do with what a stopped calibration of `out` left.
+
+    Raises: MissingDependencyError, ConfigError, ProfileError, ExecutionError: see `calibration.rounds.calibrate`.
+    """
+    from calibration.rounds.calibrate import calibrate
+
+    with progress(f"Calibrating {len(request.models)} model(s) on {request.nproc} {request.device} rank(s)") as say:
+        return calibrate(request, out, on_line=say, leftover=leftover)
+
+
+def calibration_cases(
+    configs: Sequence[RunConfig], models: Sequence[str], batches: tuple[int, ...]
+) -> tuple[CalibrationCase, ...]:
+    """Each model once, with every local batch that one of its plans may use."""
+    wanted: dict[ModelSpec, set[int]] = {}
+    for config in configs:
+        wanted.setdefault(config.model_spec, set()).update(local_batches(config.training.global_batch))
+    for name in models:
+        wanted.setdefault(ModelSpec(name=name), set()).update(batches)
+    return tuple((spec, tuple(sorted(sizes))) for spec, sizes in wanted.items())
+
+
+def local_batches(global_batch: int) -> set[int]:
+    """The global batch and its halves, quarters, ... down to a 64th: replicas and microbatches divide it so."""
+    parts = (2**power for power in range(SMALLEST_SHARE.bit_length()))
+    return {global_batch // part for part in parts if global_batch % part == 0}
+
+
+def device_here() -> DeviceKind:
+    """ "cuda" where torch sees a GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def ranks_here(device: DeviceKind) -> int:
+    """One per GPU or core."""
+    if device == "cuda":
+        import torch
+
+        return max(1, torch.cuda.device_count())
+    from parsim.execute.processes.pinning import available_cores
+
+    return len(available_cores())
+
+
+def _asked_precision(configs: Sequence[RunConfig], device: DeviceKind) -> str:
+    """What the questions train in on a GPU, else fp32. Raises ConfigError where they differ."""
+    asked = {config.training.precision for config in configs} if device == "cuda" else set()
+    if len(asked) > 1:
+        raise ConfigError(
+            f"the files train in {' and '.join(sorted(asked))}; a profile is measured in one: choose it with --precision"
+        )
+    return next(iter(asked), "fp32")
+
+
+def _asked_ranks(configs: Sequence[RunConfig]) -> int | None:
+    """The most devices a file asks for by number."""
+    asked = [len(chosen) if isinstance(chosen, list) else chosen for config in configs if (chosen := config.devices)]
+    return max(asked, default=None)

@@ -1,0 +1,212 @@
+"""An Answer: the plans of a question, ranked, and the one to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from parsim.errors import DoesNotFitError
+from parsim.predict.evaluate import Evaluation
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.result import PlanResult
+from parsim.schedule.search import Search
+from parsim.units import format_bytes, format_percent, format_seconds
+from parsim.workflow.config import RunConfig
+from parsim.workflow.public.frames import plans_frame
+from parsim.workflow.public.prediction import Prediction
+from parsim.workflow.question import Question, assumed_text
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from parsim.report.tables import ReportTable
+
+PLANS_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answer:
+    """What `parsim.plan` found.
+
+    Attributes:
+        question: what was asked, and the defaults it took. problem: the same with the model and the cluster loaded.
+        search: the plans that were compared; None where the question fixed the plan. evaluation: of the plan that was chosen,
+            or of the fastest that does not fit where none does.
+    """
+
+    question: Question
+    problem: PlanningProblem
+    search: Search | None
+    evaluation: Evaluation
+
+    @property
+    def config(self) -> RunConfig:
+        return self.question.config
+
+    @property
+    def fits(self) -> bool:
+        """Whether any plan fits."""
+        return self.evaluation.result.fits
+
+    @property
+    def status(self) -> str:
+        """ "best_of_candidates", "given" (the question fixed the plan) or "infeasible" (no plan fits)."""
+        if self.search is not None:
+            return self.search.status
+        return "given" if self.fits else "infeasible"
+
+    @property
+    def prediction(self) -> Prediction:
+        """The plan to take; where none fits, the fastest that does not."""
+        return self._predicted(self.evaluation)
+
+    @property
+    def chosen(self) -> Prediction:
+        """The plan to take. Raises DoesNotFitError where no plan fits: `prediction` is the fastest of those."""
+        if not self.fits:
+            raise DoesNotFitError(f"{self.sentence()} There is no chosen plan; see answer.candidates")
+        return self.prediction
+
+    @property
+    def candidates(self) -> tuple[Prediction, ...]:
+        """The best plan of each family, those that fit first, the fastest first."""
+        return tuple(self._predicted(entry) for entry in self._ranked)
+
+    @property
+    def assumed(self) -> dict[str, Any]:
+        """The defaults that were taken, by their key in a run file."""
+        return dict(self.question.assumed)
+
+    @property
+    def _ranked(self) -> tuple[Evaluation, ...]:
+        return (self.evaluation,) if self.search is None else self.search.candidates
+
+    def _predicted(self, evaluation: Evaluation) -> Prediction:
+        return Prediction(
+            config=self.config,
+            problem=self.problem,
+            evaluation=evaluation,
+            among=() if self.search is None else self.search.candidates,
+            given=self.question.given,
+            assumed=self.question.assumed,
+        )
+
+    def table(self) -> pd.DataFrame:
+        """The ranked plans, one row each.
+
+        Columns: strategy, plan (its summary), chosen, step_s with its 90% interval step_p05_s and step_p95_s (seconds),
+        throughput_samples_per_s, communication_fraction (exposed communication over the step), communication_busy_fraction,
+        exposed_communication_s, bubble_fraction, peak_memory_bytes (of the fullest rank), fits, reason.
+        """
+        return plans_frame([entry.result for entry in self._ranked], self._chosen_row())
+
+    def sentence(self) -> str:
+        """The answer in one sentence."""
+        problem, prediction = self.problem, self.prediction
+        size = f"{problem.cluster.size} device{'' if problem.cluster.size == 1 else 's'}"
+        where = f"{problem.model.name} on {problem.cluster.name} ({size}), global batch {problem.global_batch}"
+        if self.fits:
+            return f"{where}: train with {prediction.plan.summary()}, {prediction.headline()}."
+        return f"{where}: {self.verdict()}"
+
+    def verdict(self) -> str:
+        """The choice, how it was made, and how far it can be from the best; or what would have to change."""
+        return _verdict(self.to_dict())
+
+    def lines(self) -> list[str]:
+        """What stands below the table: families without a plan, the verdict, and the defaults that were taken."""
+        skipped = () if self.search is None else self.search.skipped
+        return [
+            *(f"{name}: {why}" for name, why in skipped),
+            self.verdict(),
+            *filter(None, [assumed_text(self.question.assumed)]),
+        ]
+
+    def report(self) -> ReportTable:
+        """The ranked table as texts."""
+        from parsim.report.tables import strategy_table
+
+        results = [entry.result.to_dict() for entry in self._ranked]
+        row = self._chosen_row()
+        return strategy_table(results, chosen=None if row is None else results[row], title="")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, as `parsim plan --json` prints it."""
+        document = self._given() if self.search is None else self.search.to_dict()
+        return document | {"assumed": _plain(self.assumed)}
+
+    def _given(self) -> dict[str, Any]:
+        """A plan that was given, as the search would show it."""
+        result = self.evaluation.result
+        median = result.step_s.median
+        return {
+            "candidates": [result.to_dict()],
+            "chosen": result.to_dict() if result.fits else None,
+            "status": self.status,
+            "lower_bound_s": result.lower_bound_s,
+            "gap": max(0.0, (median - result.lower_bound_s) / median) if result.fits and median else 1.0,
+            "judged": 1,
+            "skipped": {},
+        }
+
+    def _chosen_row(self) -> int | None:
+        from parsim.schedule.search import same_program
+
+        if not self.fits:
+            return None
+        plan = self.evaluation.result.plan
+        return next(number for number, entry in enumerate(self._ranked) if same_program(entry.result.plan, plan))
+
+    def __str__(self) -> str:
+        from parsim.report.tables import to_text
+
+        return f"{self.sentence()}\n\n{to_text(self.report())}" + "\n".join(self.lines())
+
+    def __repr__(self) -> str:
+        rows = [_short_row(entry.result) for entry in self._ranked]
+        more = [f"  ... and {len(rows) - PLANS_SHOWN} more"] if len(rows) > PLANS_SHOWN else []
+        return "\n".join([f"Answer: {self.sentence()}", *rows[:PLANS_SHOWN], *more])
+
+    def _repr_html_(self) -> str:
+        from parsim.report.notebook import paragraph_html, table_html
+
+        return "".join(
+            [paragraph_html(self.sentence()), table_html(self.report()), *(paragraph_html(line) for line in self.lines())]
+        )
+
+
+def _short_row(result: PlanResult) -> str:
+    step, peak = format_seconds(result.step_s.median), format_bytes(max(result.peak_memory_bytes))
+    return f"  {result.plan.summary()[:80]}: {step}, {peak}{'' if result.fits else ', does not fit'}"
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def _verdict(document: dict[str, Any]) -> str:
+    chosen = document["chosen"]
+    if chosen is None:
+        nearest = min(document["candidates"], key=lambda candidate: max(candidate["peak_memory_bytes"]))
+        return (
+            f"No plan fits. The nearest is {nearest['plan_summary']}: devices of "
+            f"{format_bytes(max(nearest['peak_memory_bytes']))} would do; or use more devices, a smaller batch, or a higher "
+            "zero_stage (3 divides all that can be)."
+        )
+    return (
+        f"Chosen: {chosen['plan_summary']}, {format_seconds(chosen['step_s']['median'])} per step. "
+        f"Status {document['status']}; {document['judged']} plans judged; none of them can take less than "
+        f"{format_seconds(document['lower_bound_s'])} (gap {format_percent(document['gap'])}).{_placements(document)}"
+    )
+
+
+def _placements(document: dict[str, Any]) -> str:
+    """How the solver of placements vouches for the best one on a single stage."""
+    solved = [entry for entry in document.get("placements", ()) if entry["seconds"] is not None]
+    if not solved:
+        return ""
+    best = min(solved, key=lambda entry: float(entry["seconds"]))
+    return (
+        f"\nPlacements of single components on one stage: {best['status']}, {format_seconds(best['seconds'])} under the cost "
+        f"model, gap {format_percent(best['gap'])}."
+    )

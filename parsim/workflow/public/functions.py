@@ -1,0 +1,507 @@
+"""What `import parsim` offers as functions: the commands' own work, with data as the result.
+
+Progress goes to stderr. Every error a user can cause is a `parsim.ParsimError` that says the rule, the value and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from parsim.errors import ConfigError
+from parsim.hardware.cluster import Cluster
+from parsim.model.model import Model
+from parsim.workflow.config import MOST_SAMPLES, Granularity, Optimizer, Precision
+from parsim.workflow.progress import progress
+from parsim.workflow.public.answer import Answer
+from parsim.workflow.public.calibration import Calibration
+from parsim.workflow.public.cost_table import CostTable
+from parsim.workflow.public.measured import Measured
+from parsim.workflow.public.prediction import Prediction
+from parsim.workflow.question import Question, is_run_file, question_from_file, question_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    AskedModel = str | Path | Model | nn.Module
+    AskedCluster = str | Path | Cluster | Calibration
+
+Settings = Mapping[str, object]
+
+
+def plan(
+    model: AskedModel,
+    *,
+    cluster: AskedCluster | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+    optimizer: Optimizer | None = None,
+    strategy: str | Path | None = None,
+    devices: int | Sequence[int] | None = None,
+    nodes: int | None = None,
+    network: str | Path | None = None,
+    args: Mapping[str, object] | None = None,
+    input_shape: Sequence[int] | None = None,
+    example_inputs: Any = None,
+    settings: Settings | None = None,
+    overrides: Sequence[str] = (),
+    top: int | None = None,
+) -> Answer:
+    """Rank the ways of training a model on a cluster, and choose one.
+
+    Args:
+        model: a name of the zoo ("resnet50"), "package.module:factory", the path of a Hugging Face config.json, of a saved
+            Model or of a run file (which says everything else itself); or a Model, or an nn.Module.
+        cluster: a shipped profile by name, the path of one, "this-machine", a Cluster or a Calibration.
+        global_batch: samples per step over all replicas.
+        precision: "fp32", "tf32", "amp_fp16", "amp_bf16", "bf16" or "fp8". optimizer: "sgd", "sgd_momentum", "adam" or "adamw".
+        strategy: "single", "dp", "mp", "hp", "adaptive" (all of these), or the path of a plan.json.
+        devices: the first N of every node, or device numbers. nodes: copies of the cluster, joined by `network`.
+        args: keyword arguments of the model. input_shape: of one sample, such as (3, 224, 224); tokens: (seq,).
+        example_inputs: of an nn.Module, instead of input_shape: a batch as the module takes it.
+        settings: any further key of a run file, such as {"plan.zero_stage": 1}. overrides: the same as texts, as `--set` takes
+            them.
+        top: keep so many plans over all strategies instead of the best of each.
+
+    Returns:
+        The ranked plans. What was left open is in `assumed`. Where no plan fits, `fits` is False.
+
+    Raises:
+        ParsimError: ConfigError for a wrong or missing key, ModelError, ProfileError, PlanError, ScheduleError, CostError.
+
+    >>> answer = plan("mlp", cluster="dgx1-v100-32gb", global_batch=1024, devices=4, strategy="dp")
+    >>> answer.chosen.plan.summary()
+    'dp pp=1 dp=4 tp=1 mb=1x256'
+    >>> answer.assumed["training.precision"], answer.fits
+    ('fp32', True)
+    >>> list(answer.table().columns[:4])
+    ['strategy', 'plan', 'chosen', 'step_s']
+    """
+    keys = {
+        "training.precision": precision,
+        "training.optimizer": optimizer,
+        "plan.strategy": None if strategy is None else str(strategy),
+        "cluster.devices": devices if devices is None or isinstance(devices, int) else list(devices),
+        "cluster.nodes": nodes,
+        "cluster.network": None if network is None else str(network),
+        "model.args": None if args is None else dict(args),
+        "model.input_shape": None if input_shape is None else list(input_shape),
+    }
+    question = _question(model, cluster, global_batch, _merged(keys, settings), overrides, example_inputs)
+    return _ask(question, top=top)
+
+
+def simulate(
+    model: AskedModel | Answer | Prediction,
+    *,
+    cluster: AskedCluster | None = None,
+    global_batch: int | None = None,
+    strategy: str | Path | None = None,
+    engine: Literal["static", "dynamic"] = "static",
+    scenario: str | Path | None = None,
+    whole_run: bool = False,
+    example_inputs: Any = None,
+    settings: Settings | None = None,
+    overrides: Sequence[str] = (),
+) -> Prediction:
+    """Simulate one step of one plan, task by task: the best plan of a strategy, or one that was found before.
+
+    Args:
+        model, cluster, global_batch, strategy, example_inputs, settings, overrides: as `plan` takes them; or an Answer (the
+            plan it chose, or the fastest that does not fit) or a Prediction, which need nothing beside them.
+        engine: "static" (arrays) or "dynamic" (processes); both give the same timeline.
+        scenario: path of a scenario.toml: stragglers, links, failures; needs engine="dynamic".
+        whole_run: to the end of training, by the scenario's table [run].
+
+    Returns:
+        The prediction, with every rank simulated up to 64 ranks; a plan that does not fit has `fits` False.
+
+    Raises:
+        ParsimError: as `plan`; ScenarioError for a scenario that contradicts the plan or the cluster.
+
+    >>> predicted = simulate("mlp", cluster="dgx1-v100-32gb", global_batch=1024, strategy="dp")
+    >>> ranks = predicted.breakdown()
+    >>> len(ranks), bool((ranks.compute_s < ranks.step_s).all())
+    (8, True)
+    """
+    from parsim.workflow.simulation import check_options, simulate_prediction
+
+    path = None if scenario is None else Path(scenario)
+    check_options(engine, path, whole_run)
+    if isinstance(model, Answer | Prediction):
+        _check_nothing_beside(
+            model,
+            cluster=cluster,
+            global_batch=global_batch,
+            strategy=strategy,
+            settings=settings,
+            overrides=overrides or None,
+            example_inputs=example_inputs,
+        )
+        asked = model.prediction if isinstance(model, Answer) else model
+    else:
+        keys = {"plan.strategy": None if strategy is None else str(strategy)}
+        question = _question(model, cluster, global_batch, _merged(keys, settings), overrides, example_inputs)
+        asked = _ask(question).prediction
+    with progress(f"Simulating {asked.plan.summary()}"):
+        return simulate_prediction(asked, engine=engine, scenario=path, whole_run=whole_run)
+
+
+def run(
+    model: str | Path | Answer | Prediction,
+    *,
+    cluster: str | Path | Calibration | None = None,
+    global_batch: int | None = None,
+    nproc: int | None = None,
+    steps: int | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    checkpoint_every: int = 0,
+    adaptive: bool = False,
+    window_steps: int = 20,
+    settings: Settings | None = None,
+    overrides: Sequence[str] = (),
+) -> Measured:
+    """Train for real under a plan on this machine, and compare with the prediction. Blocks until the training has ended.
+
+    The processes are started by torchrun: a script needs no `if __name__ == "__main__"`.
+
+    Args:
+        model: a Prediction, an Answer (its chosen plan), or what `plan` takes by name, with cluster, global_batch and settings.
+        nproc: processes; left out: as many as the plan has ranks. Any other number is an error.
+        steps: to train; left out: as the question says, which is one pass over the data.
+        out: folder of the run; left out: a new one below runs/. resume: go on from the latest checkpoint in it.
+        checkpoint_every: steps between checkpoints; 0: at the end only.
+        adaptive: measure on the way, looking every `window_steps` steps, and change plan where that pays.
+
+    Raises:
+        ParsimError: DoesNotFitError, PlanError (more or fewer processes than ranks, several nodes), ModelError (a model given
+            as a value, which the processes cannot build), ExecutionError (a rank failed).
+    """
+    from parsim.workflow.ask import check_launchable
+    from parsim.workflow.train import check_options, train
+
+    check_options(adaptive=adaptive, resume=resume, out=out)
+    asked, name = _predicted(model, cluster, global_batch, settings, overrides, before=check_launchable)
+    if steps is not None:
+        training = asked.config.training.model_copy(update={"steps": _positive("steps", steps)})
+        asked = replace(asked, config=asked.config.model_copy(update={"training": training}))
+    return train(
+        asked,
+        nproc=nproc,
+        out=None if out is None else Path(out),
+        name=name,
+        resume=resume,
+        checkpoint_every=checkpoint_every,
+        adaptive=adaptive,
+        window_steps=window_steps,
+    )
+
+
+def validate(
+    target: str | Path | Answer | Prediction,
+    *,
+    out: str | Path | None = None,
+    rounds: int = 10,
+    tasks: bool = False,
+    history: str | Path | None = None,
+    session: str | None = None,
+    update: bool = False,
+    overrides: Sequence[str] = (),
+) -> Measured:
+    """Was the prediction right? Of a run that is there, or of a plan measured in rounds; remembered beside the profile.
+
+    Args:
+        target: the folder of a run; or what is measured anew: a run file, a Prediction or an Answer.
+        rounds: measured of a new run, at least 4: the A/A floor splits them. tasks: keep every task in the JSON.
+        history: record the validation here instead of beside the profile.
+        session: name of measurements made together; none of them tests what another one taught.
+        update: write into the profile what the run shows it to be wrong by.
+
+    Raises:
+        ParsimError: as `run`; ConfigError for an update of a shipped profile.
+    """
+    from parsim.workflow.ask import ask, check_launchable
+    from parsim.workflow.record_validation import updatable
+    from parsim.workflow.train import validate as measure
+    from parsim.workflow.train import validate_again, with_history
+
+    place = None if history is None else Path(history)
+    if isinstance(target, str | Path) and Path(target).is_dir():
+        return validate_again(Path(target), history=place, tasks=tasks, session=session, update=update)
+    if rounds < 4:
+        raise ConfigError(f"rounds = {rounds}: the A/A floor splits them into halves of at least 2; measure 4 or more")
+    if isinstance(target, Answer | Prediction):
+        asked = target.chosen if isinstance(target, Answer) else target
+        name = asked.problem.model.name
+        asked = asked if place is None else replace(asked, config=with_history(asked.config, place))
+    else:
+        question = question_from_file(Path(target), overrides)
+        if place is not None:
+            question = replace(question, config=with_history(question.config, place))
+        if update:
+            updatable(question.config)
+        check_launchable(question.config)
+        with progress("Planning"):
+            asked, name = ask(question).prediction, question.name
+    return measure(
+        asked,
+        out=None if out is None else Path(out),
+        name=f"{name}-validation",
+        rounds=rounds,
+        tasks=tasks,
+        session=session,
+        update=update,
+    )
+
+
+def open_run(folder: str | Path) -> Measured:
+    """Read what a run has left, and judge it again with the profile, history and plan that lie in its folder.
+
+    Raises:
+        ConfigError: it is no run folder. ExecutionError: it was simulated and never run.
+    """
+    from parsim.workflow.train import open_measured
+
+    return open_measured(Path(folder))
+
+
+def calibrate(
+    model: str | Path,
+    *,
+    global_batch: int | None = None,
+    optimizer: Optimizer | None = None,
+    args: Mapping[str, object] | None = None,
+    input_shape: Sequence[int] | None = None,
+    granularity: Granularity | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+    nproc: int | None = None,
+    quick: bool = False,
+    out: str | Path | None = None,
+) -> Calibration:
+    """Measure this machine: the components of a model, its optimizer, and collectives between the ranks.
+
+    Args:
+        model: by name as for `plan`, or a run file, which says batch and optimizer itself.
+        global_batch: samples per step; the local batches that plans make of it are measured.
+        device: "cpu" or "cuda"; left out: "cuda" where torch sees a GPU. nproc: ranks; left out: one per GPU or core.
+        quick: fewer rounds and sizes, in about a minute instead of several.
+        out: path of the profile; left out: the cache that cluster="this-machine" looks in ($PARSIM_HOME/profiles, or
+            ~/.cache/parsim/profiles).
+
+    A calibration that was stopped goes on when it is called again with the same arguments.
+
+    Raises:
+        ParsimError: MissingDependencyError without torch; ConfigError, ProfileError, ExecutionError.
+    """
+    from parsim.workflow.calibration import calibration_request, device_here, measure_machine
+    from parsim.workflow.this_machine import THIS_MACHINE, cache_path
+
+    keys: dict[str, object] = {
+        "training.optimizer": optimizer,
+        "model.args": None if args is None else dict(args),
+        "model.input_shape": None if input_shape is None else list(input_shape),
+        "model.granularity": granularity,
+    }
+    asked_cluster = None if is_run_file(model) else THIS_MACHINE
+    config = _question(model, asked_cluster, global_batch, keys, (), None).config
+    path = cache_path(config) if out is None else Path(out)
+    if out is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    request = calibration_request([config], device=device or device_here(), nproc=nproc, quick=quick)
+    return Calibration(path=path, profile=measure_machine(request, path))
+
+
+def cost(
+    cluster: AskedCluster,
+    *,
+    collective: str | None = None,
+    size_bytes: int | None = None,
+    ranks: Sequence[int] | None = None,
+    nodes: int = 1,
+    network: str | None = None,
+    model: str | Model | None = None,
+    batch: int | None = None,
+    args: Mapping[str, Any] | None = None,
+    input_shape: Sequence[int] | None = None,
+    granularity: Granularity = "block",
+    ways: int | None = None,
+    precision: Precision = "fp32",
+    optimizer: Optimizer = "sgd_momentum",
+) -> CostTable:
+    """What a collective costs, or every component of a model, and where each price comes from.
+
+    Args:
+        cluster: a shipped profile by name, the path of one, a Cluster or a Calibration; nodes and network as for `plan`.
+        collective: "all_reduce", "all_gather", "reduce_scatter", ..., or "send_recv". size_bytes: S, the whole array, as
+            nccl-tests counts it. ranks: of the group; left out: all.
+        model: price every component instead, at `batch` local samples. ways: also one of that many shards of every component
+            that can be cut.
+
+    Raises:
+        ParsimError: ConfigError for arguments that do not go together; ModelError, ProfileError, CostError.
+
+    >>> price = cost("dgx1-v100-32gb", collective="all_reduce", size_bytes=100_000_000).to_dict()
+    >>> price["algorithm"], 0.001 < price["seconds"]["median"] < 0.01
+    ('ring', True)
+    """
+    from parsim.costs.costs import Costs
+    from parsim.model.number_formats import recorded_weights
+    from parsim.model.spec import ModelSpec, load_model
+    from parsim.workflow.cost_rows import collective_row, component_rows
+
+    if (collective is None) == (model is None):
+        raise ConfigError("give either collective with size_bytes, or model with batch")
+    where = _priced_cluster(cluster, nodes, network)
+    title = f"Costs on {where.name}"
+    if collective is not None:
+        if size_bytes is None:
+            raise ConfigError(f"collective = {collective!r} needs size_bytes, the size of the whole array")
+        group = tuple(range(where.size)) if ranks is None else tuple(ranks)
+        document = collective_row(where, collective, size_bytes, group)
+        return CostTable(title=title, rows=(document,), document=document)
+    if batch is None:
+        raise ConfigError("a model's costs need batch, the local samples that every component sees")
+    if batch > MOST_SAMPLES:
+        raise ConfigError(f"batch = {batch}: must be <= {MOST_SAMPLES}; give the samples that one device sees in a step")
+    if isinstance(model, Model):
+        priced = model
+    else:
+        shape = None if input_shape is None else tuple(input_shape)
+        spec = ModelSpec(name=str(model), args=tuple(sorted((args or {}).items())), input_shape=shape)
+        priced = load_model(spec, granularity=granularity, weights=recorded_weights(precision))
+    costs = Costs(model=priced, cluster=where, precision=precision, optimizer=optimizer)
+    rows = tuple(component_rows(costs, batch, ways))
+    name = priced.name if isinstance(model, Model) else model
+    document = {"model": name, "granularity": granularity, "samples": batch, "precision": precision, "rows": list(rows)}
+    return CostTable(title=title, rows=rows, document=document)
+
+
+def trace(
+    module: nn.Module,
+    example_inputs: Any = None,
+    *,
+    input_shape: Sequence[int] | None = None,
+    granularity: Granularity = "block",
+    loss: str | None = None,
+    name: str | None = None,
+) -> Model:
+    """What a torch module computes, component by component: a Model that can be planned with, priced and saved as JSON.
+
+    Args:
+        example_inputs: a batch as the module takes it; or input_shape, of one sample.
+        granularity: "block", "sublayer" (halves of blocks, which can be sharded) or "layer".
+        loss: "cross_entropy" or "mse"; left out: mse for one number per sample, else cross_entropy.
+
+    Raises:
+        ParsimError: TraceError for a module that cannot be cut; MissingDependencyError without torch.
+    """
+    from parsim.model.from_module import model_from_module
+
+    shape = None if input_shape is None else tuple(input_shape)
+    return model_from_module(module, example_inputs, input_shape=shape, granularity=granularity, loss=loss, name=name)
+
+
+def load_cluster(
+    profile: str | Path | Calibration,
+    *,
+    devices: int | Sequence[int] | None = None,
+    nodes: int = 1,
+    network: str | None = None,
+) -> Cluster:
+    """A cluster as a value: the devices and links of a profile, or of several copies of it.
+
+    Args:
+        profile: a shipped profile by name, or the path of one. devices: the first N of every node, or device numbers.
+        nodes: copies, joined by the network of this name (or path).
+
+    Raises:
+        ProfileError: an unknown profile or network, or devices that it has not.
+
+    >>> load_cluster("dgx1-v100-32gb", nodes=2, network="infiniband-100g").size
+    16
+    """
+    from parsim.hardware.cluster import cluster_from_profile
+    from parsim.hardware.profile import load_profile
+
+    loaded = profile.profile if isinstance(profile, Calibration) else load_profile(str(profile))
+    return cluster_from_profile(loaded, devices, nodes=nodes, network=network)
+
+
+def _merged(keys: Settings, settings: Settings | None) -> Settings:
+    """The arguments that have a key of a run file, and further keys. Raises ConfigError for a key given twice."""
+    given = {key: value for key, value in keys.items() if value is not None}
+    for key, value in (settings or {}).items():
+        if key in given:
+            raise ConfigError(f"settings[{key!r}] = {value!r}, but {key} = {given[key]!r} was given as an argument; drop one")
+    return {**given, **(settings or {})}
+
+
+def _question(
+    model: AskedModel,
+    cluster: AskedCluster | None,
+    global_batch: int | None,
+    settings: Settings,
+    overrides: Sequence[str],
+    example_inputs: Any,
+) -> Question:
+    return question_of(
+        model,
+        cluster=cluster.path if isinstance(cluster, Calibration) else cluster,
+        global_batch=global_batch,
+        settings=settings,
+        overrides=overrides,
+        example_inputs=example_inputs,
+    )
+
+
+def _ask(question: Question, *, top: int | None = None) -> Answer:
+    from parsim.workflow.ask import ask
+
+    config = question.config
+    with progress(f"Planning {config.model.name} on {config.cluster.profile}"):
+        return ask(question, top=top)
+
+
+def _predicted(
+    model: str | Path | Answer | Prediction,
+    cluster: str | Path | Calibration | None,
+    global_batch: int | None,
+    settings: Settings | None,
+    overrides: Sequence[str],
+    *,
+    before: Any,
+) -> tuple[Prediction, str]:
+    """What to run, and a name for its folder; `before` checks the config before anything is searched."""
+    if isinstance(model, Answer | Prediction):
+        _check_nothing_beside(model, cluster=cluster, global_batch=global_batch, settings=settings, overrides=overrides or None)
+        asked = model.chosen if isinstance(model, Answer) else model
+        return asked, asked.problem.model.name
+    question = _question(model, cluster, global_batch, settings or {}, overrides, None)
+    before(question.config)
+    return _ask(question).prediction, question.name
+
+
+def _priced_cluster(cluster: AskedCluster, nodes: int, network: str | None) -> Cluster:
+    if not isinstance(cluster, Cluster):
+        return load_cluster(cluster, nodes=nodes, network=network)
+    if nodes != 1 or network is not None:
+        raise ConfigError("nodes and network are those of the Cluster that was given; drop them, or give a profile")
+    return cluster
+
+
+def _check_nothing_beside(found: Answer | Prediction, **given: object) -> None:
+    beside = [name for name, value in given.items() if value is not None]
+    if beside:
+        raise ConfigError(
+            f"{beside[0]} was given beside {'an Answer' if isinstance(found, Answer) else 'a Prediction'}, which says it "
+            "itself; drop it, or plan again with it"
+        )
+
+
+def _positive(name: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"{name} = {value}: must be >= 1")
+    return value

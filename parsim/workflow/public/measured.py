@@ -1,0 +1,163 @@
+"""A Measured run: what a plan did for real, beside what was predicted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parsim.report.compare import Comparison
+from parsim.units import format_percent, format_seconds
+from parsim.workflow.public.frames import breakdown_frame, frame, timeline_frame
+from parsim.workflow.public.prediction import Prediction
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from parsim.execute.measurement import Measurement
+
+KIND_COLUMNS = (
+    "kind",
+    "tasks",
+    "predicted_s",
+    "measured_s",
+    "relative_error",
+    "median_absolute_relative_error",
+    "within_interval",
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measured:
+    """What `parsim.run`, `parsim.validate` and `parsim.open_run` return.
+
+    Attributes:
+        folder: of the run: report.html, trace.json for Perfetto, result.json, checkpoints.
+        prediction: of the plan that ran (of the last one where the controller changed it).
+        comparison: step, kinds of tasks, single tasks and memory; relative_error = (predicted - measured) / measured.
+        seen: the measurement itself.
+        document: the JSON that the command of the same name prints.
+    """
+
+    folder: Path
+    prediction: Prediction
+    comparison: Comparison
+    seen: Measurement
+    document: Mapping[str, Any]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the mean step, as measured."""
+        return self.seen.mean_step_s
+
+    @property
+    def relative_error(self) -> float | None:
+        """(predicted - measured) / measured of the mean step; None where nothing can be divided by."""
+        return self.comparison.step.relative_error
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Per training step."""
+        return self.seen.losses
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(self.document.get("warnings", ()))
+
+    def compare(self) -> None:
+        """Print predicted against measured, for the step and for every kind of task; `table()` has it as data."""
+        print(self)
+
+    def table(self) -> pd.DataFrame:
+        """Predicted against measured, the whole step first and then one row per kind of task.
+
+        Columns: kind ("step" for the whole), tasks, predicted_s and measured_s (seconds; of a kind: summed over the tasks of
+        one step, a task on several ranks counted once), relative_error, median_absolute_relative_error (over single tasks),
+        within_interval (the measured seconds lie in the predicted 90% interval).
+        """
+        step = self.comparison.step
+        rows: list[dict[str, Any]] = [
+            {
+                "kind": "step",
+                "tasks": len(self.comparison.tasks),
+                "predicted_s": step.predicted_s,
+                "measured_s": step.measured_s,
+                "relative_error": step.relative_error,
+                "median_absolute_relative_error": None,
+                "within_interval": step.within_interval,
+            }
+        ]
+        rows += [
+            {
+                "kind": row.kind,
+                "tasks": row.count,
+                "predicted_s": row.predicted_s,
+                "measured_s": row.measured_s,
+                "relative_error": row.relative_error,
+                "median_absolute_relative_error": row.median_absolute_relative_error,
+                "within_interval": row.within_interval,
+            }
+            for row in self.comparison.kinds
+        ]
+        return frame(rows, KIND_COLUMNS)
+
+    def breakdown(self) -> pd.DataFrame:
+        """Where the measured step of each rank went; columns as `Prediction.breakdown`."""
+        from parsim.analyze.breakdown import breakdown
+        from parsim.workflow.ask import typical_step
+
+        graph = self.prediction.evaluation.graph
+        return breakdown_frame(breakdown(graph, self.seen.timelines[typical_step(self.seen)]))
+
+    def memory(self) -> pd.DataFrame:
+        """Peak of live tensors. Columns: rank, predicted_bytes, measured_bytes, relative_error."""
+        rows = [
+            {
+                "rank": row.rank,
+                "predicted_bytes": row.predicted_bytes,
+                "measured_bytes": row.measured_bytes,
+                "relative_error": row.relative_error,
+            }
+            for row in self.comparison.memory
+        ]
+        return frame(rows, ("rank", "predicted_bytes", "measured_bytes", "relative_error"))
+
+    def timeline(self) -> pd.DataFrame:
+        """The measured step whose length is the median of the recorded ones; columns as `Prediction.timeline`."""
+        from parsim.workflow.ask import typical_step
+
+        return timeline_frame(self.prediction.evaluation.graph, self.seen.timelines[typical_step(self.seen)])
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.document)
+
+    def headline(self) -> str:
+        """`dp ...: 32.4 ms per step measured, 29.5 ms predicted (-8.9%)`."""
+        from parsim.report.tables import format_error
+
+        step = self.comparison.step
+        floor = self.comparison.aa_floor
+        noise = "" if floor is None else f", A/A floor ±{format_percent(floor.median)}"
+        return (
+            f"{self.prediction.plan.summary()}: {format_seconds(step.measured_s)} per step measured, "
+            f"{format_seconds(step.predicted_s)} predicted ({format_error(step.relative_error)}{noise})"
+        )
+
+    def __repr__(self) -> str:
+        return f"Measured({self.headline()}; folder {self.folder})"
+
+    def __str__(self) -> str:
+        from parsim.report.tables import kind_table, to_text, validation_table
+
+        document = self.comparison.to_dict()
+        row = (self.prediction.problem.model.name, self.prediction.plan.summary(), document)
+        return "\n".join(to_text(table) for table in (validation_table([row]), kind_table(document))).rstrip()
+
+    def _repr_html_(self) -> str:
+        from parsim.report.notebook import table_html
+        from parsim.report.tables import kind_table, validation_table
+
+        document = self.comparison.to_dict()
+        row = (self.prediction.problem.model.name, self.prediction.plan.summary(), document)
+        return table_html(validation_table([row])) + table_html(kind_table(document))

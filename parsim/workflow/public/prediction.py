@@ -1,0 +1,182 @@
+"""A Prediction: one plan on one cluster, with its step, memory, breakdown and timeline as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from parsim.predict.evaluate import Evaluation
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.result import Interval, PlanResult
+from parsim.units import format_bytes, format_seconds
+from parsim.workflow.config import RunConfig
+from parsim.workflow.public.frames import breakdown_frame, memory_frame, timeline_frame
+from parsim.workflow.question import Given
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from parsim.plans.plan import Plan
+    from parsim.predict.explain import Explanation
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prediction:
+    """What one plan is predicted to do. `parsim.run` trains under it for real.
+
+    Attributes:
+        config: the question. problem, evaluation: what was priced and simulated, for whoever wants more than the methods give.
+        among: the best plan of each family it was chosen from; empty for a plan that was given.
+        given: what the model was given as; a module or Model without a name cannot be run.
+        assumed: (key, value) of the defaults that the question took.
+        engine: "static" or "dynamic". scenario: what was played, and what came of it; None without one.
+    """
+
+    config: RunConfig
+    problem: PlanningProblem
+    evaluation: Evaluation
+    among: tuple[Evaluation, ...] = ()
+    given: Given = "name"
+    assumed: tuple[tuple[str, Any], ...] = ()
+    engine: str = "static"
+    scenario: Mapping[str, Any] | None = None
+
+    @property
+    def result(self) -> PlanResult:
+        """The figures that all results share, and the keys of the JSON."""
+        return self.evaluation.result
+
+    @property
+    def plan(self) -> Plan:
+        return self.result.plan
+
+    @property
+    def strategy(self) -> str:
+        return self.result.strategy
+
+    @property
+    def step_s(self) -> Interval:
+        """Seconds of the mean step of a run of many steps: median and 90% interval."""
+        return self.result.step_s
+
+    @property
+    def throughput_samples_per_s(self) -> Interval:
+        """Samples per second: median and 90% interval."""
+        return self.result.throughput_samples_per_s
+
+    @property
+    def peak_memory_bytes(self) -> tuple[int, ...]:
+        """Per rank."""
+        return self.result.peak_memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's memory fits its device."""
+        return self.result.fits
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return self.result.warnings
+
+    def breakdown(self) -> pd.DataFrame:
+        """Where the step of each rank went, one row per rank.
+
+        Columns: rank; step_s and its categories compute_s, load_s, host_s, exposed_communication_s, bubble_s, idle_s, which
+        sum to it; communication_busy_s, which counts hidden communication too. Seconds.
+        """
+        return breakdown_frame(self.evaluation.breakdown)
+
+    def memory(self) -> pd.DataFrame:
+        """Peak memory, one row per rank and line.
+
+        Columns: rank, line ("parameters", "gradients", ...), size_bytes; p05_bytes and p95_bytes differ from it where the line
+        cannot be counted exactly. The lines of a rank sum to its peak.
+        """
+        return memory_frame(self.evaluation.memory)
+
+    def timeline(self) -> pd.DataFrame:
+        """The predicted step, one row per task and resource it holds, by start. Plans beyond 64 ranks list those ranks alone
+        that stand for others.
+
+        Columns: task, kind, rank, stream, component, stage, replica, microbatch, bucket, value; start_s, end_s, duration_s in
+        seconds from the start of the step.
+        """
+        return timeline_frame(self.evaluation.graph, self.evaluation.timeline)
+
+    def critical_path(self) -> list[str]:
+        """The tasks that the length of the step rests on, in order, as they are named in traces."""
+        from parsim.analyze.critical_path import critical_path
+        from parsim.report.chrome_trace import task_label
+
+        graph = self.evaluation.graph
+        return [task_label(graph.tasks[index]) for index in critical_path(graph, self.evaluation.timeline)]
+
+    def explain(self) -> Explanation:
+        """Where every millisecond of the step comes from: by category, by task, and term by term, summing to the step.
+
+        Print it, or take its `table()`: a DataFrame with the columns category, kind, component, phase, tasks, term, operation,
+        value, unit, seconds, origin, detail.
+        """
+        from parsim.predict.explain import explain_plan
+
+        return explain_plan(self.problem, self.evaluation)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON: the keys all results share, with `breakdown` and `memory` per rank."""
+        return describe(self.evaluation)
+
+    def headline(self) -> str:
+        """`355 ms per step (90% interval 294–433 ms), 2.89 k samples/s, 12 GiB of 32 GiB per device`."""
+        from parsim.report.tables import format_rate, interval_texts
+
+        median, interval = interval_texts(self.step_s.to_dict())
+        rate = format_rate(self.throughput_samples_per_s.median)
+        fullest = max(self.evaluation.memory, key=lambda rank: rank.total_bytes)
+        memory = f"{format_bytes(fullest.total_bytes)} of {format_bytes(fullest.limit_bytes)} per device"
+        fits = "" if self.fits else "; does not fit"
+        return f"{median} per step (90% interval {interval}), {rate} samples/s, {memory}{fits}"
+
+    def __repr__(self) -> str:
+        return f"Prediction({self.plan.summary()}: {self.headline()})"
+
+    def __str__(self) -> str:
+        from parsim.report.tables import breakdown_table, memory_table, strategy_table, to_text
+
+        document = self.to_dict()
+        title = f"{self.problem.model.name} on {self.problem.cluster.name}, batch {self.problem.global_batch}"
+        tables = (
+            strategy_table([self.result.to_dict()], title=title),
+            breakdown_table(document["breakdown"]),
+            memory_table(document["memory"]),
+        )
+        alone = format_seconds(self.evaluation.timeline.makespan_s)
+        return "\n".join(to_text(table) for table in tables) + f"One step alone: {alone}; in a row, steps overlap"
+
+    def _repr_html_(self) -> str:
+        from parsim.report.notebook import table_html
+        from parsim.report.tables import breakdown_table, strategy_table
+
+        title = f"{self.problem.model.name} on {self.problem.cluster.name}, batch {self.problem.global_batch}"
+        rows = [asdict(rank) | {"step_s": rank.step_s} for rank in self.evaluation.breakdown]
+        return table_html(strategy_table([self.result.to_dict()], title=title)) + table_html(breakdown_table(rows))
+
+
+def describe(evaluation: Evaluation) -> dict[str, Any]:
+    """PlanResult.to_dict() with `breakdown` and `memory` per rank."""
+    return evaluation.result.to_dict() | {
+        "breakdown": [asdict(rank) | {"step_s": rank.step_s} for rank in evaluation.breakdown],
+        "memory": [
+            {
+                "rank": rank.rank,
+                "lines": dict(rank.lines),
+                "spreads": {name: {"p05_bytes": low, "p95_bytes": high} for name, low, high in rank.spreads},
+                "total_bytes": rank.total_bytes,
+                "p05_bytes": rank.low_bytes,
+                "p95_bytes": rank.high_bytes,
+                "limit_bytes": rank.limit_bytes,
+                "fits": rank.fits,
+            }
+            for rank in evaluation.memory
+        ],
+    }

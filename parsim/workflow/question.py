@@ -1,0 +1,265 @@
+"""A question: a run file, or a model with a cluster and a batch, as a checked RunConfig and the defaults that it took.
+
+The model and the cluster may also be values (an nn.Module, a Model, a Cluster). The config then holds their names alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from parsim.errors import ConfigError, ModelError
+from parsim.model.model import Model
+from parsim.model.zoo import ZOO
+from parsim.workflow.config import RunConfig, load_config, parse_config
+from parsim.workflow.import_folder import importable
+from parsim.workflow.toml_text import table_text, value_text
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from parsim.hardware.cluster import Cluster
+
+Given = Literal["name", "module", "model"]
+"""What the model was given as: by name (zoo, factory, config, run file), as an nn.Module, or as a Model."""
+
+EXAMPLE = "parsim plan resnet50 --on dgx1-v100-32gb --batch 1024"
+FILE_SUFFIX = ".toml"
+DEVICES = "cluster.devices"
+
+_PREDICTED_FROM: tuple[tuple[str, str, str], ...] = (
+    ("training", "precision", "precision {}"),
+    ("training", "optimizer", "optimizer {}"),
+    ("cluster", "nodes", "{} node"),
+    ("model", "granularity", "granularity {}"),
+    ("plan", "strategy", "strategy {}"),
+    ("plan", "zero_stage", "zero_stage {}"),
+    ("plan", "recompute", "recompute {}"),
+)
+"""Keys whose defaults change what is predicted, and how they are told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        config: every key, with its default filled in.
+        assumed: (key, value) of the defaults that were taken, of those keys that a prediction depends on.
+        name: for a folder: the stem of the run file, or the model's name.
+        model, cluster: where they were given as values. given: what the model was given as.
+    """
+
+    config: RunConfig
+    assumed: tuple[tuple[str, Any], ...]
+    name: str
+    model: Model | None = None
+    cluster: Cluster | None = None
+    given: Given = "name"
+
+    def on_devices(self, count: int) -> Question:
+        """The same with the number of devices told, where the question left it open: known once the cluster is loaded."""
+        told = tuple((key, count if key == DEVICES else value) for key, value in self.assumed)
+        return replace(self, assumed=told)
+
+
+def assumed_text(assumed: Sequence[tuple[str, Any]]) -> str:
+    """`assumed: precision fp32, optimizer sgd_momentum, ...`; empty where nothing was left open."""
+    texts = {f"{table}.{key}": text for table, key, text in _PREDICTED_FROM}
+    told = [_told(key, value, texts) for key, value in assumed]
+    return f"assumed: {', '.join(told)}" if told else ""
+
+
+def _told(key: str, value: Any, texts: Mapping[str, str]) -> str:
+    if key == DEVICES:
+        return f"all {value} devices" if value != 1 else "1 device"
+    if key == "model.input_shape":
+        return f"input_shape {list(value)}"
+    if key.startswith("model.args."):
+        return f"{key.removeprefix('model.args.')} {value}"
+    return texts[key].format(value)
+
+
+def question_from_file(path: Path, overrides: Sequence[str] = ()) -> Question:
+    """Read a run file; `overrides` as `--set` takes them. Raises ConfigError."""
+    config = importable(load_config(path, overrides), path.resolve().parent)
+    return Question(config=config, assumed=taken_defaults(config), name=path.stem)
+
+
+def question_of(
+    model: str | Path | Model | nn.Module,
+    *,
+    cluster: str | Path | Cluster | None = None,
+    global_batch: int | None = None,
+    settings: Mapping[str, object] | None = None,
+    overrides: Sequence[str] = (),
+    example_inputs: Any = None,
+) -> Question:
+    """A run file, or a model on a cluster with a batch.
+
+    Args:
+        model: the path of a run file; the name of a model of the zoo; "package.module:factory"; the path of a Hugging Face
+            config.json or of a saved Model; a Model; or an nn.Module.
+        cluster: a shipped profile by name, the path of one, "this-machine", or a Cluster.
+        global_batch: samples per step over all replicas.
+        settings: further keys of a run file, such as {"plan.strategy": "dp"}. overrides: the same as texts of `--set`.
+        example_inputs: of an nn.Module: a batch as the module takes it; left out: `settings["model.input_shape"]` counts.
+
+    Raises:
+        ConfigError: cluster or batch is missing, or stands beside a run file; a wrong key or value.
+        ModelError: an unknown model.
+    """
+    changes = [*(f"{key}={value_text(value)}" for key, value in (settings or {}).items() if value is not None), *overrides]
+    if isinstance(model, str | Path) and is_run_file(model):
+        _check_alone(Path(model), cluster, global_batch)
+        return question_from_file(Path(model), changes)
+    given: Given = "name"
+    value: Model | None = None
+    if example_inputs is not None and isinstance(model, str | Path | Model):
+        raise ConfigError(f"example_inputs are for an nn.Module, and {model!r} is none; drop them")
+    if isinstance(model, Model):
+        given, value, name = "model", model, model.name
+    elif isinstance(model, str | Path):
+        name = str(model)
+        _check_known(name)
+    else:
+        given, name = "module", type(model).__name__
+    if cluster is None or global_batch is None:
+        raise ConfigError(_missing_text(name, cluster, global_batch))
+    held = None if isinstance(cluster, str | Path) else cluster
+    profile = str(cluster) if held is None else held.profile.name
+    document: dict[str, dict[str, Any]] = {
+        "model": {"name": name},
+        "cluster": {"profile": profile},
+        "training": {"global_batch": global_batch},
+    }
+    text = "\n".join(table_text(key, section) for key, section in document.items())
+    config = importable(parse_config(text, changes, where=f"{name} on {profile}"), Path.cwd())
+    if held is not None:
+        _check_untouched("cluster", config.cluster.model_fields_set - {"profile"}, "was given as a Cluster")
+    if given == "module":
+        _check_untouched(
+            "model", config.model.model_fields_set - {"name", "input_shape", "granularity"}, "was given as a module"
+        )
+        value = traced_model(model, example_inputs, config)
+        _check_weights(model, config.training.precision)
+    elif given == "model":
+        _check_untouched("model", config.model.model_fields_set - {"name"}, "was given as a finished Model")
+    return Question(
+        config=config,
+        assumed=taken_defaults(config, model=value, cluster=held),
+        name=re.sub(r"[^A-Za-z0-9._-]+", "-", Path(name).stem if name.endswith(".json") else name),
+        model=value,
+        cluster=held,
+        given=given,
+    )
+
+
+def is_run_file(name: str | Path) -> bool:
+    """Whether a first argument means a run file and not a model: it ends in .toml, or is there and no JSON."""
+    path = Path(name)
+    if str(name) in ZOO or ":" in str(name):
+        return False
+    return path.suffix == FILE_SUFFIX or path.is_dir() or (path.is_file() and path.suffix != ".json")
+
+
+def traced_model(module: Any, example_inputs: Any, config: RunConfig) -> Model:
+    """The Model of an nn.Module, with its loss, from example inputs or model.input_shape. Raises ModelError, TraceError."""
+    from parsim.model.from_module import model_from_module
+
+    return model_from_module(
+        module,
+        example_inputs,
+        input_shape=config.model.input_shape,
+        granularity=config.model.granularity,
+    )
+
+
+def _check_weights(module: Any, precision: str) -> None:
+    """A module is recorded with its weights in the type it has them in. Raises ConfigError for a precision of another one."""
+    from parsim.model.number_formats import recorded_weights
+
+    wanted = recorded_weights(precision)
+    other = {str(tensor.dtype).removeprefix("torch.") for tensor in module.parameters() if tensor.is_floating_point()} - {
+        wanted
+    }
+    if other:
+        raise ConfigError(
+            f"training.precision = {precision!r} keeps weights in {wanted}, and the module has them in "
+            f"{', '.join(sorted(other))}; give module.to(torch.{wanted}), or another precision"
+        )
+
+
+def taken_defaults(
+    config: RunConfig, *, model: Model | None = None, cluster: Cluster | None = None
+) -> tuple[tuple[str, Any], ...]:
+    """The keys that the question left open and that a prediction depends on, with the values taken for them."""
+    found: list[tuple[str, Any]] = []
+    if cluster is None and config.cluster.devices is None:
+        found.append((DEVICES, None))
+    for table, key, _ in _PREDICTED_FROM:
+        section = getattr(config, table)
+        if table == "plan" and config.plan.plan_path is not None:
+            continue
+        if (table == "model" and model is not None) or (table == "cluster" and cluster is not None):
+            continue
+        if key not in section.model_fields_set:
+            found.append((f"{table}.{key}", getattr(section, key)))
+    if model is None and config.model.name in ZOO:
+        from parsim.model.spec import resolve
+
+        whole = resolve(config.model_spec)
+        given = dict(config.model.args)
+        found += [(f"model.args.{key}", value) for key, value in whole.args if key not in given]
+        if config.model.input_shape is None:
+            found.append(("model.input_shape", whole.input_shape))
+    return tuple(found)
+
+
+def _check_alone(path: Path, cluster: object, global_batch: object) -> None:
+    """A run file says its cluster and batch itself."""
+    given = [
+        (option, key, value)
+        for option, key, value in (
+            ("--on (cluster=)", "cluster.profile", cluster),
+            ("--batch (global_batch=)", "training.global_batch", global_batch),
+        )
+        if value is not None
+    ]
+    if given:
+        option, key, value = given[0]
+        raise ConfigError(
+            f"{option} is for a question without a file, but {path} is a run file, which says {key} itself; drop it, or "
+            f"override the file: --set {key}={value}"
+        )
+
+
+def _check_known(name: str) -> None:
+    """A name without a colon or a .json at its end is one of the zoo."""
+    from parsim.model.spec import is_config, zoo_row
+
+    if ":" not in name and not is_config(name):
+        try:
+            zoo_row(name)
+        except ModelError as error:
+            raise ModelError(f"{error}, or a run file (RUN{FILE_SUFFIX})") from error
+
+
+def _missing_text(name: str, cluster: object, global_batch: object) -> str:
+    missing = [
+        text
+        for text, value in (("--on CLUSTER (cluster=)", cluster), ("--batch N (global_batch=)", global_batch))
+        if value is None
+    ]
+    return (
+        f"{name} alone is no question: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; for example "
+        f"`{EXAMPLE}`, or give a run file"
+    )
+
+
+def _check_untouched(table: str, keys: set[str], what: str) -> None:
+    if keys:
+        raise ConfigError(f"the {table} {what}: {table}.{min(keys)} cannot change it; drop it")

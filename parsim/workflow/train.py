@@ -1,0 +1,260 @@
+"""Run a predicted plan for real: train under it, measure it in rounds, or read again what a run has left."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parsim.errors import ConfigError, PlanError
+from parsim.execute.job import AdaptiveSpec, Job
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import evaluate
+from parsim.workflow.ask import (
+    check_launchable,
+    check_runnable,
+    device_kind,
+    judge,
+    launch_job,
+    levels_of,
+    measured,
+    reopen,
+    run_spec,
+    speed_of,
+    warn_of_profile,
+    with_every_rank,
+)
+from parsim.workflow.config import RunConfig
+from parsim.workflow.progress import progress
+from parsim.workflow.public.measured import Measured
+from parsim.workflow.public.prediction import Prediction
+from parsim.workflow.record_validation import record_of, remember, updatable, update_profile
+from parsim.workflow.run_folder import RunFolder, new_folder, write_json
+from parsim.workflow.write_report import write_run_files
+
+if TYPE_CHECKING:
+    from parsim.execute.measurement import Measurement
+
+RUN = "run"
+"""Name of the only run of a job."""
+ROUNDS = 10
+STEPS_PER_ROUND = 4
+WINDOW_STEPS = 20
+
+
+def train(
+    asked: Prediction,
+    *,
+    nproc: int | None = None,
+    out: Path | None = None,
+    name: str = RUN,
+    resume: bool = False,
+    checkpoint_every: int = 0,
+    adaptive: bool = False,
+    window_steps: int = WINDOW_STEPS,
+) -> Measured:
+    """Train under the plan, and compare with the prediction.
+
+    Args:
+        nproc: processes; None: as many as the plan has ranks, and any other number is an error.
+        out: folder of the run; None: a new one, runs/NAME. resume: go on from the latest checkpoint in it.
+        checkpoint_every: steps between checkpoints; 0: at the end only.
+        adaptive: measure on the way and change plan where that pays, looking every `window_steps` steps.
+
+    Raises:
+        ConfigError, PlanError, ModelError, DoesNotFitError: what cannot be run. ExecutionError: a rank failed.
+    """
+    check_options(adaptive=adaptive, resume=resume, out=out)
+    asked, changed_since = _ready(asked, nproc)
+    plan = asked.plan
+    folder = RunFolder(out) if resume and out is not None else new_folder(out, name)
+    steps = total_steps(asked.config)
+    _write_question(folder, asked)
+    job = Job(
+        output=str(folder.path.resolve()),
+        mode="train",
+        runs=(run_spec(asked, RUN, folder.model),),
+        steps=steps,
+        warmup_steps=min(3, max(0, steps - 1)),
+        device=device_kind(asked),
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        adaptive=adaptive_spec(asked.config, window_steps) if adaptive else None,
+    )
+    with progress(f"Training {steps} steps under {plan.summary()}") as say:
+        launch_job(job, folder, say, asked)
+    decisions: list[dict[str, Any]] = json.loads((folder.path / "decisions.json").read_text()) if adaptive else []
+    changed = [decision for decision in decisions if decision["plan"] is not None]
+    if changed:
+        plan = Plan.from_json(changed[-1]["plan"])
+        asked = replace(asked, evaluation=evaluate(asked.problem, plan, fold=False))
+        plan.save(folder.plan)
+    seen = measured(folder, RUN, asked.evaluation)
+    comparison = judge(asked.problem, asked.evaluation, seen)
+    score: dict[str, Any] = json.loads((folder.path / "score.json").read_text())
+    document = {
+        **asked.result.to_dict(),
+        "folder": str(folder.path),
+        "steps": steps,
+        "losses": list(seen.losses),
+        **score,
+        "decisions": decisions,
+        "comparison": comparison.to_dict(),
+        "memory_levels": levels_of(asked, seen),
+        "warnings": [*asked.warnings, *changed_since],
+    }
+    write_json(folder.result, document)
+    write_run_files(folder, asked, seen, comparison)
+    return Measured(folder=folder.path, prediction=asked, comparison=comparison, seen=seen, document=document)
+
+
+def check_options(*, adaptive: bool, resume: bool, out: object) -> None:
+    """Raises ConfigError for options that exclude or need one another."""
+    if adaptive and resume:
+        raise ConfigError("--adaptive starts a training and cannot go on with one; drop --resume")
+    if resume and out is None:
+        raise ConfigError("--resume needs --out, the folder of the run to go on with")
+
+
+def validate(
+    asked: Prediction,
+    *,
+    out: Path | None = None,
+    name: str = RUN,
+    rounds: int = ROUNDS,
+    tasks: bool = False,
+    session: str | None = None,
+    update: bool = False,
+) -> Measured:
+    """Measure the plan in rounds, compare, and remember it beside the profile.
+
+    Args:
+        out: folder of the new run; None: runs/NAME. tasks: list every task in the JSON.
+        session: name of measurements made together. update: write into the profile what the run shows it to be wrong by.
+
+    Raises:
+        ConfigError: a shipped profile cannot be updated; else as `train`.
+    """
+    if update:
+        updatable(asked.config)
+    asked, changed_since = _ready(asked, None)
+    folder = new_folder(out, name)
+    _write_question(folder, asked)
+    job = Job(
+        output=str(folder.path.resolve()),
+        mode="measure",
+        runs=(run_spec(asked, RUN, folder.model),),
+        steps=STEPS_PER_ROUND,
+        rounds=rounds,
+        device=device_kind(asked),
+    )
+    with progress(f"Measuring {rounds} rounds under {asked.plan.summary()}") as say:
+        launch_job(job, folder, say, asked)
+    seen = measured(folder, RUN, asked.evaluation)
+    return _judged(folder, asked, seen, changed_since, tasks=tasks, session=session, update=update)
+
+
+def validate_again(
+    path: Path,
+    *,
+    history: Path | None = None,
+    tasks: bool = False,
+    session: str | None = None,
+    update: bool = False,
+) -> Measured:
+    """The same of a folder that was run. Raises ConfigError: it is no run folder; ExecutionError: it was never run."""
+    folder, asked, name = reopen(path)
+    if history is not None:
+        asked = replace(asked, config=with_history(asked.config, history))
+    changed_since = warn_of_profile(asked)
+    seen = measured(folder, name, asked.evaluation)
+    return _judged(folder, asked, seen, changed_since, tasks=tasks, session=session, update=update)
+
+
+def open_measured(path: Path) -> Measured:
+    """Read a run folder, and write nothing. Raises ConfigError: it is no run folder; ExecutionError: it was never run."""
+    folder, asked, name = reopen(path)
+    seen = measured(folder, name, asked.evaluation)
+    comparison = judge(asked.problem, asked.evaluation, seen)
+    document = {"folder": str(folder.path), "plan": asked.plan.summary(), **comparison.to_dict()}
+    return Measured(folder=folder.path, prediction=asked, comparison=comparison, seen=seen, document=document)
+
+
+def _ready(asked: Prediction, nproc: int | None) -> tuple[Prediction, list[str]]:
+    """The prediction of every rank of a plan that can run here, and what has changed since its profile was measured."""
+    check_launchable(asked.config)
+    if asked.problem.cluster.network is not None:
+        raise PlanError(
+            f"{asked.problem.cluster.name} has several nodes: only the processes of one can be started from here; run on one"
+        )
+    check_runnable(asked, nproc)
+    changed_since = warn_of_profile(asked)
+    return with_every_rank(asked), changed_since
+
+
+def _write_question(folder: RunFolder, asked: Prediction) -> None:
+    problem = asked.problem
+    folder.write_question(asked.config, problem.model, asked.plan, problem.cluster.profile, problem.history)
+
+
+def _judged(
+    folder: RunFolder,
+    asked: Prediction,
+    seen: Measurement,
+    changed_since: list[str],
+    *,
+    tasks: bool,
+    session: str | None,
+    update: bool,
+) -> Measured:
+    """Compare, remember, and write the run's pages."""
+    comparison = judge(asked.problem, asked.evaluation, seen)
+    document = {"folder": str(folder.path), "plan": asked.plan.summary(), **comparison.to_dict(tasks=tasks)}
+    speed = speed_of(asked.problem.cluster.profile, comparison.at_pace)
+    document["at_pace"] = speed
+    document["warnings"] = [*changed_since, *([speed["warning"]] if speed and speed["warning"] else [])]
+    record = record_of(asked, seen, comparison, session)
+    document["history"] = remember(asked, record)
+    if update:
+        document["update"] = update_profile(asked, seen, comparison, record)
+    write_json(folder.path / "validation.json", document)
+    write_run_files(folder, asked, seen, comparison)
+    return Measured(folder=folder.path, prediction=asked, comparison=comparison, seen=seen, document=document)
+
+
+def with_history(config: RunConfig, path: Path) -> RunConfig:
+    """The same run file with another place for its profile's history."""
+    cluster = config.cluster.model_copy(update={"history": str(path.resolve())})
+    return config.model_copy(update={"cluster": cluster})
+
+
+def adaptive_spec(config: RunConfig, window_steps: int) -> AdaptiveSpec:
+    """What the ranks need in order to plan again."""
+    devices = config.devices
+    chosen = tuple(range(devices)) if isinstance(devices, int) else None if devices is None else tuple(devices)
+    return AdaptiveSpec(
+        profile=config.cluster.profile,
+        devices=chosen,
+        precision=config.training.precision,
+        window_steps=window_steps,
+        epoch_steps=steps_per_epoch(config),
+    )
+
+
+def total_steps(config: RunConfig) -> int:
+    """training.steps, or as many as training.epochs takes."""
+    if config.training.steps is not None:
+        return config.training.steps
+    return config.training.epochs * steps_per_epoch(config)
+
+
+def steps_per_epoch(config: RunConfig) -> int:
+    """Steps of one pass over the data."""
+    from parsim.data import BatchOrder
+    from parsim.data.for_model import dataset_for
+
+    training = config.training
+    data = dataset_for(config.model_spec, training.dataset, root=training.data_root, seed=training.seed)
+    order = BatchOrder(n=len(data), global_batch=training.global_batch, seed=training.seed)
+    return order.steps_per_epoch

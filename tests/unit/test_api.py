@@ -1,0 +1,263 @@
+"""`import parsim`: the public names, what they print, and the data they give."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+import parsim as ps
+from parsim.workflow.public import frames
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = Path(__file__).parents[1] / "golden" / "answer.txt"
+MOST_NAMES = 20
+REPR_LINES = 15
+
+
+@pytest.fixture(scope="module")
+def answer() -> ps.Answer:
+    return ps.plan("resnet50", cluster="dgx1-v100-32gb", global_batch=1024)
+
+
+def test_the_public_names_are_few_and_all_there() -> None:
+    assert len(ps.__all__) <= MOST_NAMES
+    for name in ps.__all__:
+        assert getattr(ps, name) is not None
+    assert set(ps.__all__) <= set(dir(ps))
+    with pytest.raises(AttributeError, match="no attribute 'sweeep'"):
+        _ = ps.sweeep
+
+
+def test_type_checkers_see_every_public_name() -> None:
+    """The imports under TYPE_CHECKING and the lazy table name the same things in the same places."""
+    module = ast.parse((ROOT / "parsim" / "__init__.py").read_text())
+    seen = {
+        alias.name: node.module
+        for guard in module.body
+        if isinstance(guard, ast.If)
+        for node in guard.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == ps._HOMES
+    assert {*seen, "__version__"} == set(ps.__all__)
+    assert (ROOT / "parsim" / "py.typed").is_file()
+
+
+CALL_EVERYTHING = """
+import importlib, pkgutil
+import parsim
+for found in pkgutil.walk_packages(parsim.__path__, "parsim."):
+    if not found.name.endswith("__main__"):
+        importlib.import_module(found.name)
+import torch
+import parsim as ps
+answer = ps.plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, strategy="dp")
+assert isinstance(answer, ps.Answer) and isinstance(answer.chosen, ps.Prediction) and isinstance(answer.chosen.plan, ps.Plan)
+assert isinstance(ps.simulate(answer), ps.Prediction)
+assert isinstance(ps.cost("dgx1-v100-32gb", model="mlp", batch=4), ps.CostTable)
+assert isinstance(ps.load_cluster("dgx2-v100"), ps.Cluster)
+assert isinstance(ps.trace(torch.nn.Sequential(torch.nn.Linear(8, 4)), input_shape=(8,)), ps.Model)
+def refused(call):
+    try:
+        call()
+    except ps.ParsimError as error:
+        return str(error)
+    raise AssertionError("not refused")
+assert "is more processes than the plan has ranks" in refused(lambda: ps.run(answer.chosen, nproc=9))
+assert "measure 4 or more" in refused(lambda: ps.validate(answer.chosen, rounds=1))
+assert "not a run folder" in refused(lambda: ps.open_run("nowhere"))
+assert "unknown model" in refused(lambda: ps.calibrate("resnt50", global_batch=8))
+called = {"plan", "simulate", "cost", "load_cluster", "trace", "run", "validate", "open_run", "calibrate"}
+functions = {name for name in ps.__all__ if callable(getattr(ps, name)) and not isinstance(getattr(ps, name), type)}
+assert functions == called, functions ^ called
+values = {"Answer", "Prediction", "Plan", "CostTable", "Cluster", "Model"}
+types = {name for name in ps.__all__ if isinstance(getattr(ps, name), type)}
+assert types == values | {"Calibration", "Measured", "ParsimError"}, types
+print("all called")
+"""
+
+
+def test_every_public_name_works_after_every_submodule_was_imported(tmp_path: Path) -> None:
+    """A submodule of the name of a function would take its place in the package."""
+    done = subprocess.run(
+        [sys.executable, "-c", CALL_EVERYTHING], capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "all called"
+
+
+def test_print_gives_the_answer_in_a_sentence_and_the_ranked_table(answer: ps.Answer) -> None:
+    """The golden text is what `print(answer)` shows; regenerate it by printing str(answer) after an intended change."""
+    assert str(answer) + "\n" == GOLDEN.read_text(encoding="utf-8")
+    first = str(answer).splitlines()[0]
+    assert first.startswith("resnet50 on dgx1-v100-32gb (8 devices), global batch 1024: train with ")
+    assert first.count(". ") == 0
+
+
+def test_the_command_prints_what_the_answer_prints(
+    answer: ps.Answer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from parsim.cli import main
+
+    for arguments, expected in (([], str(answer) + "\n"), (["--json"], json.loads(json.dumps(answer.to_dict())))):
+        monkeypatch.setattr(
+            sys, "argv", ["parsim", "plan", "resnet50", "--on", "dgx1-v100-32gb", "--batch", "1024", *arguments]
+        )
+        with pytest.raises(SystemExit) as ending:
+            main()
+        assert not ending.value.code
+        printed = capsys.readouterr().out
+        assert (json.loads(printed) if arguments else printed) == expected
+
+
+def test_values_are_short_in_a_console_and_tables_in_a_notebook(answer: ps.Answer) -> None:
+    chosen = answer.chosen
+    values: list[Any] = [
+        answer,
+        chosen,
+        chosen.plan,
+        chosen.step_s,
+        chosen.explain(),
+        answer.problem.model,
+        answer.problem.cluster,
+        ps.cost("dgx1-v100-32gb", model="resnet50", batch=16, granularity="layer"),
+        ps.cost("dgx1-v100-32gb", collective="all_reduce", size_bytes=10**6),
+    ]
+    for value in values:
+        lines = repr(value).splitlines()
+        assert len(lines) <= REPR_LINES, type(value)
+        assert all(len(line) < 300 for line in lines), type(value)
+    for value in (answer, chosen, values[-1]):
+        page = value._repr_html_()
+        assert page.count("<table>") == page.count("</table>") >= 1
+    assert "<script" not in answer._repr_html_()
+
+
+def test_text_in_html_is_escaped() -> None:
+    torch = pytest.importorskip("torch")
+    module = type("A<b>", (torch.nn.Sequential,), {})(torch.nn.Linear(8, 4))
+    page = ps.plan(module, cluster="dgx1-v100-32gb", global_batch=64, input_shape=(8,), strategy="dp")._repr_html_()
+    assert "A&lt;b&gt; on" in page
+    assert "A<b>" not in page
+
+
+def test_the_table_holds_the_ranked_plans(answer: ps.Answer) -> None:
+    table = answer.table()
+    assert tuple(table.columns) == frames.PLAN_COLUMNS
+    assert list(table.step_s) == sorted(table.step_s)
+    assert (table.step_p05_s <= table.step_s).all()
+    assert (table.step_s <= table.step_p95_s).all()
+    assert list(table.chosen) == [True] + [False] * (len(table) - 1)
+    assert table.throughput_samples_per_s.to_numpy() == pytest.approx(1024 / table.step_s.to_numpy())
+    assert [entry.step_s.median for entry in answer.candidates] == list(table.step_s)
+    assert answer.status == "best_of_candidates"
+
+
+def test_breakdown_memory_and_timeline_are_dataframes_that_add_up(answer: ps.Answer) -> None:
+    chosen = ps.simulate(answer)
+    ranks = chosen.breakdown()
+    assert tuple(ranks.columns) == frames.BREAKDOWN_COLUMNS
+    categories = ["compute_s", "load_s", "host_s", "exposed_communication_s", "bubble_s", "idle_s"]
+    assert ranks[categories].sum(axis=1).to_numpy() == pytest.approx(ranks.step_s.to_numpy())
+    memory = chosen.memory()
+    assert tuple(memory.columns) == frames.MEMORY_COLUMNS
+    assert tuple(memory.groupby("rank").size_bytes.sum()) == chosen.peak_memory_bytes
+    spans = chosen.timeline()
+    assert tuple(spans.columns) == frames.TIMELINE_COLUMNS
+    assert len(spans) == len(chosen.evaluation.timeline)
+    assert spans.end_s.max() == pytest.approx(chosen.evaluation.timeline.makespan_s)
+    assert (spans.end_s - spans.start_s).to_numpy() == pytest.approx(spans.duration_s.to_numpy())
+    assert set(spans["rank"]) == set(range(8))
+    assert {"forward", "backward", "optimizer", "all_reduce"} <= set(spans.kind)
+    assert all(isinstance(frame, pd.DataFrame) for frame in (ranks, memory, spans))
+
+
+def test_explaining_sums_to_the_step_and_to_the_breakdown(answer: ps.Answer) -> None:
+    chosen = answer.chosen
+    explained = chosen.explain()
+    table = explained.table()
+    assert table.seconds.sum() == pytest.approx(chosen.step_s.median)
+    by_category = table.groupby("category").seconds.sum()
+    assert by_category["compute"] == pytest.approx(chosen.breakdown().compute_s.mean())
+    assert {"term", "operation", "value", "origin", "detail"} <= set(table.columns)
+    assert "compute" in str(explained)
+    assert str(explained).startswith("Where the 355 ms of a step come from")
+
+
+def test_cost_rows_as_data() -> None:
+    price = ps.cost("dgx1-v100-32gb", collective="all_reduce", size_bytes=10**8, ranks=(0, 1, 2, 3))
+    row = price.table().iloc[0]
+    assert row.seconds_p05 < row.seconds < row.seconds_p95
+    assert row.busbw_bytes_per_s == pytest.approx(1e8 / row.seconds * 2 * 3 / 4)
+    assert "terms" not in price.table().columns
+    assert price.explain().running_total_s.iloc[-1] == pytest.approx(row.seconds)
+    rows = ps.cost(ps.load_cluster("dgx1-v100-32gb"), model="mlp", batch=4).table()
+    assert list(rows.phase) == ["forward", "backward"] * ((len(rows) - 1) // 2) + ["optimizer"]
+
+
+def test_a_module_a_model_and_a_cluster_as_values() -> None:
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    model = ps.trace(module, torch.zeros(2, 32))
+    assert model.parameter_count == 32 * 64 + 64 + 64 * 10 + 10
+    cluster = ps.load_cluster("dgx1-v100-32gb", devices=2)
+    steps = {
+        ps.plan(given, cluster=where, global_batch=64, strategy="dp", **more).chosen.step_s.median
+        for given, where, more in (
+            (module, cluster, {"input_shape": (32,)}),
+            (module, "dgx1-v100-32gb", {"example_inputs": torch.zeros(2, 32), "devices": 2}),
+            (model, cluster, {}),
+        )
+    }
+    assert len(steps) == 1
+    assert ps.simulate(model, cluster=cluster, global_batch=64, strategy="dp").step_s.median in steps
+    with pytest.raises(ps.ParsimError, match=r"an nn\.Module: .* give \"package.module:function\""):
+        ps.run(ps.plan(module, cluster=cluster, global_batch=64, input_shape=(32,)).chosen)
+    with pytest.raises(ps.ParsimError, match="give input_shape"):
+        ps.plan(module, cluster=cluster, global_batch=64)
+    with pytest.raises(ps.ParsimError, match=r"model was given as a finished Model: model\.args cannot change it"):
+        ps.plan(model, cluster=cluster, global_batch=64, args={"width": 3})
+    with pytest.raises(ps.ParsimError, match=r"cluster was given as a Cluster: cluster\.devices cannot change it"):
+        ps.plan(model, cluster=cluster, global_batch=64, devices=2)
+
+
+def test_where_nothing_fits_the_answer_says_so_and_chosen_is_an_error() -> None:
+    settings = {"plan.recompute": "none"}
+    answer = ps.plan("vgg16", cluster="dgx1-v100-16gb", global_batch=8192, strategy="single", settings=settings)
+    assert not answer.fits
+    assert answer.status == "infeasible"
+    with pytest.raises(ps.ParsimError, match="No plan fits"):
+        _ = answer.chosen
+    assert not answer.prediction.fits
+    assert "No plan fits" in answer.sentence()
+
+
+def test_a_key_given_twice_is_refused() -> None:
+    with pytest.raises(ps.ParsimError, match=r"settings\['plan\.strategy'\] = 'hp', but plan\.strategy = 'dp'"):
+        ps.plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, strategy="dp", settings={"plan.strategy": "hp"})
+    with pytest.raises(ps.ParsimError, match=r"example_inputs are for an nn\.Module"):
+        ps.plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, example_inputs=3)
+
+
+def test_what_was_found_before_takes_nothing_beside_it(answer: ps.Answer) -> None:
+    with pytest.raises(ps.ParsimError, match="strategy was given beside an Answer"):
+        ps.simulate(answer, strategy="dp")
+    with pytest.raises(ps.ParsimError, match="global_batch was given beside a Prediction"):
+        ps.run(answer.chosen, global_batch=3)
+
+
+@pytest.mark.parametrize("name", ["parsim.workflow.public.functions"])
+def test_the_examples_in_docstrings_hold(name: str) -> None:
+    failed, attempted = doctest.testmod(importlib.import_module(name))
+    assert attempted >= 8
+    assert not failed

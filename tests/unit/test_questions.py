@@ -1,0 +1,202 @@
+"""Questions without a file, the defaults they take, and the folder of a run file on the import path."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import parsim as ps
+from parsim.cli import main
+from parsim.errors import ConfigError, ModelError
+from parsim.workflow.import_folder import importable
+from parsim.workflow.question import assumed_text, is_run_file, question_from_file, question_of
+
+RUN = """\
+[model]
+name = "{model}"
+[cluster]
+profile = "dgx1-v100-32gb"
+[training]
+global_batch = 64
+precision = "amp_fp16"
+"""
+
+FACTORY = """\
+from torch import nn
+def net(width=8):
+    return nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, 10))
+"""
+
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def parsim(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+    """Call `parsim ARGS` in tmp_path; returns the exit status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        captured = capsys.readouterr()
+        return int(ending.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def refused(parsim: Call, *arguments: str) -> str:
+    """The one message of a command that ends with status 1."""
+    status, out, err = parsim(*arguments)
+    assert (status, out) == (1, "")
+    lines = [line for line in err.splitlines() if not line.endswith("...")]
+    assert len(lines) == 1, err
+    return lines[0]
+
+
+def test_a_question_says_the_same_as_the_run_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(RUN.format(model="resnet50"))
+    by_file = question_from_file(file)
+    by_words = question_of("resnet50", cluster="dgx1-v100-32gb", global_batch=64, overrides=["training.precision=amp_fp16"])
+    assert by_words.config == by_file.config
+    assert by_words.assumed == by_file.assumed
+    by_value = question_of("resnet50", cluster="dgx1-v100-32gb", global_batch=64, settings={"training.precision": "amp_fp16"})
+    assert by_value.config == by_file.config
+
+
+def test_the_defaults_that_were_taken_are_told() -> None:
+    question = question_of("resnet50", cluster="dgx1-v100-32gb", global_batch=64, settings={"training.optimizer": "adam"})
+    assumed = dict(question.on_devices(8).assumed)
+    assert assumed["training.precision"] == "fp32"
+    assert assumed["cluster.devices"] == 8
+    assert assumed["model.args.num_classes"] == 1000
+    assert assumed["model.input_shape"] == (3, 224, 224)
+    assert "training.optimizer" not in assumed
+    text = assumed_text(question.on_devices(8).assumed)
+    assert text.startswith("assumed: all 8 devices, precision fp32, ")
+    assert "num_classes 1000" in text
+    assert assumed_text(()) == ""
+
+
+def test_what_is_said_is_not_assumed() -> None:
+    said: dict[str, object] = {
+        "training.precision": "fp32",
+        "training.optimizer": "sgd",
+        "cluster.devices": 4,
+        "cluster.nodes": 1,
+        "model.granularity": "block",
+        "model.input_shape": [32],
+        "model.args": {"hidden": 1},
+        "plan.strategy": "dp",
+        "plan.zero_stage": 0,
+        "plan.recompute": "none",
+    }
+    torch = pytest.importorskip("torch")
+    question = question_of(
+        torch.nn.Linear(32, 4),
+        cluster="dgx1-v100-32gb",
+        global_batch=64,
+        settings={key: value for key, value in said.items() if key != "model.args"},
+    )
+    assert question.assumed == ()
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_plan_and_simulate_take_a_model_instead_of_a_file(command: str, parsim: Call) -> None:
+    arguments = ("mlp", "--on", "dgx1-v100-32gb", "--batch", "64", "--set", "plan.strategy=dp", "--set", "cluster.devices=4")
+    document: dict[str, Any] = json.loads(parsim(command, *arguments, "--json")[1])
+    result = document["chosen"] if command == "plan" else document
+    assert result["strategy"] == "dp"
+    assert len(result["peak_memory_bytes"]) == 4
+    assert document["assumed"]["training.precision"] == "fp32"
+    assert "plan.strategy" not in document["assumed"]
+    text = parsim(command, *arguments)[1]
+    assert [line for line in text.splitlines() if line.startswith("assumed: precision fp32, optimizer sgd_momentum")]
+
+
+def test_wrong_questions_have_one_message_with_the_fix(parsim: Call, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(RUN.format(model="resnet50"))
+    beside = refused(parsim, "plan", "run.toml", "--on", "dgx2-v100")
+    assert "run.toml is a run file" in beside
+    assert "--set cluster.profile=dgx2-v100" in beside
+    assert "--set training.global_batch=8" in refused(parsim, "simulate", "run.toml", "--batch", "8")
+    unknown = refused(parsim, "plan", "resnt50", "--on", "dgx2-v100", "--batch", "8")
+    assert "unknown model 'resnt50'; did you mean resnet50" in unknown
+    assert "or a run file (RUN.toml)" in unknown
+    assert "no run file" in refused(parsim, "validate", "nowhere")
+    missing = refused(parsim, "plan", "resnet50")
+    assert "--on CLUSTER (cluster=) and --batch N (global_batch=) are missing" in missing
+    assert "parsim plan resnet50 --on dgx1-v100-32gb --batch 1024" in missing
+    assert "--batch N (global_batch=) is missing" in refused(parsim, "simulate", "resnet50", "--on", "dgx2-v100")
+    assert "no run file" in refused(parsim, "plan", "none.toml")
+    assert "unknown profile 'dgx3'" in refused(parsim, "plan", "resnet50", "--on", "dgx3", "--batch", "8")
+    wrong = refused(parsim, "plan", "resnet50", "--on", "dgx2-v100", "--batch", "-8")
+    assert "training.global_batch = -8: must be >= 1" in wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "is_file"),
+    [("run.toml", True), ("resnet50", False), ("mlp", False), ("pkg.mod:make", False), ("config.json", False)],
+)
+def test_what_the_first_argument_means(name: str, is_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a folder has the name of a model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mlp").mkdir()
+    assert is_run_file(name) is is_file
+
+
+def test_a_file_of_any_name_is_a_run_file(tmp_path: Path) -> None:
+    file = tmp_path / "question.txt"
+    file.write_text(RUN.format(model="mlp"))
+    assert is_run_file(file)
+    assert question_of(file).config.model.name == "mlp"
+
+
+def test_a_factory_beside_the_run_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "mymodel_beside.py").write_text(FACTORY)
+    (folder / "run.toml").write_text(RUN.format(model="mymodel_beside:net").replace("amp_fp16", "fp32"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    question = question_of(folder / "run.toml", settings={"model.input_shape": [32], "plan.strategy": "dp"})
+    assert question.config.model.import_folder == str(folder)
+    assert ps.plan(folder / "run.toml", settings={"model.input_shape": [32], "plan.strategy": "dp"}).fits
+    kept = tmp_path / "elsewhere"
+    kept.mkdir()
+    (kept / "config.toml").write_text(question.config.to_toml())
+    assert question_from_file(kept / "config.toml").config == question.config
+
+
+def test_another_module_of_that_name_is_refused(parsim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would hand out the module that was imported first, and the wrong model would be planned."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "twice_named.py").write_text(FACTORY)
+        (tmp_path / name / "run.toml").write_text(RUN.format(model="twice_named:net").replace("amp_fp16", "fp32"))
+    settings = {"model.input_shape": [32], "plan.strategy": "dp"}
+    ps.plan(tmp_path / "first" / "run.toml", settings=settings)
+    with pytest.raises(ConfigError, match=r"already imported .*first/twice_named\.py"):
+        ps.plan(tmp_path / "second" / "run.toml", settings=settings)
+
+
+def test_an_import_folder_without_the_module_is_refused(parsim, tmp_path: Path) -> None:
+    config = question_of("json:loads", cluster="dgx1-v100-32gb", global_batch=8, settings={"model.input_shape": [3]}).config
+    model = config.model.model_copy(update={"import_folder": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"holds no json\.py"):
+        importable(config.model_copy(update={"model": model}), tmp_path)
+
+
+def test_neither_a_name_nor_a_model_is_refused(
+    parsim,
+) -> None:
+    wrong: Any = 3
+    with pytest.raises(ModelError, match="int is no model: give the name of one, a run file"):
+        question_of(wrong, cluster="dgx1-v100-32gb", global_batch=8)
