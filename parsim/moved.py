@@ -26,7 +26,7 @@ _MOVES = (
     (
         "parsim.costs",
         "parsim.costs.compute",
-        "composition cuda_launches interpolation kernel_price launches operators surfaces",
+        "composition cuda_launches interpolation launches operators surfaces",
     ),
     (
         "parsim.costs",
