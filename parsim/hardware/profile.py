@@ -17,9 +17,19 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from parsim.errors import ProfileError, near_matches
 from parsim.files import version_problem, write_text_atomically
 from parsim.hardware.compute_records import ComputeRecords
-from parsim.hardware.record import NonNegative, Positive, ProfileRecord, check_device, check_latency, check_rate
+from parsim.hardware.device_kinds import DEVICE_KINDS, device_name
+from parsim.hardware.record import (
+    NonNegative,
+    Positive,
+    ProfileRecord,
+    check_device,
+    check_latency,
+    check_rate,
+    either_key,
+)
 from parsim.hardware.tables import check_texts, from_text, to_text
-from parsim.hardware.topology import DEVICE_ROLES, device_name, role_of
+from parsim.hardware.topology import DEVICE_ROLES, role_of
+from parsim.registry import RowOf
 
 SCHEMA_VERSION = 1
 
@@ -78,7 +88,7 @@ class AllocatorEntry(ProfileRecord):
 class DeviceTypeEntry(ProfileRecord):
     """`allocator`: None where nobody measured it, so that what is assumed of its kind holds."""
 
-    kind: Literal["cuda", "cpu"]
+    kind: Annotated[str, RowOf(DEVICE_KINDS)]
     memory_bytes: Sourced
     memory_bandwidth_bytes_per_s: Sourced
     context_bytes: Sourced
@@ -286,18 +296,18 @@ class HostOverhead(ProfileRecord):
     """Seconds that the interpreter adds to each task and to each step of a rank.
 
     Attributes:
-        resume_s: by which computation takes longer after its rank has waited for communication, which finds other things in
+        post_wait_s: by which computation takes longer after its rank has waited for communication, which finds other things in
             the caches.
-        crowding: how many times as many processor seconds computation takes where all ranks of the profile share its cores as
-            with one rank on each; 1 where none is shared.
+        core_sharing: processor seconds of computation where all ranks of the profile share its cores, over those with one
+            rank on each core; 1 where none is shared.
         load_s, load_seconds_per_byte: of bringing a batch from the data in memory to the rank; None: not measured.
         load_part_s: of each further part of a batch that comes right after the first, instead of load_s; None: as much.
     """
 
     task_s: NonNegative
     step_s: NonNegative
-    resume_s: NonNegative = 0.0
-    crowding: Annotated[float, Field(ge=1)] = 1.0
+    post_wait_s: NonNegative = Field(default=0.0, validation_alias=either_key("post_wait_s"))
+    core_sharing: float = Field(default=1.0, ge=1, validation_alias=either_key("core_sharing"))
     load_s: NonNegative | None = None
     load_seconds_per_byte: NonNegative | None = None
     load_part_s: NonNegative | None = None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, strict=True)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -59,6 +60,15 @@ def check_device(bytes_of: Mapping[str, float], peaks: Mapping[str, float]) -> N
 def meant(value: float, unit: str, factor: float) -> str:
     """The likely slip: a number in another unit, and how to write it."""
     return f"; {unit} meant? then write {value * factor:g}" if value else ""
+
+
+OLD_KEYS = {"post_wait_s": "resume_s", "core_sharing": "crowding"}
+"""What keys of a profile were called before. Files with the old ones load; new files have the new ones."""
+
+
+def either_key(key: str) -> AliasChoices:
+    """A key of OLD_KEYS by its new or its old name."""
+    return AliasChoices(key, OLD_KEYS[key])
 
 
 class ProfileRecord(BaseModel):

@@ -11,8 +11,9 @@ from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, NONE, Recompute
 from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, with_interval
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.choose_recompute import relieved
-from parsim.schedule.closed_form import QuickEstimates
+from parsim.registry import is_reference
+from parsim.schedule.choose_recompute import recomputed_to_fit
+from parsim.schedule.closed_form import ClosedFormEstimates
 from parsim.schedule.families import FAMILIES, mixed_plans
 from parsim.schedule.placement.objective import Solution
 from parsim.units import format_bytes, format_seconds
@@ -70,8 +71,8 @@ def search(
     """The best plan of each named family, ranked; the fastest that fits is chosen.
 
     Args:
-        strategies: keys of FAMILIES; "adaptive" stands for all of them. Its candidate is the best of all plans judged, so no
-            candidate beside it is predicted faster.
+        strategies: keys of FAMILIES or "package.module:ROW"; "adaptive" stands for all of FAMILIES. Its candidate is the best
+            of all plans judged, so no candidate beside it is predicted faster.
         top: keep this many plans over all families instead of the best of each.
 
     Raises:
@@ -80,9 +81,10 @@ def search(
     mixes = "adaptive" in strategies
     wanted = (*FAMILIES, "adaptive") if mixes else tuple(dict.fromkeys(strategies))
     for name in wanted:
-        if name not in (*FAMILIES, "adaptive"):
+        if name not in (*FAMILIES, "adaptive") and not is_reference(name):
             raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, [*FAMILIES, 'adaptive'])}")
-    quick = QuickEstimates(problem)
+    families = {name: FAMILIES[name] for name in wanted if name != "adaptive"}
+    closed_form = ClosedFormEstimates(problem)
     solutions: list[Solution] = []
     simulated: dict[Plan, Evaluation] = {}
     judged: list[Evaluation] = []
@@ -93,9 +95,11 @@ def search(
             skipped[name] = "one device: there is nothing to distribute"
             continue
         try:
-            plans = mixed_plans(problem, solutions) if name == "adaptive" else FAMILIES[name](problem)
+            plans = mixed_plans(problem, solutions) if name == "adaptive" else families[name](problem)
             members, left_out = _members(plans)
-            judged.extend(_judge_family(problem, _respecting(problem, members), quick, simulated))
+            if is_reference(name):
+                members = [replace(plan, strategy=name) for plan in members]
+            judged.extend(_judge_family(problem, _respecting(problem, members), closed_form, simulated))
             if left_out is not None:
                 skipped[name] = f"judged without some of its plans: {left_out}"
         except ScheduleError as error:
@@ -171,7 +175,7 @@ def _respecting(problem: PlanningProblem, found: list[Plan]) -> list[Plan]:
 
 
 def _judge_family(
-    problem: PlanningProblem, plans: Iterable[Plan], quick: QuickEstimates, simulated: dict[Plan, Evaluation]
+    problem: PlanningProblem, plans: Iterable[Plan], closed_form: ClosedFormEstimates, simulated: dict[Plan, Evaluation]
 ) -> list[Evaluation]:
     """Simulate the members that a closed form puts first, until the rest are out of reach.
 
@@ -182,12 +186,12 @@ def _judge_family(
     Where the problem leaves recomputation open, a member that does not fit makes room for one that does by recomputing. Of
     members that do not fit one is simulated, the one closest to fitting, and only if none fits.
     """
-    ordered = sorted(_recomputing(problem, plans), key=quick.step_s)
+    ordered = sorted(_recomputing(problem, plans), key=closed_form.step_s)
     judged: list[Evaluation] = []
     too_large: list[tuple[int, Plan]] = []
     best: float | None = None
     for plan in ordered:
-        if best is not None and len(judged) >= FEWEST and quick.step_s(plan) > REACH * best:
+        if best is not None and len(judged) >= FEWEST and closed_form.step_s(plan) > REACH * best:
             break
         memory = problem.memory(plan)
         if not all(entry.fits for entry in memory):
@@ -217,7 +221,7 @@ def _recomputing(problem: PlanningProblem, plans: Iterable[Plan]) -> list[Plan]:
     found = []
     for plan in plans:
         fits = all(entry.fits for entry in problem.memory(plan))
-        found.append(plan if fits else relieved(problem, plan) or plan)
+        found.append(plan if fits else recomputed_to_fit(problem, plan) or plan)
     return found
 
 

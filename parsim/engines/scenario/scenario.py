@@ -36,10 +36,8 @@ from pydantic_core import ErrorDetails
 
 from parsim.errors import ScenarioError, near_matches
 from parsim.files import parse_toml
+from parsim.hardware.record import Count, NonNegative, Positive
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, strict=True)]
 Rank = Annotated[int, Field(ge=0, strict=True)]
 
 
