@@ -1,6 +1,6 @@
 """Period: after which local steps the workers synchronise.
 
-A Period is a value; the makers below are the ways to say one, listed in PERIODS. Steps are counted from 0, and "due(step)"
+A Period is a value; the functions below make one. Steps are counted from 0, and "due(step)"
 asks whether a synchronisation follows step number `step`.
 """
 
