@@ -29,8 +29,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.arrays import Ints
 from parsim.engines.compile import CompiledGraph
-from parsim.graph.columns import Ints
 from parsim.graph.fold import Folding
 from parsim.timeline import Timeline
 from parsim.work import Collective
