@@ -16,7 +16,8 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # From the ground up; a module imports from its own layer and the ones before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "files"),
+    ("units", "errors", "files", "registry"),
+    ("collectives",),
     ("work", "timeline"),
     ("model",),
     ("hardware",),

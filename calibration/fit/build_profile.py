@@ -19,8 +19,9 @@ from calibration.rounds.raw_points import RawPoints, entries_of
 from calibration.rounds.request import CalibrationRequest
 from parsim.costs.compute.surfaces import SurfaceModel
 from parsim.graph.taskgraph import parse_work
-from parsim.hardware.allocator import ALLOCATORS, Allocator
+from parsim.hardware.allocator import Allocator
 from parsim.hardware.compute_records import ComponentPoint, ComputeRecords, OperatorPoint, OptimizerPoint
+from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import (
     AllocatorEntry,
     Communication,
@@ -129,7 +130,7 @@ def build_profile(given: RawPoints) -> Profile:
         memory_bandwidth_bytes_per_s=Sourced(value=_over_ranks(raw, "copy_bytes_per_s"), source="copy"),
         context_bytes=Sourced(value=_over_ranks(raw, "context_bytes"), source="context"),
         peak_flop_per_s={request.precision: Sourced(value=_over_ranks(raw, "peak_flop_per_s"), source="matmul")},
-        allocator=allocator_entry([entry for _, entry in entries_of(raw, "allocator")], ALLOCATORS[kind]),
+        allocator=allocator_entry([entry for _, entry in entries_of(raw, "allocator")], DEVICE_KINDS[kind].allocator),
     )
     drift = computation_drift(raw)
     points, odd_collectives = consistent_collectives(collective_points(raw))
@@ -155,7 +156,7 @@ def build_profile(given: RawPoints) -> Profile:
         devices=device_entries([rank.get("pinning", {}) for rank in raw["ranks"]], device_type),
         communication=Communication(
             backend="gloo" if kind == "cpu" else "nccl",
-            uses_cores=kind == "cpu",
+            uses_cores=DEVICE_KINDS[kind].on_cores,
             points=points,
             fits=fits,
         ),

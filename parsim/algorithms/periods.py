@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from parsim.errors import AlgorithmError
+from parsim.model.optimizers import OPTIMIZERS
 
 
 class AlgorithmWarning(UserWarning):
@@ -78,17 +79,14 @@ PERIODS: dict[str, Callable[..., Period]] = {
     "at_end": at_end,
 }
 
-LINEAR_OPTIMIZERS = ("sgd", "sgd_momentum")
-"""Optimizers whose step is linear in the gradient: averaging weights after every step is then averaging gradients."""
-
 
 def warn_if_not_synchronous(period: Period, optimizer: str) -> None:
     """Warn when period 1 may be taken for synchronous training and is not: with Adam the mean of the workers' steps is not the
     step of the mean gradient. SGD is exact, also with momentum kept per worker, because its step is linear in the gradient."""
-    if period.steps == 1 and optimizer not in LINEAR_OPTIMIZERS:
+    if period.steps == 1 and not OPTIMIZERS[optimizer].linear:
         warnings.warn(
             f"averaging weights after every step of {optimizer} does not equal synchronous {optimizer}: its step is not linear "
-            f"in the gradient; average gradients instead, or use one of {', '.join(LINEAR_OPTIMIZERS)}",
+            f"in the gradient; average gradients instead, or use one of {', '.join(OPTIMIZERS.where(linear=True))}",
             AlgorithmWarning,
             stacklevel=3,
         )

@@ -46,6 +46,7 @@ class PriceContext:
     Attributes:
         core_sharing: how many times as long computation takes as with one rank per core.
         task_s: seconds of the interpreter per task of computation.
+        on_gpu: a host queues the work for a device.
         speed: how many times as long everything takes now as while calibrating (`parsim.hardware.speed_factor`); 1 on a GPU.
         gpu_speed: likewise what a GPU computes; 1 on a CPU.
         updates, updated_by: factors that the profile's last validation left in it, and that run's name.
@@ -56,6 +57,7 @@ class PriceContext:
 
     core_sharing: float
     task_s: float
+    on_gpu: bool
     speed: float
     gpu_speed: float
     updates: Corrections
@@ -83,6 +85,7 @@ def price_context(
     return PriceContext(
         core_sharing=_core_sharing_factor(cluster, cluster.size if ranks is None else ranks),
         task_s=0.0 if host is None else host.task_s,
+        on_gpu=on_gpu,
         speed=1.0 if on_gpu else speed,
         gpu_speed=speed if on_gpu else 1.0,
         updates=updates_of(cluster),
@@ -162,7 +165,7 @@ def _gpu_speed_factor(subject: Subject, context: PriceContext) -> Term | None:
 def _queueing(subject: Subject, context: PriceContext) -> Term | None:
     """Of a row of tasks this is at most too long: a host that is ahead after a long task queues the next one meanwhile, which
     is left out. It is never too short: in any order tasks take as long as the host, and as long as the device."""
-    if subject.base.issue_s <= subject.so_far_s:
+    if not context.on_gpu or subject.base.issue_s <= subject.so_far_s:
         return None
     device = format_seconds(subject.so_far_s)
     why = f"the host takes longer to queue it than the device to run it ({device})"

@@ -15,7 +15,7 @@ from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.device import Device
-from parsim.hardware.topology import device_name
+from parsim.hardware.device_kinds import DEVICE_KINDS, device_name
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
@@ -128,7 +128,7 @@ class Costs:
         """
         measured = self.cluster.profile.overlap
         factors = OverlapFactors() if measured is None else overlap_of(measured, works, seconds)
-        on_cores = any(device.type.kind == "cpu" for device in self.cluster.devices)
+        on_cores = any(DEVICE_KINDS[device.type.kind].on_cores for device in self.cluster.devices)
         return replace(factors, core_of_rank=self.shared_cores, communications_share=on_cores, loads_ahead=not on_cores)
 
     def _compute(self, work: Compute, device: Device) -> Estimate:

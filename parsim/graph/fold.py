@@ -28,7 +28,7 @@ from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message, transfer_bytes
 from parsim.graph.passes.gradients import bucket_work
 from parsim.graph.plan_index import PlanIndex
-from parsim.hardware.topology import device_name
+from parsim.hardware.device_kinds import device_name
 from parsim.plans.mesh import Mesh
 from parsim.plans.redistribution import LOCAL_HOPS, conversion
 from parsim.work import SendRecv, Work

@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
 from parsim.errors import ProfileError
-from parsim.hardware.allocator import allocator_of
 from parsim.hardware.device import Device, DeviceType
+from parsim.hardware.device_kinds import allocator_of, device_name
 from parsim.hardware.fabric import cluster_links, node_links
 from parsim.hardware.network import Network, load_network, shipped_networks
 from parsim.hardware.nodes import Nodes, nodes_of
 from parsim.hardware.profile import Profile
-from parsim.hardware.topology import Topology, device_name
+from parsim.hardware.topology import Topology
 
 Spread = tuple[tuple[int, tuple[int, ...]], ...]
 

@@ -17,9 +17,11 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from parsim.errors import ProfileError, near_matches
 from parsim.files import write_text_atomically
 from parsim.hardware.compute_records import ComputeRecords
+from parsim.hardware.device_kinds import DEVICE_KINDS, device_name
 from parsim.hardware.record import NonNegative, Positive, ProfileRecord
 from parsim.hardware.tables import from_text, to_text
-from parsim.hardware.topology import DEVICE_ROLES, device_name, role_of
+from parsim.hardware.topology import DEVICE_ROLES, role_of
+from parsim.registry import RowOf
 
 SCHEMA_VERSION = 1
 
@@ -78,7 +80,7 @@ class AllocatorEntry(ProfileRecord):
 class DeviceTypeEntry(ProfileRecord):
     """`allocator`: None where nobody measured it, so that what is assumed of its kind holds."""
 
-    kind: Literal["cuda", "cpu"]
+    kind: Annotated[str, RowOf(DEVICE_KINDS)]
     memory_bytes: Sourced
     memory_bandwidth_bytes_per_s: Sourced
     context_bytes: Sourced

@@ -11,6 +11,7 @@ from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, NONE, Recompute
 from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, with_interval
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.registry import is_reference
 from parsim.schedule.choose_recompute import relieved
 from parsim.schedule.closed_form import QuickEstimates
 from parsim.schedule.families import FAMILIES, mixed_plans
@@ -70,7 +71,7 @@ def search(
     """The best plan of each named family, ranked; the fastest that fits is chosen.
 
     Args:
-        strategies: keys of FAMILIES; "adaptive" stands for all of them.
+        strategies: keys of FAMILIES or "package.module:ROW"; "adaptive" stands for all of FAMILIES.
         top: keep this many plans over all families instead of the best of each.
 
     Raises:
@@ -79,8 +80,9 @@ def search(
     mixes = "adaptive" in strategies
     wanted = (*FAMILIES, "adaptive") if mixes else tuple(dict.fromkeys(strategies))
     for name in wanted:
-        if name not in (*FAMILIES, "adaptive"):
+        if name not in (*FAMILIES, "adaptive") and not is_reference(name):
             raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, [*FAMILIES, 'adaptive'])}")
+    families = {name: FAMILIES[name] for name in wanted if name != "adaptive"}
     quick = QuickEstimates(problem)
     solutions: list[Solution] = []
     judged: list[Evaluation] = []
@@ -91,8 +93,10 @@ def search(
             skipped[name] = "one device: there is nothing to distribute"
             continue
         try:
-            plans = mixed_plans(problem, solutions) if name == "adaptive" else FAMILIES[name](problem)
+            plans = mixed_plans(problem, solutions) if name == "adaptive" else families[name](problem)
             members, left_out = _members(plans)
+            if is_reference(name):
+                members = [replace(plan, strategy=name) for plan in members]
             judged.extend(_judge_family(problem, _respecting(problem, members), quick))
             if left_out is not None:
                 skipped[name] = f"judged without some of its plans: {left_out}"

@@ -14,7 +14,7 @@ from parsim.costs.costs import Costs
 from parsim.errors import ScheduleError
 from parsim.plans.concurrent import concurrent_with
 from parsim.plans.mesh import Mesh
-from parsim.plans.pipeline import moments
+from parsim.plans.pipeline import check_chunks, moments, rank_of_stage, stages_by_rank
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.predict.planning_problem import PlanningProblem
@@ -50,6 +50,8 @@ def balanced_plan(
         CostError: stages cannot be balanced where a component has no cost.
     """
     chosen = placements or {}
+    check_chunks(pipeline_order, chunks)
+    places = rank_of_stage(pipeline_order, mesh.pp, chunks)
     components = problem.model.components
 
     def plan(bounds: Bounds) -> Plan:
@@ -59,7 +61,7 @@ def balanced_plan(
             stages=tuple(
                 Stage(
                     components=tuple(component.name for component in components[first:last]),
-                    ranks=mesh.stage_ranks(number),
+                    ranks=mesh.stage_ranks(places[number]),
                     placements=tuple(chosen.get(component.name, BATCH) for component in components[first:last]),
                 )
                 for number, (first, last) in enumerate(bounds)
@@ -135,8 +137,8 @@ class _StageCosts:
     def _kinds(self) -> list[set[str]]:
         """Per stage its kinds of devices."""
         return [
-            {self._costs.device_kind(rank) for rank in self.mesh.stage_ranks(stage)}
-            for stage in range(self.mesh.pp * self.chunks)
+            {self._costs.device_kind(rank) for rank in self.mesh.stage_ranks(place)}
+            for place in rank_of_stage(self.order, self.mesh.pp, self.chunks)
         ]
 
     def seconds(self, stage: int) -> FloatArray:
@@ -175,18 +177,19 @@ class _StageCosts:
         devices = self.problem.cluster.devices
         return [
             float(
-                min(devices[rank].type.memory_bytes - devices[rank].type.context_bytes for rank in self.mesh.stage_ranks(stage))
+                min(devices[rank].type.memory_bytes - devices[rank].type.context_bytes for rank in self.mesh.stage_ranks(place))
             )
             / self.chunks
-            for stage in range(self.mesh.pp * self.chunks)
+            for place in rank_of_stage(self.order, self.mesh.pp, self.chunks)
         ]
 
     def fitting_s(self, limits_bytes: Sequence[float], stage: int) -> FloatArray:
         """As `seconds`, infinite where the stage would hold more than its limit."""
         kept, per_microbatch = (sums_between(up_to) for up_to in self._up_to_bytes)
         pp = self.mesh.pp
-        most = moments(self.order, stage % pp, pp, self.microbatches, self.chunks)
-        alive = max(moment[stage // pp] for moment in most)
+        place = rank_of_stage(self.order, pp, self.chunks)[stage]
+        chunk = stages_by_rank(self.order, pp, self.chunks)[place].index(stage)
+        alive = max(moment[chunk] for moment in moments(self.order, place, pp, self.microbatches, self.chunks))
         held = kept + alive * per_microbatch
         return np.where(held <= limits_bytes[stage], self.seconds(stage), INFINITE)
 

@@ -15,6 +15,7 @@ from parsim.execute.job import EXECUTION, Job, RunSpec
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.same_machine import differences_from_here
+from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import Profile
 from parsim.hardware.speed_factor import SpeedFactor, speed_beside
 from parsim.model.model import Model
@@ -102,6 +103,12 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
             f"{asked.config.model.name} is a saved Model: it can be planned and simulated, but holds no module to train; "
             "name a model of the zoo, package.module:factory or a Hugging Face config.json"
         )
+    kind = device_kind(asked)
+    if not DEVICE_KINDS[kind].backend:
+        raise PlanError(
+            f"profile {asked.problem.cluster.profile.name} is of devices of kind {kind!r}, which are planned and simulated "
+            f"only; to train, use a profile of kind {' or '.join(name for name, row in DEVICE_KINDS.items() if row.backend)}"
+        )
     if nproc is not None and nproc != plan.world_size:
         more = "more" if nproc > plan.world_size else "fewer"
         raise PlanError(
@@ -145,7 +152,7 @@ def run_spec(asked: Prediction, name: str, model_path: Path) -> RunSpec:
 
 
 def device_kind(asked: Prediction) -> str:
-    """ "cpu" or "cuda", as the profile's first device says."""
+    """A row of DEVICE_KINDS, as the profile's first device says."""
     return asked.problem.cluster.devices[0].type.kind
 
 

@@ -37,6 +37,7 @@ def calibration_request(
     nproc: int | None = None,
     precision: str | None = None,
     quick: bool = False,
+    collectives: Sequence[str] = (),
 ) -> CalibrationRequest:
     """What to measure for these questions, and for these models of the zoo at these local batches.
 
@@ -44,6 +45,7 @@ def calibration_request(
         nproc: ranks that measure at once; None: the most devices a question asks for by number, else one per GPU or core.
         precision: None: that of the questions on a GPU; a CPU computes in fp32 whatever is simulated.
         quick: fewer rounds and sizes.
+        collectives: "package.module:ROW" of one's own, measured beside the shipped ones.
 
     Raises: ConfigError.
     """
@@ -57,6 +59,7 @@ def calibration_request(
         optimizers=tuple(dict.fromkeys(named)),
         precision=precision or _asked_precision(configs, device),
         quick=quick,
+        collectives=tuple(dict.fromkeys(collectives)),
         granularities=tuple(dict.fromkeys(config.model.granularity for config in configs)) or ("block",),
     )
 

@@ -209,15 +209,17 @@ def test_noise_of_single_ranks_forbids_folding() -> None:
     assert not evaluate(replace(problem, cluster=noisy), plan, samples=2, fold=True).folding.is_folded
 
 
-def test_a_deadlocking_order_is_refused_before_anything_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of PIPELINE_ORDERS that runs the last microbatch's backward first: the plan's layout shows the grid."""
+def _backwards(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
+    good = pipeline.gpipe(rank, ranks, microbatches, chunks)
+    return (*good[microbatches:], *good[:microbatches]) if rank == 0 else good
 
-    def backwards(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
-        good = pipeline.gpipe(rank, ranks, microbatches, chunks)
-        return (*good[microbatches:], *good[:microbatches]) if rank == 0 else good
 
-    monkeypatch.setattr(pipeline, "PIPELINE_ORDERS", {**pipeline.PIPELINE_ORDERS, "backwards": backwards})
-    plan = replace(uniform_plan(Mesh(pp=2)), pipeline_order="backwards")
+BACKWARDS = pipeline.PipelineOrder(actions=_backwards)
+
+
+def test_a_deadlocking_order_is_refused_before_anything_is_lowered() -> None:
+    """An order from outside that runs the backwards first: the plan's layout shows the grid."""
+    plan = replace(uniform_plan(Mesh(pp=2)), pipeline_order=f"{__name__}:BACKWARDS")
     with pytest.raises(DeadlockError, match=r"(?s)by rank\n0 +\*0B0.*waits for 0F0, 1B0\n1 +\*1F0 .*waits for 0F0"):
         PlanIndex(plan, MODEL)
 

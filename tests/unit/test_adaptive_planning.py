@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.costs.feedback.run_corrections import CommunicationClass, Corrections
-from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
 from parsim.errors import ScheduleError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
+from parsim.model.optimizers import OPTIMIZERS
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
@@ -144,7 +144,7 @@ def test_a_switch_costs_what_ranks_receive_and_the_rebuilding() -> None:
     assert cost_s(DP, replace(DP, microbatches=2)) == 2.0, "everybody has everything already"
     assert cost_s(DP, MP) == 2.0, "stages are parts of what each has"
     assert cost_s(DP, SINGLE) == 2.0
-    one_component = ELEMENTS * (4 + OPTIMIZER_STATE_BYTES_PER_ELEMENT["sgd_momentum"])
+    one_component = ELEMENTS * (4 + OPTIMIZERS["sgd_momentum"].state_bytes_per_element)
     costs = PROBLEM.costs(4)
 
     def transfer_s(source: int, target: int, size_bytes: int) -> float:

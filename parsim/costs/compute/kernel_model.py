@@ -25,6 +25,7 @@ from parsim.costs.estimate import Detail, Estimate, Origin, Source, Term, Terms,
 from parsim.errors import CostError
 from parsim.hardware.compute_records import OperatorFit
 from parsim.hardware.device import DeviceType
+from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import Profile
 from parsim.work import Phase
 
@@ -175,9 +176,9 @@ def has_published_peaks(profile: Profile, device: DeviceType) -> bool:
 
 
 def component_kernels(request: ComputeRequest, precision: str, device_kind: str = "cpu") -> tuple[Kernel, ...]:
-    """All launches of a component's forward or backward (or half of it) on a "cpu" or "cuda" device, operator by operator."""
+    """All launches of a component's forward or backward (or half of it) on a kind of device, operator by operator."""
     component, phase, samples = request.component, request.phase, request.samples
-    if device_kind == "cuda":
+    if DEVICE_KINDS[device_kind].cuda_launches:
         operators = cuda_operators(component.operators)
         full = has_full_stream(operators)
         forward: Callable[..., tuple[Kernel, ...]] = partial(cuda_forward, full_stream=full)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from parsim.collectives import COLLECTIVE_KINDS
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.communication.internode import choices
 from parsim.costs.communication.intranode import link_model_of
@@ -101,7 +102,7 @@ def _collective_loads(work: Collective, cluster: Cluster) -> Loads:
     kind = link_model_of(cluster).link_kind
     spread = cluster.spread(group)
     ways: tuple[Way, ...] = ("inside",)
-    if work.operation == "all_to_all":
+    if COLLECTIVE_KINDS[work.operation].pairwise:
         ways = ("pairs",)
     elif len(spread) > 1:
         best = choices(work.operation, group, work.size_bytes, cluster)[0]

@@ -19,7 +19,7 @@ from parsim.graph.passes.convert import (
 )
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource
-from parsim.plans.pipeline import SPLIT_ORDERS, pipeline_actions
+from parsim.plans.pipeline import PIPELINE_ORDERS, pipeline_actions
 from parsim.plans.plan import Plan
 from parsim.work import Compute, LoadBatch, Phase
 
@@ -79,8 +79,7 @@ def computations(layout: PlanIndex, stage: int, phase: Phase) -> Iterator[tuple[
 
 def phases_of(plan: Plan) -> tuple[Phase, ...]:
     """The phases of a microbatch under the plan's pipeline order."""
-    split = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
-    return (Phase.FORWARD, *(split if plan.pipeline_order in SPLIT_ORDERS else (Phase.BACKWARD,)))
+    return PIPELINE_ORDERS[plan.pipeline_order].phases
 
 
 def _add_load(draft: Draft, layout: PlanIndex, rank: int) -> None:

@@ -23,7 +23,7 @@ def last_backward_key(layout: PlanIndex, rank: int, component: str) -> Key:
 
 
 def _last_microbatch(layout: PlanIndex, chunk: int) -> int:
-    plan, place = layout.plan, chunk % layout.plan.mesh.pp
+    plan, place = layout.plan, layout.plan.stage_places[chunk]
     actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
     last = next(action for action in reversed(actions) if action.stage == chunk and action.phase is not Phase.FORWARD)
     return last.microbatch

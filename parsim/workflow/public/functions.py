@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from parsim.errors import ConfigError
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
-from parsim.workflow.config import Granularity, Optimizer, Precision
+from parsim.workflow.config import Granularity
 from parsim.workflow.progress import progress
 from parsim.workflow.public.answer import Answer
 from parsim.workflow.public.calibration import Calibration
@@ -36,8 +36,8 @@ def plan(
     *,
     cluster: AskedCluster | None = None,
     global_batch: int | None = None,
-    precision: Precision | None = None,
-    optimizer: Optimizer | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
     strategy: str | Path | None = None,
     devices: int | Sequence[int] | None = None,
     nodes: int | None = None,
@@ -272,7 +272,7 @@ def calibrate(
     model: str | Path,
     *,
     global_batch: int | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: str | None = None,
     args: Mapping[str, object] | None = None,
     input_shape: Sequence[int] | None = None,
     granularity: Granularity | None = None,
@@ -328,8 +328,8 @@ def cost(
     input_shape: Sequence[int] | None = None,
     granularity: Granularity = "block",
     ways: int | None = None,
-    precision: Precision = "fp32",
-    optimizer: Optimizer = "sgd_momentum",
+    precision: str = "fp32",
+    optimizer: str = "sgd_momentum",
 ) -> CostTable:
     """What a collective costs, or every component of a model, and where each price comes from.
 
