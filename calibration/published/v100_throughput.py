@@ -14,7 +14,6 @@ The programs that were measured, as their scripts say (github Oneflow-Inc/DLPerf
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from statistics import median
 import numpy as np
 
 from calibration.fit.collectives import rounded
+from calibration.published.tables import read_table
 from parsim.errors import DataError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compute_records import Efficiency
@@ -84,23 +84,19 @@ def read_rows(data_dir: Path) -> tuple[list[Row], list[LeftOut]]:
 
     Raises DataError if the table is missing or a usable row holds no number.
     """
-    path = data_dir / "throughput.csv"
-    if not path.is_file():
-        raise DataError(f"no {path}; give the folder that holds throughput.csv")
     rows: list[Row] = []
     left_out: list[LeftOut] = []
-    with path.open(newline="") as file:
-        for entry in csv.DictReader(file):
-            reason = _reason(entry)
-            if reason:
-                left_out.append(LeftOut(id=entry["id"], what=f"{entry['model_or_op']} {entry['precision']}", reason=reason))
-                continue
-            try:
-                batch, value = int(entry["batch_per_gpu"]), float(entry["value"])
-            except ValueError as error:
-                raise DataError(f"throughput.csv row {entry['id']}: {error}; batch and value must be numbers") from error
-            case = (_model(entry), PRECISIONS[entry["precision"]], batch, int(entry["gpus"]))
-            rows.append(Row(id=entry["id"], case=case, samples_per_s=value))
+    for entry in read_table(data_dir, "throughput.csv"):
+        reason = _reason(entry)
+        if reason:
+            left_out.append(LeftOut(id=entry["id"], what=f"{entry['model_or_op']} {entry['precision']}", reason=reason))
+            continue
+        try:
+            batch, value = int(entry["batch_per_gpu"]), float(entry["value"])
+        except ValueError as error:
+            raise DataError(f"throughput.csv row {entry['id']}: {error}; batch and value must be numbers") from error
+        case = (_model(entry), PRECISIONS[entry["precision"]], batch, int(entry["gpus"]))
+        rows.append(Row(id=entry["id"], case=case, samples_per_s=value))
     return rows, left_out
 
 

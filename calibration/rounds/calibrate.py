@@ -21,6 +21,7 @@ from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.machine_state import machine_state
 from parsim.execute.processes.pinning import available_cores
+from parsim.execute.processes.progress import relayed
 from parsim.hardware.profile import Profile, save_profile
 from parsim.model.spec import load_model
 from parsim.workflow.doctor import Found
@@ -98,7 +99,7 @@ def _calibrate(
         check_room(models, request, gpus)
     folder.save_states(before, None)
     try:
-        launcher(folder.job, request.nproc, module="calibration", timeout_s=TIMEOUT_S, on_line=say)
+        launcher(folder.job, request.nproc, module="calibration", timeout_s=TIMEOUT_S, on_line=relayed(say))
     except ExecutionError as error:
         if not folder.has_turns:
             folder.remove()

@@ -1,13 +1,12 @@
 """Period: after which local steps the workers synchronise.
 
-A Period is a value; the makers below are the ways to say one, listed in PERIODS. Steps are counted from 0, and "due(step)"
+A Period is a value; the functions below make one. Steps are counted from 0, and "due(step)"
 asks whether a synchronisation follows step number `step`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from parsim.errors import AlgorithmError
@@ -70,14 +69,6 @@ def post_local(warmup_steps: int, steps: int) -> Period:
 def at_end() -> Period:
     """Independent training, averaged once."""
     return Period(steps=None)
-
-
-PERIODS: dict[str, Callable[..., Period]] = {
-    "every_steps": every_steps,
-    "every_epochs": every_epochs,
-    "post_local": post_local,
-    "at_end": at_end,
-}
 
 
 def warn_if_not_synchronous(period: Period, optimizer: str) -> None:

@@ -91,8 +91,8 @@ def _refresh(path: Path, as_json: bool) -> None:
     from calibration.rounds.refresh import refresh, refreshed_text
     from parsim.hardware.speed_factor import speed_since
 
-    with progress(f"Looking how fast the cores are, for {path}") as say:
-        profile = refresh(path, on_line=say)
+    with progress(f"Looking how fast the cores are, for {path}"):
+        profile = refresh(path)
     if as_json:
         print_json({"profile": str(path), "slowness": speed_since(profile).mean, "text": refreshed_text(profile)})
     else:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parsim.costs.estimate import Estimate, Term
-from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections
+from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.costs.feedback.updates import updates_of
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.speed_factor import speed_since
@@ -60,9 +60,9 @@ class PriceContext:
     on_gpu: bool
     speed: float
     gpu_speed: float
-    updates: Corrections
+    updates: RunCorrections
     updated_by: str
-    corrections: Corrections
+    corrections: RunCorrections
     post_wait_s: float
     after_wait: bool = False
 
@@ -72,7 +72,7 @@ def price_context(
     *,
     ranks: int | None = None,
     ranks_active: int | None = None,
-    corrections: Corrections = NO_CORRECTIONS,
+    corrections: RunCorrections = NO_RUN_CORRECTIONS,
 ) -> PriceContext:
     """What the cluster's profile and a running job say of every price.
 
@@ -91,7 +91,7 @@ def price_context(
         updates=updates_of(cluster),
         updated_by=profile.updates[-1].run if profile.updates else "",
         corrections=corrections,
-        post_wait_s=0.0 if host is None else speed * host.resume_s,
+        post_wait_s=0.0 if host is None else speed * host.post_wait_s,
     )
 
 
@@ -102,7 +102,7 @@ def _core_sharing_factor(cluster: Cluster, ranks: int) -> float:
     cores = len(set(cluster.core_of_rank(cluster.size)))
     if host is None or not cores < min(ranks, most):
         return 1.0
-    return 1.0 + (host.crowding - 1.0) * (ranks - cores) / (most - cores)
+    return 1.0 + (host.core_sharing - 1.0) * (ranks - cores) / (most - cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         applies_to=COMPUTATION,
         term=_core_sharing,
         sentence="Where ranks outnumber cores, the same computation takes more processor seconds than with one rank per core.",
-        source="`host.crowding` of the profile, measured with all its ranks; for fewer ranks in proportion",
+        source="`host.core_sharing` of the profile, measured with all its ranks; for fewer ranks in proportion",
     ),
     Adjustment(
         name="GPU speed factor",
@@ -255,7 +255,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         applies_to=COMPUTATION,
         term=_post_wait,
         sentence="Computation right after a wait for communication finds other data in the caches.",
-        source="`host.resume_s` of the profile, times the speed factor",
+        source="`host.post_wait_s` of the profile, times the speed factor",
     ),
 )
 """In the order in which they are applied."""

@@ -11,7 +11,7 @@ from parsim.costs.communication.collectives import estimate_collective, estimate
 from parsim.costs.communication.overlap import overlap_of
 from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.estimate import Estimate, OverlapFactors, Term, Terms
-from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections
+from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.device import Device
@@ -43,7 +43,7 @@ class Costs:
     optimizer: str = "sgd_momentum"
     ranks_active: int | None = None
     ranks: int | None = None
-    corrections: Corrections = NO_CORRECTIONS
+    corrections: RunCorrections = NO_RUN_CORRECTIONS
 
     def estimate(
         self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...] = (), *, after_wait: bool = False
@@ -85,7 +85,7 @@ class Costs:
         return 0.0 if host is None else self._context.speed * host.step_s
 
     @property
-    def resume_s(self) -> float:
+    def post_wait_s(self) -> float:
         """Seconds by which computation takes longer after its rank has waited for communication."""
         return self._context.post_wait_s
 

@@ -16,7 +16,7 @@ from parsim.hardware.nodes import Nodes, nodes_of
 from parsim.hardware.profile import Profile
 from parsim.hardware.topology import Topology
 
-Spread = tuple[tuple[int, tuple[int, ...]], ...]
+NodeSpread = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Cluster:
             )
         return tuple(places[name] for name in names)
 
-    def spread(self, group: tuple[int, ...]) -> Spread:
+    def spread(self, group: tuple[int, ...]) -> NodeSpread:
         """Where the ranks of a group sit: per node, in order, the sorted numbers of their devices there."""
         if group not in self._spreads:
             members: dict[int, list[int]] = {}
@@ -86,7 +86,7 @@ class Cluster:
         return self._spreads[group]
 
     @cached_property
-    def _spreads(self) -> dict[tuple[int, ...], Spread]:
+    def _spreads(self) -> dict[tuple[int, ...], NodeSpread]:
         return {}
 
 

@@ -18,7 +18,7 @@ from parsim.errors import ProfileError, near_matches
 from parsim.files import write_text_atomically
 from parsim.hardware.compute_records import ComputeRecords
 from parsim.hardware.device_kinds import DEVICE_KINDS, device_name
-from parsim.hardware.record import NonNegative, Positive, ProfileRecord
+from parsim.hardware.record import NonNegative, Positive, ProfileRecord, either_key
 from parsim.hardware.tables import from_text, to_text
 from parsim.hardware.topology import DEVICE_ROLES, role_of
 from parsim.registry import RowOf
@@ -275,18 +275,18 @@ class HostOverhead(ProfileRecord):
     """Seconds that the interpreter adds to each task and to each step of a rank.
 
     Attributes:
-        resume_s: by which computation takes longer after its rank has waited for communication, which finds other things in
+        post_wait_s: by which computation takes longer after its rank has waited for communication, which finds other things in
             the caches.
-        crowding: how many times as many processor seconds computation takes where all ranks of the profile share its cores as
-            with one rank on each; 1 where none is shared.
+        core_sharing: processor seconds of computation where all ranks of the profile share its cores, over those with one
+            rank on each core; 1 where none is shared.
         load_s, load_seconds_per_byte: of bringing a batch from the data in memory to the rank; None: not measured.
         load_part_s: of each further part of a batch that comes right after the first, instead of load_s; None: as much.
     """
 
     task_s: NonNegative
     step_s: NonNegative
-    resume_s: NonNegative = 0.0
-    crowding: Annotated[float, Field(ge=1)] = 1.0
+    post_wait_s: NonNegative = Field(default=0.0, validation_alias=either_key("post_wait_s"))
+    core_sharing: float = Field(default=1.0, ge=1, validation_alias=either_key("core_sharing"))
     load_s: NonNegative | None = None
     load_seconds_per_byte: NonNegative | None = None
     load_part_s: NonNegative | None = None

@@ -101,7 +101,7 @@ def evaluate(
     folds = (fold or (fold is None and plan.world_size > MANY_RANKS)) and not sigma and not costs.shared_cores
     folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if folds else unfolded(plan.mesh)
     columns = lower_columns(plan, problem.model, layout, folding)
-    if costs.resume_s:
+    if costs.post_wait_s:
         columns = columns.resuming()
     estimates = tuple(problem.price(columns.units, plan.mesh))
     medians = medians_s(estimates)[columns.unit]

@@ -29,7 +29,7 @@ class ClosedForms:
     steps_s: dict[Plan, float] = field(default_factory=dict)
 
 
-class QuickEstimates:
+class ClosedFormEstimates:
     """Remembers, with the problem, the prices of meshes and microbatches already seen and the plans already asked for."""
 
     def __init__(self, problem: PlanningProblem) -> None:

@@ -140,8 +140,12 @@ FAMILIES: Registry[Strategy] = Registry(
 
 def mixed_plans(problem: PlanningProblem, solutions: list[Solution] | None = None) -> Iterator[Plan]:
     """The best placement of every component by itself; see `parsim.schedule.tensor`."""
-    counts = _powers_of_two(problem.global_batch, MOST_MICROBATCHES)
-    return adaptive_plans(problem, microbatches=counts, solutions=solutions)
+    return adaptive_plans(problem, microbatches=microbatch_counts(problem), solutions=solutions)
+
+
+def microbatch_counts(problem: PlanningProblem) -> list[int]:
+    """The numbers of microbatches that `mixed_plans` tries, in its order."""
+    return _powers_of_two(problem.global_batch, MOST_MICROBATCHES)
 
 
 def pipeline_plans(problem: PlanningProblem, strategy: str, mesh: Mesh, best: Best | None = None) -> Iterator[Plan]:

@@ -12,8 +12,8 @@ from parsim.plans.recompute import AUTO, NONE, Recompute
 from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, with_interval
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.registry import is_reference
-from parsim.schedule.choose_recompute import relieved
-from parsim.schedule.closed_form import QuickEstimates
+from parsim.schedule.choose_recompute import recomputed_to_fit
+from parsim.schedule.closed_form import ClosedFormEstimates
 from parsim.schedule.families import FAMILIES, mixed_plans
 from parsim.schedule.placement.objective import Solution
 from parsim.units import format_bytes, format_seconds
@@ -83,7 +83,7 @@ def search(
         if name not in (*FAMILIES, "adaptive") and not is_reference(name):
             raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, [*FAMILIES, 'adaptive'])}")
     families = {name: FAMILIES[name] for name in wanted if name != "adaptive"}
-    quick = QuickEstimates(problem)
+    closed_form = ClosedFormEstimates(problem)
     solutions: list[Solution] = []
     judged: list[Evaluation] = []
     skipped: dict[str, str] = {}
@@ -97,7 +97,7 @@ def search(
             members, left_out = _members(plans)
             if is_reference(name):
                 members = [replace(plan, strategy=name) for plan in members]
-            judged.extend(_judge_family(problem, _respecting(problem, members), quick))
+            judged.extend(_judge_family(problem, _respecting(problem, members), closed_form))
             if left_out is not None:
                 skipped[name] = f"judged without some of its plans: {left_out}"
         except ScheduleError as error:
@@ -158,18 +158,18 @@ def _respecting(problem: PlanningProblem, found: list[Plan]) -> list[Plan]:
     return kept
 
 
-def _judge_family(problem: PlanningProblem, plans: Iterable[Plan], quick: QuickEstimates) -> list[Evaluation]:
+def _judge_family(problem: PlanningProblem, plans: Iterable[Plan], closed_form: ClosedFormEstimates) -> list[Evaluation]:
     """Simulate the members that a closed form puts first, until the rest are out of reach.
 
     Where the problem leaves recomputation open, a member that does not fit makes room for one that does by recomputing. Of
     members that do not fit one is simulated, the one closest to fitting, and only if none fits.
     """
-    ordered = sorted(_recomputing(problem, plans), key=quick.step_s)
+    ordered = sorted(_recomputing(problem, plans), key=closed_form.step_s)
     judged: list[Evaluation] = []
     too_large: list[tuple[int, Plan]] = []
     best: float | None = None
     for plan in ordered:
-        if best is not None and len(judged) >= FEWEST and quick.step_s(plan) > REACH * best:
+        if best is not None and len(judged) >= FEWEST and closed_form.step_s(plan) > REACH * best:
             break
         memory = problem.memory(plan)
         if not all(entry.fits for entry in memory):
@@ -191,7 +191,7 @@ def _recomputing(problem: PlanningProblem, plans: Iterable[Plan]) -> list[Plan]:
     found = []
     for plan in plans:
         fits = all(entry.fits for entry in problem.memory(plan))
-        found.append(plan if fits else relieved(problem, plan) or plan)
+        found.append(plan if fits else recomputed_to_fit(problem, plan) or plan)
     return found
 
 

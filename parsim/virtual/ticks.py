@@ -22,12 +22,10 @@ from parsim.algorithms.periods import Period, every_steps
 from parsim.algorithms.staleness import decoupling
 from parsim.errors import AlgorithmError
 from parsim.virtual.agent import Agent, Gradients, Loss, TickRule
+from parsim.virtual.rounds import Mixing
 
 Batch = Sequence[tuple[Tensor, Tensor]]
 """Inputs and targets, one pair per group."""
-
-Mixing = Callable[[int], NDArray[np.float64]]
-"""The doubly stochastic matrix [S, S] of update number t."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from parsim.hardware.profile import Profile
 
 DeviceKind = Literal["cpu", "cuda"]
-Leftover = Literal["require", "discard", "use"]
+LeftoverPolicy = Literal["require", "discard", "use"]
 
 SMALLEST_SHARE = 64
 """Local batches down to this part of the global batch are measured: a plan cuts its batch into so many parts at most."""
@@ -64,7 +64,7 @@ def calibration_request(
     )
 
 
-def measure_machine(request: CalibrationRequest, out: Path, *, leftover: Leftover = "use") -> Profile:
+def measure_machine(request: CalibrationRequest, out: Path, *, leftover: LeftoverPolicy = "use") -> Profile:
     """Calibrate, and write the profile at `out`; progress goes to stderr.
 
     Args:

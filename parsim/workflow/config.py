@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 
 from parsim.data import DATASETS
 from parsim.errors import ConfigError, ParsimError, PlanError, near_matches
+from parsim.hardware.record import Count
 from parsim.model.losses import LOSSES
 from parsim.model.number_formats import FORMATS, check_planned
 from parsim.model.optimizers import OPTIMIZERS
@@ -35,9 +36,8 @@ from parsim.registry import RowOf, is_reference
 from parsim.workflow.references import put_on_path
 from parsim.workflow.toml_text import merge, parse_overrides, parse_value, table_text
 
-Count = Annotated[int, Field(strict=True, ge=1)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Scalar = StrictBool | StrictInt | Number | StrictStr
+TomlScalar = StrictBool | StrictInt | Number | StrictStr
 
 Dtype = Literal["float32", "float64"]
 
@@ -61,7 +61,7 @@ class ModelSection(ConfigSection):
 
     name: Annotated[str, Field(strict=True, min_length=1)]
     """A model of the zoo, "package.module:factory", the path of a Hugging Face config.json or of a Model saved as JSON."""
-    args: dict[str, Scalar] = {}
+    args: dict[str, TomlScalar] = {}
     """Keyword arguments of the model."""
     input_shape: tuple[Count, ...] | None = None
     """One sample: [channels, height, width], or [seq] for tokens; left out: what the model was made for."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.costs.costs import Costs
-from parsim.costs.feedback.run_corrections import Corrections
+from parsim.costs.feedback.run_corrections import RunCorrections
 from parsim.errors import DeadlockError
 from parsim.graph.expand import lower_columns
 from parsim.graph.fold import Folding, folding_of, unfolded
@@ -193,7 +193,7 @@ def test_a_component_on_one_rank_keeps_the_shards_apart() -> None:
 def test_what_a_run_has_taught_about_ranks_forbids_folding() -> None:
     plan = uniform_plan(Mesh(dp=4, tp=4), CUT)
     assert folding(plan, cluster("dgx2")).is_folded
-    learnt = Corrections(ranks=((3, 1.5),))
+    learnt = RunCorrections(ranks=((3, 1.5),))
     assert not folding(plan, cluster("dgx2"), corrections=learnt).is_folded
 
 

@@ -43,7 +43,7 @@ from parsim.hardware.cluster import Cluster
 from parsim.hardware.network import Network, NetworkProtocol
 from parsim.hardware.profile import LinkModel, LinkProtocol
 
-Groups = tuple[tuple[int, ...], ...]
+RankGroups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class AlgorithmChoice:
 
 
 def chosen_terms(
-    best: AlgorithmChoice, operation: str, group: tuple[int, ...], cluster: Cluster, concurrent: Groups = ()
+    best: AlgorithmChoice, operation: str, group: tuple[int, ...], cluster: Cluster, concurrent: RankGroups = ()
 ) -> Terms:
     """The terms of a choice of `choices` for the group. Contention is what it takes over what it would take alone."""
     alone = best
@@ -101,7 +101,7 @@ def chosen_terms(
 
 
 def choices(
-    operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: Groups = ()
+    operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups = ()
 ) -> list[AlgorithmChoice]:
     """Every algorithm and protocol for a group on several nodes, the fastest first.
 
@@ -124,7 +124,7 @@ def choices(
     return sorted(found, key=lambda choice: choice.seconds)
 
 
-def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: Groups = ()) -> float:
+def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups = ()) -> float:
     """The phase between the nodes of the hierarchical form: every member runs `operation` on its S/m with its counterparts.
 
     S = `size_bytes` is the array of the whole group. Raises CostError as `choices` does.
@@ -212,7 +212,7 @@ def _trees(
 
 
 def _hierarchical(
-    operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: Groups
+    operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups
 ) -> list[AlgorithmChoice]:
     sizes = {len(members) for _, members in cluster.spread(group)}
     kind = COLLECTIVE_KINDS[operation]

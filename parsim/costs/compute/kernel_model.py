@@ -21,7 +21,7 @@ from typing import NamedTuple
 from parsim.costs.compute.cuda_launches import cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
 from parsim.costs.compute.operator_model import EXTRAPOLATED_SHARE, ComputeRequest, drift_of
 from parsim.costs.compute.operators import Kernel, forward_kernels, halved_backward_kernels, kernel_seconds
-from parsim.costs.estimate import Detail, Estimate, Origin, Source, Term, Terms, folded_s, summed
+from parsim.costs.estimate import Detail, Estimate, Source, Term, TermOrigin, Terms, folded_s, summed
 from parsim.errors import CostError
 from parsim.hardware.compute_records import OperatorFit
 from parsim.hardware.device import DeviceType
@@ -155,7 +155,7 @@ def _by_kind(sums: Mapping[tuple[str, Source], Sequence[float]], total_s: float)
     `total_s` adds up the kernels in the order of the program. The smallest kind is what the others leave of it (an exact
     difference, as they are at least half of it): adding by kind would round differently.
     """
-    parts: list[tuple[str, float, Origin, Detail]] = [
+    parts: list[tuple[str, float, TermOrigin, Detail]] = [
         (kind, seconds, source, (LAUNCHES, count, flop, moved, flop / seconds, moved / seconds))
         for (kind, source), (seconds, count, flop, moved) in sorted(sums.items(), key=lambda entry: -entry[1][0])
         if seconds

@@ -19,10 +19,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from parsim.costs.uncertainty.conformal import TARGET, Correction, Coverage, ValidationRecord, correction, coverage_split
+from parsim.costs.uncertainty.conformal import (
+    TARGET,
+    ConformalCorrection,
+    Coverage,
+    ValidationRecord,
+    correction,
+    coverage_split,
+)
 from parsim.errors import CostError, ProfileError
 from parsim.files import write_text_atomically
 from parsim.hardware.profile import Profile
+from parsim.hardware.record import OLD_KEYS
 from parsim.units import format_percent
 
 SUFFIX = ".history.jsonl"
@@ -42,7 +50,7 @@ class History:
     left_out: tuple[str, ...] = ()
 
     @cached_property
-    def correction(self) -> Correction:
+    def correction(self) -> ConformalCorrection:
         """Of the profile's intervals."""
         return correction(self.records)
 
@@ -78,6 +86,8 @@ NO_HISTORY = History()
 def fingerprint(profile: Profile) -> str:
     """16 hexadecimal digits over everything in a profile that a price rests on; names, texts and sources do not count."""
     numbers = profile.model_dump(mode="json", exclude_defaults=True, exclude={*WORDS, "updates"})
+    if "host" in numbers:  # a key that was renamed makes no other version of a profile
+        numbers["host"] = {OLD_KEYS.get(key, key): value for key, value in numbers["host"].items()}
     if profile.updates:  # the latest holds; one without factors is as none
         factors = profile.updates[-1].model_dump(mode="json", include={"devices", "phases", "communication"})
         numbers |= {f"updated_{name}": entries for name, entries in factors.items() if entries}

@@ -35,10 +35,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from parsim.errors import ScenarioError, near_matches
+from parsim.hardware.record import Count, NonNegative, Positive
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, strict=True)]
 Rank = Annotated[int, Field(ge=0, strict=True)]
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     AskedModel = str | Path | Model | nn.Module
     AskedCluster = str | Path | Cluster | Calibration
 
-Settings = Mapping[str, object]
+QuestionSettings = Mapping[str, object]
 
 
 def plan(
@@ -45,7 +45,7 @@ def plan(
     args: Mapping[str, object] | None = None,
     input_shape: Sequence[int] | None = None,
     example_inputs: Any = None,
-    settings: Settings | None = None,
+    settings: QuestionSettings | None = None,
     overrides: Sequence[str] = (),
     top: int | None = None,
 ) -> Answer:
@@ -103,7 +103,7 @@ def simulate(
     scenario: str | Path | None = None,
     whole_run: bool = False,
     example_inputs: Any = None,
-    settings: Settings | None = None,
+    settings: QuestionSettings | None = None,
     overrides: Sequence[str] = (),
 ) -> Prediction:
     """Simulate one step of one plan, task by task: the best plan of a strategy, or one that was found before.
@@ -161,7 +161,7 @@ def run(
     checkpoint_every: int = 0,
     adaptive: bool = False,
     window_steps: int = 20,
-    settings: Settings | None = None,
+    settings: QuestionSettings | None = None,
     overrides: Sequence[str] = (),
 ) -> Measured:
     """Train for real under a plan on this machine, and compare with the prediction. Blocks until the training has ended.
@@ -428,7 +428,7 @@ def load_cluster(
     return cluster_from_profile(loaded, devices, nodes=nodes, network=network)
 
 
-def _merged(keys: Settings, settings: Settings | None) -> Settings:
+def _merged(keys: QuestionSettings, settings: QuestionSettings | None) -> QuestionSettings:
     """The arguments that have a key of a run file, and further keys. Raises ConfigError for a key given twice."""
     given = {key: value for key, value in keys.items() if value is not None}
     for key, value in (settings or {}).items():
@@ -441,7 +441,7 @@ def _question(
     model: AskedModel,
     cluster: AskedCluster | None,
     global_batch: int | None,
-    settings: Settings,
+    settings: QuestionSettings,
     overrides: Sequence[str],
     example_inputs: Any,
 ) -> Question:
@@ -467,7 +467,7 @@ def _predicted(
     model: str | Path | Answer | Prediction,
     cluster: str | Path | Calibration | None,
     global_batch: int | None,
-    settings: Settings | None,
+    settings: QuestionSettings | None,
     overrides: Sequence[str],
     *,
     before: Any,
