@@ -16,6 +16,9 @@ from parsim.hardware.nodes import Nodes, nodes_of
 from parsim.hardware.profile import Profile
 from parsim.hardware.topology import Topology
 
+MOST_DEVICES = 2**17
+"""Of a cluster: more than any machine of today has, and a few seconds to build."""
+
 NodeSpread = tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -110,6 +113,11 @@ def cluster_from_profile(
     """
     if nodes < 1:
         raise ProfileError(f"a cluster needs nodes >= 1, got {nodes}")
+    if nodes * len(profile.devices) > MOST_DEVICES:
+        raise ProfileError(
+            f"nodes = {nodes:,} of profile {profile.name} are {nodes * len(profile.devices):,} devices, and a cluster may have "
+            f"{MOST_DEVICES:,} at most; use nodes <= {MOST_DEVICES // len(profile.devices):,}"
+        )
     if nodes > 1 and network is None:
         raise ProfileError(f"nodes = {nodes} needs a network that joins them: one of {', '.join(shipped_networks())}")
     joined = load_network(network) if isinstance(network, str) else network

@@ -15,11 +15,19 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from parsim.errors import ProfileError, near_matches
-from parsim.files import write_text_atomically
+from parsim.files import version_problem, write_text_atomically
 from parsim.hardware.compute_records import ComputeRecords
 from parsim.hardware.device_kinds import DEVICE_KINDS, device_name
-from parsim.hardware.record import NonNegative, Positive, ProfileRecord, either_key
-from parsim.hardware.tables import from_text, to_text
+from parsim.hardware.record import (
+    NonNegative,
+    Positive,
+    ProfileRecord,
+    check_device,
+    check_latency,
+    check_rate,
+    either_key,
+)
+from parsim.hardware.tables import check_texts, from_text, to_text
 from parsim.hardware.topology import DEVICE_ROLES, role_of
 from parsim.registry import RowOf
 
@@ -87,6 +95,13 @@ class DeviceTypeEntry(ProfileRecord):
     peak_flop_per_s: dict[str, Sourced]
     allocator: AllocatorEntry | None = None
 
+    @model_validator(mode="after")
+    def _can_be(self) -> DeviceTypeEntry:
+        amounts = ("memory_bytes", "memory_bandwidth_bytes_per_s")
+        peaks = {precision: peak.value for precision, peak in self.peak_flop_per_s.items()}
+        check_device({name: getattr(self, name).value for name in amounts}, peaks)
+        return self
+
 
 class DeviceEntry(ProfileRecord):
     """`core`: CPU devices (ranks) of one core share it; None: a device by itself."""
@@ -102,6 +117,12 @@ class LinkKindEntry(ProfileRecord):
 
     bandwidth_bytes_per_s: Sourced
     latency_s: Sourced
+
+    @model_validator(mode="after")
+    def _can_be(self) -> LinkKindEntry:
+        check_rate("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s.value)
+        check_latency("latency_s", self.latency_s.value)
+        return self
 
 
 class LinkEntry(ProfileRecord):
@@ -443,8 +464,12 @@ def load_profile(name_or_path: str) -> Profile:
 
 def parse_profile(text: str, where: str) -> Profile:
     """Check a profile's JSON text. Raises ProfileError naming the first wrong keys and their values."""
+    document = from_text(text, where)
+    if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):
+        raise ProfileError(f"profile {where} is broken: {problem}; mend these or calibrate again")
+    check_texts(text, document, where)
     try:
-        return Profile.model_validate(from_text(text, where))
+        return Profile.model_validate(document)
     except ValidationError as error:
         raise ProfileError(f"profile {where} is broken: {problems_text(error)}; mend these or calibrate again") from error
 
@@ -452,7 +477,8 @@ def parse_profile(text: str, where: str) -> Profile:
 def problems_text(error: ValidationError, whole: str = "profile") -> str:
     """The first three wrong keys, each with its path (`whole` for the document itself), the rule and the value."""
     problems = [
-        f"{'.'.join(str(part) for part in problem['loc']) or whole}: {problem['msg']} (got {_short(problem['input'])})"
+        f"{'.'.join(str(part) for part in problem['loc']) or whole}: {problem['msg'].removeprefix('Value error, ')} "
+        f"(got {_short(problem['input'])})"
         for problem in error.errors()[:3]
     ]
     more = f" (+{error.error_count() - 3} more)" if error.error_count() > 3 else ""

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import importlib
 import math
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.errors import MissingDependencyError, ModelError, near_matches
+from parsim.errors import FactoryError, MissingDependencyError, ModelError, near_matches
+from parsim.files import parse_json
 from parsim.model.component import Component
 from parsim.model.losses import LOSSES, NUMBERS
 from parsim.model.model import GRANULARITIES, Model
@@ -88,6 +90,10 @@ def resolve(spec: ModelSpec) -> ModelSpec:
             raise ModelError(f"argument {name} of {spec.name} must be like {defaults[name]!r}, got {value!r}")
         if isinstance(defaults[name], float):
             given[name] = float(str(value))
+            if not 0.0 <= float(str(value)) < 1.0:
+                raise ModelError(f"argument {name} of {spec.name} must be >= 0 and < 1, got {value!r}")
+        elif isinstance(value, int) and value < 1:
+            raise ModelError(f"argument {name} of {spec.name} must be >= 1, got {value!r}; for example {defaults[name]}")
     loss = None if spec.loss == row.loss else spec.loss
     return ModelSpec(name=spec.name, args=tuple(sorted({**defaults, **given}.items())), input_shape=shape, loss=loss)
 
@@ -133,13 +139,26 @@ def _from_factory(spec: ModelSpec) -> nn.Module:
         raise ModelError(
             f"cannot import {spec.name!r}: {error}; give package.module:factory with the package on the Python path"
         ) from error
+    except Exception as error:  # of the user's own module, while it was imported
+        raise FactoryError(f"importing {package} for {spec.name} {_raised(error, package)}") from error
     try:
         module = factory(**dict(spec.args))
-    except TypeError as error:
-        raise ModelError(f"{spec.name} refuses its arguments {dict(spec.args)}: {error}") from error
+    except Exception as error:  # the user's own fault, which their own traceback explains best
+        if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
+            raise ModelError(f"{spec.name} refuses its arguments {dict(spec.args)}: {error}") from error
+        raise FactoryError(f"{spec.name} with the arguments {dict(spec.args)} {_raised(error, package)}") from error
     if not isinstance(module, nn.Module):
         raise ModelError(f"{spec.name} returned a {type(module).__name__}, not a torch module; return an nn.Module")
     return module
+
+
+def _raised(error: Exception, package: str) -> str:
+    """What the user's code raised, with its traceback from the first frame outside parsim and the import system."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    imports = ("<frozen importlib", importlib.__file__)
+    own = [frame for frame in frames if not frame.filename.startswith(imports)]
+    lines = "".join(traceback.format_list(own) + traceback.format_exception_only(error))
+    return f"raised {type(error).__name__}; mend {package}:\nTraceback (most recent call last):\n{lines.rstrip()}"
 
 
 _HEADS = {
@@ -153,8 +172,6 @@ _HEADS = {
 
 def _from_config(spec: ModelSpec) -> nn.Module:
     """From the config alone, without network; randomly initialised."""
-    import json
-
     path = Path(spec.name)
     if not path.is_file():
         raise ModelError(f"no Hugging Face config at {path}; give the path of a config.json")
@@ -163,7 +180,7 @@ def _from_config(spec: ModelSpec) -> nn.Module:
     except ImportError as error:
         raise MissingDependencyError(f"transformers is needed to build {path}; install parsim[hf]") from error
     try:
-        document = {**json.loads(path.read_text()), **dict(spec.args)}
+        document = {**parse_json(path.read_text()), **dict(spec.args)}
         architecture = str(document["architectures"][0])
         config = transformers.AutoConfig.for_model(**document)
     except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -249,9 +266,7 @@ def _build_fake(spec: ModelSpec) -> nn.Module:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return build_module(spec)
-    except ModelError:
-        raise
-    except Exception:  # a factory that looks at its weights' values: build it for real
+    except FactoryError:  # perhaps it looks at its weights' values: build it for real
         return build_module(spec)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import ModelError, PlanError, near_matches
+from parsim.files import NO_CONTROL, control_character_in, parse_json, version_problem
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.shard.narrow import check_ways
@@ -209,10 +210,12 @@ class Plan:
     def from_json(cls, text: str, where: str = "plan JSON") -> Plan:
         """Raises PlanError with the place that is wrong."""
         try:
-            document = json.loads(text)
-            version = document.pop("schema_version", None)
-            if version != SCHEMA_VERSION:
-                raise PlanError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}; plan again")
+            document = parse_json(text)
+            if problem := version_problem(document, SCHEMA_VERSION):
+                raise PlanError(f"{where}: {problem}; or plan again")
+            if found := control_character_in(document):
+                raise PlanError(f"{where}: {found}: {NO_CONTROL}")
+            del document["schema_version"]
             document["mesh"] = Mesh(**document["mesh"])
             document["stages"] = tuple(
                 Stage(

@@ -10,7 +10,7 @@ import numpy as np
 from parsim.analyze.breakdown import breakdown
 from parsim.arrays import Floats
 from parsim.costs.estimate import OverlapFactors
-from parsim.costs.uncertainty.draws import medians_s, sample_durations_s
+from parsim.costs.uncertainty.draws import medians_s
 from parsim.engines import dynamic
 from parsim.engines.program import by_step
 from parsim.engines.scenario.asynchronous import asynchronous_program, merges_per_s
@@ -27,7 +27,7 @@ from parsim.engines.scenario.scenario import Run, Scenario
 from parsim.engines.scenario.whole_run import Training, WholeRun, simulate_run
 from parsim.engines.steps import mean_step_s, steps_in_a_row
 from parsim.errors import ScenarioError, StandstillError
-from parsim.predict.evaluate import REPEATED_STEPS, SEED, Evaluation
+from parsim.predict.evaluate import REPEATED_STEPS, Evaluation, sampled_steps_s
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import Compute, Phase
 
@@ -122,9 +122,8 @@ class Played:
 
     def training(self, run: Run) -> Training:
         """The steps of a whole run: a row per draw of the cost parameters, a column per state."""
-        result, compiled = self.evaluation.result, self.evaluation.compiled
-        draws = sample_durations_s(self.evaluation.estimates, run.draws, SEED, unit=compiled.columns.unit)
-        times = mean_step_s(compiled, draws, self._overlap, steps=REPEATED_STEPS)
+        result = self.evaluation.result
+        times = sampled_steps_s(self.evaluation, run.draws)
         step_s = (
             result.step_s.median
             * (times / self.evaluation.steady_step_s)[:, None]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parsim.errors import ScheduleError
 from parsim.plans.mesh import Mesh
@@ -139,8 +139,10 @@ FAMILIES: Registry[Strategy] = Registry(
 
 
 def mixed_plans(problem: PlanningProblem, solutions: list[Solution] | None = None) -> Iterator[Plan]:
-    """The best placement of every component by itself; see `parsim.schedule.tensor`."""
-    return adaptive_plans(problem, microbatches=microbatch_counts(problem), solutions=solutions)
+    """The best placement of every component by itself (`parsim.schedule.tensor`), with every bucket size of `dp_plans`."""
+    for plan in adaptive_plans(problem, microbatches=microbatch_counts(problem), solutions=solutions):
+        for bucket_bytes in _useful_buckets(problem):
+            yield replace(plan, bucket_bytes=bucket_bytes)
 
 
 def microbatch_counts(problem: PlanningProblem) -> list[int]:

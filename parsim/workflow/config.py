@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 
 from parsim.data import DATASETS
 from parsim.errors import ConfigError, ParsimError, PlanError, near_matches
+from parsim.files import NO_CONTROL, control_character_in, parse_toml
 from parsim.hardware.record import Count
 from parsim.model.losses import LOSSES
 from parsim.model.number_formats import FORMATS, check_planned
@@ -36,6 +37,11 @@ from parsim.registry import RowOf, is_reference
 from parsim.workflow.references import put_on_path
 from parsim.workflow.toml_text import merge, parse_overrides, parse_value, table_text
 
+MOST_SAMPLES = 10**9
+"""In a batch."""
+MOST_PARTS = 10**6
+"""Microbatches of a batch, or chunks of a pipeline."""
+Parts = Annotated[int, Field(strict=True, ge=1, le=MOST_PARTS)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 TomlScalar = StrictBool | StrictInt | Number | StrictStr
 
@@ -91,7 +97,7 @@ class ClusterSection(ConfigSection):
 class TrainingSection(ConfigSection):
     """[training]: how it is trained, whatever the plan."""
 
-    global_batch: Count
+    global_batch: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLES)]
     """Samples per step over all replicas."""
     precision: Annotated[Name, RowOf(FORMATS, check_planned)] = "fp32"
     """A row of `parsim.model.number_formats` (docs/design.md, "Precision"; fp8 is priced only), or "package.module:ROW"."""
@@ -137,11 +143,11 @@ class PlanSection(ConfigSection):
     strategy: Annotated[str, Field(strict=True, min_length=1)] = "adaptive"
     """A family to search (single, dp, mp, hp, adaptive, "package.module:ROW"), "custom", or the path of a plan.json."""
     mesh: MeshTable | None = None
-    microbatches: Count | None = None
+    microbatches: Parts | None = None
     """Per replica."""
     pipeline_order: Annotated[Name, RowOf(PIPELINE_ORDERS)] | None = None
     """A row of `parsim.plans.pipeline`, or "package.module:ROW"."""
-    chunks: Count | None = None
+    chunks: Parts | None = None
     """Stages per rank, for orders that take several; left out: the fewest that the order takes."""
     bucket_bytes: Count | None = None
     """A gradient bucket is closed once it holds this much."""
@@ -217,7 +223,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.toml", folder: Path | None = None) -> RunConfig:
     """Check the text of a run file; relative paths in it start at `folder` (None: the current directory)."""
     try:
-        document = tomllib.loads(text)
+        document = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not TOML: {error}; mend that line") from error
     _make_paths_absolute(document, folder or Path.cwd())
@@ -228,6 +234,8 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
         dropped = CUSTOM_KEYS if strategy == "adaptive" else CUSTOM_KEYS + ADAPTIVE_KEYS
         document["plan"] = {key: value for key, value in document["plan"].items() if key not in dropped}
     merge(document, changes, "")
+    if found := control_character_in(_without_args(document)):
+        raise ConfigError(f"{where}: {found}: {NO_CONTROL}")
     put_on_path(document, folder or Path.cwd())
     try:
         config = RunConfig.model_validate(document)
@@ -240,6 +248,14 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     return config
+
+
+def _without_args(document: dict[str, Any]) -> dict[str, Any]:
+    """All but the arguments of the model: what a factory takes may be any text, and nothing prints it."""
+    model = document.get("model")
+    if not isinstance(model, dict):
+        return document
+    return {**document, "model": {key: value for key, value in model.items() if key != "args"}}
 
 
 def scalar_pairs(texts: Sequence[str]) -> tuple[tuple[str, bool | int | float | str], ...]:
@@ -286,6 +302,19 @@ def _make_paths_absolute(document: Mapping[str, Any], folder: Path) -> None:
             section[key] = str(folder / Path(value).expanduser())
 
 
+_OTHER_NAMES = {
+    "ddp": 'strategy = "dp", data parallelism',
+    **dict.fromkeys(("fsdp", "fsdp2", "zero", "zero3", "zero-3"), 'strategy = "dp" and zero_stage = 3, as FSDP divides all'),
+    **dict.fromkeys(("zero1", "zero-1"), 'strategy = "dp" and zero_stage = 1'),
+    **dict.fromkeys(("zero2", "zero-2"), 'strategy = "dp" and zero_stage = 2'),
+    "hsdp": 'strategy = "adaptive" and zero_stage = 3: sharded data parallelism within groups is not built',
+    **dict.fromkeys(("pp", "pipeline"), 'strategy = "mp" (searches pipelines), or "custom" with mesh = { pp = 4 }'),
+    **dict.fromkeys(("tp", "tensor", "megatron"), 'strategy = "mp" (searches shards), or "custom" with mesh = { tp = 4 }'),
+    "3d": 'strategy = "hp", which combines dp with pp and tp',
+}
+"""Names that other libraries have for what plan.strategy and plan.zero_stage say here."""
+
+
 def _check_plan_section(config: RunConfig) -> None:
     """What no single key can say: hand-written plans, the mesh against the devices, and what exists today."""
     plan, cluster, training = config.plan, config.cluster, config.training
@@ -302,8 +331,10 @@ def _check_plan_section(config: RunConfig) -> None:
     if is_reference(plan.strategy):
         _check_family(plan.strategy)
     elif plan.plan_path is None and plan.strategy not in STRATEGIES:
+        instead = _OTHER_NAMES.get(plan.strategy.lower())
+        near = f"; set {instead}" if instead else near_matches(plan.strategy, STRATEGIES)
         raise ConfigError(
-            f"plan.strategy = {plan.strategy!r} is unknown{near_matches(plan.strategy, STRATEGIES)} "
+            f"plan.strategy = {plan.strategy!r} is unknown{near} "
             "(or the path of a plan.json, or your own as package.module:NAME, see docs/extending.md)"
         )
     if plan.chunks is not None:
@@ -438,14 +469,21 @@ def _explain(problem: ErrorDetails) -> str:
         return f"{path} = {_short(value)}{' ' if rule.startswith('is unknown') else ': '}{rule}"
     if table_key in _UNION_RULES:
         rule = _UNION_RULES[table_key]
-    elif kind in ("greater_than_equal", "greater_than", "less_than"):
-        sign, bound = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "less_than": ("<", "lt")}[kind]
-        rule = f"must be {sign} {context[bound]:g}"
+    elif kind in _BOUNDS:
+        sign, bound = _BOUNDS[kind]
+        rule = f"must be {sign} {context[bound]}"
     else:
         rule = _RULES.get(kind, problem["msg"])
     example = _EXAMPLES.get(table_key, "")
     return f"{path} = {_short(value)}: {rule}" + (f"; for example {example}" if example else "")
 
+
+_BOUNDS = {
+    "greater_than_equal": (">=", "ge"),
+    "greater_than": (">", "gt"),
+    "less_than_equal": ("<=", "le"),
+    "less_than": ("<", "lt"),
+}
 
 _UNION_RULES = {
     "cluster.devices": "must be a number of devices >= 1 or a list of device numbers",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parsim.errors import ConfigError, PlanError
+from parsim.files import parse_json
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
 from parsim.plans.recompute import AUTO, NONE
 from parsim.workflow.config import RunConfig, mesh_of
@@ -92,7 +92,7 @@ def model_of(config: RunConfig) -> Model:
 def is_saved_model(path: Path) -> bool:
     """True for a file of Model.save, false for a Hugging Face config."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # whoever reads it next says what is wrong with it
         return False
     return isinstance(document, dict) and "components" in document

@@ -42,7 +42,7 @@ def minimal() -> dict[str, Any]:
             }
         },
         "devices": [{"index": 0, "type": "toy"}, {"index": 1, "type": "toy"}],
-        "link_kinds": {"shm": {"bandwidth_bytes_per_s": number, "latency_s": number}},
+        "link_kinds": {"shm": {"bandwidth_bytes_per_s": number, "latency_s": {"value": 1e-6, "source": "made up"}}},
         "links": [{"a": "cpu0", "b": "cpu1", "kind": "shm"}],
         "communication": {
             "backend": "gloo",
@@ -181,7 +181,7 @@ def test_json_that_is_not_an_object(text: str) -> None:
         ("devices.1.index", 0, r"device numbers must be unique, got \[0, 0\]"),
         ("devices", [], r"devices is empty"),
         ("sources.made up.kind", "guess", r"sources\.made up\.kind: Input should be 'measurement'"),
-        ("schema_version", 2, r"schema_version: Input should be 1 \(got 2\)"),
+        ("schema_version", 2, r"schema_version must be 1, got 2; a newer parsim wrote it: upgrade parsim"),
         ("communication.backend", "mpi", r"communication\.backend: Input should be 'nccl' or 'gloo'"),
         ("mem_gbs", 3, r"mem_gbs: Extra inputs are not permitted"),
         ("name", None, r"name: Field required"),

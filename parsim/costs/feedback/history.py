@@ -28,12 +28,14 @@ from parsim.costs.uncertainty.conformal import (
     coverage_split,
 )
 from parsim.errors import CostError, ProfileError
-from parsim.files import write_text_atomically
+from parsim.files import parse_json, version_problem, write_text_atomically
 from parsim.hardware.profile import Profile
 from parsim.hardware.record import OLD_KEYS
 from parsim.units import format_percent
 
 SUFFIX = ".history.jsonl"
+SCHEMA_VERSION = 1
+"""Of a line; files written before there was the key have this version, too."""
 WORDS = frozenset({"schema_version", "name", "description", "provenance", "sources"})
 """Keys of a profile that no price rests on."""
 
@@ -149,17 +151,19 @@ def append_record(path: Path, record: ValidationRecord) -> None:
 
 
 def _line(record: ValidationRecord) -> str:
-    return json.dumps(asdict(record), allow_nan=False) + "\n"
+    return json.dumps({**asdict(record), "schema_version": SCHEMA_VERSION}, allow_nan=False) + "\n"
 
 
 def _record(line: str) -> ValidationRecord:
     """Raises CostError for what is no record."""
     try:
-        document: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        document: Any = parse_json(line)
+    except ValueError as error:
         raise CostError("not JSON") from error
     if not isinstance(document, dict):
         raise CostError("not an object")
+    if problem := version_problem(document, SCHEMA_VERSION, unversioned=1):
+        raise CostError(problem)
     known = {field.name for field in fields(ValidationRecord)}
     for name in ("model", "run", "predicted_s", "low_s", "high_s", "measured_s"):
         wanted = str if name in ("model", "run") else (int, float)

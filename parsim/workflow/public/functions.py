@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from parsim.errors import ConfigError
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
-from parsim.workflow.config import Granularity
+from parsim.workflow.config import MOST_SAMPLES, Granularity
 from parsim.workflow.progress import progress
 from parsim.workflow.public.answer import Answer
 from parsim.workflow.public.calibration import Calibration
@@ -364,6 +364,8 @@ def cost(
         return CostTable(title=title, rows=(document,), document=document)
     if batch is None:
         raise ConfigError("a model's costs need batch, the local samples that every component sees")
+    if batch > MOST_SAMPLES:
+        raise ConfigError(f"batch = {batch}: must be <= {MOST_SAMPLES}; give the samples that one device sees in a step")
     if isinstance(model, Model):
         priced = model
     else:
