@@ -29,13 +29,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.arrays import Floats, Ints
 from parsim.engines.compile import CompiledGraph
-from parsim.graph.columns import Ints
 from parsim.graph.fold import Folding
 from parsim.timeline import Timeline
 from parsim.work import Collective
-
-Floats = NDArray[np.float64]
 
 REACH, POINTS = 9.0, 4609
 """Standard deviations to both sides of zero, and points, of the table of g_m."""

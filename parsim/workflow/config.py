@@ -41,7 +41,7 @@ MOST_SAMPLES = 10**9
 """In a batch."""
 MOST_PARTS = 10**6
 """Microbatches of a batch, or chunks of a pipeline."""
-Parts = Annotated[int, Field(strict=True, ge=1, le=MOST_PARTS)]
+PartCount = Annotated[int, Field(strict=True, ge=1, le=MOST_PARTS)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 TomlScalar = StrictBool | StrictInt | Number | StrictStr
 
@@ -143,11 +143,11 @@ class PlanSection(ConfigSection):
     strategy: Annotated[str, Field(strict=True, min_length=1)] = "adaptive"
     """A family to search (single, dp, mp, hp, adaptive, "package.module:ROW"), "custom", or the path of a plan.json."""
     mesh: MeshTable | None = None
-    microbatches: Parts | None = None
+    microbatches: PartCount | None = None
     """Per replica."""
     pipeline_order: Annotated[Name, RowOf(PIPELINE_ORDERS)] | None = None
     """A row of `parsim.plans.pipeline`, or "package.module:ROW"."""
-    chunks: Parts | None = None
+    chunks: PartCount | None = None
     """Stages per rank, for orders that take several; left out: the fewest that the order takes."""
     bucket_bytes: Count | None = None
     """A gradient bucket is closed once it holds this much."""
