@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-Call = Callable[[], object]
+CollectiveCall = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class CollectiveKind:
     phases: tuple[str, ...] = ()
     rooted: bool = False
     packable: bool = False
-    call: Callable[[Tensor, ProcessGroup], Call] | None = None
+    call: Callable[[Tensor, ProcessGroup], CollectiveCall] | None = None
 
 
 def _one_way(n: int) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
     from pydantic_core import CoreSchema
 
-Row = TypeVar("Row")
+RegistryRow = TypeVar("RegistryRow")
 
 
 def is_reference(name: str) -> bool:
@@ -28,7 +28,7 @@ def is_reference(name: str) -> bool:
     return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-class Registry(Generic[Row]):
+class Registry(Generic[RegistryRow]):
     """Rows by name. Iterating, `len` and `in` see the shipped rows; `registry[name]` also loads "package.module:ROW".
 
     Args:
@@ -38,14 +38,16 @@ class Registry(Generic[Row]):
         error: what an unknown name raises.
     """
 
-    def __init__(self, what: str, row: type[Row], rows: Mapping[str, Row], *, error: type[ParsimError] = ConfigError) -> None:
+    def __init__(
+        self, what: str, row: type[RegistryRow], rows: Mapping[str, RegistryRow], *, error: type[ParsimError] = ConfigError
+    ) -> None:
         self.what = what
         self.row = row
-        self.rows: Mapping[str, Row] = MappingProxyType(dict(rows))
+        self.rows: Mapping[str, RegistryRow] = MappingProxyType(dict(rows))
         self.error = error
-        self._loaded: dict[str, Row] = {}
+        self._loaded: dict[str, RegistryRow] = {}
 
-    def __getitem__(self, name: str) -> Row:
+    def __getitem__(self, name: str) -> RegistryRow:
         """The row. Raises `error` with near matches, or with why the text cannot be loaded."""
         if name in self.rows:
             return self.rows[name]
@@ -61,7 +63,7 @@ class Registry(Generic[Row]):
         listing = "" if near.startswith("; known") else f" (known: {', '.join(self.rows)})"
         return f"{near}{listing}; your own: package.module:NAME, see docs/extending.md"
 
-    def _load(self, name: str) -> Row:
+    def _load(self, name: str) -> RegistryRow:
         module, _, attribute = name.partition(":")
         try:
             found = getattr(importlib.import_module(module), attribute)
@@ -88,7 +90,7 @@ class Registry(Generic[Row]):
         """The names of the shipped rows, so that `{**registry}` is a plain dict of them."""
         return self.rows.keys()
 
-    def items(self) -> Iterable[tuple[str, Row]]:
+    def items(self) -> Iterable[tuple[str, RegistryRow]]:
         """The shipped rows by name."""
         return self.rows.items()
 

@@ -60,7 +60,7 @@ class PublishedTraining:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PublishedRow:
     """One usable row; `number` is that of its id."""
 
     id: str
@@ -79,12 +79,12 @@ class LeftOut:
     reason: str
 
 
-def read_rows(data_dir: Path) -> tuple[list[Row], list[LeftOut]]:
+def read_rows(data_dir: Path) -> tuple[list[PublishedRow], list[LeftOut]]:
     """The usable rows, each with its case (model, precision, batch per GPU, GPUs), and all others with the reason.
 
     Raises DataError if the table is missing or a usable row holds no number.
     """
-    rows: list[Row] = []
+    rows: list[PublishedRow] = []
     left_out: list[LeftOut] = []
     for entry in read_table(data_dir, "throughput.csv"):
         reason = _reason(entry)
@@ -96,7 +96,7 @@ def read_rows(data_dir: Path) -> tuple[list[Row], list[LeftOut]]:
         except ValueError as error:
             raise DataError(f"throughput.csv row {entry['id']}: {error}; batch and value must be numbers") from error
         case = (_model(entry), PRECISIONS[entry["precision"]], batch, int(entry["gpus"]))
-        rows.append(Row(id=entry["id"], case=case, samples_per_s=value))
+        rows.append(PublishedRow(id=entry["id"], case=case, samples_per_s=value))
     return rows, left_out
 
 
@@ -128,7 +128,7 @@ def _reason(entry: Mapping[str, str]) -> str:
     return LOADER_BOUND.get(entry["id"], "")
 
 
-def medians(rows: Sequence[Row]) -> dict[tuple[str, str, int, int], float]:
+def medians(rows: Sequence[PublishedRow]) -> dict[tuple[str, str, int, int], float]:
     """Published samples per second by case."""
     cases = dict.fromkeys(row.case for row in rows)
     return {case: median(row.samples_per_s for row in rows if row.case == case) for case in cases}
@@ -211,7 +211,7 @@ class FittedEfficiency:
     """
 
     efficiency: Efficiency
-    errors: tuple[tuple[Row, float, float], ...]
+    errors: tuple[tuple[PublishedRow, float, float], ...]
 
     @property
     def helps(self) -> bool:
@@ -219,7 +219,7 @@ class FittedEfficiency:
         return median(abs(after) for _, _, after in self.errors) < median(abs(before) for _, before, _ in self.errors)
 
 
-def fit_efficiencies(profile: Profile, rows: Sequence[Row]) -> list[FittedEfficiency]:
+def fit_efficiencies(profile: Profile, rows: Sequence[PublishedRow]) -> list[FittedEfficiency]:
     """One factor per precision from the single-GPU rows of even id: the middle of published over predicted.
 
     The median of the logarithms; `spread` is their robust standard deviation (1.4826 times the median absolute deviation).

@@ -14,7 +14,7 @@ from parsim.model.component import Component, HalfComponent, HalfSharding, HalfV
 from parsim.model.model import Model
 from parsim.model.number_formats import number_format
 
-Half = TypeVar("Half")
+HalfSizes = TypeVar("HalfSizes")
 
 RECORDED_BYTES = 2
 """Per element under the autocast that Models are recorded under."""
@@ -92,7 +92,7 @@ def _reduced_bytes(precision: str) -> int | None:
     return kind.element_bytes if kind.autocast else None
 
 
-def _recorded(half: Half | None, element_bytes: int) -> Half | None:
+def _recorded(half: HalfSizes | None, element_bytes: int) -> HalfSizes | None:
     """What was recorded under autocast, if it is of that many bytes per element."""
     return half if element_bytes == RECORDED_BYTES else None
 

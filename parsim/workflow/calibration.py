@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from calibration.rounds.request import CalibrationRequest
     from parsim.hardware.profile import Profile
 
-DeviceKind = Literal["cpu", "cuda"]
+CalibratedDevice = Literal["cpu", "cuda"]
 LeftoverPolicy = Literal["require", "discard", "use"]
 
 SMALLEST_SHARE = 64
@@ -33,7 +33,7 @@ def calibration_request(
     *,
     batches: tuple[int, ...] = DEFAULT_BATCHES,
     optimizers: Sequence[str] = (),
-    device: DeviceKind = "cpu",
+    device: CalibratedDevice = "cpu",
     nproc: int | None = None,
     precision: str | None = None,
     quick: bool = False,
@@ -96,7 +96,7 @@ def local_batches(global_batch: int) -> set[int]:
     return {global_batch // part for part in parts if global_batch % part == 0}
 
 
-def device_here() -> DeviceKind:
+def device_here() -> CalibratedDevice:
     """ "cuda" where torch sees a GPU."""
     if importlib.util.find_spec("torch") is None:
         return "cpu"
@@ -105,7 +105,7 @@ def device_here() -> DeviceKind:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def ranks_here(device: DeviceKind) -> int:
+def ranks_here(device: CalibratedDevice) -> int:
     """One per GPU or core."""
     if device == "cuda":
         import torch
@@ -116,7 +116,7 @@ def ranks_here(device: DeviceKind) -> int:
     return len(available_cores())
 
 
-def _asked_precision(configs: Sequence[RunConfig], device: DeviceKind) -> str:
+def _asked_precision(configs: Sequence[RunConfig], device: CalibratedDevice) -> str:
     """What the questions train in on a GPU, else fp32. Raises ConfigError where they differ."""
     asked = {config.training.precision for config in configs} if device == "cuda" else set()
     if len(asked) > 1:
