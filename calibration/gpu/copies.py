@@ -11,7 +11,7 @@ from torch import Tensor
 from calibration.gpu.device import MeasuredDevice, UnsupportedError
 from calibration.gpu.timing import time_calls
 from calibration.operand_pool import operand_sets
-from parsim.execute.cuda.event_timing import Operation
+from parsim.execute.cuda.event_timing import QueuedCall
 from parsim.units import GIB, MIB, format_bytes
 
 Route = Literal["on_device", "to_device", "to_device_pageable", "to_host", "to_host_pageable"]
@@ -49,14 +49,14 @@ def measure_copy(device: MeasuredDevice, route: Route, size_bytes: int, *, least
     }
 
 
-def _on_device(device: MeasuredDevice, size_bytes: int) -> tuple[list[Operation], int, bool]:
+def _on_device(device: MeasuredDevice, size_bytes: int) -> tuple[list[QueuedCall], int, bool]:
     operands = operand_sets(
         (size_bytes, size_bytes),
         cache_bytes=device.cache_bytes,
         limit_bytes=int(POOL_SHARE * device.memory_bytes),
         device=device.device,
     )
-    calls: list[Operation] = []
+    calls: list[QueuedCall] = []
     for _ in range(operands.sets):
         source, target = (operands.pool.take((size_bytes,), torch.uint8) for _ in range(2))
         _scramble(source)
@@ -65,7 +65,7 @@ def _on_device(device: MeasuredDevice, size_bytes: int) -> tuple[list[Operation]
     return calls, operands.sets, operands.beyond_cache
 
 
-def _crossing(device: MeasuredDevice, route: Route, size_bytes: int) -> Operation:
+def _crossing(device: MeasuredDevice, route: Route, size_bytes: int) -> QueuedCall:
     pinned = not route.endswith(PAGEABLE)
     host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
     _scramble(host)

@@ -13,7 +13,7 @@ import torch
 from calibration.operand_pool import last_cache_bytes
 from parsim.errors import ExecutionError
 from parsim.execute.cuda.driver import driver_of
-from parsim.execute.cuda.event_timing import Clock
+from parsim.execute.cuda.event_timing import DeviceClock
 from parsim.execute.processes.environment import memory_limit_bytes, processor_name
 
 
@@ -32,7 +32,7 @@ class MeasuredDevice:
     name: str
     cache_bytes: int
     memory_bytes: int
-    clock: Clock
+    clock: DeviceClock
 
 
 class WallClock:

@@ -10,7 +10,7 @@ import torch
 
 from calibration.gpu.device import MeasuredDevice, UnsupportedError
 from calibration.gpu.timing import QUEUE_CALLS, time_calls
-from parsim.execute.cuda.event_timing import Clock, Group, Operation, timed_once
+from parsim.execute.cuda.event_timing import DeviceClock, Group, QueuedCall, timed_once
 
 REPEATS = 30
 GRAPH_KERNELS = 100
@@ -36,7 +36,7 @@ def launch_cost(device: MeasuredDevice, *, least_s: float = 0.2) -> dict[str, An
     return {"host_s": host, "device_s": timing.median_s, **timing.to_dict()}
 
 
-def event_cost(clock: Clock) -> dict[str, Any]:
+def event_cost(clock: DeviceClock) -> dict[str, Any]:
     """Seconds of making and recording an event on the host, and what two events in a row say lies between them.
 
     Returns: host_s, and between_s: median, least and most, the floor below which no single call can be timed by events.
@@ -96,7 +96,7 @@ def graph_cost(device: MeasuredDevice) -> dict[str, Any]:
     }
 
 
-def _host_seconds(clock: Clock, call: Operation, count: int = COUNT) -> float:
+def _host_seconds(clock: DeviceClock, call: QueuedCall, count: int = COUNT) -> float:
     """Of one call on the host while the device waits: the median over repeats, the first left out."""
     found = [timed_once(clock, [Group([call] * count)], HOLD_S).issue_s[0] / count for _ in range(REPEATS)]
     return statistics.median(found[1:])

@@ -18,7 +18,7 @@ from calibration.gpu.device import MeasuredDevice, UnsupportedError
 from calibration.gpu.timing import time_calls
 from calibration.operand_pool import fill_random, operand_sets
 from parsim.errors import ExecutionError
-from parsim.execute.cuda.event_timing import Operation
+from parsim.execute.cuda.event_timing import QueuedCall
 
 POOL_SHARE = 0.25
 """Of the device's memory that rotating operands may take."""
@@ -29,7 +29,7 @@ CORE_SIDES = (1024, 4096, 8192)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
+class ProductPrecision:
     """Attributes: operand, result: types of the arrays. tf32: whether products of fp32 arrays may use it."""
 
     name: str
@@ -41,11 +41,11 @@ class Precision:
 PRECISIONS = {
     precision.name: precision
     for precision in (
-        Precision(name="fp32", operand=torch.float32, result=torch.float32),
-        Precision(name="tf32", operand=torch.float32, result=torch.float32, tf32=True),
-        Precision(name="bf16", operand=torch.bfloat16, result=torch.bfloat16),
-        Precision(name="fp16", operand=torch.float16, result=torch.float16),
-        Precision(name="fp8", operand=torch.float8_e4m3fn, result=torch.bfloat16),
+        ProductPrecision(name="fp32", operand=torch.float32, result=torch.float32),
+        ProductPrecision(name="tf32", operand=torch.float32, result=torch.float32, tf32=True),
+        ProductPrecision(name="bf16", operand=torch.bfloat16, result=torch.bfloat16),
+        ProductPrecision(name="fp16", operand=torch.float16, result=torch.float16),
+        ProductPrecision(name="fp8", operand=torch.float8_e4m3fn, result=torch.bfloat16),
     )
 }
 
@@ -63,7 +63,7 @@ class Product:
     def flop(self) -> int:
         return 2 * self.rows * self.columns * self.depth
 
-    def array_bytes(self, precision: Precision) -> tuple[int, int, int]:
+    def array_bytes(self, precision: ProductPrecision) -> tuple[int, int, int]:
         """Of both operands and the result."""
         operand, result = precision.operand.itemsize, precision.result.itemsize
         return self.rows * self.depth * operand, self.depth * self.columns * operand, self.rows * self.columns * result
@@ -89,7 +89,7 @@ def transformer_products(tokens: int, hidden: int, vocab: int) -> tuple[Product,
 
 
 @contextlib.contextmanager
-def matrix_precision(precision: Precision) -> Iterator[None]:
+def matrix_precision(precision: ProductPrecision) -> Iterator[None]:
     """Whether fp32 products may use tf32, while it is open; as it was afterwards."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = precision.tf32
@@ -100,7 +100,7 @@ def matrix_precision(precision: Precision) -> Iterator[None]:
 
 
 def measure_product(
-    device: MeasuredDevice, product: Product, precision: Precision, *, least_s: float, seed: int = 0
+    device: MeasuredDevice, product: Product, precision: ProductPrecision, *, least_s: float, seed: int = 0
 ) -> dict[str, Any]:
     """Flop per second of one product on random operands from beyond the cache.
 
@@ -116,7 +116,7 @@ def measure_product(
     )
     take = operands.pool.take
     generator = torch.Generator(device.device).manual_seed(seed)
-    calls: list[Operation] = []
+    calls: list[QueuedCall] = []
     for number in range(operands.sets):
         left = take((product.rows, product.depth), precision.operand)
         # fp8 kernels take the second operand by columns
@@ -166,7 +166,7 @@ def relative_error(left: torch.Tensor, transposed: torch.Tensor, result: torch.T
     return float(difference.norm() / exact.norm())
 
 
-def _call(precision: Precision, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> Operation:
+def _call(precision: ProductPrecision, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> QueuedCall:
     if precision.name == "fp8":
         one = torch.ones((), device=left.device)
         scaled: Any = torch._scaled_mm

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from parsim.errors import ExecutionError
-from parsim.execute.cuda.event_timing import Clock, Group, Operation, longer_hold, timed_once
+from parsim.execute.cuda.event_timing import DeviceClock, Group, QueuedCall, longer_hold, timed_once
 
 QUEUE_CALLS = 512
 """Calls of a burst at most: a CUDA queue holds about a thousand launches, and beyond them the host waits."""
@@ -59,7 +59,7 @@ class Timing:
 
 
 def time_calls(
-    clock: Clock, calls: Sequence[Operation], *, least_s: float = 1.0, warm_s: float = 0.2, held: bool = True
+    clock: DeviceClock, calls: Sequence[QueuedCall], *, least_s: float = 1.0, warm_s: float = 0.2, held: bool = True
 ) -> Timing:
     """Seconds of one call, where `calls` are taken in turns (each on operands of its own, see `calibration.operand_pool`).
 
@@ -113,7 +113,7 @@ def time_calls(
 class _Turns:
     """Calls one after the other, from the first again after the last."""
 
-    def __init__(self, calls: Sequence[Operation]) -> None:
+    def __init__(self, calls: Sequence[QueuedCall]) -> None:
         self._calls = calls
         self._next = 0
 
@@ -123,7 +123,7 @@ class _Turns:
             self._next = (self._next + 1) % len(self._calls)
 
 
-def _warm(clock: Clock, turns: _Turns, warm_s: float) -> tuple[float, float]:
+def _warm(clock: DeviceClock, turns: _Turns, warm_s: float) -> tuple[float, float]:
     """Seconds of a call on the device, and of enqueuing it, from the last round of warming up."""
     turns.run(1)
     clock.synchronize()

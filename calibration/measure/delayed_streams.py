@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parsim.execute.cuda.event_timing import Clock, longer_hold
+from parsim.execute.cuda.event_timing import DeviceClock, longer_hold
 from parsim.execute.streams import Operation, Streams, TaskTime
 from parsim.graph.task import COMPUTE
 
@@ -32,7 +32,7 @@ class Pausing:
 
     loads_ahead = False
 
-    def __init__(self, streams: Streams, driver: Clock | None = None) -> None:
+    def __init__(self, streams: Streams, driver: DeviceClock | None = None) -> None:
         self._streams = streams
         self._driver = driver
         self._last: int | None = None

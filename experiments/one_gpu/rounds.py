@@ -15,7 +15,7 @@ from programs import Program
 from questions import Scope
 
 from calibration.gpu.programme import failure
-from parsim.execute.cuda.event_timing import Clock
+from parsim.execute.cuda.event_timing import DeviceClock
 
 AGAIN = " again"
 WARM_STEPS = 3
@@ -23,7 +23,9 @@ LONG_STEP_S, LONG_STEPS = 0.1, 2
 """Steps that take so long: fewer in a turn, and none before them. What another program left in the caches hardly counts."""
 
 
-def interleaved(clock: Clock, programs: Sequence[Program], scope: Scope, *, seed: int, remaining_s: float) -> dict[str, Any]:
+def interleaved(
+    clock: DeviceClock, programs: Sequence[Program], scope: Scope, *, seed: int, remaining_s: float
+) -> dict[str, Any]:
     """Step seconds of every program in every round, and its first losses.
 
     The number of rounds is what fits into the scope's budget for a question, or into half of what remains, within its bounds.
@@ -57,7 +59,7 @@ def _stepped(program: Program) -> float:
     return program.loss()
 
 
-def _turn(clock: Clock, program: Program, steps: int) -> float:
+def _turn(clock: DeviceClock, program: Program, steps: int) -> float:
     """Mean seconds of a step, by the host's clock between two waits."""
     clock.synchronize()
     begin_s = clock.host_s()

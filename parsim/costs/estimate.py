@@ -11,10 +11,10 @@ from parsim.errors import CostError
 Source = Literal["measured", "fitted", "published", "updated"]
 """`updated`: one of the others, times what a validation has shown it to be wrong by."""
 
-Operation = Literal["start", "plus", "times", "over", "at least"]
+TermOperation = Literal["start", "plus", "times", "over", "at least"]
 """What a term does to the running total: begin it, add seconds, multiply by a factor, divide by one, be no less."""
 
-Origin = Literal["measured", "fitted", "published", "updated", "observed", "assumed"]
+TermOrigin = Literal["measured", "fitted", "published", "updated", "observed", "assumed"]
 """Where the number of a term comes from. `observed`: a running job has shown it. `assumed`: nobody has measured it."""
 
 
@@ -33,9 +33,9 @@ class Term(NamedTuple):
     """
 
     name: str
-    operation: Operation
+    operation: TermOperation
     value: float
-    origin: Origin
+    origin: TermOrigin
     detail: Detail = ""
 
     @property
@@ -84,7 +84,7 @@ def running_totals_s(terms: Iterable[Term]) -> Iterator[tuple[Term, float]]:
         yield term, total
 
 
-def summed(parts: Iterable[tuple[str, float, Origin, Detail]]) -> Terms:
+def summed(parts: Iterable[tuple[str, float, TermOrigin, Detail]]) -> Terms:
     """Terms that add up seconds.
 
     Args:

@@ -16,8 +16,8 @@ import torch
 
 from parsim.execute.cuda.driver import EventClock, driver_of
 
-Clock = EventClock[Any]
-Operation = Callable[[], object]
+DeviceClock = EventClock[Any]
+QueuedCall = Callable[[], object]
 
 FIRST_HOLD_S = 1e-3
 MOST_HOLD_S = 0.25
@@ -33,8 +33,8 @@ WARM_SIDE = 4096
 class Group(NamedTuple):
     """Calls that are timed together, between two events, and what is queued right before them, untimed."""
 
-    calls: Sequence[Operation]
-    before: Operation | None = None
+    calls: Sequence[QueuedCall]
+    before: QueuedCall | None = None
 
 
 class Timed(NamedTuple):
@@ -51,7 +51,7 @@ class Timed(NamedTuple):
     spent_s: float
 
 
-def timed_once(clock: Clock, groups: Sequence[Group], hold_s: float | None) -> Timed:
+def timed_once(clock: DeviceClock, groups: Sequence[Group], hold_s: float | None) -> Timed:
     """Queue all groups behind one hold and read the events.
 
     A group with nothing before it begins at the event that ended the group before: a queue holds about a thousand entries.
@@ -81,7 +81,7 @@ def timed_once(clock: Clock, groups: Sequence[Group], hold_s: float | None) -> T
     return Timed([clock.elapsed_s(start, end) for start, end in marks], issue_s, hidden, spent_s)
 
 
-def timed_groups(clock: Clock, groups: Sequence[Group]) -> Timed:
+def timed_groups(clock: DeviceClock, groups: Sequence[Group]) -> Timed:
     """Time all groups behind one hold; once more behind a longer one where the hold was too short.
 
     Calls must not wait for the device: such a call is never hidden.
@@ -99,7 +99,7 @@ def longer_hold(spent_s: float) -> float:
     return min(MOST_HOLD_S, HOLD_MARGIN * spent_s + FIRST_HOLD_S)
 
 
-def warm_up(clock: Clock, work: Operation, seconds: float = WARM_S) -> None:
+def warm_up(clock: DeviceClock, work: QueuedCall, seconds: float = WARM_S) -> None:
     """Keep the device busy with `work` for at least so long, waiting for it after each so that no queue builds up."""
     begin_s = clock.host_s()
     while clock.host_s() - begin_s < seconds:
@@ -114,7 +114,7 @@ def warm_gpu(device: torch.device, dtype: torch.dtype) -> None:
         warm_up(driver, products(dtype, device))
 
 
-def products(dtype: torch.dtype, device: torch.device) -> Operation:
+def products(dtype: torch.dtype, device: torch.device) -> QueuedCall:
     """Work that keeps a GPU busy for some milliseconds: matrix products."""
     left, right = (torch.ones(WARM_SIDE, WARM_SIDE, dtype=dtype, device=device) for _ in range(2))
     return lambda: torch.mm(left, right)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parsim.execute.cuda.driver import driver_of
-from parsim.execute.cuda.event_timing import Clock, Group, timed_groups
+from parsim.execute.cuda.event_timing import DeviceClock, Group, timed_groups
 
 STEPS, WARM_STEPS = 3, 1
 HEADS, CLASSES = 4, 10
@@ -55,7 +55,7 @@ class SpeedProbe:
         driver: times it by events; None: by the host's clock, as on a CPU. Left out: that of the device.
     """
 
-    def __init__(self, device: torch.device, *, driver: Clock | None = None, size: ProbeSize | None = None) -> None:
+    def __init__(self, device: torch.device, *, driver: DeviceClock | None = None, size: ProbeSize | None = None) -> None:
         on_gpu = device.type == "cuda"
         size = size or (GPU_SIZE if on_gpu else CORE_SIZE)
         with torch.random.fork_rng(devices=[]):
