@@ -37,7 +37,7 @@ class Group(NamedTuple):
     before: QueuedCall | None = None
 
 
-class Timed(NamedTuple):
+class TimedGroups(NamedTuple):
     """Of every group.
 
     Attributes:
@@ -51,7 +51,7 @@ class Timed(NamedTuple):
     spent_s: float
 
 
-def timed_once(clock: DeviceClock, groups: Sequence[Group], hold_s: float | None) -> Timed:
+def timed_once(clock: DeviceClock, groups: Sequence[Group], hold_s: float | None) -> TimedGroups:
     """Queue all groups behind one hold and read the events.
 
     A group with nothing before it begins at the event that ended the group before: a queue holds about a thousand entries.
@@ -78,10 +78,10 @@ def timed_once(clock: DeviceClock, groups: Sequence[Group], hold_s: float | None
     hidden = hold_s is not None and not clock.passed(held)
     spent_s = clock.host_s() - begin_s
     clock.synchronize()
-    return Timed([clock.elapsed_s(start, end) for start, end in marks], issue_s, hidden, spent_s)
+    return TimedGroups([clock.elapsed_s(start, end) for start, end in marks], issue_s, hidden, spent_s)
 
 
-def timed_groups(clock: DeviceClock, groups: Sequence[Group]) -> Timed:
+def timed_groups(clock: DeviceClock, groups: Sequence[Group]) -> TimedGroups:
     """Time all groups behind one hold; once more behind a longer one where the hold was too short.
 
     Calls must not wait for the device: such a call is never hidden.
