@@ -5,6 +5,7 @@
 #   make test-all  the slow tests too
 #   make check     what CI runs: ruff, mypy --strict, make test
 #   make bench     speed of the engines
+#   make bench-quick  every benchmark once with small sizes: does it run? (part of make test)
 #   make gpu       wheels and commands for a machine with a GPU and without a network (MINUTES=30)
 #   make test-gpu  the tests that need a GPU
 #   make format    let ruff rewrite what it can of what `make check` complains about
@@ -21,7 +22,7 @@ MINUTES ?= 30
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup demo test test-all test-gpu check bench gpu format clean
+.PHONY: help setup demo test test-all test-gpu check bench bench-quick gpu format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,8 +50,8 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(MAKE) test
 
-bench: $(STAMP)
-	@for file in benchmarks/bench_*.py; do $(BIN)/python $$file || exit 1; done
+bench bench-quick: $(STAMP)
+	@for file in benchmarks/bench_*.py; do $(BIN)/python $$file $(if $(filter bench-quick,$@),--quick) || exit 1; done
 
 gpu: $(STAMP)
 	@$(BIN)/python experiments/one_gpu/prepare.py --minutes $(MINUTES)

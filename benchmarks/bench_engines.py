@@ -1,6 +1,6 @@
 """Tasks per second of both engines on a pipeline-with-replicas graph. Prints, asserts nothing.
 
-python benchmarks/bench_engines.py [--tasks 100000] [--samples 256]
+python benchmarks/bench_engines.py [--tasks 100000] [--samples 256] [--quick]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import numpy as np
-from machine import machine_line, seconds
+from machine import QUICK_NOTE, add_quick, machine_line, seconds
 
 from parsim.analyze.breakdown import breakdown
 from parsim.costs.estimate import OverlapFactors
@@ -84,7 +84,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", type=int, default=100_000)
     parser.add_argument("--samples", type=int, default=256)
+    add_quick(parser)
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.tasks, arguments.samples = 1_000, 4
     graph = data_parallel_graph(arguments.tasks)
     n = len(graph.tasks)
     rng = np.random.default_rng(0)
@@ -113,6 +116,8 @@ def main() -> None:
     for name, (count, elapsed) in results.items():
         print(f"| {name} | {count / elapsed / 1e6:.3f} | {1e3 * elapsed:,.2f} |")
     print(f"\n{fresh_process()}")
+    if arguments.quick:
+        print(QUICK_NOTE)
 
 
 if __name__ == "__main__":

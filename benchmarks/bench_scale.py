@@ -1,6 +1,6 @@
 """From a Plan to its step time, from 8 to 16,384 GPUs, and where the time goes. Prints, asserts nothing.
 
-python benchmarks/bench_scale.py [--layers 96] [--draws 200]
+python benchmarks/bench_scale.py [--layers 96] [--draws 200] [--quick]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from deep_gpt import deep_gpt, even_plan
-from machine import machine_line, seconds
+from machine import QUICK_NOTE, add_quick, machine_line, seconds
 
 from parsim.analyze.breakdown import breakdown
 from parsim.costs.uncertainty.draws import medians_s
@@ -34,6 +34,9 @@ from parsim.predict.planning_problem import PlanningProblem
 PROFILE, NETWORK, PER_NODE = "dgx1-v100-32gb", "infiniband-100g", 8
 MICROBATCHES = 64
 MESHES = (Mesh(tp=8), Mesh(pp=8, tp=8), Mesh(pp=8, dp=16, tp=8), Mesh(pp=8, dp=64, tp=8), Mesh(pp=8, dp=256, tp=8))
+UNFOLDED = Mesh(pp=8, dp=4, tp=8)
+"""Of which every rank is lowered."""
+
 PROFILED = 10
 
 
@@ -99,9 +102,9 @@ def parts(model: Model, plan: Plan) -> None:
         print(f"| {name} | {1e3 * elapsed:,.1f} | {elapsed / total:.0%} |")
 
 
-def lowering(model: Model) -> None:
+def lowering(model: Model, mesh: Mesh) -> None:
     """Lowering without folding: its rate, and its own profile."""
-    plan = even_plan(model, Mesh(pp=8, dp=4, tp=8), microbatches=MICROBATCHES)
+    plan = even_plan(model, mesh, microbatches=MICROBATCHES)
     layout = PlanIndex(plan, model)
     size = lower_columns(plan, model, layout).size
     elapsed = seconds(lambda: lower_columns(plan, model, layout))
@@ -120,7 +123,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=96)
     parser.add_argument("--draws", type=int, default=200)
+    add_quick(parser)
     arguments = parser.parse_args()
+    meshes, whole = MESHES, UNFOLDED
+    if arguments.quick:
+        arguments.layers, arguments.draws, meshes, whole = 4, 2, MESHES[:1], Mesh(pp=2, dp=2)
     print(f"{machine_line()}\n")
     small, deep = load_preset("gpt", "block"), deep_gpt(arguments.layers)
     print(f"GPT-2 (12 layers), then a GPT of {arguments.layers} layers with {MICROBATCHES} microbatches, on {PROFILE} nodes:\n")
@@ -130,11 +137,13 @@ def main() -> None:
     )
     row("GPT-2 ", small, even_plan(small, Mesh(pp=2, dp=4), microbatches=4), arguments.draws, None)
     base_s = None
-    for mesh in MESHES:
+    for mesh in meshes:
         first_s = row("", deep, even_plan(deep, mesh, microbatches=MICROBATCHES), arguments.draws, base_s)
         base_s = base_s or first_s
-    parts(deep, even_plan(deep, MESHES[-1], microbatches=MICROBATCHES))
-    lowering(deep)
+    parts(deep, even_plan(deep, meshes[-1], microbatches=MICROBATCHES))
+    lowering(deep, whole)
+    if arguments.quick:
+        print(QUICK_NOTE)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Seconds and memory of the virtual cluster: 64 replicas on the digits, 1,008 on generated data. Prints, asserts nothing.
 
-python benchmarks/bench_virtual.py [--replicas 1008] [--samples 64] [--epochs 20]
+python benchmarks/bench_virtual.py [--replicas 1008] [--samples 64] [--epochs 20] [--quick]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 import torch
-from bench_engines import processor_name
+from machine import QUICK_NOTE, add_quick, processor_name
 
 from parsim.algorithms.graphs import mixing_graph
 from parsim.virtual.clock import random_stragglers
@@ -48,7 +48,10 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1008)
     parser.add_argument("--samples", type=int, default=64, help="per replica")
     parser.add_argument("--epochs", type=int, default=20)
+    add_quick(parser)
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.replicas, arguments.samples, arguments.epochs = 16, 8, 1
     torch.set_num_threads(1)
     problems = {
         64: load_problem("digits", dtype=torch.float32),
@@ -68,6 +71,8 @@ def main() -> None:
                 f"{rate:9.0f} steps/s   accuracy {run.score:.3f}   simulated {run.clock.now_s:6.0f} s   "
                 f"peak {peak_mib():6.0f} MiB"
             )
+    if arguments.quick:
+        print(QUICK_NOTE)
 
 
 if __name__ == "__main__":

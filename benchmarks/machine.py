@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+QUICK_NOTE = "\n--quick: small sizes, to see that the benchmark runs. The figures above say nothing about speed."
+
+
+def add_quick(parser: argparse.ArgumentParser) -> None:
+    """The option that every benchmark has: `make bench-quick` and the tests run it."""
+    parser.add_argument("--quick", action="store_true", help="small sizes: does it run at all?")
 
 
 def machine_line() -> str:

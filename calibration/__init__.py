@@ -2,3 +2,5 @@
 
 `calibration.rounds.calibrate.calibrate` is the way in; `python -m calibration JOB.json` is one rank of the measuring job.
 """
+
+import parsim  # noqa: F401  (whose list of moved modules names those of calibration, too)

@@ -31,6 +31,7 @@ from calibration.rounds.turns import START, take_turns
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.group import ProcessPlace, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.processes.pinning import Pinning, prepare_rank
+from parsim.execute.processes.progress import write_progress
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.files import write_text_atomically
 from parsim.graph.taskgraph import work_text
@@ -112,7 +113,7 @@ def _case_entry(case: Case) -> dict[str, Any]:
 
 def _say(place: ProcessPlace, line: str) -> None:
     if place.rank == 0:
-        print(line, flush=True)
+        write_progress(line)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from parsim.moved import announce_moves as _announce_moves
+
 if TYPE_CHECKING:
     from parsim.errors import ParsimError
     from parsim.hardware.cluster import Cluster
@@ -91,3 +93,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+_announce_moves()

@@ -23,6 +23,7 @@ from parsim.commands.run import run
 from parsim.commands.simulate import simulate
 from parsim.commands.validate import validate
 from parsim.errors import ParsimError
+from parsim.units import printable
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
     "doctor": doctor,
@@ -73,13 +74,13 @@ def main() -> None:
     try:
         build()()
     except ParsimError as error:
-        print(f"parsim: {error}", file=sys.stderr)
+        print(f"parsim: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
     except OSError as error:
         # A file that cannot be read or written is the user's to mend; anything else is a fault of parsim: traceback.
         if error.filename is None:
             raise
-        print(f"parsim: {error.strerror}: {error.filename}", file=sys.stderr)
+        print(f"parsim: {printable(f'{error.strerror}: {error.filename}')}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -3,7 +3,8 @@
 ParsimError                 exit status 1: one clear message, no traceback
 ├── ConfigError             a key or value of RUN.toml or of the command line
 ├── ModelError              an unknown or malformed model
-│   └── TraceError          a module that cannot be cut into runnable components
+│   ├── TraceError          a module that cannot be cut into runnable components
+│   └── FactoryError        the user's own factory raised; the message ends with the traceback of that code
 ├── ProfileError            an unknown, broken or incomplete hardware profile
 ├── PlanError               a mesh, stage or batch that contradicts itself
 ├── GraphError              a task graph that cannot be run
@@ -39,6 +40,10 @@ class ModelError(ParsimError):
 
 class TraceError(ModelError):
     """A module cannot be cut into runnable components."""
+
+
+class FactoryError(ModelError):
+    """The user's own factory raised; the message ends with the traceback of that code alone."""
 
 
 class ProfileError(ParsimError):

@@ -17,6 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.errors import GraphError
+from parsim.files import parse_json, version_problem
+
+SCHEMA_VERSION = 1
+"""Of a timeline's file; files written before there was the key have this version, too."""
 
 
 class Span(NamedTuple):
@@ -85,6 +89,7 @@ class Timeline:
     def save(self, path: Path) -> None:
         """Write gzipped JSON (one list per column)."""
         document = {
+            "schema_version": SCHEMA_VERSION,
             "source": self.source,
             "resources": list(self.resources),
             "task": self.task.tolist(),
@@ -98,7 +103,9 @@ class Timeline:
     @classmethod
     def load(cls, path: Path) -> Timeline:
         with gzip.open(path, "rb") as file:
-            document = json.loads(file.read())
+            document = parse_json(file.read())
+        if problem := version_problem(document, SCHEMA_VERSION, unversioned=1):
+            raise GraphError(f"timeline {path}: {problem}; or simulate again")
         return cls(
             source=document["source"],
             resources=tuple(document["resources"]),

@@ -5,9 +5,19 @@ Every quantity in the library is in seconds, bytes or flop and says so in its na
 
 from __future__ import annotations
 
+import re
+
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
+
+
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """The text with control characters other than tab and newline spelled out (`\\x1b`), so that no terminal obeys them."""
+    return _OBEYED.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def format_seconds(seconds: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from parsim.collectives import COLLECTIVE_KINDS
 from parsim.errors import GraphError
 
 
@@ -41,8 +42,8 @@ _SHORT = {
 }
 
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-PACKABLE = ("all_gather", "reduce_scatter")
+COLLECTIVES = tuple(COLLECTIVE_KINDS)
+PACKABLE = COLLECTIVE_KINDS.where(packable=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,8 @@ class OptimizerStep:
 class Collective:
     """A collective over the ranks of `group`; `size_bytes` is S, the whole array, as in nccl-tests.
 
+    `operation` is a row of `parsim.collectives`, or "package.module:ROW".
+
     `packed`: the parts of an all_gather or a reduce_scatter lie in the array with gaps (along a dim other than its first), so
     that they are copied together before they are sent, or apart after; else each lies in one piece.
     """
@@ -84,11 +87,10 @@ class Collective:
     packed: bool = False
 
     def __post_init__(self) -> None:
-        if self.operation not in COLLECTIVES:
-            raise GraphError(f"unknown collective {self.operation!r}; known: {', '.join(COLLECTIVES)}")
+        kind = COLLECTIVE_KINDS[self.operation]
         if len(set(self.group)) != len(self.group):
             raise GraphError(f"a group lists a rank twice: {self.group}; list every rank once")
-        if self.packed and self.operation not in PACKABLE:
+        if self.packed and not kind.packable:
             raise GraphError(f"{self.operation} cannot be packed; of collectives {' and '.join(PACKABLE)} can")
         if not self.group or self.size_bytes < 0:
             raise GraphError(f"{self.operation} needs >= 1 rank and size_bytes >= 0, got {self.group}, {self.size_bytes}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parsim.costs.feedback.run_corrections import CommunicationClass, ComputeClass, Corrections, WorkClass
+from parsim.costs.feedback.run_corrections import CommunicationClass, ComputeClass, RunCorrections, WorkClass
 from parsim.errors import ScheduleError
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
@@ -38,7 +38,7 @@ class ToyPlan:
         ranks = {ComputeClass(rank, "c", Phase.FORWARD): self.compute_s for rank in (0, 1)}
         return {**ranks, self.group: self.communication_s}
 
-    def step_s(self, corrections: Corrections) -> float:
+    def step_s(self, corrections: RunCorrections) -> float:
         slowest = max(corrections.rank_factor(rank) for rank in (0, 1))
         return self.compute_s * slowest + self.communication_s * corrections.communication_factor(self.group)
 
@@ -50,7 +50,7 @@ class Toy:
     plans: tuple[ToyPlan, ...]
     cost_s: float = 10.0
 
-    def plan_for(self, corrections: Corrections, current: Plan) -> PlanChoice:
+    def plan_for(self, corrections: RunCorrections, current: Plan) -> PlanChoice:
         steps = {entry.plan: entry.step_s(corrections) for entry in self.plans}
         if current not in steps:
             raise ScheduleError("unknown plan")
@@ -70,9 +70,9 @@ class Toy:
     def toy_of(self, plan: Plan) -> ToyPlan:
         return next(entry for entry in self.plans if entry.plan == plan)
 
-    def truth(self, *, compute: float = 1.0, communication: float = 1.0) -> Corrections:
+    def truth(self, *, compute: float = 1.0, communication: float = 1.0) -> RunCorrections:
         """The machine as it really is, known in full."""
-        return Corrections(
+        return RunCorrections(
             ranks=((0, compute), (1, compute)),
             communication=tuple((entry.group, communication) for entry in self.plans),
         )
@@ -100,5 +100,5 @@ def seen(
         step_s=toy.compute_s * max(factors) + toy.communication_s * communication,
         seconds=seconds,
         epoch_ended=epoch_ended,
-        probes=Corrections(communication=tuple((probes or {}).items())),
+        probes=RunCorrections(communication=tuple((probes or {}).items())),
     )

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
-from parsim.plans.pipeline import CHUNKED_ORDERS, PIPELINE_ORDERS
+from parsim.plans.pipeline import PIPELINE_ORDERS, rank_of_stage
 from parsim.plans.placement import BATCH, REPLICATE, Placement
 from parsim.plans.plan import Plan, Stage
 from tests.models import sharded_model
@@ -34,15 +34,17 @@ def choices(model: Model, name: str, tp: int, *, placed: bool = True) -> list[Pl
 @st.composite
 def plans(draw: st.DrawFn, *, replicas: tuple[int, ...] = (1, 2), placed: bool = True) -> Plan:
     mesh = Mesh(pp=draw(st.integers(1, 3)), dp=draw(st.sampled_from(replicas)), tp=draw(st.sampled_from([1, 2, 4])))
-    order = draw(st.sampled_from(sorted(PIPELINE_ORDERS)))
-    chunks = 2 if order in CHUNKED_ORDERS and mesh.pp == 2 and draw(st.booleans()) else 1
+    order = draw(st.sampled_from([name for name, row in sorted(PIPELINE_ORDERS.items()) if mesh.pp == 2 or row.takes(1)]))
+    several = mesh.pp == 2 and PIPELINE_ORDERS[order].takes(2)
+    chunks = 2 if several and (not PIPELINE_ORDERS[order].takes(1) or draw(st.booleans())) else 1
     count = mesh.pp * chunks
     cuts = sorted(draw(st.sets(st.integers(1, len(NAMES) - 1), min_size=count - 1, max_size=count - 1)))
     bounds = list(zip([0, *cuts], [*cuts, len(NAMES)], strict=True))
+    places = rank_of_stage(order, mesh.pp, chunks)
     stages = tuple(
         Stage(
             components=NAMES[first:last],
-            ranks=mesh.stage_ranks(number),
+            ranks=mesh.stage_ranks(places[number]),
             placements=tuple(draw(st.sampled_from(choices(MODEL, name, mesh.tp, placed=placed))) for name in NAMES[first:last]),
         )
         for number, (first, last) in enumerate(bounds)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from parsim.costs.feedback.run_corrections import Corrections
+from parsim.costs.feedback.run_corrections import RunCorrections
 from parsim.costs.feedback.updates import without_updates
 from parsim.costs.uncertainty.draws import medians_s, rank_noise
 from parsim.engines import static
@@ -28,7 +28,7 @@ class Machine:
 
     problem: PlanningProblem
     plan: Plan
-    factors: Corrections
+    factors: RunCorrections
     sigma: float = 0.03
 
     def steps(self, steps: int, seed: int) -> tuple[list[Timeline], list[float]]:

@@ -16,7 +16,8 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # From the ground up; a module imports from its own layer and the ones before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "files"),
+    ("units", "errors", "files", "moved", "registry", "arrays"),
+    ("collectives",),
     ("work", "timeline"),
     ("model",),
     ("hardware",),
@@ -93,7 +94,7 @@ def test_imports_point_only_up_the_list() -> None:
             package, _, rest = module.partition(".")
             if inside and package == "calibration" and own not in ("workflow", "commands"):
                 wrong.append(f"{relative(path)}:{line}: calibration imports parsim, never the reverse")
-            if own == "__init__":  # the public names, imported when used
+            if own == "__init__":  # the public names, resolved when used, and the moved modules
                 continue
             if inside and package == "parsim" and rest and rest != "__version__" and LEVEL[rest.split(".")[0]] > LEVEL[own]:
                 wrong.append(f"{relative(path)}:{line} imports {module}, which lies further down the list")
@@ -225,6 +226,29 @@ def test_a_file_reads_in_one_sitting() -> None:
                 if length >= 90:
                     wrong.append(f"{relative(path)}:{node.lineno} {node.name} has {length} lines; split it")
     assert not wrong, "\n".join(wrong)
+
+
+def named_types(path: Path) -> Iterator[str]:
+    """Public classes and type aliases at module level: names in CapWords. Private ones (_Name) are of their own file alone."""
+    for node in tree(path).body:
+        match node:
+            case ast.ClassDef(name=name):
+                names = [name]
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                names = [name]
+            case _:
+                names = []
+        yield from (name for name in names if re.fullmatch(r"[A-Z]\w*[a-z]\w*", name))
+
+
+def test_no_two_types_of_one_name() -> None:
+    """A reader who searches for a class finds one. What several files need is imported, not defined again."""
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for name in named_types(path):
+            places.setdefault(name, []).append(relative(path))
+    wrong = [f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1]
+    assert not wrong, "rename all but one, or import it:\n" + "\n".join(wrong)
 
 
 def test_names_say_what_a_thing_is() -> None:

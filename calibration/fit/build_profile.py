@@ -9,7 +9,7 @@ import numpy as np
 
 from calibration.fit.collectives import fit_linear, fit_regimes
 from calibration.fit.composition import fit_compositions, measured_parts
-from calibration.fit.drift import Drift, FloatArray, computation_drift, noise_of, robust_sigma
+from calibration.fit.drift import Drift, computation_drift, noise_of, robust_sigma
 from calibration.fit.reject_outliers import consistent_collectives, consistent_components, screened
 from calibration.fit.surfaces import consistent_operators, fit_surfaces
 from calibration.measure.communication_points import collective_points, overlap_factors
@@ -17,10 +17,12 @@ from calibration.rounds.environment import core_count, doubts, provenance_enviro
 from calibration.rounds.pace import HOST_PACE, at_one_pace, usual_pace
 from calibration.rounds.raw_points import RawPoints, entries_of
 from calibration.rounds.request import CalibrationRequest
+from parsim.arrays import Floats
 from parsim.costs.compute.surfaces import SurfaceModel
 from parsim.graph.taskgraph import parse_work
-from parsim.hardware.allocator import ALLOCATORS, Allocator
+from parsim.hardware.allocator import Allocator
 from parsim.hardware.compute_records import ComponentPoint, ComputeRecords, OperatorPoint, OptimizerPoint
+from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import (
     AllocatorEntry,
     Communication,
@@ -129,7 +131,7 @@ def build_profile(given: RawPoints) -> Profile:
         memory_bandwidth_bytes_per_s=Sourced(value=_over_ranks(raw, "copy_bytes_per_s"), source="copy"),
         context_bytes=Sourced(value=_over_ranks(raw, "context_bytes"), source="context"),
         peak_flop_per_s={request.precision: Sourced(value=_over_ranks(raw, "peak_flop_per_s"), source="matmul")},
-        allocator=allocator_entry([entry for _, entry in entries_of(raw, "allocator")], ALLOCATORS[kind]),
+        allocator=allocator_entry([entry for _, entry in entries_of(raw, "allocator")], DEVICE_KINDS[kind].allocator),
     )
     drift = computation_drift(raw)
     points, odd_collectives = consistent_collectives(collective_points(raw))
@@ -155,7 +157,7 @@ def build_profile(given: RawPoints) -> Profile:
         devices=device_entries([rank.get("pinning", {}) for rank in raw["ranks"]], device_type),
         communication=Communication(
             backend="gloo" if kind == "cpu" else "nccl",
-            uses_cores=kind == "cpu",
+            uses_cores=DEVICE_KINDS[kind].on_cores,
             points=points,
             fits=fits,
         ),
@@ -210,7 +212,7 @@ def _works(raw: Mapping[str, Any]) -> dict[tuple[int, int], list[Work]]:
     return {(case["model"], case["samples"]): [parse_work(text) for text in case["tasks"]] for case in raw["cases"]}
 
 
-def _tables(raw: Mapping[str, Any], drift: Drift) -> dict[tuple[int, int, int], FloatArray]:
+def _tables(raw: Mapping[str, Any], drift: Drift) -> dict[tuple[int, int, int], Floats]:
     """Seconds [repeat, task] of every (model, samples, ranks active), over all rounds and ranks, less the drift. Optimizers
     took turns, and their task is left out (0): `optimizer_points` tells them apart."""
     rows: dict[tuple[int, int, int], list[list[float]]] = {}
@@ -224,7 +226,7 @@ def _tables(raw: Mapping[str, Any], drift: Drift) -> dict[tuple[int, int, int], 
     return {key: np.array(table, dtype=np.float64) for key, table in rows.items()}
 
 
-def typical_step(table: FloatArray) -> tuple[FloatArray, FloatArray]:
+def typical_step(table: Floats) -> tuple[Floats, Floats]:
     """Typical seconds of each task, and its relative spread in a single repeat.
 
     Args:
@@ -242,7 +244,7 @@ def typical_step(table: FloatArray) -> tuple[FloatArray, FloatArray]:
     return medians * scale, spread
 
 
-def queueing_s(raw: Mapping[str, Any]) -> dict[tuple[int, int, int], FloatArray]:
+def queueing_s(raw: Mapping[str, Any]) -> dict[tuple[int, int, int], Floats]:
     """Seconds [task] that the host takes to queue each task of every (model, samples, ranks active) on a GPU, medians; nothing
     where they were not measured apart."""
     rows: dict[tuple[int, int, int], list[list[float]]] = {}
@@ -432,8 +434,8 @@ def host_overhead(raw: Mapping[str, Any], drift: Drift) -> HostOverhead:
     return HostOverhead(
         task_s=float(np.median([sweep["gap_s"] for sweep in sweeps])),
         step_s=float(np.median([sweep["rest_s"] for sweep in sweeps])),
-        resume_s=resuming_s(raw),
-        crowding=crowding(raw),
+        post_wait_s=resuming_s(raw),
+        core_sharing=core_sharing(raw),
         load_s=latency_s,
         load_seconds_per_byte=seconds_per_byte,
         load_part_s=part_s,
@@ -447,7 +449,7 @@ def resuming_s(raw: Mapping[str, Any]) -> float:
     return max(0.0, float(np.median(seconds))) if seconds else 0.0
 
 
-def crowding(raw: Mapping[str, Any]) -> float:
+def core_sharing(raw: Mapping[str, Any]) -> float:
     """How many times as long computation takes with all ranks as with one on every core: median over models, rounds and ranks;
     1 where no core is shared."""
     ratios = [entry["ratio"] for _, entry in entries_of(raw, "crowding")]

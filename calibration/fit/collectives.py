@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import combinations, pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+from parsim.arrays import Floats
 from parsim.costs.communication.collectives import regimes_s
 from parsim.errors import ProfileError
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Regime
@@ -18,8 +18,6 @@ MIN_SIZES_PER_REGIME = 2
 HUBER = 1.345
 ROUNDS = 12
 MIN_SIGMA = 0.01
-
-FloatArray = NDArray[np.float64]
 
 
 def fit_regimes(
@@ -47,7 +45,7 @@ def fit_regimes(
     ]
 
 
-def fit_linear(columns: FloatArray, seconds: FloatArray) -> FloatArray:
+def fit_linear(columns: Floats, seconds: Floats) -> Floats:
     """Coefficients >= 0 of `columns @ x = seconds` [n] under the Huber loss of the relative error (reweighted NNLS).
 
     A minute pull towards zero decides what the points leave open, so that the result is unique.
@@ -112,10 +110,10 @@ def _fit_group(
     )
 
 
-def _best_ends(sizes: FloatArray, seconds: FloatArray, distinct: FloatArray, count: int) -> tuple[float, ...] | None:
+def _best_ends(sizes: Floats, seconds: Floats, distinct: Floats, count: int) -> tuple[float, ...] | None:
     """The ends of the first count - 1 ranges that fit best, by exhaustive search; None if there are too few sizes."""
     places = range(MIN_SIZES_PER_REGIME, len(distinct) - MIN_SIZES_PER_REGIME + 1)
-    lines: dict[tuple[int, int], FloatArray] = {}
+    lines: dict[tuple[int, int], Floats] = {}
     best: tuple[float, tuple[float, ...]] | None = None
     for cuts in combinations(places, count - 1):
         bounds = (0, *cuts, len(distinct))
@@ -137,7 +135,7 @@ def _best_ends(sizes: FloatArray, seconds: FloatArray, distinct: FloatArray, cou
     return None if best is None else best[1]
 
 
-def _left_out_error(sizes: FloatArray, seconds: FloatArray, ends: tuple[float, ...]) -> float:
+def _left_out_error(sizes: Floats, seconds: Floats, ends: tuple[float, ...]) -> float:
     """Mean absolute relative error at sizes that took no part in the fit; the outermost sizes always take part."""
     distinct = np.unique(sizes)
     errors: list[float] = []
@@ -151,7 +149,7 @@ def _left_out_error(sizes: FloatArray, seconds: FloatArray, ends: tuple[float, .
     return float(np.mean(errors)) + 1e-9
 
 
-def _regimes(sizes: FloatArray, seconds: FloatArray, ends: tuple[float, ...]) -> list[Regime]:
+def _regimes(sizes: Floats, seconds: Floats, ends: tuple[float, ...]) -> list[Regime]:
     regimes: list[Regime] = []
     low = -np.inf
     for end in (*ends, np.inf):
@@ -170,5 +168,5 @@ def _regimes(sizes: FloatArray, seconds: FloatArray, ends: tuple[float, ...]) ->
     return regimes
 
 
-def _line(sizes: FloatArray, seconds: FloatArray) -> FloatArray:
+def _line(sizes: Floats, seconds: Floats) -> Floats:
     return fit_linear(np.column_stack([np.ones(len(sizes)), sizes]), seconds)

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from calibration.fit.collectives import rounded
 from calibration.fit.operators import NORMAL_MAD
-from calibration.fit.surfaces import FloatArray, fit_terms
+from calibration.fit.surfaces import fit_terms
+from parsim.arrays import Floats
 from parsim.costs.compute.composition import KINDS, Parts, component_parts
 from parsim.costs.compute.surfaces import SurfaceModel
 from parsim.hardware.compute_records import ComponentPoint, Composition
@@ -34,7 +35,7 @@ PHASES: tuple[FitPhase, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredComponent:
     """A measured component, forward or backward, and what it consists of."""
 
     model: str
@@ -46,7 +47,9 @@ class Measured:
     issue_s: float | None = None
 
 
-def measured_parts(points: Sequence[ComponentPoint], models: Sequence[Model], surfaces: SurfaceModel) -> list[Measured]:
+def measured_parts(
+    points: Sequence[ComponentPoint], models: Sequence[Model], surfaces: SurfaceModel
+) -> list[MeasuredComponent]:
     """The points of whole components under the heaviest load, taken apart. Raises CostError as `component_parts`."""
     by_name = {model.name: model for model in models}
     heaviest = max((point.ranks_active for point in points), default=1)
@@ -66,7 +69,7 @@ def measured_parts(points: Sequence[ComponentPoint], models: Sequence[Model], su
             input_gradient=model.has_input_gradient(component),
         )
         found.append(
-            Measured(
+            MeasuredComponent(
                 model=point.model,
                 fingerprint=point.fingerprint,
                 phase=point.phase,
@@ -79,7 +82,7 @@ def measured_parts(points: Sequence[ComponentPoint], models: Sequence[Model], su
     return found
 
 
-def fit_compositions(measured: Sequence[Measured], device_type: str, precision: str, source: str) -> list[Composition]:
+def fit_compositions(measured: Sequence[MeasuredComponent], device_type: str, precision: str, source: str) -> list[Composition]:
     """Forward and backward; none with fewer than 4 measured components."""
     if len({entry.fingerprint for entry in measured}) < MIN_COMPONENTS:
         return []
@@ -105,13 +108,13 @@ def fit_compositions(measured: Sequence[Measured], device_type: str, precision: 
     ]
 
 
-def without_model(measured: Sequence[Measured], model: str) -> list[Measured]:
+def without_model(measured: Sequence[MeasuredComponent], model: str) -> list[MeasuredComponent]:
     """What is left when a model was never measured: nothing of its own, and nothing that does the same work."""
     own = {entry.fingerprint for entry in measured if entry.model == model}
     return [entry for entry in measured if entry.model != model and entry.fingerprint not in own]
 
 
-def _fit(measured: Sequence[Measured], phase: str) -> FloatArray:
+def _fit(measured: Sequence[MeasuredComponent], phase: str) -> Floats:
     """[component, launch, parameter byte, activation byte, a factor per kind]."""
     chosen = [entry for entry in measured if entry.phase == phase]
     terms = np.array([_terms(entry.parts) for entry in chosen])
@@ -141,7 +144,7 @@ def _named(coefficients: NDArray[np.float64]) -> dict[str, Any]:
     }
 
 
-def _issuing(measured: Sequence[Measured], phase: str) -> tuple[float, float] | None:
+def _issuing(measured: Sequence[MeasuredComponent], phase: str) -> tuple[float, float] | None:
     """What the host takes per component and per launch to queue them on a GPU: a line through the components; None where it
     was not measured apart."""
     known = [(entry.parts, entry.issue_s) for entry in measured if entry.phase == phase and entry.issue_s]
@@ -152,7 +155,7 @@ def _issuing(measured: Sequence[Measured], phase: str) -> tuple[float, float] | 
     return rounded(component), rounded(launch)
 
 
-def _held_out(measured: Sequence[Measured]) -> tuple[dict[str, float], float]:
+def _held_out(measured: Sequence[MeasuredComponent]) -> tuple[dict[str, float], float]:
     """By phase the spread of single components, and that of the computation of whole steps, each model by a fit to the others.
 
     Of steps it is the root mean square (there are few, and a bias of a model is an error); of components a robust spread.

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from calibration.rounds.pace import Pace
 from calibration.rounds.raw_points import entries_of
+from parsim.arrays import Floats
 from parsim.hardware.profile import Noise, ProbeSeconds
 
-FloatArray = NDArray[np.float64]
 MIN_DRIFT_SIGMA = 0.08
 """A calibration of a few minutes cannot see how the machine drifts from one hour to the next. Assumed until a history of
 validations says better: on a 2-core virtual machine, means of 60 steps of one and the same program, launched again some ten
@@ -48,7 +48,7 @@ class Drift(NamedTuple):
         return seconds / self.factors.get(number, 1.0)
 
 
-def robust_sigma(values: Sequence[float] | FloatArray) -> float:
+def robust_sigma(values: Sequence[float] | Floats) -> float:
     """Relative standard deviation by the median absolute deviation (1.4826 MAD / median); 0 for fewer than 3 values."""
     array = np.asarray(values, dtype=np.float64)
     centre = float(np.median(array))
@@ -89,7 +89,7 @@ def estimate_drift(observations: Iterable[RoundTiming]) -> Drift:
     return Drift({number: float(factors[place]) for number, place in rounds.items()}, math.sqrt(true))
 
 
-def _medians(values: FloatArray, group: NDArray[np.int64], groups: int) -> FloatArray:
+def _medians(values: Floats, group: NDArray[np.int64], groups: int) -> Floats:
     order = np.argsort(group, kind="stable")
     ends = np.searchsorted(group[order], np.arange(1, groups))
     return np.array([np.median(part) for part in np.split(values[order], ends)])

@@ -22,14 +22,14 @@ TOLERANCE, STANDARD_ERRORS = 0.2, 4.0
 SUPERLINEAR = 2.0
 """Work k times as large takes at most about k times this as long, cache effects included."""
 
-Entry = Mapping[str, Any]
+RawEntry = Mapping[str, Any]
 Point = TypeVar("Point", ComponentPoint, CollectivePoint)
 
 
 class Sifted(NamedTuple):
     """An entry without the timings that cannot be, how many it held, and how many are left."""
 
-    entry: Entry
+    entry: RawEntry
     held: int
     left: int
 
@@ -46,7 +46,7 @@ def screened(raw: Mapping[str, Any], models: Sequence[Model]) -> tuple[dict[str,
     total: Counter[str] = Counter()
     usual = _usually_zero(raw)
 
-    def kept(entry: Entry, key: str) -> Entry | None:
+    def kept(entry: RawEntry, key: str) -> RawEntry | None:
         what = _what(entry, key, models)
         sifted = SIFTERS[key](entry, usual)
         left = sifted.left if all(map(_is_time, entry.get(PACE, ()))) else 0
@@ -73,7 +73,7 @@ def _is_time(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
-def _what(entry: Entry, key: str, models: Sequence[Model]) -> str:
+def _what(entry: RawEntry, key: str, models: Sequence[Model]) -> str:
     if key == "collectives":
         return collective_text(entry["operation"], entry["group"], entry["size_bytes"])
     if key == "operators":
@@ -101,48 +101,48 @@ def _usually_zero(raw: Mapping[str, Any]) -> dict[Hashable, list[bool]]:
     return {case: [sum(column) > len(rows) / 2 for column in zip(*rows, strict=True)] for case, rows in zeros.items()}
 
 
-def _sift_sweep(entry: Entry, usual: Mapping[Hashable, Sequence[bool]]) -> Sifted:
+def _sift_sweep(entry: RawEntry, usual: Mapping[Hashable, Sequence[bool]]) -> Sifted:
     idle = usual[entry["model"], entry["samples"]]
     ran = all(_is_time(value) or (value == 0 and zero) for value, zero in zip(entry["seconds"], idle, strict=True))
     beside = all(_is_time(entry[key]) or entry[key] == 0 for key in ("gap_s", "rest_s", "cpu_s")) and _is_time(entry["wall_s"])
     return Sifted(entry, 1, int(ran and beside))
 
 
-def _sift_optimizer(entry: Entry, usual: object) -> Sifted:
+def _sift_optimizer(entry: RawEntry, usual: object) -> Sifted:
     return Sifted(entry, 1, int(_is_time(entry["seconds"])))
 
 
-def _sift_shards(entry: Entry, usual: object) -> Sifted:
+def _sift_shards(entry: RawEntry, usual: object) -> Sifted:
     parts = [part for part in entry["parts"] if _is_time(part[-1]) and _is_time(part[-2])]
     return Sifted({**entry, "parts": parts}, len(entry["parts"]), len(parts))
 
 
-def _sift_collective(entry: Entry, usual: object) -> Sifted:
+def _sift_collective(entry: RawEntry, usual: object) -> Sifted:
     repeats = [repeat for repeat in entry["seconds"] if all(map(_is_time, repeat))]
     return Sifted({**entry, "seconds": repeats}, len(entry["seconds"]), len(repeats))
 
 
-def _sift_overlap(entry: Entry, usual: object) -> Sifted:
+def _sift_overlap(entry: RawEntry, usual: object) -> Sifted:
     """A factor that is None was not found, which is no nonsense."""
     factors = [factor for factor in entry["computation"] if factor is not None]
     return Sifted(entry, 1, int(all(map(_is_time, [*factors, *entry["communication_s"]]))))
 
 
-def _sift_operator(entry: Entry, usual: object) -> Sifted:
+def _sift_operator(entry: RawEntry, usual: object) -> Sifted:
     seconds = list(filter(_is_time, entry["seconds"]))
     return Sifted({**entry, "seconds": seconds}, len(entry["seconds"]), len(seconds))
 
 
-def _sift_resume(entry: Entry, usual: object) -> Sifted:
+def _sift_resume(entry: RawEntry, usual: object) -> Sifted:
     # a difference, which noise may make negative
     return Sifted(entry, 1, int(math.isfinite(entry["seconds"])))
 
 
-def _sift_crowding(entry: Entry, usual: object) -> Sifted:
+def _sift_core_sharing(entry: RawEntry, usual: object) -> Sifted:
     return Sifted(entry, 1, int(_is_time(entry["ratio"])))
 
 
-SIFTERS: Mapping[str, Callable[[Entry, Mapping[Hashable, Sequence[bool]]], Sifted]] = {
+SIFTERS: Mapping[str, Callable[[RawEntry, Mapping[Hashable, Sequence[bool]]], Sifted]] = {
     "sweeps": _sift_sweep,
     "optimizers": _sift_optimizer,
     "shards": _sift_shards,
@@ -150,7 +150,7 @@ SIFTERS: Mapping[str, Callable[[Entry, Mapping[Hashable, Sequence[bool]]], Sifte
     "overlap": _sift_overlap,
     "operators": _sift_operator,
     "resume": _sift_resume,
-    "crowding": _sift_crowding,
+    "crowding": _sift_core_sharing,
 }
 """By kind of entry. Entries of other kinds pass as they are."""
 
@@ -158,7 +158,7 @@ SIFTERS: Mapping[str, Callable[[Entry, Mapping[Hashable, Sequence[bool]]], Sifte
 def _with_enough(raw: dict[str, Any], models: Sequence[Model], warnings: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Without the cases of which too few steps are left. Raises ProfileError for a model that has no case left."""
 
-    def case_of(entry: Entry) -> tuple[int, int, int]:
+    def case_of(entry: RawEntry) -> tuple[int, int, int]:
         return entry["model"], entry["samples"], entry["ranks_active"]
 
     steps = Counter(case_of(sweep) for _, sweep in entries_of(raw, "sweeps"))

@@ -15,12 +15,12 @@ from scipy.optimize import nnls
 from calibration.fit.collectives import rounded
 from calibration.fit.operators import FOLDS, MIN_POINTS, NORMAL_MAD
 from calibration.fit.reject_outliers import launch_text
+from parsim.arrays import Floats
 from parsim.costs.compute.surfaces import distances, log_sizes, stacked_terms
 from parsim.errors import ProfileError
 from parsim.hardware.compute_records import OperatorPoint, OperatorSurface
 from parsim.units import format_seconds
 
-FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 PASSES = 6
 ROBUST_SIGMAS = 1.5
@@ -88,7 +88,7 @@ def _groups(points: Sequence[OperatorPoint]) -> dict[tuple[str, ...], list[int]]
     return found
 
 
-def cross_validated(terms: FloatArray, seconds: FloatArray) -> FloatArray:
+def cross_validated(terms: Floats, seconds: Floats) -> Floats:
     """float64 [n]: log of predicted over measured seconds, each point predicted by a fit that had not seen it."""
     folds = np.arange(len(seconds)) % FOLDS
     held_out = np.zeros(len(seconds))
@@ -98,13 +98,13 @@ def cross_validated(terms: FloatArray, seconds: FloatArray) -> FloatArray:
     return held_out
 
 
-def log_errors(terms: FloatArray, coefficients: FloatArray, seconds: FloatArray) -> FloatArray:
+def log_errors(terms: Floats, coefficients: Floats, seconds: Floats) -> Floats:
     """log(predicted / measured); a prediction of nothing counts as a thousandth of the measured."""
-    errors: FloatArray = np.log(np.maximum(terms @ coefficients / seconds, 1e-3))
+    errors: Floats = np.log(np.maximum(terms @ coefficients / seconds, 1e-3))
     return errors
 
 
-def fit_terms(terms: FloatArray, seconds: FloatArray, prior: FloatArray | None = None) -> FloatArray:
+def fit_terms(terms: Floats, seconds: Floats, prior: Floats | None = None) -> Floats:
     """Non-negative coefficients: robust least squares of the relative error.
 
     Args:
@@ -125,7 +125,7 @@ def fit_terms(terms: FloatArray, seconds: FloatArray, prior: FloatArray | None =
         usual = NORMAL_MAD * float(np.median(errors)) + 1e-3
         # dividing by the ratio makes too slow and too fast by the same factor weigh the same
         weights = 1.0 / np.sqrt(np.maximum(1.0, errors / (ROBUST_SIGMAS * usual)) * ratio)
-    found: FloatArray = coefficients / scale
+    found: Floats = coefficients / scale
     return found
 
 
@@ -160,7 +160,7 @@ def _surface(points: Sequence[OperatorPoint], source: str) -> OperatorSurface:
     )
 
 
-def _growth(terms: FloatArray, seconds: FloatArray, shapes: FloatArray, sigma: float) -> float:
+def _growth(terms: Floats, seconds: Floats, shapes: Floats, sigma: float) -> float:
     """How much more the longest quarter of the points is missed by a fit to the others, per doubling between them."""
     edge = seconds > np.quantile(seconds, 1 - EDGE_SHARE)
     errors = log_errors(terms[edge], fit_terms(terms[~edge], seconds[~edge]), seconds[edge])

@@ -27,8 +27,8 @@ FIELDS = {
 
 SUMMARISED = ("power_w", "sm_clock_hz", "temperature_c")
 
-Reading = dict[str, float]
-Reader = Callable[[], Reading]
+BoardReading = dict[str, float]
+Reader = Callable[[], BoardReading]
 
 
 def find_reader(index: int = 0) -> tuple[Reader | None, str]:
@@ -61,8 +61,8 @@ def _nvml_reader(index: int) -> tuple[Reader | None, str]:
         "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
     }
 
-    def read() -> Reading:
-        found: Reading = {}
+    def read() -> BoardReading:
+        found: BoardReading = {}
         for name, ask in asked.items():
             with contextlib.suppress(nvml.NVMLError):  # a virtual machine's driver tells some of them only
                 found[name] = float(ask())
@@ -71,7 +71,7 @@ def _nvml_reader(index: int) -> tuple[Reader | None, str]:
     return read, ""
 
 
-def _smi_reading(index: int) -> Reading:
+def _smi_reading(index: int) -> BoardReading:
     command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(FIELDS.values())}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -80,9 +80,9 @@ def _smi_reading(index: int) -> Reading:
     return parse_smi(done.stdout) if done.returncode == 0 else {}
 
 
-def parse_smi(text: str) -> Reading:
+def parse_smi(text: str) -> BoardReading:
     """One line of numbers in the order of FIELDS; what is not told ("[N/A]") is left out. Clocks come in MHz."""
-    found: Reading = {}
+    found: BoardReading = {}
     for name, cell in zip(FIELDS, text.strip().split(","), strict=False):
         with contextlib.suppress(ValueError):
             found[name] = float(cell) * (1e6 if name.endswith("_hz") else 1.0)
@@ -97,7 +97,7 @@ class BoardWatch:
 
     def __init__(self, reader: Reader | None, source: str, *, every_s: float = SAMPLE_EVERY_S) -> None:
         self.source = source
-        self.readings: list[Reading] = []
+        self.readings: list[BoardReading] = []
         self._reader = reader
         self._every_s = every_s
         self._stop = threading.Event()
@@ -128,7 +128,7 @@ class BoardWatch:
         return {"source": self.source, "readings": len(self.readings), **summarised(self.readings)}
 
 
-def summarised(readings: Sequence[Reading]) -> dict[str, Any]:
+def summarised(readings: Sequence[BoardReading]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in SUMMARISED:
         values = [reading[name] for reading in readings if name in reading]

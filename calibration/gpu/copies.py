@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from calibration.gpu.driver import Driver, UnsupportedError
+from calibration.gpu.driver import QueueDriver, UnsupportedError
 from calibration.gpu.pools import OperandPool
-from calibration.gpu.timing import Call, time_calls
+from calibration.gpu.timing import TimedCall, time_calls
 from parsim.units import GIB, MIB, format_bytes
 
 Route = Literal["on_device", "to_device", "to_device_pageable", "to_host", "to_host_pageable"]
@@ -22,7 +22,7 @@ POOL_SHARE = 0.25
 """Of the device's memory that source and target arrays may take together."""
 
 
-def measure_copy(driver: Driver, route: Route, size_bytes: int, *, least_s: float) -> dict[str, Any]:
+def measure_copy(driver: QueueDriver, route: Route, size_bytes: int, *, least_s: float) -> dict[str, Any]:
     """Bytes per second of a copy: on the device bytes read plus bytes written, otherwise the bytes that cross.
 
     Raises: UnsupportedError for a route to a host where the device is the host.
@@ -48,14 +48,14 @@ def measure_copy(driver: Driver, route: Route, size_bytes: int, *, least_s: floa
     }
 
 
-def _on_device(driver: Driver, size_bytes: int) -> tuple[list[Call], int, bool]:
+def _on_device(driver: QueueDriver, size_bytes: int) -> tuple[list[TimedCall], int, bool]:
     pool = OperandPool(
         (size_bytes, size_bytes),
         cache_bytes=driver.cache_bytes,
         limit_bytes=int(POOL_SHARE * driver.memory_bytes),
         device=driver.device,
     )
-    calls: list[Call] = []
+    calls: list[TimedCall] = []
     for number in range(pool.sets):
         source, target = (pool.operand(number, place, (size_bytes,), torch.uint8) for place in (0, 1))
         _scramble(source)
@@ -64,7 +64,7 @@ def _on_device(driver: Driver, size_bytes: int) -> tuple[list[Call], int, bool]:
     return calls, pool.sets, pool.beyond_cache
 
 
-def _crossing(driver: Driver, route: Route, size_bytes: int) -> Call:
+def _crossing(driver: QueueDriver, route: Route, size_bytes: int) -> TimedCall:
     pinned = not route.endswith(PAGEABLE)
     host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
     _scramble(host)

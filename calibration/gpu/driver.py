@@ -27,13 +27,13 @@ class UnsupportedError(ExecutionError):
     """This device cannot run a case, which is no fault of the case: it is skipped, with the reason."""
 
 
-class Mark(NamedTuple):
+class QueueMark(NamedTuple):
     """A place in a device's queue: its number, which the driver that made it understands."""
 
     number: int
 
 
-class Driver(Protocol):
+class QueueDriver(Protocol):
     """What a microbenchmark needs of a device.
 
     Attributes:
@@ -50,13 +50,13 @@ class Driver(Protocol):
     def sleep(self, seconds: float) -> None:
         """Keep the queue busy for at least so long; returns at once. Does nothing on a device without a queue."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> QueueMark:
         """A new mark at the end of the queue."""
 
-    def passed(self, mark: Mark) -> bool:
+    def passed(self, mark: QueueMark) -> bool:
         """Whether the device has come to the mark."""
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
+    def seconds(self, begin: QueueMark, end: QueueMark) -> float:
         """Device seconds between two marks that the device has passed."""
 
     def wait(self) -> None:
@@ -69,7 +69,7 @@ class Driver(Protocol):
         """Let go of all marks."""
 
 
-class CudaDriver:
+class CudaQueueDriver:
     """One CUDA device, on the current stream, timed by events.
 
     Raises: ExecutionError without a CUDA device.
@@ -93,16 +93,16 @@ class CudaDriver:
     def sleep(self, seconds: float) -> None:
         torch.cuda._sleep(max(1, int(seconds * self._cycles_per_s)))  # type: ignore[no-untyped-call]
 
-    def mark(self) -> Mark:
+    def mark(self) -> QueueMark:
         event = self._spare.pop() if self._spare else _new_event()
         event.record()
         self._events.append(event)
-        return Mark(len(self._events) - 1)
+        return QueueMark(len(self._events) - 1)
 
-    def passed(self, mark: Mark) -> bool:
+    def passed(self, mark: QueueMark) -> bool:
         return bool(self._events[mark.number].query())  # type: ignore[no-untyped-call]
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
+    def seconds(self, begin: QueueMark, end: QueueMark) -> float:
         return float(self._events[begin.number].elapsed_time(self._events[end.number])) * 1e-3
 
     def wait(self) -> None:
@@ -146,14 +146,14 @@ class WallDriver:
     def sleep(self, seconds: float) -> None:
         """There is no queue to keep busy."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> QueueMark:
         self._marks_s.append(time.perf_counter())
-        return Mark(len(self._marks_s) - 1)
+        return QueueMark(len(self._marks_s) - 1)
 
-    def passed(self, mark: Mark) -> bool:
+    def passed(self, mark: QueueMark) -> bool:
         return mark.number < len(self._marks_s)
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
+    def seconds(self, begin: QueueMark, end: QueueMark) -> float:
         return self._marks_s[end.number] - self._marks_s[begin.number]
 
     def wait(self) -> None:
@@ -166,10 +166,10 @@ class WallDriver:
         self._marks_s.clear()
 
 
-def make_driver(device: str) -> Driver:
+def make_driver(device: str) -> QueueDriver:
     """Args: device: "cuda" or "cpu". Raises: ExecutionError for another one, or where torch sees no GPU."""
     if device == "cuda":
-        return CudaDriver()
+        return CudaQueueDriver()
     if device == "cpu":
         return WallDriver()
     raise ExecutionError(f"unknown device {device!r}; use cuda or cpu")

@@ -14,7 +14,7 @@ from typing import Any
 
 from parsim.errors import ConfigError
 
-Row = dict[str, Any]
+JournalRow = dict[str, Any]
 
 CASE, STATUS = "case", "status"
 DONE, SKIPPED, FAILED = "done", "skipped", "failed"
@@ -29,7 +29,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         """Reads what is there. Raises ConfigError for a file that is no journal."""
         self.path = path
-        self.rows: dict[str, Row] = {row[CASE]: row for row in read_rows(path)} if path.is_file() else {}
+        self.rows: dict[str, JournalRow] = {row[CASE]: row for row in read_rows(path)} if path.is_file() else {}
         _drop_cut_line(path)
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -46,14 +46,14 @@ class Journal:
         for case in list(cases):
             del self.rows[case]
 
-    def add_missing(self, rows: Iterable[Row]) -> None:
+    def add_missing(self, rows: Iterable[JournalRow]) -> None:
         """Append those whose cases are not there yet."""
         for row in rows:
             if row[CASE] not in self.rows:
                 self.append(row)
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[JournalRow]:
     """The whole lines of a journal. Raises ConfigError for a line that is no row."""
     rows = []
     text = path.read_text(encoding="utf-8")

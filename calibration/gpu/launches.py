@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from calibration.gpu.driver import Driver, UnsupportedError
+from calibration.gpu.driver import QueueDriver, UnsupportedError
 from calibration.gpu.timing import QUEUE_CALLS, time_calls
 
 REPEATS = 30
@@ -21,7 +21,7 @@ SLEEP_S = 0.05
 """Longer than the host needs to enqueue them."""
 
 
-def launch_cost(driver: Driver, *, least_s: float = 0.2) -> dict[str, Any]:
+def launch_cost(driver: QueueDriver, *, least_s: float = 0.2) -> dict[str, Any]:
     """Seconds of a launch of the smallest elementwise operator: on the host, and on the device between two like it.
 
     Returns: host_s, the median over repeats of enqueuing one call behind a sleep; device_s, of one call queued behind others.
@@ -33,7 +33,7 @@ def launch_cost(driver: Driver, *, least_s: float = 0.2) -> dict[str, Any]:
     return {"host_s": host, "device_s": timing.median_s, **timing.to_dict()}
 
 
-def event_cost(driver: Driver) -> dict[str, Any]:
+def event_cost(driver: QueueDriver) -> dict[str, Any]:
     """Seconds of recording an event on the host, and what two events in a row say lies between them.
 
     Returns: host_s, and between_s: median, least and most, the floor below which no single call can be timed by events.
@@ -56,7 +56,7 @@ def event_cost(driver: Driver) -> dict[str, Any]:
     }
 
 
-def synchronisation_cost(driver: Driver) -> dict[str, Any]:
+def synchronisation_cost(driver: QueueDriver) -> dict[str, Any]:
     """Seconds from a launch on an idle device until the host knows that it has ended; and of a wait for nothing."""
     small = torch.ones(1, device=driver.device)
     round_trips, idle = [], []
@@ -72,7 +72,7 @@ def synchronisation_cost(driver: Driver) -> dict[str, Any]:
     return {"round_trip_s": statistics.median(round_trips), "idle_wait_s": statistics.median(idle), "repeats": REPEATS}
 
 
-def graph_cost(driver: Driver) -> dict[str, Any]:
+def graph_cost(driver: QueueDriver) -> dict[str, Any]:
     """Seconds per kernel of a captured graph of small kernels: on the host, and on the device.
 
     Raises: UnsupportedError without CUDA.
@@ -99,7 +99,7 @@ def graph_cost(driver: Driver) -> dict[str, Any]:
     }
 
 
-def _host_seconds(driver: Driver, call: Callable[[], object], count: int = COUNT) -> float:
+def _host_seconds(driver: QueueDriver, call: Callable[[], object], count: int = COUNT) -> float:
     """Of one call on the host while the device sleeps: the median over repeats, the first left out."""
     found = []
     driver.wait()

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from calibration.gpu.driver import Driver, UnsupportedError
+from calibration.gpu.driver import QueueDriver, UnsupportedError
 from calibration.gpu.pools import OperandPool, fill_random
-from calibration.gpu.timing import Call, time_calls
+from calibration.gpu.timing import TimedCall, time_calls
 from parsim.errors import ExecutionError
 
 POOL_SHARE = 0.25
@@ -28,7 +28,7 @@ CORE_SIDES = (1024, 4096, 8192)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
+class ProductPrecision:
     """Attributes: operand, result: types of the arrays. tf32: whether products of fp32 arrays may use it."""
 
     name: str
@@ -40,11 +40,11 @@ class Precision:
 PRECISIONS = {
     precision.name: precision
     for precision in (
-        Precision(name="fp32", operand=torch.float32, result=torch.float32),
-        Precision(name="tf32", operand=torch.float32, result=torch.float32, tf32=True),
-        Precision(name="bf16", operand=torch.bfloat16, result=torch.bfloat16),
-        Precision(name="fp16", operand=torch.float16, result=torch.float16),
-        Precision(name="fp8", operand=torch.float8_e4m3fn, result=torch.bfloat16),
+        ProductPrecision(name="fp32", operand=torch.float32, result=torch.float32),
+        ProductPrecision(name="tf32", operand=torch.float32, result=torch.float32, tf32=True),
+        ProductPrecision(name="bf16", operand=torch.bfloat16, result=torch.bfloat16),
+        ProductPrecision(name="fp16", operand=torch.float16, result=torch.float16),
+        ProductPrecision(name="fp8", operand=torch.float8_e4m3fn, result=torch.bfloat16),
     )
 }
 
@@ -62,7 +62,7 @@ class Product:
     def flop(self) -> int:
         return 2 * self.rows * self.columns * self.depth
 
-    def array_bytes(self, precision: Precision) -> tuple[int, int, int]:
+    def array_bytes(self, precision: ProductPrecision) -> tuple[int, int, int]:
         """Of both operands and the result."""
         operand, result = precision.operand.itemsize, precision.result.itemsize
         return self.rows * self.depth * operand, self.depth * self.columns * operand, self.rows * self.columns * result
@@ -88,7 +88,7 @@ def transformer_products(tokens: int, hidden: int, vocab: int) -> tuple[Product,
 
 
 @contextlib.contextmanager
-def matrix_precision(precision: Precision) -> Iterator[None]:
+def matrix_precision(precision: ProductPrecision) -> Iterator[None]:
     """Whether fp32 products may use tf32, while it is open; as it was afterwards."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = precision.tf32
@@ -98,7 +98,9 @@ def matrix_precision(precision: Precision) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def measure_product(driver: Driver, product: Product, precision: Precision, *, least_s: float, seed: int = 0) -> dict[str, Any]:
+def measure_product(
+    driver: QueueDriver, product: Product, precision: ProductPrecision, *, least_s: float, seed: int = 0
+) -> dict[str, Any]:
     """Flop per second of one product on random operands from beyond the cache.
 
     Returns: the shape, flop and bytes, the timing, flop_per_s, and the largest relative error against float64 on a part.
@@ -112,7 +114,7 @@ def measure_product(driver: Driver, product: Product, precision: Precision, *, l
         sizes, cache_bytes=driver.cache_bytes, limit_bytes=int(POOL_SHARE * driver.memory_bytes), device=driver.device
     )
     generator = torch.Generator(driver.device).manual_seed(seed)
-    calls: list[Call] = []
+    calls: list[TimedCall] = []
     for number in range(pool.sets):
         left = pool.operand(number, 0, (product.rows, product.depth), precision.operand)
         # fp8 kernels take the second operand by columns
@@ -162,7 +164,7 @@ def relative_error(left: torch.Tensor, transposed: torch.Tensor, result: torch.T
     return float(difference.norm() / exact.norm())
 
 
-def _call(precision: Precision, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> Call:
+def _call(precision: ProductPrecision, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> TimedCall:
     if precision.name == "fp8":
         one = torch.ones((), device=left.device)
         scaled: Any = torch._scaled_mm

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from calibration.gpu.driver import UnsupportedError
-from calibration.gpu.journal import CASE, DONE, FAILED, SKIPPED, STATUS, Journal, Row
+from calibration.gpu.journal import CASE, DONE, FAILED, SKIPPED, STATUS, Journal, JournalRow
 
 TRACEBACK_LINES = 12
 """Kept of a traceback: its last lines, where the fault is, and its first, where it came from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class BenchmarkCase:
     """One measurement.
 
     Attributes:
@@ -36,7 +36,7 @@ class Case:
 
     name: str
     estimate_s: float
-    measure: Callable[[Mapping[str, Row], float], dict[str, Any]]
+    measure: Callable[[Mapping[str, JournalRow], float], dict[str, Any]]
     needs: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
 
@@ -51,7 +51,7 @@ class Outcome:
 
 
 def run_programme(
-    cases: Sequence[Case],
+    cases: Sequence[BenchmarkCase],
     journal: Journal,
     *,
     budget_s: float,
@@ -88,11 +88,11 @@ def run_programme(
 
 
 def _row_of(
-    case: Case,
-    rows: Mapping[str, Row],
+    case: BenchmarkCase,
+    rows: Mapping[str, JournalRow],
     remaining_s: float,
     around: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]] | None,
-) -> Row:
+) -> JournalRow:
     """What the case measured, or why it did not."""
     missing = [name for name in case.needs if rows[name][STATUS] != DONE]
     if missing:

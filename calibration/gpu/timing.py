@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from calibration.gpu.driver import Driver
+from calibration.gpu.driver import QueueDriver
 from parsim.errors import ExecutionError
 
-Call = Callable[[], object]
+TimedCall = Callable[[], object]
 
 QUEUE_CALLS = 512
 """Calls of a burst at most: a CUDA queue holds about a thousand launches, and beyond them the host waits."""
@@ -64,7 +64,7 @@ class Timing:
 
 
 def time_calls(
-    driver: Driver, calls: Sequence[Call], *, least_s: float = 1.0, warm_s: float = 0.2, behind_sleep: bool = True
+    driver: QueueDriver, calls: Sequence[TimedCall], *, least_s: float = 1.0, warm_s: float = 0.2, behind_sleep: bool = True
 ) -> Timing:
     """Seconds of one call, where `calls` are taken in turns (each on operands of its own, see `pools`).
 
@@ -116,7 +116,7 @@ def time_calls(
 class _Turns:
     """Calls one after the other, from the first again after the last."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[TimedCall]) -> None:
         self._calls = calls
         self._next = 0
 
@@ -126,7 +126,7 @@ class _Turns:
             self._next = (self._next + 1) % len(self._calls)
 
 
-def _warm(driver: Driver, turns: _Turns, warm_s: float) -> tuple[float, float]:
+def _warm(driver: QueueDriver, turns: _Turns, warm_s: float) -> tuple[float, float]:
     """Seconds of a call on the device, and of enqueuing it, from the last round of warming up."""
     turns.run(1)
     driver.wait()
@@ -144,7 +144,7 @@ def _warm(driver: Driver, turns: _Turns, warm_s: float) -> tuple[float, float]:
         count = min(2 * count, QUEUE_CALLS)
 
 
-def _burst(driver: Driver, turns: _Turns, group: int, groups: int, sleep_s: float | None) -> tuple[list[float], bool]:
+def _burst(driver: QueueDriver, turns: _Turns, group: int, groups: int, sleep_s: float | None) -> tuple[list[float], bool]:
     """Seconds of every group, and whether the device began before the host was done. None: without a sleep."""
     if sleep_s is not None:
         driver.sleep(sleep_s)

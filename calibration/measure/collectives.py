@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from calibration.rounds.request import CalibrationRequest
+from calibration.rounds.request import CalibrationRequest, check_measurable
 from calibration.rounds.speed_probe import paced_together
 from calibration.rounds.turns import WARM_UP, CalibrationSection, Entries
+from parsim.collectives import COLLECTIVE_KINDS
 from parsim.costs.communication.collectives import ON_ONE_CORE, packed_operation
 from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
 from parsim.execute.processes.environment import memory_limit_bytes
@@ -209,6 +210,22 @@ COLLECTIVES: dict[str, Callable[[Bench, int, dist.ProcessGroup], Callable[[], No
 }
 """What is measured, by name: a function that prepares the arrays and returns the blocking call."""
 
+
+def preparation(operation: str) -> Callable[[Bench, int, dist.ProcessGroup], Callable[[], None]]:
+    """Of an operation of COLLECTIVES, or of a row of the user's own that says how it is called."""
+    if operation in COLLECTIVES:
+        return COLLECTIVES[operation]
+    check_measurable(operation)
+    call = COLLECTIVE_KINDS[operation].call
+    assert call is not None
+
+    def prepare(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
+        run = call(bench.array(bench.elements(size_bytes)), group)
+        return lambda: _drop(run())
+
+    return prepare
+
+
 REPEATED = ("all_reduce",)
 """What every synchronous plan runs several of in a row, gradient buckets: measured so, the others one by one."""
 
@@ -223,7 +240,8 @@ def _drop(_: object) -> None:
 
 
 class CollectiveItem(NamedTuple):
-    """One thing to measure: an operation of COLLECTIVES over a group, or a transfer from the first rank to the second."""
+    """One thing to measure: an operation of COLLECTIVES (or one's own) over a group, or a transfer from its first rank to the
+    second."""
 
     operation: str
     ranks: tuple[int, ...]
@@ -256,7 +274,7 @@ def measure_item(bench: Bench, item: CollectiveItem) -> list[list[float]] | None
     else:
         group = bench.dp[item.ranks]
         if group is not None:
-            prepare = COLLECTIVES[item.operation]
+            prepare = preparation(item.operation)
             calls = [("dp", prepare(own, item.size_bytes, group)) for own in chain_of(bench, item)]
             times = _repeat(bench, calls, group, item.repeats)
     return _collect(times, item.chain, item.ranks)
@@ -351,7 +369,7 @@ def collective_section(
 
     Entries of `collectives`, rank 0's alone: operation, group, size_bytes, seconds [repeat][place in the chain].
     """
-    items = tuple(all_items(bench, sizes_bytes))
+    items = tuple(all_items(bench, sizes_bytes, request.collectives))
     if not items:
         return None
 
@@ -379,9 +397,10 @@ def measure_items(bench: Bench, items: Sequence[CollectiveItem]) -> list[dict[st
     ]
 
 
-def all_items(bench: Bench, sizes_bytes: Sequence[int]) -> Iterator[CollectiveItem]:
+def all_items(bench: Bench, sizes_bytes: Sequence[int], more: Sequence[str] = ()) -> Iterator[CollectiveItem]:
+    """`more`: collectives beside COLLECTIVES."""
     for size_bytes in sizes_bytes:
-        for operation in COLLECTIVES:
+        for operation in dict.fromkeys((*COLLECTIVES, *more)):
             yield from (CollectiveItem(operation, ranks, size_bytes) for ranks in bench.dp)
         for source, destination in bench.sends:
             same = (source - destination) % bench.cores == 0

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from calibration.fit.drift import Drift, FloatArray, RoundTiming, estimate_drift
+from calibration.fit.drift import Drift, RoundTiming, estimate_drift
 from calibration.rounds.raw_points import entries_of
+from parsim.arrays import Floats
 from parsim.costs.communication.collectives import regimes_s
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Overlap, OverlapPoint
 from parsim.model.model import Model
@@ -91,13 +92,13 @@ def mean_and_spread(seconds: Sequence[float]) -> tuple[float, float]:
     return mean, float(values.std() / mean) if mean > 0 else 0.0
 
 
-def _without_mishaps(seconds: Sequence[float]) -> FloatArray:
+def _without_mishaps(seconds: Sequence[float]) -> Floats:
     """float64 [len(seconds)], in their order."""
     values = np.asarray(seconds, dtype=np.float64)
     return np.minimum(values, float(np.sort(values)[-1 - int(MISHAPS * len(values))]))
 
 
-def held_up(slower: float, longer: float) -> float:
+def overlap_stall(slower: float, longer: float) -> float:
     """The factor of computation beside an operation that is priced at max(1, longer) times its time between computations.
 
     Args:
@@ -115,7 +116,7 @@ def overlap_factors(entries: Sequence[Mapping[str, Any]], fits: Sequence[Collect
 
     Of communication the mean time beside computation over that which the fits give for the same operation between computations.
     Of computation the median over models, rounds and ranks, brought to that time: what an operation takes less beside
-    computation (whose threads hardly slept) does not hold computation up (`held_up`).
+    computation (whose threads hardly slept) does not hold computation up (`overlap_stall`).
     """
     groups: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}
     for entry in entries:
@@ -133,7 +134,7 @@ def overlap_factors(entries: Sequence[Mapping[str, Any]], fits: Sequence[Collect
                     operation=operation,
                     group_size=group_size,
                     size_bytes=size_bytes,
-                    compute_factor=held_up(max(1.0, float(np.median(computing))), longer),
+                    compute_factor=overlap_stall(max(1.0, float(np.median(computing))), longer),
                     communication_factor=max(1.0, longer),
                     repeats=len(beside),
                     source="overlap",

@@ -21,7 +21,7 @@ PAIRS = 4
 """Of a step of a rank on every core and one of all ranks, in turn."""
 
 
-def measure_crowding(case: Case, bench: Bench) -> list[dict[str, Any]]:
+def measure_core_sharing(case: Case, bench: Bench) -> list[dict[str, Any]]:
     """How many times as many processor seconds this rank's computation took with all ranks as with one on every core; called by
     every rank. Nothing on the ranks beyond the cores, or where each has one.
 
@@ -34,7 +34,7 @@ def measure_crowding(case: Case, bench: Bench) -> list[dict[str, Any]]:
     )
     if bench.rank >= bench.cores:
         return []
-    return [{"model": case.number, "samples": case.samples, "ratio": crowded(pairs)}]
+    return [{"model": case.number, "samples": case.samples, "ratio": core_sharing_factor(pairs)}]
 
 
 def _computing_s(case: Case, bench: Bench, active: int) -> float:
@@ -48,6 +48,6 @@ def _computing_s(case: Case, bench: Bench, active: int) -> float:
     return computed_s
 
 
-def crowded(pairs: Sequence[tuple[float, float]]) -> float:
+def core_sharing_factor(pairs: Sequence[tuple[float, float]]) -> float:
     """The geometric mean of the ratios of (uncrowded, crowded) seconds."""
     return statistics.geometric_mean(many / few for few, many in pairs)

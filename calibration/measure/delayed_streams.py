@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parsim.execute.processes.event_clock import Driver, Mark, longer_hold
+from parsim.execute.processes.event_clock import EventDriver, EventMark, longer_hold
 from parsim.execute.streams import Operation, Streams, TaskTime
 from parsim.graph.task import COMPUTE
 
@@ -32,7 +32,7 @@ class Pausing:
 
     loads_ahead = False
 
-    def __init__(self, streams: Streams, driver: Driver | None = None) -> None:
+    def __init__(self, streams: Streams, driver: EventDriver | None = None) -> None:
         self._streams = streams
         self._driver = driver
         self._last: int | None = None
@@ -74,7 +74,7 @@ class Pausing:
         self._streams.compute(task, stream, dependencies, counted)
         self._last = task
 
-    def _hold(self, task: int) -> list[Mark]:
+    def _hold(self, task: int) -> list[EventMark]:
         """Let the device wait, on the stream that computes, for about as long as the host will need to queue this task.
 
         Returns: the event behind the wait; nothing where nothing waits.
@@ -82,7 +82,7 @@ class Pausing:
         driver = self._driver
         if driver is None or not self.holding:
             return []
-        held: list[Mark] = []
+        held: list[EventMark] = []
 
         def wait() -> None:
             driver.hold(longer_hold(self._known_s.get(task, 0.0)))
@@ -92,7 +92,7 @@ class Pausing:
         self._streams.compute(self._extra(), COMPUTE, [], wait)
         return held
 
-    def _queued(self, task: int, held: Sequence[Mark]) -> None:
+    def _queued(self, task: int, held: Sequence[EventMark]) -> None:
         if not held or self._driver is None:
             return
         # a first call loads libraries and takes long; what is known of a task falls by half a step

@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from calibration.measure.operator_shapes import CPU_REACH, Reach, gpu_reach, operator_launches
+from calibration.measure.operator_shapes import CPU_REACH, Reach, Sizes, gpu_reach, operator_launches
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.speed_probe import paced
 from calibration.rounds.turns import CalibrationSection, Entries
 from parsim.costs.compute.launches import Launch
-from parsim.execute.processes.event_clock import Driver, Group, driver_of, products, timed_groups, warm_up
+from parsim.execute.processes.event_clock import EventDriver, Group, driver_of, products, timed_groups, warm_up
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.units import MIB
 
@@ -56,8 +56,7 @@ kernel."""
 
 aten: Any = torch.ops.aten
 
-Call = Callable[[], object]
-Sizes = dict[str, int]
+OperatorCall = Callable[[], object]
 
 
 class Pool:
@@ -110,7 +109,7 @@ class Pool:
 # --- one visit of a launch: take the operands, return the call --------------------------------------------------------
 
 
-def _linear(s: Sizes, phase: str, pool: Pool) -> Call:
+def _linear(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
     r, c, d = s["rows"], s["columns"], s["depth"]
     if phase == "forward":
         given, weight, bias = pool.fresh(r, d), pool.take(c, d), pool.take(c)
@@ -122,13 +121,13 @@ def _linear(s: Sizes, phase: str, pool: Pool) -> Call:
     return lambda: torch.mm(gradient.t(), given)
 
 
-def _batched(s: Sizes, phase: str, pool: Pool) -> Call:
+def _batched(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
     left = pool.fresh(s["problems"], s["rows"], s["depth"])
     right = pool.take(s["problems"], s["depth"], s["columns"])
     return lambda: torch.bmm(left, right)
 
 
-def _convolution(s: Sizes, phase: str, pool: Pool) -> Call:
+def _convolution(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
     side, height = math.isqrt(s["taps"]), math.isqrt(s["pixels_in"])
     stride = max(1, height // max(1, math.isqrt(s["pixels_out"])))
     padding = 0 if stride == side > 3 else side // 2
@@ -155,7 +154,9 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.data.requires_grad_()
 
 
-def _under_autograd(function: Callable[[], Tensor], leaves: Sequence[Tensor], gradient: Callable[[], Tensor] | None) -> Call:
+def _under_autograd(
+    function: Callable[[], Tensor], leaves: Sequence[Tensor], gradient: Callable[[], Tensor] | None
+) -> OperatorCall:
     """The call of a forward (no gradient), or of the backward of one that has run; again and again."""
 
     def forward() -> Tensor:
@@ -168,10 +169,10 @@ def _under_autograd(function: Callable[[], Tensor], leaves: Sequence[Tensor], gr
     return lambda: torch.autograd.grad(output, leaves, given, retain_graph=True)
 
 
-def _attention(function: str) -> Callable[[Sizes, str, Pool], Call]:
+def _attention(function: str) -> Callable[[Sizes, str, Pool], OperatorCall]:
     causal = function == "causal"
 
-    def visit(s: Sizes, phase: str, pool: Pool) -> Call:
+    def visit(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
         heads = math.gcd(s["problems"], 4)
         batch, positions, depth = s["problems"] // heads, s["queries"], s["depth"]
         together = (pool.fresh if phase == "forward" else pool.take)(batch, positions, 3, heads, depth)
@@ -185,7 +186,7 @@ def _attention(function: str) -> Callable[[Sizes, str, Pool], Call]:
     return visit
 
 
-def _embedding(s: Sizes, phase: str, pool: Pool) -> Call:
+def _embedding(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
     table_rows = max(1, s["rows"] // 4)
     numbers = pool.numbers(s["rows"], table_rows)
     if phase == "forward":
@@ -195,37 +196,37 @@ def _embedding(s: Sizes, phase: str, pool: Pool) -> Call:
     return lambda: aten.embedding_dense_backward(gradient, numbers, table_rows, -1, False)
 
 
-def _elementwise(s: Sizes, phase: str, pool: Pool) -> Call:
+def _elementwise(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
     one, other = pool.fresh(s["elements"]), pool.take(s["elements"])
     return lambda: torch.add(one, other)
 
 
-def _copy(s: Sizes, phase: str, pool: Pool) -> Call:
+def _copy(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
     given = pool.fresh(s["elements"])
     return lambda: given.clone()
 
 
-def _fill(s: Sizes, phase: str, pool: Pool) -> Call:
+def _fill(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
     return lambda: torch.zeros(s["elements"], dtype=pool.dtype, device=pool.device)
 
 
-def _random(s: Sizes, phase: str, pool: Pool) -> Call:
+def _random(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
     given = pool.take(s["elements"]).clone()
     return lambda: given.bernoulli_(0.9)
 
 
-def _accumulate(s: Sizes, phase: str, pool: Pool) -> Call:
+def _accumulate(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
     total, more = torch.zeros_like(pool.take(s["elements"])), pool.fresh(s["elements"])
     return lambda: total.add_(more)
 
 
-def _bias_gradient(s: Sizes, phase: str, pool: Pool) -> Call:
+def _bias_gradient(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
     gradient = pool.fresh(s["elements"] // s["width"], s["width"])
     return lambda: gradient.sum(0, keepdim=True)
 
 
 def _pointwise(forward: Callable[[Tensor], object], backward: Callable[[Tensor, Tensor], object]) -> Any:
-    def visit(s: Sizes, phase: str, pool: Pool) -> Call:
+    def visit(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
         if phase == "forward":
             given = pool.fresh(s["elements"])
             return lambda: forward(given)
@@ -235,7 +236,7 @@ def _pointwise(forward: Callable[[Tensor], object], backward: Callable[[Tensor, 
     return visit
 
 
-def _layer_norm(s: Sizes, phase: str, pool: Pool) -> Call:
+def _layer_norm(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
     width, rows = s["width"], s["elements"] // s["width"]
     weight, bias = pool.take(width), pool.take(width)
     if phase == "forward":
@@ -247,7 +248,7 @@ def _layer_norm(s: Sizes, phase: str, pool: Pool) -> Call:
     return lambda: aten.native_layer_norm_backward(gradient, given, [width], mean, scale, weight, bias, mask)
 
 
-def _batch_norm(s: Sizes, phase: str, pool: Pool) -> Call:
+def _batch_norm(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
     channels = s["width"]
     each = s["elements"] // channels
     images = math.gcd(each, 16)
@@ -270,7 +271,7 @@ def _batch_norm(s: Sizes, phase: str, pool: Pool) -> Call:
     return lambda: backward(gradient, given, weight, running, variance, mean, scale, True, 1e-5, [True, True, True])
 
 
-def _pool2d(s: Sizes, phase: str, pool: Pool) -> Call:
+def _pool2d(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
     planes = max(1, s["elements"] // 64)
     side = 8 if s["elements"] >= 64 else 2
     two = [2, 2]
@@ -282,7 +283,7 @@ def _pool2d(s: Sizes, phase: str, pool: Pool) -> Call:
     return lambda: aten.max_pool2d_with_indices_backward(gradient, given, two, two, [0, 0], [1, 1], False, places)
 
 
-def _mean(s: Sizes, phase: str, pool: Pool) -> Call:
+def _mean(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
     given = pool.fresh(max(1, s["elements"] // 16), min(16, s["elements"]))
     if phase == "forward":
         return lambda: given.mean(-1)
@@ -290,7 +291,7 @@ def _mean(s: Sizes, phase: str, pool: Pool) -> Call:
     return lambda: gradient.expand(given.shape).div(16)
 
 
-def _softmax(s: Sizes, phase: str, pool: Pool) -> Call:
+def _softmax(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
     rows, width = s["elements"] // s["width"], s["width"]
     given = pool.fresh(rows, width)
     if phase == "forward":
@@ -299,7 +300,7 @@ def _softmax(s: Sizes, phase: str, pool: Pool) -> Call:
     return lambda: aten._log_softmax_backward_data(given, output, -1, given.dtype)
 
 
-def _pick(s: Sizes, phase: str, pool: Pool) -> Call:
+def _pick(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
     rows, width = s["elements"] // s["width"], s["width"]
     target = pool.numbers(rows, width)
     given = pool.fresh(rows, width)
@@ -309,7 +310,7 @@ def _pick(s: Sizes, phase: str, pool: Pool) -> Call:
     return lambda: aten.nll_loss_backward(one, given, target, None, 2, -100, count)
 
 
-VISITS: dict[str, Callable[[Sizes, str, Pool], Call]] = {
+VISITS: dict[str, Callable[[Sizes, str, Pool], OperatorCall]] = {
     "linear": _linear,
     "batched": _batched,
     **dict.fromkeys(("pointwise", "3x3", "grouped", "other"), _convolution),
@@ -408,11 +409,11 @@ def pool_bytes(reach: Reach, dtype: torch.dtype, device: torch.device) -> int:
     return max(POOL_BYTES, int(CACHES * cache_bytes), LARGEST_ARRAYS * reach.max_elements * dtype.itemsize)
 
 
-def _visits(launches: Sequence[Launch], pool: Pool, driver: Driver | None) -> list[dict[str, Any]]:
+def _visits(launches: Sequence[Launch], pool: Pool, driver: EventDriver | None) -> list[dict[str, Any]]:
     return [_visit(launch, pool, driver) for launch in launches]
 
 
-def _visit(launch: Launch, pool: Pool, driver: Driver | None) -> dict[str, Any]:
+def _visit(launch: Launch, pool: Pool, driver: EventDriver | None) -> dict[str, Any]:
     named = {"kind": launch.kind, "function": launch.function, "phase": launch.phase}
     sizes = {name: int(size) for name, size in launch.sizes}
     make = partial(VISITS[launch.function], sizes, launch.phase, pool)
@@ -422,7 +423,7 @@ def _visit(launch: Launch, pool: Pool, driver: Driver | None) -> dict[str, Any]:
     return {**named, "sizes": sizes, **by_events(make, pool, driver)}
 
 
-def _timed(make: Callable[[], Call], pool: Pool) -> float:
+def _timed(make: Callable[[], OperatorCall], pool: Pool) -> float:
     """One call by the clock, its operands taken and its input rewritten before the clock starts."""
     call = make()
     pool.rewriting()()
@@ -433,7 +434,7 @@ def _timed(make: Callable[[], Call], pool: Pool) -> float:
     return seconds
 
 
-def by_events(make: Callable[[], Call], pool: Pool, driver: Driver) -> dict[str, Any]:
+def by_events(make: Callable[[], OperatorCall], pool: Pool, driver: EventDriver) -> dict[str, Any]:
     """Seconds of the device per call, and of the host to queue one (`issue_s`), after one call that is not kept.
 
     Of small launches several calls, on operands of their own, stand between two events.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from calibration.measure.collectives import COLLECTIVES, Bench, merged_seconds
 from calibration.measure.components import Case, StepTimes
-from calibration.measure.core_sharing import measure_crowding
+from calibration.measure.core_sharing import measure_core_sharing
 from calibration.measure.post_wait import measure_resume
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.speed_probe import paced_together
@@ -48,7 +48,7 @@ def overlap_section(
     """Steps of one model after the other, at its middle batch, beside every size; None with one rank.
 
     Entries of `overlap`, rank 0's alone: see `measure_overlap`; of `resume`: see `measure_resume`; and of `crowding`: see
-    `measure_crowding`.
+    `measure_core_sharing`.
     """
     if bench.world_size == 1:
         return None
@@ -64,7 +64,7 @@ def overlap_section(
         case = chosen[number % len(chosen)]
         blocks = [partial(measure_overlap, case, bench, operation, size_bytes) for operation, size_bytes in beside]
         (resumed,) = paced_together([partial(measure_resume, case, bench)], probe)
-        crowded = measure_crowding(case, bench)
+        crowded = measure_core_sharing(case, bench)
         return {"overlap": paced_together(blocks, probe), "resume": [resumed], "crowding": crowded}
 
     return CalibrationSection(

@@ -11,7 +11,6 @@ come out the same: exactly on the processor that made them, within `REFIT_TOLERA
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import re
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from calibration.fit.operators import fit_operators, read_operator_points
+from calibration.published.tables import read_table
 from calibration.published.v100_links import SOURCES as LINK_SOURCES
 from calibration.published.v100_links import fit_link_model
 from calibration.published.v100_throughput import with_efficiencies
@@ -170,17 +170,10 @@ def refit(profile: Profile) -> Profile:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
-    if not path.is_file():
-        raise DataError(f"no {path}; --data must name the folder that holds collectives.csv, datasheet.csv and operators.csv")
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def _read_facts(data_dir: Path) -> dict[str, float]:
     """Value by row id of datasheet.csv, and "links a b" for the NVLink matrix."""
     facts: dict[str, float] = {}
-    for row in _rows(data_dir / "datasheet.csv"):
+    for row in read_table(data_dir, "datasheet.csv"):
         if match := re.fullmatch(r"links GPU(\d)-GPU(\d)", row["key"]):
             facts[f"links {match[1]} {match[2]}"] = float(row["value"])
         elif re.fullmatch(r"[\d.]+", row["value"]):
@@ -197,7 +190,7 @@ def _fact(facts: dict[str, float], row: str) -> float:
 def _read_collective_points(data_dir: Path) -> list[CollectivePoint]:
     """All all_reduce rows that describe this machine, or stand in for a part of it; nccl-tests times are in microseconds."""
     points: list[CollectivePoint] = []
-    for row in _rows(data_dir / "collectives.csv"):
+    for row in read_table(data_dir, "collectives.csv"):
         stand_in = ""
         if row["source"].startswith(VTRAIN):
             source = "vtrain"

@@ -6,16 +6,15 @@ no counterpart here are listed with the reason.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from calibration.published.tables import read_table
 from calibration.published.v100_throughput import LeftOut
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.communication.internode import choices
-from parsim.errors import DataError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.units import MIB
@@ -114,18 +113,14 @@ def _cluster(machine: Machine) -> Cluster:
 
 def read_collective_rows(data_dir: Path) -> tuple[list[CollectiveRow], list[LeftOut]]:
     """All measurements, and every other row with the reason it is none. Raises DataError if the table is missing."""
-    path = data_dir / "collectives.csv"
-    if not path.is_file():
-        raise DataError(f"no {path}; give the folder that holds collectives.csv")
     rows: list[CollectiveRow] = []
     left_out: list[LeftOut] = []
-    with path.open(newline="") as file:
-        for entry in csv.DictReader(file):
-            found = _row(entry)
-            if isinstance(found, str):
-                left_out.append(LeftOut(id=entry["id"], what=entry["model_or_op"], reason=found))
-            else:
-                rows.append(found)
+    for entry in read_table(data_dir, "collectives.csv"):
+        found = _row(entry)
+        if isinstance(found, str):
+            left_out.append(LeftOut(id=entry["id"], what=entry["model_or_op"], reason=found))
+        else:
+            rows.append(found)
     return rows, left_out
 
 

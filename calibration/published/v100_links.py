@@ -11,8 +11,8 @@ from calibration.fit.links import RingCount, assign_protocols, fit_lines, fit_sl
 from parsim.costs.communication.linkgraph import ring_set
 from parsim.errors import ProfileError
 from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.device_kinds import device_name
 from parsim.hardware.profile import CollectivePoint, LinkModel, LinkProtocol, Profile, Sourced, SourceEntry
-from parsim.hardware.topology import device_name
 
 SOURCES = {
     "vtrain": SourceEntry(

@@ -10,7 +10,6 @@ the machine is written here: devices, links, network cards. DIR holds collective
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Sequence
 from datetime import date
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from calibration.fit.collectives import rounded
+from calibration.published.tables import read_table
 from parsim.errors import DataError, ParsimError
 from parsim.hardware.compute_records import ComputeRecords, Efficiency, OperatorFit
 from parsim.hardware.profile import (
@@ -337,11 +337,8 @@ def _model(base: Profile, measured: bool = False) -> LinkModel:
 
 
 def _dgx2_points(data_dir: Path) -> list[CollectivePoint]:
-    path = data_dir / "collectives.csv"
-    if not path.is_file():
-        raise DataError(f"no {path}; --data must name the folder that holds collectives.csv")
-    with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["hardware"].startswith(DGX2_LOG) and row["unit"] == "us"]
+    table = read_table(data_dir, "collectives.csv")
+    rows = [row for row in table if row["hardware"].startswith(DGX2_LOG) and row["unit"] == "us"]
     points = [
         CollectivePoint(
             operation="all_reduce",
@@ -355,7 +352,7 @@ def _dgx2_points(data_dir: Path) -> list[CollectivePoint]:
         if row["id"].startswith("col-nccltests") and row["model_or_op"] == "nccl all_reduce" and "out-of-place" in row["notes"]
     ]
     if sum(point.size_bytes >= LARGE_BYTES for point in points) < 2:
-        raise DataError(f"{path} holds no all_reduce rows of {DGX2_LOG}; use the project's tables")
+        raise DataError(f"collectives.csv in {data_dir} holds no all_reduce rows of {DGX2_LOG}; use the project's tables")
     return points
 
 

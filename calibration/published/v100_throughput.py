@@ -14,7 +14,6 @@ The programs that were measured, as their scripts say (github Oneflow-Inc/DLPerf
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from statistics import median
 import numpy as np
 
 from calibration.fit.collectives import rounded
+from calibration.published.tables import read_table
 from parsim.errors import DataError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compute_records import Efficiency
@@ -60,7 +60,7 @@ class PublishedTraining:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PublishedRow:
     """One usable row; `number` is that of its id."""
 
     id: str
@@ -79,28 +79,24 @@ class LeftOut:
     reason: str
 
 
-def read_rows(data_dir: Path) -> tuple[list[Row], list[LeftOut]]:
+def read_rows(data_dir: Path) -> tuple[list[PublishedRow], list[LeftOut]]:
     """The usable rows, each with its case (model, precision, batch per GPU, GPUs), and all others with the reason.
 
     Raises DataError if the table is missing or a usable row holds no number.
     """
-    path = data_dir / "throughput.csv"
-    if not path.is_file():
-        raise DataError(f"no {path}; give the folder that holds throughput.csv")
-    rows: list[Row] = []
+    rows: list[PublishedRow] = []
     left_out: list[LeftOut] = []
-    with path.open(newline="") as file:
-        for entry in csv.DictReader(file):
-            reason = _reason(entry)
-            if reason:
-                left_out.append(LeftOut(id=entry["id"], what=f"{entry['model_or_op']} {entry['precision']}", reason=reason))
-                continue
-            try:
-                batch, value = int(entry["batch_per_gpu"]), float(entry["value"])
-            except ValueError as error:
-                raise DataError(f"throughput.csv row {entry['id']}: {error}; batch and value must be numbers") from error
-            case = (_model(entry), PRECISIONS[entry["precision"]], batch, int(entry["gpus"]))
-            rows.append(Row(id=entry["id"], case=case, samples_per_s=value))
+    for entry in read_table(data_dir, "throughput.csv"):
+        reason = _reason(entry)
+        if reason:
+            left_out.append(LeftOut(id=entry["id"], what=f"{entry['model_or_op']} {entry['precision']}", reason=reason))
+            continue
+        try:
+            batch, value = int(entry["batch_per_gpu"]), float(entry["value"])
+        except ValueError as error:
+            raise DataError(f"throughput.csv row {entry['id']}: {error}; batch and value must be numbers") from error
+        case = (_model(entry), PRECISIONS[entry["precision"]], batch, int(entry["gpus"]))
+        rows.append(PublishedRow(id=entry["id"], case=case, samples_per_s=value))
     return rows, left_out
 
 
@@ -132,7 +128,7 @@ def _reason(entry: Mapping[str, str]) -> str:
     return LOADER_BOUND.get(entry["id"], "")
 
 
-def medians(rows: Sequence[Row]) -> dict[tuple[str, str, int, int], float]:
+def medians(rows: Sequence[PublishedRow]) -> dict[tuple[str, str, int, int], float]:
     """Published samples per second by case."""
     cases = dict.fromkeys(row.case for row in rows)
     return {case: median(row.samples_per_s for row in rows if row.case == case) for case in cases}
@@ -215,7 +211,7 @@ class FittedEfficiency:
     """
 
     efficiency: Efficiency
-    errors: tuple[tuple[Row, float, float], ...]
+    errors: tuple[tuple[PublishedRow, float, float], ...]
 
     @property
     def helps(self) -> bool:
@@ -223,7 +219,7 @@ class FittedEfficiency:
         return median(abs(after) for _, _, after in self.errors) < median(abs(before) for _, before, _ in self.errors)
 
 
-def fit_efficiencies(profile: Profile, rows: Sequence[Row]) -> list[FittedEfficiency]:
+def fit_efficiencies(profile: Profile, rows: Sequence[PublishedRow]) -> list[FittedEfficiency]:
     """One factor per precision from the single-GPU rows of even id: the middle of published over predicted.
 
     The median of the logarithms; `spread` is their robust standard deviation (1.4826 times the median absolute deviation).

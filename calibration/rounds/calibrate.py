@@ -16,11 +16,12 @@ from calibration.rounds.raw_points import RawPoints, load_raw, raw_path, save_ra
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.resume_folder import Leftover, WorkFolder, alone, open_folder
 from calibration.rounds.turns import gather_raw
-from parsim.errors import ConfigError, ExecutionError, MissingDependencyError, ProfileError, near_matches
+from parsim.errors import ConfigError, ExecutionError, MissingDependencyError, ProfileError
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.machine_state import machine_state
 from parsim.execute.processes.pinning import available_cores
+from parsim.execute.processes.progress import relayed
 from parsim.hardware.profile import Profile, save_profile
 from parsim.model.spec import load_model
 from parsim.workflow.doctor import Found
@@ -98,7 +99,7 @@ def _calibrate(
         check_room(models, request, gpus)
     folder.save_states(before, None)
     try:
-        launcher(folder.job, request.nproc, module="calibration", timeout_s=TIMEOUT_S, on_line=say)
+        launcher(folder.job, request.nproc, module="calibration", timeout_s=TIMEOUT_S, on_line=relayed(say))
     except ExecutionError as error:
         if not folder.has_turns:
             folder.remove()
@@ -148,11 +149,10 @@ def _silent(_: str) -> None:
 def _check(request: CalibrationRequest, out: Path, say: Callable[[str], None]) -> None:
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("calibration needs torch, which is not installed; pip install 'parsim[torch]'")
-    from parsim.execute.state.optimizer import OPTIMIZERS
+    from parsim.execute.state.optimizer import check_states
 
     for name in request.optimizers:
-        if name not in OPTIMIZERS:
-            raise ConfigError(f"unknown optimizer {name!r}{near_matches(name, OPTIMIZERS)}")
+        check_states(name)
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {out}: there is no folder {out.absolute().parent}; make it first")
     if not os.access(out.absolute().parent, os.W_OK):

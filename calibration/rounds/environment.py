@@ -49,12 +49,12 @@ def provenance_environment(raw: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in environment.items() if key not in ("versions", "load_average")}
     states = [{"before": before, "after": after} for before, after in raw.get("states", [])]
     stolen = [stolen_share(before, after) for before, after in raw.get("states", [])]
-    told = [share for share in stolen if share is not None]
+    shares = [share for share in stolen if share is not None]
     return {
         **kept,
         "ranks": [rank.get("pinning", {}) for rank in raw["ranks"]],
         "sessions": states,
-        "stolen_share": max(told, default=None),
+        "stolen_share": max(shares, default=None),
         "other_share": other_share(raw),
         "seconds": sum(turn["seconds"] for turn in raw.get("turns", [])),
     }
@@ -84,8 +84,8 @@ def _of_gpus(raw: Mapping[str, Any]) -> list[str]:
     """Where what was measured of a device may hold the host's time, or nothing could be told of its memory."""
     found = []
     for kind in ("sweeps", "operators"):
-        told = [entry["hidden"] for _, entry in entries_of(raw, kind) if "hidden" in entry]
-        seen = told.count(False) / len(told) if told else 0.0
+        hidden = [entry["hidden"] for _, entry in entries_of(raw, kind) if "hidden" in entry]
+        seen = hidden.count(False) / len(hidden) if hidden else 0.0
         if seen > SEEN_LAUNCHES:
             what = {"sweeps": "training steps", "operators": "operators"}[kind]
             found.append(

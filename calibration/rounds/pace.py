@@ -50,7 +50,7 @@ HOST_TIMES: Mapping[str, Sequence[str]] = {
 }
 """What the pace of the host lengthens beside a GPU; of a step's tasks those that load."""
 
-Entry = dict[str, Any]
+PacedEntry = dict[str, Any]
 
 
 class Pace(NamedTuple):
@@ -58,13 +58,13 @@ class Pace(NamedTuple):
 
     Attributes:
         alone_s, together_s: mean, of one rank alone and with a rank on every core.
-        told: the share of what a look beside a measurement differs by (its logarithm) that is true of the measurement: from
-            0 (noise) to 1. Of looks before and after that correlate by r their mean tells 2 r / (1 + r) (Spearman-Brown).
+        probe_reliability: which share of a probe's difference (of its logarithm) holds for the measurement beside it, from 0
+            (noise) to 1. Where probes before and after correlate by r, that of their mean is 2 r / (1 + r) (Spearman-Brown).
     """
 
     alone_s: float
     together_s: float
-    told: float = 1.0
+    probe_reliability: float = 1.0
 
 
 def usual_pace(raw: Mapping[str, Any], key: str = PACE) -> Pace | None:
@@ -78,10 +78,10 @@ def usual_pace(raw: Mapping[str, Any], key: str = PACE) -> Pace | None:
     table = np.array(looks, dtype=np.float64)
     active, paces = table[:, 0], table[:, 1:]
     alone, together = (paces[active == level] for level in (active.min(), active.max()))
-    return Pace(float(alone.mean()), float(together.mean()), _told(np.log(together)))
+    return Pace(float(alone.mean()), float(together.mean()), _probe_reliability(np.log(together)))
 
 
-def _told(looks: NDArray[np.float64]) -> float:
+def _probe_reliability(looks: NDArray[np.float64]) -> float:
     """Args: looks: float64 [looks, 2], logarithms before and after."""
     before, after = looks.T
     if len(looks) < 2 or before.std() == 0 or after.std() == 0:
@@ -105,7 +105,7 @@ def at_one_pace(
     times = GPU_TIMES if on_gpu else TIMES
     loads = _loading_tasks(raw) if on_gpu else {}
 
-    def steady(kind: str, entry: Entry) -> Entry:
+    def steady(kind: str, entry: PacedEntry) -> PacedEntry:
         device, hosts = _factor(entry, PACE, usual), _factor(entry, HOST_PACE, host) if on_gpu else 1.0
         found = {key: _scaled(entry[key], device) for key in times.get(kind, ()) if key in entry}
         if on_gpu:
@@ -122,12 +122,12 @@ def at_one_pace(
     return {**raw, "ranks": ranks}
 
 
-def _factor(entry: Entry, key: str, usual: Pace | None) -> float:
+def _factor(entry: PacedEntry, key: str, usual: Pace | None) -> float:
     """What brings the times of an entry to the usual pace; 1 where nobody looked."""
     if usual is None or key not in entry:
         return 1.0
     then_s = usual.alone_s if entry.get("ranks_active") == 1 else usual.together_s
-    return float((then_s / statistics.mean(entry[key])) ** usual.told)
+    return float((then_s / statistics.mean(entry[key])) ** usual.probe_reliability)
 
 
 def _loading_tasks(raw: Mapping[str, Any]) -> dict[tuple[int, int], list[int]]:

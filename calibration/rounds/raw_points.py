@@ -11,6 +11,7 @@ from typing import Any
 
 from calibration.rounds.request import CalibrationRequest
 from parsim.errors import ProfileError
+from parsim.files import version_problem
 from parsim.model.model import Model
 
 SCHEMA_VERSION = 2
@@ -69,11 +70,8 @@ def load_raw(path: Path) -> RawPoints:
         document = json.loads(gzip.decompress(path.read_bytes()))
     except (OSError, EOFError, ValueError) as error:
         raise ProfileError(f"cannot read the raw points {path}: {error}; calibrate again") from error
-    version = document.get("schema_version") if isinstance(document, dict) else None
-    if version != SCHEMA_VERSION:
-        raise ProfileError(
-            f"raw points {path} have schema_version {version!r}, this parsim reads {SCHEMA_VERSION}; calibrate again"
-        )
+    if problem := version_problem(document if isinstance(document, dict) else {}, SCHEMA_VERSION):
+        raise ProfileError(f"raw points {path}: {problem}; or calibrate again")
     return RawPoints(
         raw=document["raw"],
         request=CalibrationRequest.from_json(json.dumps(document["request"])),

@@ -14,7 +14,6 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ SECONDS = 20.0
 FOUND = "pace.json"
 
 
-def refresh(path: Path, *, seconds: float = SECONDS, on_line: Callable[[str], None] | None = None) -> Profile:
+def refresh(path: Path, *, seconds: float = SECONDS) -> Profile:
     """Look at the pace of the cores for so long, and save the profile with it.
 
     Raises:
@@ -63,7 +62,7 @@ def refresh(path: Path, *, seconds: float = SECONDS, on_line: Callable[[str], No
             job.write_text(json.dumps({"seconds": seconds, "request": points.request.to_json()}))
             for number, model in enumerate(points.models):
                 model.save(job.parent / f"model-{number}.json")
-            launch(job, len(profile.devices), module="calibration.rounds.refresh", on_line=on_line)
+            launch(job, len(profile.devices), module="calibration.rounds.refresh")
             found = json.loads((job.parent / FOUND).read_text())
         created = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
         profile = profile.model_copy(update={"today": PaceToday(created=created, **found)})

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from parsim.collectives import COLLECTIVE_KINDS
 from parsim.errors import ConfigError, near_matches
 from parsim.model.spec import ModelSpec
 from parsim.units import KIB, MIB
@@ -19,11 +20,19 @@ QUICK_SHARE = 0.125
 """Of the time that a quick calibration takes."""
 
 
+def check_measurable(collective: str) -> None:
+    """Raise ConfigError unless the collective is always measured, or its row says how it is called."""
+    if collective not in COLLECTIVE_KINDS and COLLECTIVE_KINDS[collective].call is None:
+        raise ConfigError(
+            f"collective {collective!r} says nowhere how it is called, so it cannot be measured; give its row `call`"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRequest:
     """Attributes:
     models: each with the local batches (samples of one microbatch on one rank) that plans will use.
-    nproc: ranks that measure at once. optimizers: names as in `parsim.execute.state.optimizer`.
+    nproc: ranks that measure at once. optimizers: rows of `parsim.model.optimizers.OPTIMIZERS`.
     precision: one of PRECISIONS of the device. quick: fewer rounds and sizes, for tests and first looks.
     sizes_bytes: of the collectives; empty: 1 KiB to 256 MiB.
     compute_budget_s: rounds over all models and batches stop once this much time is spent, but not before `min_rounds`;
@@ -31,6 +40,7 @@ class CalibrationRequest:
     granularities: of the components, as plans will run them; every model is measured at each.
     shard_ways: into how many shards components are cut that can be; of each shard number 0 is measured. Those that the ranks
         cannot hold side by side are left out.
+    collectives: measured beside the shipped ones: "package.module:ROW" of rows that say how they are called.
     operator_budget_s: of the rounds over single operators; 0: models that are not measured stay without a price.
     """
 
@@ -45,6 +55,7 @@ class CalibrationRequest:
     min_rounds: int = 3
     max_rounds: int = 40
     granularities: tuple[str, ...] = ("block",)
+    collectives: tuple[str, ...] = ()
     shard_ways: tuple[int, ...] = (2, 4)
     shard_budget_s: float = 25.0
     operator_budget_s: float = 45.0
@@ -68,6 +79,8 @@ class CalibrationRequest:
             raise ConfigError("no model to measure; name at least one, with its local batches")
         if not self.optimizers:
             raise ConfigError("no optimizer to measure; name at least one, such as sgd_momentum")
+        for name in self.collectives:
+            check_measurable(name)
         for spec, batches in self.models:
             if not batches or min(batches) < 1:
                 raise ConfigError(f"model {spec.name} needs local batches >= 1, got {batches}; give e.g. (16, 8)")
@@ -116,8 +129,8 @@ class CalibrationRequest:
     def from_json(cls, text: str) -> CalibrationRequest:
         document: dict[str, Any] = json.loads(text)
         document["models"] = tuple((ModelSpec.from_dict(spec), tuple(batches)) for spec, batches in document["models"])
-        for key in ("optimizers", "sizes_bytes", "granularities", "shard_ways"):
-            document[key] = tuple(document[key])
+        for key in ("optimizers", "sizes_bytes", "granularities", "shard_ways", "collectives"):
+            document[key] = tuple(document.get(key, ()))
         return cls(**document)
 
 

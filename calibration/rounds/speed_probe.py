@@ -9,13 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from calibration.rounds.pace import HOST_PACE, PACE, Entry
+from calibration.rounds.pace import HOST_PACE, PACE, PacedEntry
 from parsim.execute.processes.speed_probe import SpeedProbe
 
 
 def paced(
-    blocks: Iterable[Callable[[], list[Entry]]], probe: SpeedProbe | None, host: SpeedProbe | None = None
-) -> Iterator[Entry]:
+    blocks: Iterable[Callable[[], list[PacedEntry]]], probe: SpeedProbe | None, host: SpeedProbe | None = None
+) -> Iterator[PacedEntry]:
     """What this rank measured in one block after the other, each with its own core's pace, or its GPU's and its host's.
 
     Args:
@@ -30,7 +30,7 @@ def paced(
         before = after
 
 
-def paced_together(blocks: Iterable[Callable[[], list[Entry]]], probe: SpeedProbe | None) -> list[Entry]:
+def paced_together(blocks: Iterable[Callable[[], list[PacedEntry]]], probe: SpeedProbe | None) -> list[PacedEntry]:
     """The same for what all ranks measure together, with the mean pace over the cores; called by every rank."""
     dist.barrier()
     own, found = [_seconds(probe)], []
@@ -53,7 +53,7 @@ def _seconds(probe: SpeedProbe | None) -> float | None:
     return None if probe is None else probe.seconds()
 
 
-def _marked(entries: Iterable[Entry], before_s: float | None, after_s: float | None, key: str) -> list[Entry]:
+def _marked(entries: Iterable[PacedEntry], before_s: float | None, after_s: float | None, key: str) -> list[PacedEntry]:
     if before_s is None or after_s is None:
         return list(entries)
     return [{**entry, key: [before_s, after_s]} for entry in entries]

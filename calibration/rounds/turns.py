@@ -106,8 +106,8 @@ def take_turns(sections: Sequence[CalibrationSection], folder: Path, place: Proc
         dist.gather_object(own, gathered if place.rank == 0 else None)
         if place.rank == 0:
             seconds = time.perf_counter() - begin_s
-            told = {"section": section.name, "round": number, "time_s": time_s, "seconds": seconds}
-            document = {**told, "ranks": gathered}
+            turn_entry = {"section": section.name, "round": number, "time_s": time_s, "seconds": seconds}
+            document = {**turn_entry, "ranks": gathered}
             count = sum(done.rounds for done in progress.values())
             write_text_atomically(folder / f"turn-{count:05d}.json", json.dumps(document))
             done = progress.get(section.name, SectionProgress())

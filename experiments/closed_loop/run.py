@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from parsim.costs.feedback.run_corrections import CommunicationClass, Corrections, class_of
+from parsim.costs.feedback.run_corrections import CommunicationClass, RunCorrections, class_of
 from parsim.costs.feedback.updates import updates_of
 from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile
@@ -123,15 +123,15 @@ def simulated(name: str, batch: int, seeds: range) -> Iterator[dict[str, object]
                         )
 
 
-def slowed(devices: int, slow: int) -> Corrections:
-    return Corrections(ranks=tuple((rank, SLOWER if rank == slow else 1.0) for rank in range(devices)))
+def slowed(devices: int, slow: int) -> RunCorrections:
+    return RunCorrections(ranks=tuple((rank, SLOWER if rank == slow else 1.0) for rank in range(devices)))
 
 
-def drifted(problem: PlanningProblem, plan: Plan, factor: float) -> Corrections:
+def drifted(problem: PlanningProblem, plan: Plan, factor: float) -> RunCorrections:
     """Computation and communication alike."""
     units = evaluate(problem, plan, samples=0, fold=False).compiled.columns.units
     links = dict.fromkeys(class_of(unit.work, unit.rank) for unit in units)
-    return Corrections(
+    return RunCorrections(
         ranks=tuple((rank, factor) for rank in range(plan.world_size)),
         communication=tuple((key, factor) for key in links if isinstance(key, CommunicationClass)),
     )
@@ -141,7 +141,7 @@ def judged(machine: Machine, seed: int) -> dict[str, object]:
     """Errors before the update, after it, after the cause is gone, and after the update that this leads to."""
     profile = machine.problem.cluster.profile
     after = after_run(machine, seed).profile
-    healthy = replace(machine, factors=Corrections(), problem=on(machine.problem, after))
+    healthy = replace(machine, factors=RunCorrections(), problem=on(machine.problem, after))
     undone = after_run(healthy, seed + 1_000).profile
     return {
         "before": error(machine, profile),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from predictions import digest
 
-from calibration.gpu.journal import DONE, FAILED, SKIPPED, STATUS, Row
+from calibration.gpu.journal import DONE, FAILED, SKIPPED, STATUS, JournalRow
 from parsim.analyze.accuracy import accuracy
 from parsim.report.compare import aa_floor
 from parsim.units import format_bytes, format_seconds
@@ -37,7 +37,7 @@ ROOFLINE_SLACK = 1.1
 """A rate so much above the roofline of the measured peaks is implausible."""
 
 
-def analyse(all_rows: Sequence[Row]) -> tuple[dict[str, Any], str]:
+def analyse(all_rows: Sequence[JournalRow]) -> tuple[dict[str, Any], str]:
     """Results as plain JSON, and the same for people, in Markdown. Of several rows of one case the last counts."""
     rows = {row["case"]: row for row in all_rows}
     done = {name: row for name, row in rows.items() if row[STATUS] == DONE}
@@ -76,11 +76,11 @@ def analyse(all_rows: Sequence[Row]) -> tuple[dict[str, Any], str]:
 # --- the machine ------------------------------------------------------------------------------------------------------
 
 
-def costs_of(row: Row) -> dict[str, float]:
+def costs_of(row: JournalRow) -> dict[str, float]:
     return {key: row[key] for key in row if key.endswith("_s") and key not in ("sustained_s", "mean_s", "best_s")}
 
 
-def products_of(rows: Iterable[Row]) -> dict[str, Any]:
+def products_of(rows: Iterable[JournalRow]) -> dict[str, Any]:
     """By precision: the peak, and every shape with its share of the roofline of that peak and the fastest copy."""
     everything = list(rows)
     products = [row for row in everything if "flop_per_s" in row]
@@ -94,7 +94,7 @@ def products_of(rows: Iterable[Row]) -> dict[str, Any]:
     return found
 
 
-def shape_of(row: Row, peak: float, bandwidth: float | None) -> dict[str, Any]:
+def shape_of(row: JournalRow, peak: float, bandwidth: float | None) -> dict[str, Any]:
     roof = peak if bandwidth is None else min(peak, bandwidth * row["flop"] / row["bytes"])
     power = row.get("board", {}).get("power_w", {})
     return {
@@ -110,14 +110,14 @@ def shape_of(row: Row, peak: float, bandwidth: float | None) -> dict[str, Any]:
     }
 
 
-def copy_of(row: Row) -> dict[str, Any]:
+def copy_of(row: JournalRow) -> dict[str, Any]:
     return {key: row[key] for key in ("route", "size_bytes", "bytes_per_s", "beyond_cache", "sets", "sustained_s")}
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
-def step_of(row: Row, predictions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def step_of(row: JournalRow, predictions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The executor's step beside its prediction, its A/A floor, and the other programs."""
     rounds = row["rounds_s"]
     own, again = rounds["executor"], rounds["executor" + AGAIN]
@@ -197,7 +197,7 @@ def accuracy_of(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def compiled_of(row: Row) -> dict[str, Any]:
+def compiled_of(row: JournalRow) -> dict[str, Any]:
     rounds = row["rounds_s"]
     found: dict[str, Any] = {"question": row["question"], "eager_s": statistics.mean(rounds["eager"])}
     if "torch.compile" in rounds:
@@ -210,7 +210,7 @@ def compiled_of(row: Row) -> dict[str, Any]:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def memory_of(row: Row, predictions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def memory_of(row: JournalRow, predictions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "question": row["question"],
         "held_out": row["held_out"],

@@ -18,11 +18,11 @@ from rounds import build_all, interleaved
 
 from calibration.gpu.board import find_reader
 from calibration.gpu.copies import Route, measure_copy
-from calibration.gpu.driver import Driver
-from calibration.gpu.journal import Row
+from calibration.gpu.driver import QueueDriver
+from calibration.gpu.journal import JournalRow
 from calibration.gpu.launches import event_cost, graph_cost, launch_cost, synchronisation_cost
 from calibration.gpu.products import PRECISIONS, Product, measure_product
-from calibration.gpu.programme import Case, failure
+from calibration.gpu.programme import BenchmarkCase, failure
 from calibration.rounds.calibrate import CalibrationRequest, calibrate
 from calibration.rounds.raw_points import raw_path
 from parsim.errors import ExecutionError
@@ -44,16 +44,16 @@ LARGE_FLOP = 2 * 2048**3
 CALIBRATION_OVERHEAD_S = 100.0
 """Of a calibration beside its budgets: the start of the rank, building the models, the fits."""
 
-Rows = Mapping[str, Row]
+Rows = Mapping[str, JournalRow]
 
 
 class Programme:
     """The cases of one scope on one device, writing into one folder."""
 
-    def __init__(self, driver: Driver, scope: Scope, out: Path, *, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(self, driver: QueueDriver, scope: Scope, out: Path, *, seed: int, say: Callable[[str], None]) -> None:
         self.driver, self.scope, self.out, self.seed, self.say = driver, scope, out, seed, say
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[BenchmarkCase]:
         """In order of value."""
         scope = self.scope
         core, more = scope.products
@@ -73,7 +73,7 @@ class Programme:
             *(self._compiled(question) for question in scope.steps_in(first) if question.compiled),
         ]
 
-    def _steps(self, precision: str) -> Iterator[Case]:
+    def _steps(self, precision: str) -> Iterator[BenchmarkCase]:
         """One precision: calibrated, predicted, measured; then its memory, recomputation and microbatches."""
         calibration_s = sum(self.scope.calibration_s) + CALIBRATION_OVERHEAD_S
         yield self._case(calibration_name(precision), calibration_s, partial(self._calibration, precision))
@@ -93,12 +93,12 @@ class Programme:
         *,
         needs: tuple[str, ...] = (),
         after: tuple[str, ...] = (),
-    ) -> Case:
+    ) -> BenchmarkCase:
         def tidied(rows: Rows, remaining_s: float) -> dict[str, Any]:
             let_go(self.driver.device)
             return measure(rows, remaining_s)
 
-        return Case(name=name, estimate_s=self.scope.patience * estimate_s, measure=tidied, needs=needs, after=after)
+        return BenchmarkCase(name=name, estimate_s=self.scope.patience * estimate_s, measure=tidied, needs=needs, after=after)
 
     # --- the machine ------------------------------------------------------------------------------------------------------
 
@@ -120,18 +120,18 @@ class Programme:
             }
         return {**facts, "headline": f"{self.driver.name}, {format_bytes(self.driver.memory_bytes)}"}
 
-    def _products(self, products: tuple[Product, ...]) -> list[Case]:
+    def _products(self, products: tuple[Product, ...]) -> list[BenchmarkCase]:
         """By shape, and within a shape by precision: after a few cases each precision has its largest square."""
         ordered = sorted(products, key=lambda product: -product.flop)
         return [self._product(product, name) for product in ordered for name in PRECISIONS]
 
-    def _product(self, product: Product, precision: str) -> Case:
+    def _product(self, product: Product, precision: str) -> BenchmarkCase:
         large = product.flop >= LARGE_FLOP
         least_s = self.scope.sustained_s if large else self.scope.short_s
         measure = partial(measure_product, self.driver, product, PRECISIONS[precision], least_s=least_s, seed=self.seed)
         return self._case(f"product {precision} {product}", 6 if large else 3, lambda *_: measure())
 
-    def _copy(self, route: Route, size_bytes: int) -> Case:
+    def _copy(self, route: Route, size_bytes: int) -> BenchmarkCase:
         measure = partial(measure_copy, self.driver, route, size_bytes, least_s=self.scope.short_s)
         return self._case(f"copy {route} {format_bytes(size_bytes)}", 6, lambda *_: measure())
 
@@ -210,7 +210,7 @@ class Programme:
 
     # --- steps ------------------------------------------------------------------------------------------------------------
 
-    def _rounds(self, question: Question) -> Case:
+    def _rounds(self, question: Question) -> BenchmarkCase:
         """The executor, eager torch and a CUDA graph. They wait for the predictions, whatever came of them."""
 
         def measure(rows: Rows, remaining_s: float) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class Programme:
         estimate_s = 2 * self.scope.round_budget_s + 30
         return self._case(rounds_name(question), estimate_s, measure, after=(predictions_name(question.precision),))
 
-    def _variant(self, question: Question) -> Case:
+    def _variant(self, question: Question) -> BenchmarkCase:
         """The executor alone, against itself: nobody else recomputes or cuts the batch by the same plan."""
 
         def measure(rows: Rows, remaining_s: float) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class Programme:
             rounds_name(question), self.scope.round_budget_s + 15, measure, after=(predictions_name(question.precision),)
         )
 
-    def _compiled(self, question: Question) -> Case:
+    def _compiled(self, question: Question) -> BenchmarkCase:
         """torch.compile against eager torch."""
 
         def measure(rows: Rows, remaining_s: float) -> dict[str, Any]:
@@ -260,7 +260,7 @@ class Programme:
         told = {"question": question.name, "held_out": question.held_out, "predicted": frozen_hash(rows, question.precision)}
         return {**told, **found, "not_built": failed, "headline": f"{programs[0].name} {format_seconds(mean_s)}"}
 
-    def _memory(self, question: Question) -> Case:
+    def _memory(self, question: Question) -> BenchmarkCase:
         """The peak of one step of the executor alone in memory: counted by line, and as the allocator saw it."""
 
         def measure(rows: Rows, _: float) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def rounds_name(question: Question) -> str:
     return f"step {question.name}"
 
 
-def used_bytes(driver: Driver) -> int:
+def used_bytes(driver: QueueDriver) -> int:
     """Of the GPU, by all processes, as its driver tells it; 0 for a CPU, whose processes are counted one by one."""
     if driver.device.type != "cuda":
         return 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from questions import GRANULARITY, Question
 
-from calibration.gpu.journal import DONE, STATUS, Row
+from calibration.gpu.journal import DONE, STATUS, JournalRow
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile, Sourced, SourceEntry, parse_profile
 from parsim.model.spec import load_model
@@ -86,7 +86,7 @@ def unpacked_profile(text: str) -> Profile:
     return parse_profile(gzip.decompress(base64.b64decode(text)).decode(), "the row of the calibration")
 
 
-def with_machine_facts(profile: Profile, rows: Iterable[Row], *, command: str) -> Profile:
+def with_machine_facts(profile: Profile, rows: Iterable[JournalRow], *, command: str) -> Profile:
     """The calibrated profile with the peaks of the device microbenchmarks: flop per second of the fastest product by
     precision, and bytes per second of the fastest copy from beyond the cache."""
     done = [row for row in rows if row[STATUS] == DONE]

@@ -14,7 +14,7 @@ from typing import Any
 from programs import Program
 from questions import Scope
 
-from calibration.gpu.driver import Driver
+from calibration.gpu.driver import QueueDriver
 from calibration.gpu.programme import failure
 
 AGAIN = " again"
@@ -23,7 +23,9 @@ LONG_STEP_S, LONG_STEPS = 0.1, 2
 """Steps that take so long: fewer in a turn, and none before them. What another program left in the caches hardly counts."""
 
 
-def interleaved(driver: Driver, programs: Sequence[Program], scope: Scope, *, seed: int, remaining_s: float) -> dict[str, Any]:
+def interleaved(
+    driver: QueueDriver, programs: Sequence[Program], scope: Scope, *, seed: int, remaining_s: float
+) -> dict[str, Any]:
     """Step seconds of every program in every round, and its first losses.
 
     The number of rounds is what fits into the scope's budget for a question, or into half of what remains, within its bounds.
@@ -57,7 +59,7 @@ def _stepped(program: Program) -> float:
     return program.loss()
 
 
-def _turn(driver: Driver, program: Program, steps: int) -> float:
+def _turn(driver: QueueDriver, program: Program, steps: int) -> float:
     """Mean seconds of a step, by the host's clock between two waits."""
     driver.wait()
     begin_s = driver.host_s()

@@ -29,8 +29,8 @@ from questions import ON_A_GPU, REHEARSED, Scope  # noqa: E402
 
 from calibration.gpu.board import BoardWatch, find_reader  # noqa: E402
 from calibration.gpu.driver import make_driver  # noqa: E402
-from calibration.gpu.journal import CASE, DONE, FAILED, SKIPPED, STATUS, Journal, Row, read_rows  # noqa: E402
-from calibration.gpu.programme import Case, run_programme  # noqa: E402
+from calibration.gpu.journal import CASE, DONE, FAILED, SKIPPED, STATUS, Journal, JournalRow, read_rows  # noqa: E402
+from calibration.gpu.programme import BenchmarkCase, run_programme  # noqa: E402
 from parsim.errors import ParsimError  # noqa: E402
 from parsim.files import write_text_atomically  # noqa: E402
 from parsim.hardware.profile import save_profile  # noqa: E402
@@ -119,7 +119,7 @@ def measure(asked: argparse.Namespace) -> int:
     return 0
 
 
-def chosen(programme: Programme, asked: argparse.Namespace) -> list[Case]:
+def chosen(programme: Programme, asked: argparse.Namespace) -> list[BenchmarkCase]:
     """The cases that --only and --skip leave."""
     return [
         case for case in programme.cases() if asked.only in case.name and (asked.skip is None or asked.skip not in case.name)
@@ -138,7 +138,7 @@ def list_cases(asked: argparse.Namespace, scope: Scope) -> int:
     return 0
 
 
-def failed(row: Row) -> bool:
+def failed(row: JournalRow) -> bool:
     """Whether a case failed, or was skipped for want of one that did; one that needs CUDA is skipped for good."""
     return row[STATUS] == FAILED or (row[STATUS] == SKIPPED and row["reason"].startswith("needs "))
 

@@ -21,8 +21,8 @@ import torch
 
 from parsim.algorithms.decoupled_program import TickModules, tick_durations_s, tick_program
 from parsim.algorithms.graphs import mixing_graph
-from parsim.algorithms.program import simulate_program
 from parsim.algorithms.staleness import ModuleTimes, balanced_speedup, decoupling, stage_seconds
+from parsim.engines.repeated import simulate_program
 from parsim.files import write_csv
 from parsim.virtual.agent import TickRule, cut_sequential
 from parsim.virtual.problems import LearningProblem, load_problem, perceptron

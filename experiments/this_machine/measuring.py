@@ -13,6 +13,7 @@ from cases import GRANULARITY, Case
 from calibration.rounds.calibrate import Launcher
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.measurement import Measurement, load_measurement
+from parsim.execute.processes.progress import relayed
 from parsim.graph.lower import lower
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.spec import load_model
@@ -42,7 +43,7 @@ def measure(folder: Path, cases: Sequence[Case], ranks: int, rounds: int, launch
     runs = tuple(run_of(case, folder) for case in order)
     job = Job(output=str(folder.resolve()), mode="measure", runs=runs, steps=STEPS, rounds=rounds, settle_steps=SETTLE_STEPS)
     job.save(folder / "job.json")
-    launcher(folder / "job.json", ranks, timeout_s=TIMEOUT_S, on_line=progress)
+    launcher(folder / "job.json", ranks, timeout_s=TIMEOUT_S, on_line=relayed(progress))
     seen = []
     for case in order:
         graph = lower(case.plan, models[case.subject.name])

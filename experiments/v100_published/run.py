@@ -22,7 +22,7 @@ import numpy as np
 from calibration.published.v100_collectives import CollectiveRow, read_collective_rows
 from calibration.published.v100_throughput import (
     LeftOut,
-    Row,
+    PublishedRow,
     fit_efficiencies,
     medians,
     predicted_samples_per_s,
@@ -80,7 +80,7 @@ def main() -> int:
     return 0
 
 
-def single_gpu(rows: Sequence[Row], profile: Profile) -> list[Line]:
+def single_gpu(rows: Sequence[PublishedRow], profile: Profile) -> list[Line]:
     """Per case of one GPU: the median published, predicted from operators alone, and as the shipped profile predicts."""
     lines = []
     for case, published in medians(rows).items():
@@ -126,7 +126,7 @@ def summary(lines: Sequence[Line]) -> list[Line]:
     return found
 
 
-def efficiency(rows: Sequence[Row], profile: Profile) -> list[Line]:
+def efficiency(rows: Sequence[PublishedRow], profile: Profile) -> list[Line]:
     """Factors from rows of even id, and the rows of odd id without and with them."""
     return [
         {
@@ -144,7 +144,7 @@ def efficiency(rows: Sequence[Row], profile: Profile) -> list[Line]:
     ]
 
 
-def eight_gpus(rows: Sequence[Row], profile: Profile) -> list[Line]:
+def eight_gpus(rows: Sequence[PublishedRow], profile: Profile) -> list[Line]:
     """Throughput and scaling efficiency, simulated; the same program with communication that takes no time.
 
     Published efficiency: over the fastest row of the case on one GPU, which is that of the same program in the same report.

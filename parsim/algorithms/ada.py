@@ -138,26 +138,3 @@ def ada_graphs(ada: Ada, epochs: int) -> tuple[MixingGraph, ...]:
     if ada.kind == "closed_loop":
         raise AlgorithmError("the graphs of closed_loop depend on what training measures; ask for one epoch at a time")
     return tuple(ada.graph(epoch) for epoch in range(epochs))
-
-
-LEARNING_RATES: dict[str, Callable[[float], float]] = {
-    "constant": lambda ratio: 1.0,
-    "linear": lambda ratio: ratio,
-    "sqrt": math.sqrt,
-}
-"""The factor on the learning rate of a batch `ratio` times the one it was found with."""
-
-
-def scaled_learning_rate(
-    base: float, workers: int, epoch: float, *, rule: str = "linear", base_workers: int = 1, warmup_epochs: float = 0.0
-) -> float:
-    """base * factor(workers / base_workers), approached in a straight line from `base` over the first `warmup_epochs`."""
-    if rule not in LEARNING_RATES:
-        raise AlgorithmError(f"unknown learning-rate rule {rule!r}{near_matches(rule, LEARNING_RATES)}")
-    if base <= 0 or workers < 1 or base_workers < 1 or warmup_epochs < 0:
-        raise AlgorithmError(
-            f"a learning rate needs base > 0, workers >= 1 and warmup_epochs >= 0, got {base}, {workers}, {warmup_epochs}"
-        )
-    factor = LEARNING_RATES[rule](workers / base_workers)
-    reached = min(1.0, epoch / warmup_epochs) if warmup_epochs else 1.0
-    return base * (1.0 + (factor - 1.0) * reached)

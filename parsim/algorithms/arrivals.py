@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from parsim.errors import AlgorithmError
 
@@ -75,15 +74,6 @@ def _seconds(epoch_s: EpochSeconds, worker: int, epoch: int) -> float:
     return seconds
 
 
-def synchronous_epoch_s(step_s: ArrayLike, steps: ArrayLike, synchronisation_s: float = 0.0) -> float:
-    """max_j steps_j * step_s_j + synchronisation_s: the barrier waits for the slowest worker.
-
-    Args:
-        step_s, steps: per worker ([P]), seconds of one local step with its loading, and local steps per epoch.
-    """
-    return float(np.max(np.asarray(step_s, dtype=np.float64) * np.asarray(steps, dtype=np.float64))) + synchronisation_s
-
-
 def master_synchronisation_s(
     workers: int, weight_bytes: float, *, bandwidth_bytes_per_s: float, memory_bytes_per_s: float
 ) -> float:
@@ -102,13 +92,6 @@ def ring_synchronisation_s(workers: int, weight_bytes: float, *, bandwidth_bytes
 def pairwise_merge_s(weight_bytes: float, *, bandwidth_bytes_per_s: float, memory_bytes_per_s: float) -> float:
     """2 |w| / bw + |w| / membw: one worker's turn, its model there, the merge, the merged model back."""
     return weight_bytes * (2.0 / bandwidth_bytes_per_s + 1.0 / memory_bytes_per_s)
-
-
-def throughput_epochs_per_s(events: tuple[MergeEvent, ...], until_s: float) -> float:
-    """Merged local epochs per second in [0, until_s]."""
-    if until_s <= 0:
-        raise AlgorithmError(f"throughput needs a span > 0 s, got {until_s}")
-    return sum(event.end_s <= until_s for event in events) / until_s
 
 
 def amdahl_efficiency(workers: int, serial_fraction: float) -> float:

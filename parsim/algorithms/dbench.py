@@ -57,12 +57,6 @@ METRICS: dict[str, Callable[[Values], Values]] = {
 }
 
 
-def consensus_distance(parameters: Values) -> float:
-    """(1/n) sum_i |x_i - mean|^2 of parameters [n, ...]."""
-    apart = parameters - parameters.mean(0)
-    return float(np.square(apart).sum() / len(parameters))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class VarianceProfile:
     """What was recorded of one training run.

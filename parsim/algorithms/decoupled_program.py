@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.algorithms.program import Part, Program
 from parsim.algorithms.staleness import Decoupling, ModuleTimes, decoupling
+from parsim.engines.program import Part, Program
 from parsim.errors import AlgorithmError
 from parsim.graph.task import COMPUTE, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph

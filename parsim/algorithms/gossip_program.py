@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 from parsim.algorithms.ada import Ada, ada_graphs
 from parsim.algorithms.graphs import Matrix, MixingGraph
 from parsim.algorithms.periods import Period, every_steps
-from parsim.algorithms.program import Part, Program
+from parsim.arrays import Bools
+from parsim.engines.program import Part, Program
 from parsim.errors import AlgorithmError, near_matches
 from parsim.graph.task import COMPUTE, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
+from parsim.model.model import Model
 from parsim.work import Collective, Compute, Mix, OptimizerStep, Phase, SendRecv, Work
 
 
@@ -52,7 +54,14 @@ class GossipModel:
         return self.elements * self.element_bytes
 
 
-Links = NDArray[np.bool_]
+def gossip_model(model: Model, samples: int) -> GossipModel:
+    """A model of the zoo or a traced one, `samples` per worker and step, as programs of rounds need it."""
+    return GossipModel(
+        elements=model.parameter_count,
+        samples=samples,
+        components=tuple(component.name for component in model.components),
+        tensors=len(model.parameters),
+    )
 
 
 def gossip_program(
@@ -145,7 +154,7 @@ def gossip_durations_s(
 class _Writer:
     """Makes parts, and each of them once."""
 
-    def __init__(self, one_round: Callable[[_Draft, int, Links], None], model: GossipModel, workers: int) -> None:
+    def __init__(self, one_round: Callable[[_Draft, int, Bools], None], model: GossipModel, workers: int) -> None:
         self._one_round, self._model, self._workers = one_round, model, workers
         self._made: dict[tuple[bytes, int], Part] = {}
 
@@ -166,14 +175,14 @@ class _Writer:
                 made.append(part if count == 1 else Program(parts=(part,), repeat=count))
         return made
 
-    def _links(self, matrix: Matrix) -> Links:
+    def _links(self, matrix: Matrix) -> Bools:
         n = self._workers
         if matrix.shape != (n, n):
             raise AlgorithmError(f"{n} workers need a mixing matrix [{n}, {n}], got {list(matrix.shape)}")
-        links: Links = (matrix != 0) & ~np.eye(n, dtype=bool)
+        links: Bools = (matrix != 0) & ~np.eye(n, dtype=bool)
         return links
 
-    def _part(self, links: Links | None, repeat: int) -> Part:
+    def _part(self, links: Bools | None, repeat: int) -> Part:
         """One step of everyone and an exchange over links; None for the step alone."""
         key = (b"" if links is None else links.tobytes(), repeat)
         if key not in self._made:
@@ -227,7 +236,7 @@ class _Draft:
         origin = Origin(stage=0, replica=worker, microbatch=0)
         return self.add(work, [Resource(worker, COMPUTE)], [*needs, *arrived], origin)
 
-    def messages(self, links: Links, ready: Sequence[Sequence[int] | None]) -> list[tuple[int, ...]]:
+    def messages(self, links: Bools, ready: Sequence[Sequence[int] | None]) -> list[tuple[int, ...]]:
         """One message per link, once both ends are ready; what arrives at each worker."""
         arriving: list[tuple[int, ...]] = [()] * self.workers
         for to, sender in np.argwhere(links).tolist():
@@ -253,7 +262,7 @@ class _Draft:
         return index
 
 
-def _adapt_combine(draft: _Draft, workers: int, links: Links) -> None:
+def _adapt_combine(draft: _Draft, workers: int, links: Bools) -> None:
     updated = [(draft.update(worker, [draft.step(worker)]),) for worker in range(workers)]
     arriving = draft.messages(links, updated)
     draft.ready = [
@@ -262,7 +271,7 @@ def _adapt_combine(draft: _Draft, workers: int, links: Links) -> None:
     ]
 
 
-def _combine_adapt(draft: _Draft, workers: int, links: Links) -> None:
+def _combine_adapt(draft: _Draft, workers: int, links: Bools) -> None:
     arriving = draft.messages(links, draft.ready)
     for worker in range(workers):
         needs = [draft.step(worker)]
@@ -271,7 +280,7 @@ def _combine_adapt(draft: _Draft, workers: int, links: Links) -> None:
         draft.ready[worker] = (draft.update(worker, needs),)
 
 
-def _all_reduce(draft: _Draft, workers: int, links: Links) -> None:
+def _all_reduce(draft: _Draft, workers: int, links: Bools) -> None:
     computed = [draft.step(worker) for worker in range(workers)]
     needs = [[task] for task in computed]
     if workers > 1:
@@ -282,7 +291,7 @@ def _all_reduce(draft: _Draft, workers: int, links: Links) -> None:
     draft.ready = [(draft.update(worker, needs[worker]),) for worker in range(workers)]
 
 
-ROUNDS: dict[str, Callable[[_Draft, int, Links], None]] = {
+ROUNDS: dict[str, Callable[[_Draft, int, Bools], None]] = {
     "adapt_combine": _adapt_combine,
     "all_reduce": _all_reduce,
     "combine_adapt": _combine_adapt,

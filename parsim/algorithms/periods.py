@@ -1,16 +1,16 @@
 """Period: after which local steps the workers synchronise.
 
-A Period is a value; the makers below are the ways to say one, listed in PERIODS. Steps are counted from 0, and "due(step)"
+A Period is a value; the functions below make one. Steps are counted from 0, and "due(step)"
 asks whether a synchronisation follows step number `step`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from parsim.errors import AlgorithmError
+from parsim.model.optimizers import OPTIMIZERS
 
 
 class AlgorithmWarning(UserWarning):
@@ -71,24 +71,13 @@ def at_end() -> Period:
     return Period(steps=None)
 
 
-PERIODS: dict[str, Callable[..., Period]] = {
-    "every_steps": every_steps,
-    "every_epochs": every_epochs,
-    "post_local": post_local,
-    "at_end": at_end,
-}
-
-LINEAR_OPTIMIZERS = ("sgd", "sgd_momentum")
-"""Optimizers whose step is linear in the gradient: averaging weights after every step is then averaging gradients."""
-
-
 def warn_if_not_synchronous(period: Period, optimizer: str) -> None:
     """Warn when period 1 may be taken for synchronous training and is not: with Adam the mean of the workers' steps is not the
     step of the mean gradient. SGD is exact, also with momentum kept per worker, because its step is linear in the gradient."""
-    if period.steps == 1 and optimizer not in LINEAR_OPTIMIZERS:
+    if period.steps == 1 and not OPTIMIZERS[optimizer].linear:
         warnings.warn(
             f"averaging weights after every step of {optimizer} does not equal synchronous {optimizer}: its step is not linear "
-            f"in the gradient; average gradients instead, or use one of {', '.join(LINEAR_OPTIMIZERS)}",
+            f"in the gradient; average gradients instead, or use one of {', '.join(OPTIMIZERS.where(linear=True))}",
             AlgorithmWarning,
             stacklevel=3,
         )

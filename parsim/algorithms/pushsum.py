@@ -96,13 +96,3 @@ def failing_links(graph: Callable[[int], Matrix], probability: float, *, seed: i
         return fail_links(whole, np.random.default_rng([seed, t]).random(whole.shape) < probability)
 
     return matrix
-
-
-def random_strongly_connected(n: int, *, density: float = 0.2, seed: int = 0) -> NDArray[np.bool_]:
-    """bool [n, n]: a directed cycle through all workers in random order, and other links with probability `density`."""
-    rng = np.random.default_rng([seed, n])
-    order = rng.permutation(n)
-    links: NDArray[np.bool_] = rng.random((n, n)) < density
-    links[np.roll(order, -1), order] = True
-    np.fill_diagonal(links, False)
-    return links

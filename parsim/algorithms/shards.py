@@ -53,9 +53,9 @@ def dirichlet_shards(
     return tuple(shards)
 
 
-Sharding = Callable[[NDArray[np.generic], NDArray[np.int64], np.random.Generator, float], Shards]
+ShardingRule = Callable[[NDArray[np.generic], NDArray[np.int64], np.random.Generator, float], Shards]
 
-SHARDINGS: dict[str, Sharding] = {
+SHARDINGS: dict[str, ShardingRule] = {
     "iid": iid_shards,
     "label_sorted": label_sorted_shards,
     "dirichlet": dirichlet_shards,

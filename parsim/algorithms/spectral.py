@@ -57,11 +57,6 @@ def period_contraction(graph: MixingGraph) -> float:
     return contraction(product)
 
 
-def contraction_per_round(graph: MixingGraph) -> float:
-    """The geometric mean of rho over one period, for comparing graphs of different periods."""
-    return float(period_contraction(graph) ** (1.0 / graph.period))
-
-
 def ring_gap(n: int) -> float:
     """(2/3)(1 - cos(2 pi / n)) for n >= 4; n = 2, 3 average exactly, so 1. Theta(1/n^2)."""
     return 1.0 if n <= 3 else 2.0 / 3.0 * (1.0 - math.cos(2.0 * math.pi / n))
@@ -82,14 +77,3 @@ def exponential_gap(tau: int) -> float:
     if tau < 1:
         raise AlgorithmError(f"the closed form holds for n = 2^tau with tau >= 1, got tau = {tau}")
     return 2.0 / (tau + 1)
-
-
-def mixes_until(rho: float, fraction: float) -> int:
-    """The fewest mixings that surely leave at most `fraction` of the distance from the mean: ceil(ln fraction / ln rho).
-
-    Raises:
-        AlgorithmError: rho >= 1 (a graph that does not bring workers together) or a fraction outside (0, 1).
-    """
-    if not 0 <= rho < 1 or not 0 < fraction < 1:
-        raise AlgorithmError(f"mixing towards the mean needs 0 <= rho < 1 and 0 < fraction < 1, got {rho} and {fraction}")
-    return 1 if rho <= fraction else math.ceil(math.log(fraction) / math.log(rho) - 1e-12)

@@ -103,13 +103,6 @@ def diagonal_versions(batch: int, modules: int) -> tuple[int, ...]:
     return tuple(range(batch, batch + modules))
 
 
-def shrinking(beta: float, k: int, modules: int) -> float:
-    """beta^(K-k): what is left of the gradient at module k when each boundary multiplies it by beta."""
-    check_beta(beta)
-    _check_module(k, modules)
-    return float(beta ** (modules - k))
-
-
 def check_beta(beta: float) -> None:
     """Raise AlgorithmError unless 0 <= beta <= 1 (0 trains the last module alone)."""
     if not 0 <= beta <= 1:
@@ -191,17 +184,6 @@ def epoch_s(name: str, times: ModuleTimes, batches: int, *, replay: bool = False
 def balanced_speedup(modules: int, batches: int) -> float:
     """K N / (N + 2(K-1)): fdg over bp for equal modules, no communication, N batches, filled and drained."""
     return modules * batches / (batches + 2 * (modules - 1))
-
-
-def safe_step_size(smoothness: float, modules: int) -> float:
-    """1 / (L (1 + 2(K-1))): a step size our statement of the conditions calls safe, for gradients up to 2(K-1) ticks old.
-
-    Our statement, not the paper's theorem, whose constants could not be obtained: the bound 1/L of gradient descent on an
-    L-smooth function, divided by one plus the largest delay.
-    """
-    if smoothness <= 0 or modules < 1:
-        raise AlgorithmError(f"a step size needs smoothness > 0 and modules >= 1, got {smoothness} and {modules}")
-    return 1.0 / (smoothness * (1 + 2 * (modules - 1)))
 
 
 def stage_seconds(total_s: Sequence[float], backward_to_forward: float = 2.0) -> ModuleTimes:

@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from parsim.engines.boundary import checked_durations_s
-from parsim.engines.compile import Program, compile_graph
+from parsim.engines.compile import AnyGraph, compile_graph
 
 
-def lower_bound_s(graph: Program, durations_s: ArrayLike) -> float:
+def lower_bound_s(graph: AnyGraph, durations_s: ArrayLike) -> float:
     """Seconds: the larger of the busiest resource's total work and the longest path of dependencies.
 
     Holds for every issue order and every slowdown >= 1, since a resource does one thing at a time and a task waits for
@@ -27,7 +27,7 @@ def lower_bound_s(graph: Program, durations_s: ArrayLike) -> float:
     return max(busiest_resource_s(compiled, durations), float(path))
 
 
-def busiest_resource_s(graph: Program, durations_s: ArrayLike) -> float:
+def busiest_resource_s(graph: AnyGraph, durations_s: ArrayLike) -> float:
     """Seconds of work of the resource that has most: what the *mean* of many steps cannot go below either.
 
     One step alone cannot beat its longest path, but consecutive steps overlap (a batch is loaded while the last step

@@ -26,15 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from parsim.analyze.spans import Floats, Ints, Rows, covered_until, rows_of, union
-from parsim.engines.compile import CompiledGraph, Program, compile_graph
+from parsim.analyze.spans import Rows, covered_until, rows_of, union
+from parsim.arrays import Bools, Floats, Ints
+from parsim.engines.compile import AnyGraph, CompiledGraph, compile_graph
 from parsim.errors import GraphError
 from parsim.graph.columns import Columns
 from parsim.timeline import Timeline
-
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +75,7 @@ class _Kinds:
 
 
 def breakdown(
-    graph: Program, timeline: Timeline, step_s: float | None = None, *, ranks: Sequence[int] | None = None
+    graph: AnyGraph, timeline: Timeline, step_s: float | None = None, *, ranks: Sequence[int] | None = None
 ) -> tuple[RankBreakdown, ...]:
     """One RankBreakdown per rank of the graph, over the seconds 0 to `step_s`.
 
@@ -149,7 +147,7 @@ def _rank_breakdown(
     gap_start = np.concatenate([[0.0], compute_end])
     gap_end = np.concatenate([compute_start, [max(last_end_s, gap_start[-1])]])
     until = np.zeros((3, len(gap_start)))  # when the waits for load, for peers and for anything else end
-    until[:, :-1] = _waits(rank, compiled, rows, kinds, own, next_task)
+    until[:, :-1] = _waits(compiled, rows, kinds, own, next_task)
     until[1 if kinds.pipelined[rank] else 2, -1] = gap_end[-1]
     cuts = np.maximum.accumulate(np.vstack([gap_start, np.clip(until, gap_start, gap_end), gap_end]), axis=0)
 
@@ -170,7 +168,7 @@ def _rank_breakdown(
     )
 
 
-def _waits(rank: int, compiled: CompiledGraph, rows: Rows, kinds: _Kinds, own: Ints, next_task: Ints) -> Floats:
+def _waits(compiled: CompiledGraph, rows: Rows, kinds: _Kinds, own: Ints, next_task: Ints) -> Floats:
     """float64 [3, len(next_task)]: when the last load, the last peer and the last other need of each task had ended.
 
     A need that ran on this rank ended when its own rows did; any other when its last row anywhere did.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from parsim.analyze.spans import rows_of
-from parsim.engines.compile import Program, compile_graph
+from parsim.engines.compile import AnyGraph, compile_graph
 from parsim.errors import GraphError
 from parsim.timeline import Timeline
 
 
-def critical_path(graph: Program, timeline: Timeline) -> tuple[int, ...]:
+def critical_path(graph: AnyGraph, timeline: Timeline) -> tuple[int, ...]:
     """Task numbers from a task that waited for nothing to the one that ended last.
 
     Walks back from the last end: each task's forerunner is the dependency, or the task issued just before it on one of

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.arrays import Floats, Ints
 from parsim.errors import GraphError
 from parsim.graph.columns import Columns
 from parsim.graph.task import COMPUTE
 from parsim.timeline import Timeline
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

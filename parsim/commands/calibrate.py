@@ -30,6 +30,9 @@ def calibrate(
         typer.Option(help="fp32 (IEEE); on GPUs also tf32, amp_bf16, amp_fp16, bf16. Left out: that of the files, else fp32."),
     ] = None,
     optimizers: Annotated[list[str] | None, typer.Option("--optimizer", help="Measured too; may be repeated.")] = None,
+    collectives: Annotated[
+        list[str] | None, typer.Option("--collective", help="package.module:ROW of one of your own; may be repeated.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes: a first look.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Insist on going on with a stopped calibration of --out.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Throw away what a stopped calibration of --out left.")] = False,
@@ -78,6 +81,7 @@ def calibrate(
         nproc=nproc,
         precision=precision,
         quick=quick,
+        collectives=collectives or [],
     )
     profile = measure_machine(request, out, leftover="require" if resume else "discard" if restart else "use")
     _show(profile, out, as_json)
@@ -87,8 +91,8 @@ def _refresh(path: Path, as_json: bool) -> None:
     from calibration.rounds.refresh import refresh, refreshed_text
     from parsim.hardware.speed_factor import speed_since
 
-    with progress(f"Looking how fast the cores are, for {path}") as say:
-        profile = refresh(path, on_line=say)
+    with progress(f"Looking how fast the cores are, for {path}"):
+        profile = refresh(path)
     if as_json:
         print_json({"profile": str(path), "slowness": speed_since(profile).mean, "text": refreshed_text(profile)})
     else:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from parsim.commands.output import JsonFlag, print_json, print_tables
-from parsim.workflow.config import Granularity, Optimizer, Precision, parse_numbers, scalar_pairs
+from parsim.workflow.config import Granularity, parse_numbers, scalar_pairs
 
 
 def cost(
@@ -25,8 +25,8 @@ def cost(
     input_shape: Annotated[str | None, typer.Option(help="One sample, e.g. 3,224,224.")] = None,
     granularity: Annotated[Granularity, typer.Option(help="Of the model's components.")] = "block",
     ways: Annotated[int | None, typer.Option(help="Also one of that many shards of every component that can be cut.")] = None,
-    precision: Annotated[Precision, typer.Option(help="Of the computation.")] = "fp32",
-    optimizer: Annotated[Optimizer, typer.Option(help="Of the optimizer row.")] = "sgd_momentum",
+    precision: Annotated[str, typer.Option(help="Of the computation.")] = "fp32",
+    optimizer: Annotated[str, typer.Option(help="Of the optimizer row.")] = "sgd_momentum",
     explain: Annotated[
         bool, typer.Option("--explain", help="Also print the terms of every price and where they are from.")
     ] = False,

@@ -23,7 +23,9 @@ Asked = Annotated[
 OnCluster = Annotated[
     str | None, typer.Option("--on", metavar="CLUSTER", help="With a MODEL: a profile by name or path, or this-machine.")
 ]
-Batch = Annotated[int | None, typer.Option("--batch", metavar="N", help="With a MODEL: samples per step over all replicas.")]
+BatchOption = Annotated[
+    int | None, typer.Option("--batch", metavar="N", help="With a MODEL: samples per step over all replicas.")
+]
 
 
 def print_json(document: object) -> None:

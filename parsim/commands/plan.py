@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from parsim.commands.output import Asked, Batch, JsonFlag, OnCluster, Overrides, print_json, print_tables
+from parsim.commands.output import Asked, BatchOption, JsonFlag, OnCluster, Overrides, print_json, print_tables
 from parsim.errors import ScheduleError
 from parsim.files import write_text_atomically
 
@@ -16,10 +16,13 @@ from parsim.files import write_text_atomically
 def plan(
     asked: Asked,
     cluster: OnCluster = None,
-    batch: Batch = None,
+    batch: BatchOption = None,
     overrides: Overrides = None,
     top: Annotated[int | None, typer.Option(min=1, help="Show the K fastest plans instead of each family's best.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="Write the chosen plan here.")] = None,
+    certify: Annotated[
+        bool, typer.Option("--certify", help="Solve the placement problem by a MILP too, and show both optima.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Rank the plans of the strategy that the question names, choose one, and say why the others lost."""
@@ -27,6 +30,8 @@ def plan(
 
     answer = find_plan(asked, cluster=cluster, global_batch=batch, overrides=overrides or [], top=top)
     document = answer.to_dict()
+    if certify:
+        document["certificate"] = answer.certificate()
     if out is not None:
         if document["chosen"] is None:
             raise ScheduleError(f"no plan fits, so {out} is not written; {document['candidates'][0]['reason']}")
@@ -39,3 +44,7 @@ def plan(
     print_tables([answer.report()])
     for line in answer.lines():
         print(line)
+    if certify:
+        from parsim.schedule.placement.certificate import certificate_text
+
+        print(certificate_text(document["certificate"]))

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from parsim.commands.output import Asked, Batch, JsonFlag, OnCluster, Overrides, print_json, print_tables
+from parsim.commands.output import Asked, BatchOption, JsonFlag, OnCluster, Overrides, print_json, print_tables
 
 
 def run(
     asked: Asked,
     cluster: OnCluster = None,
-    batch: Batch = None,
+    batch: BatchOption = None,
     nproc: Annotated[int | None, typer.Option(help="Processes; must be as many as the plan has ranks.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; left out: a new one below runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint in --out.")] = False,

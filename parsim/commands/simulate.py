@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from parsim.commands.output import Asked, Batch, JsonFlag, OnCluster, Overrides, print_json, print_tables
+from parsim.commands.output import Asked, BatchOption, JsonFlag, OnCluster, Overrides, print_json, print_tables
 from parsim.units import format_seconds
 
 
 def simulate(
     asked: Asked,
     cluster: OnCluster = None,
-    batch: Batch = None,
+    batch: BatchOption = None,
     overrides: Overrides = None,
     strategy: Annotated[str | None, typer.Option(help="Instead of the file's: the same as --set plan.strategy=...")] = None,
     engine: Annotated[Literal["static", "dynamic"], typer.Option(help="numba arrays, or SimPy processes.")] = "static",

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parsim.costs.estimate import Estimate, Term
-from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections
+from parsim.costs.estimate import QUEUEING, Estimate, Term
+from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.costs.feedback.updates import updates_of
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.speed_factor import speed_since
@@ -46,6 +46,7 @@ class PriceContext:
     Attributes:
         core_sharing: how many times as long computation takes as with one rank per core.
         task_s: seconds of the interpreter per task of computation.
+        on_gpu: a host queues the work for a device.
         speed: how many times as long everything takes now as while calibrating (`parsim.hardware.speed_factor`); 1 on a GPU.
         gpu_speed: likewise what a GPU computes; 1 on a CPU.
         updates, updated_by: factors that the profile's last validation left in it, and that run's name.
@@ -56,11 +57,12 @@ class PriceContext:
 
     core_sharing: float
     task_s: float
+    on_gpu: bool
     speed: float
     gpu_speed: float
-    updates: Corrections
+    updates: RunCorrections
     updated_by: str
-    corrections: Corrections
+    corrections: RunCorrections
     post_wait_s: float
     after_wait: bool = False
 
@@ -70,7 +72,7 @@ def price_context(
     *,
     ranks: int | None = None,
     ranks_active: int | None = None,
-    corrections: Corrections = NO_CORRECTIONS,
+    corrections: RunCorrections = NO_RUN_CORRECTIONS,
 ) -> PriceContext:
     """What the cluster's profile and a running job say of every price.
 
@@ -83,12 +85,13 @@ def price_context(
     return PriceContext(
         core_sharing=_core_sharing_factor(cluster, cluster.size if ranks is None else ranks),
         task_s=0.0 if host is None else host.task_s,
+        on_gpu=on_gpu,
         speed=1.0 if on_gpu else speed,
         gpu_speed=speed if on_gpu else 1.0,
         updates=updates_of(cluster),
         updated_by=profile.updates[-1].run if profile.updates else "",
         corrections=corrections,
-        post_wait_s=0.0 if host is None else speed * host.resume_s,
+        post_wait_s=0.0 if host is None else speed * host.post_wait_s,
     )
 
 
@@ -99,7 +102,7 @@ def _core_sharing_factor(cluster: Cluster, ranks: int) -> float:
     cores = len(set(cluster.core_of_rank(cluster.size)))
     if host is None or not cores < min(ranks, most):
         return 1.0
-    return 1.0 + (host.crowding - 1.0) * (ranks - cores) / (most - cores)
+    return 1.0 + (host.core_sharing - 1.0) * (ranks - cores) / (most - cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +165,11 @@ def _gpu_speed_factor(subject: Subject, context: PriceContext) -> Term | None:
 def _queueing(subject: Subject, context: PriceContext) -> Term | None:
     """Of a row of tasks this is at most too long: a host that is ahead after a long task queues the next one meanwhile, which
     is left out. It is never too short: in any order tasks take as long as the host, and as long as the device."""
-    if subject.base.issue_s <= subject.so_far_s:
+    if not context.on_gpu or subject.base.issue_s <= subject.so_far_s:
         return None
     device = format_seconds(subject.so_far_s)
     why = f"the host takes longer to queue it than the device to run it ({device})"
-    return Term("queueing", "at least", subject.base.issue_s, "measured", why)
+    return Term(QUEUEING, "at least", subject.base.issue_s, "measured", why)
 
 
 def _host_overhead(subject: Subject, context: PriceContext) -> Term | None:
@@ -203,7 +206,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         applies_to=COMPUTATION,
         term=_core_sharing,
         sentence="Where ranks outnumber cores, the same computation takes more processor seconds than with one rank per core.",
-        source="`host.crowding` of the profile, measured with all its ranks; for fewer ranks in proportion",
+        source="`host.core_sharing` of the profile, measured with all its ranks; for fewer ranks in proportion",
     ),
     Adjustment(
         name="GPU speed factor",
@@ -213,7 +216,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         source="`today` over `noise.probe` of the profile; measured by `parsim calibrate --refresh PROFILE`",
     ),
     Adjustment(
-        name="queueing",
+        name=QUEUEING,
         applies_to=COMPUTATION,
         term=_queueing,
         sentence="A GPU cannot compute faster than the host queues its kernels.",
@@ -252,7 +255,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         applies_to=COMPUTATION,
         term=_post_wait,
         sentence="Computation right after a wait for communication finds other data in the caches.",
-        source="`host.resume_s` of the profile, times the speed factor",
+        source="`host.post_wait_s` of the profile, times the speed factor",
     ),
 )
 """In the order in which they are applied."""

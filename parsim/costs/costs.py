@@ -11,11 +11,11 @@ from parsim.costs.communication.collectives import estimate_collective, estimate
 from parsim.costs.communication.overlap import overlap_of
 from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.estimate import Estimate, OverlapFactors, Term, Terms
-from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections
+from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.device import Device
-from parsim.hardware.topology import device_name
+from parsim.hardware.device_kinds import DEVICE_KINDS, device_name
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
@@ -43,7 +43,7 @@ class Costs:
     optimizer: str = "sgd_momentum"
     ranks_active: int | None = None
     ranks: int | None = None
-    corrections: Corrections = NO_CORRECTIONS
+    corrections: RunCorrections = NO_RUN_CORRECTIONS
 
     def estimate(
         self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...] = (), *, after_wait: bool = False
@@ -85,7 +85,7 @@ class Costs:
         return 0.0 if host is None else self._context.speed * host.step_s
 
     @property
-    def resume_s(self) -> float:
+    def post_wait_s(self) -> float:
         """Seconds by which computation takes longer after its rank has waited for communication."""
         return self._context.post_wait_s
 
@@ -128,7 +128,7 @@ class Costs:
         """
         measured = self.cluster.profile.overlap
         factors = OverlapFactors() if measured is None else overlap_of(measured, works, seconds)
-        on_cores = any(device.type.kind == "cpu" for device in self.cluster.devices)
+        on_cores = any(DEVICE_KINDS[device.type.kind].on_cores for device in self.cluster.devices)
         return replace(factors, core_of_rank=self.shared_cores, communications_share=on_cores, loads_ahead=not on_cores)
 
     def _compute(self, work: Compute, device: Device) -> Estimate:

@@ -11,12 +11,15 @@ from parsim.errors import CostError
 Source = Literal["measured", "fitted", "published", "updated"]
 """`updated`: one of the others, times what a validation has shown it to be wrong by."""
 
-Operation = Literal["start", "plus", "times", "over", "at least"]
+TermOperation = Literal["start", "plus", "times", "over", "at least"]
 """What a term does to the running total: begin it, add seconds, multiply by a factor, divide by one, be no less."""
 
-Origin = Literal["measured", "fitted", "published", "updated", "observed", "assumed"]
+TermOrigin = Literal["measured", "fitted", "published", "updated", "observed", "assumed"]
 """Where the number of a term comes from. `observed`: a running job has shown it. `assumed`: nobody has measured it."""
 
+
+QUEUEING = "queueing"
+"""The term that lifts a price to the host's time."""
 
 Detail = str | tuple[str | float, ...]
 """A text, or a template of `str.format` and its values: most details are never read."""
@@ -33,9 +36,9 @@ class Term(NamedTuple):
     """
 
     name: str
-    operation: Operation
+    operation: TermOperation
     value: float
-    origin: Origin
+    origin: TermOrigin
     detail: Detail = ""
 
     @property
@@ -84,7 +87,7 @@ def running_totals_s(terms: Iterable[Term]) -> Iterator[tuple[Term, float]]:
         yield term, total
 
 
-def summed(parts: Iterable[tuple[str, float, Origin, Detail]]) -> Terms:
+def summed(parts: Iterable[tuple[str, float, TermOrigin, Detail]]) -> Terms:
     """Terms that add up seconds.
 
     Args:
@@ -157,7 +160,7 @@ class Estimate:
     @property
     def host_bound(self) -> bool:
         """The host takes longer to queue the work on a GPU than the device to run it, and the price is the host's."""
-        return any(term.operation == "at least" for term in self.terms)
+        return any(term.name == QUEUEING for term in self.terms)
 
     def recompute(self) -> float:
         """Seconds from the terms alone; equal to `median_s`, bit for bit."""

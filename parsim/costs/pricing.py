@@ -39,7 +39,7 @@ def price(
         if concurrent is not None and costs.shares_links and isinstance(work, Collective | SendRecv):
             others = concurrent(work)
             key = key, others
-        after_wait = bool(any(resumes) and costs.resume_s)
+        after_wait = bool(any(resumes) and costs.post_wait_s)
         if after_wait:
             key = key, "after a wait"
         if key not in known:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from parsim.data.dataset import Dataset, Target
 from parsim.errors import DataError
+from parsim.model.losses import CLASSES, LOSSES
 from parsim.model.spec import ModelSpec, interface_of
 
 MASKED = ("bert", "bert_small")
@@ -15,7 +16,7 @@ MASKED = ("bert", "bert_small")
 def target_of(spec: ModelSpec) -> Target:
     """What the model predicts. Raises DataError for a model that predicts no classes."""
     interface = interface_of(spec)
-    if interface.loss != "cross_entropy":
+    if LOSSES[interface.loss].targets != CLASSES:
         raise DataError(f"{spec.name} predicts {interface.output} numbers, and the datasets hold classes; use a classifier")
     classes = interface.output[-1]
     if interface.inputs == "tokens" and len(interface.output) > 1:

@@ -8,15 +8,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from parsim.arrays import Ints
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines.deadlock import describe_task
 from parsim.errors import GraphError
-from parsim.graph.columns import Columns, Ints
+from parsim.graph.columns import Columns
 from parsim.timeline import Timeline
 
 
-def checked_durations_s(columns: Columns, durations_s: ArrayLike, *, dimensions: int) -> NDArray[np.float64]:
-    """`durations_s` as contiguous float64 of shape [n] or [S, n].
+def checked_durations_s(
+    columns: Columns, durations_s: ArrayLike, *, dimensions: int, step: int | None = None
+) -> NDArray[np.float64]:
+    """`durations_s` as contiguous float64 of shape [n] or [S, n]; `step` of a program, for the message.
 
     Raises GraphError for another shape, or for a negative or non-finite entry (which task, which value).
     """
@@ -28,7 +31,7 @@ def checked_durations_s(columns: Columns, durations_s: ArrayLike, *, dimensions:
     good = (array >= 0) & (array < np.inf)
     if not good.all():
         place = tuple(int(axis[0]) for axis in np.nonzero(~good))
-        sample = f" in sample {place[0]}" if dimensions == 2 else ""
+        sample = f" in sample {place[0]}" if dimensions == 2 else "" if step is None else f" in step {step}"
         raise GraphError(
             f"{describe_task(columns.graph, place[-1])} has duration {array[place]} s{sample}; "
             "durations must be finite and >= 0: check the cost of this work"

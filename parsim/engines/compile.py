@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parsim.arrays import Ints
 from parsim.engines.deadlock import stuck_error
-from parsim.graph.columns import Columns, Ints, RaggedTable, columns_of
+from parsim.graph.columns import Columns, RaggedTable, columns_of
 from parsim.graph.taskgraph import TaskGraph
 
 OTHER, COMPUTING, COMMUNICATING = 0, 1, 2
@@ -69,11 +70,11 @@ class CompiledGraph:
         return RaggedTable.from_pairs(core[columns.resource_rank], np.arange(len(columns.resources), dtype=np.int64), count)
 
 
-Program = TaskGraph | Columns | CompiledGraph
+AnyGraph = TaskGraph | Columns | CompiledGraph
 """What engines and analyses take: compile it once to use it often."""
 
 
-def compile_graph(program: Program) -> CompiledGraph:
+def compile_graph(program: AnyGraph) -> CompiledGraph:
     """Arrays of a program; one that is already compiled is returned as it is.
 
     Raises:

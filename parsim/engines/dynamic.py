@@ -19,32 +19,31 @@ Leaves out: failures, which stop whole steps and belong to `parsim.engines.scena
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from parsim.arrays import Floats
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines.boundary import Slowdown, checked_durations_s, checked_slowdown, simulated_timeline
-from parsim.engines.compile import Program
+from parsim.engines.compile import AnyGraph
 from parsim.engines.deadlock import describe_task, stuck_error
 from parsim.engines.instants import Counter, Instants
-from parsim.engines.program import Part, Served, TrainingProgram
+from parsim.engines.program import DurationsOf, Part, Program, Served, durations_by_step_s, resources_of, waiting_tasks
 from parsim.engines.scenario.conditions import Conditions
-from parsim.engines.scenario.paces import Key, Paces
+from parsim.engines.scenario.paces import Paces, StepTask
 from parsim.errors import StandstillError
 from parsim.graph.columns import Columns, columns_of
 from parsim.graph.task import Resource
 from parsim.graph.taskgraph import TaskGraph
 from parsim.timeline import Timeline
 
-Floats = NDArray[np.float64]
-
 
 def simulate(
-    graph: Program,
+    graph: AnyGraph,
     durations_s: ArrayLike,
     *,
     overlap: OverlapFactors | None = None,
@@ -66,8 +65,8 @@ def simulate(
     durations = checked_durations_s(columns, durations_s, dimensions=1)
     if not columns.size:
         return simulated_timeline(columns, np.zeros(0), np.zeros(0))
-    program = TrainingProgram(parts=(Part(graph=columns.graph, durations_s=durations),))
-    done = run_program(program, overlap=overlap, conditions=conditions, record=True)
+    program = Program(parts=(Part(graph=columns.graph),))
+    done = run_program(program, lambda part, step: durations, overlap=overlap, conditions=conditions, record=True)
     return simulated_timeline(columns, done.start_s, done.end_s)
 
 
@@ -92,21 +91,24 @@ class ProgramRun:
 
 
 def run_program(
-    program: TrainingProgram,
+    program: Program,
+    durations_s: DurationsOf,
     *,
+    varying: bool = False,
     overlap: OverlapFactors | None = None,
     conditions: Conditions | None = None,
     record: bool = False,
 ) -> ProgramRun:
-    """Simulate a program from 0, with every resource free. Memory grows with the steps only with `record`.
+    """Simulate a program from 0, with every resource free.
+
+    Args:
+        durations_s: what tasks take alone, asked once per part, unless `varying`: then for every step.
+        overlap, conditions: as `simulate` takes them. record: keep start and end of every task.
 
     Raises as `simulate`.
     """
-    for part in program.parts:
-        dimensions = part.durations_s.ndim
-        if not (np.isfinite(part.durations_s).all() and bool(np.all(part.durations_s >= 0))):
-            checked_durations_s(columns_of(part.graph), part.durations_s, dimensions=dimensions)
-    run = _Run(program, checked_slowdown(overlap, program.world_size), conditions, record)
+    rows_s = durations_by_step_s(program, durations_s, varying=varying)
+    run = _Run(program, rows_s, checked_slowdown(overlap, program.world_size), conditions, record)
     run.to_the_end()
     return ProgramRun(
         step_end_s=np.array(run.step_end_s),
@@ -119,11 +121,11 @@ def run_program(
 class _Queue:
     """The tasks of one resource in issue order, step after step; the first one that has not ended is the head."""
 
-    def __init__(self, order: Iterator[Key]) -> None:
+    def __init__(self, order: Iterator[StepTask]) -> None:
         self._order = order
         self.head = next(order, None)
 
-    def advance(self) -> Key | None:
+    def advance(self) -> StepTask | None:
         """The head has ended; returns the next one."""
         self.head = next(self._order, None)
         return self.head
@@ -133,8 +135,8 @@ class _Shape:
     """What every step of a part has in common."""
 
     def __init__(self, part: Part, arrival: frozenset[Resource]) -> None:
-        self.part = part
         self.tasks = part.graph.tasks
+        self.makes, self.readers = part.makes, waiting_tasks(part.reads)
         self.queued = [task.resources for task in self.tasks]
         self.counter: list[Resource | None] = [None] * len(self.tasks)
         for task in self.tasks if arrival else ():
@@ -148,13 +150,16 @@ class _Shape:
             for dependency in set(task.dependencies):
                 self.dependents[dependency].append(task.index)
 
-    @cached_property
-    def carried(self) -> dict[int, list[int]]:
-        """Per task of the step before, the tasks that wait for it."""
-        found: dict[int, list[int]] = {}
-        for later, earlier in sorted(set(self.part.carries)):
-            found.setdefault(earlier, []).append(later)
-        return found
+
+def _makers_of(program: Program) -> dict[str, list[int]]:
+    """Per value that some part reads, the steps that make it, in order."""
+    read = {value for part in program.walk_once() for value in part.reads}
+    makers: dict[str, list[int]] = {}
+    for number, part in enumerate(program.steps):
+        for value in part.makes:
+            if value in read:
+                makers.setdefault(value, []).append(number)
+    return makers
 
 
 class _Step:
@@ -170,7 +175,9 @@ class _Step:
 class _Run:
     """One simulation of a program."""
 
-    def __init__(self, program: TrainingProgram, slowdown: Slowdown, conditions: Conditions | None, record: bool) -> None:
+    def __init__(
+        self, program: Program, rows_s: list[Floats], slowdown: Slowdown, conditions: Conditions | None, record: bool
+    ) -> None:
         self.instants = Instants()
         self.environment = self.instants.environment
         self.step_end_s = [0.0] * len(program.steps)
@@ -178,13 +185,16 @@ class _Run:
         self.start_s, self.end_s = [0.0] * total, [0.0] * total
         self._record = record
         self._program = program
-        self._shapes = [_Shape(part, program.arrival) for part in program.parts]
+        self._rows_s = rows_s
+        self._shapes = {id(part): _Shape(part, program.arrival) for part in program.walk_once()}
         self._steps: dict[int, _Step] = {}
-        self._closed: set[int] = {number for number, (part, _) in enumerate(program.steps) if not self._shapes[part].tasks}
-        self._timers: dict[Key, object] = {}
+        self._closed: set[int] = {number for number, part in enumerate(program.steps) if not part.graph.tasks}
+        self._makers = _makers_of(program)
+        self._carried: dict[StepTask, list[StepTask]] = {}
+        self._timers: dict[StepTask, object] = {}
         needed = not slowdown.is_none or conditions is not None
         self._paces = Paces(self, slowdown, conditions or Conditions()) if needed else None
-        resources = dict.fromkeys(resource for part in program.parts for resource in part.graph.resources)
+        resources = resources_of(program)
         self.counters = {resource: Counter(self.instants, self._start) for resource in resources if resource in program.arrival}
         self._queues = {resource: _Queue(program.issued(resource)) for resource in resources if resource not in program.arrival}
         for queue in self._queues.values():
@@ -199,12 +209,12 @@ class _Run:
             self._check_lanes(self._paces)
         step = next(number for number in range(len(self._program.steps)) if number not in self._closed)
         finished = self._steps[step].finished if step in self._steps else set()
-        raise stuck_error(self._program.parts[self._program.steps[step][0]].graph, finished)
+        raise stuck_error(self._program.steps[step].graph, finished)
 
     def _check_lanes(self, paces: Paces) -> None:
         for (step, task), lanes in paces.standing.items():
             names = ", ".join(sorted({"-".join(sorted((lane.source, lane.target))) for lane in lanes}))
-            graph = self._program.parts[self._program.steps[step][0]].graph
+            graph = self._program.steps[step].graph
             raise StandstillError(
                 f"{describe_task(graph, task)} never ends: bandwidth_factor = 0 on {names} to the end of the scenario; "
                 "give the spell an until_s, or a factor above 0"
@@ -213,18 +223,27 @@ class _Run:
     def _open(self, number: int) -> _Step:
         """The step, begun if it has not been: its first task has come to the head of some resource."""
         if number not in self._steps:
-            part, repeat = self._program.steps[number]
-            shape = self._shapes[part]
-            step = self._steps[number] = _Step(shape, shape.part.row_s(repeat))
-            before = self._steps.get(number - 1)
-            if number and number - 1 not in self._closed:
-                for earlier, waiting in shape.carried.items():
-                    if before is None or earlier not in before.finished:
-                        for later in waiting:
-                            step.blockers[later] += 1
+            shape = self._shapes[id(self._program.steps[number])]
+            step = self._steps[number] = _Step(shape, self._rows_s[number])
+            for later, values in shape.readers.items():
+                makers = {maker for value in values for maker in self._unfinished_makers(value, number)}
+                step.blockers[later] += len(makers)
+                for maker in makers:
+                    self._carried.setdefault(maker, []).append((number, later))
         return self._steps[number]
 
-    def _unblock(self, key: Key | None) -> None:
+    def _unfinished_makers(self, value: str, number: int) -> list[StepTask]:
+        """The tasks that step `number` waits for to read the value: those of the latest step before that makes it."""
+        made = self._makers.get(value, [])
+        place = bisect_left(made, number)
+        if not place or made[place - 1] in self._closed:
+            return []
+        maker = made[place - 1]
+        begun = self._steps.get(maker)
+        tasks = self._shapes[id(self._program.steps[maker])].makes[value]
+        return [(maker, task) for task in tasks if begun is None or task not in begun.finished]
+
+    def _unblock(self, key: StepTask | None) -> None:
         if key is None:
             return
         number, task = key
@@ -238,7 +257,7 @@ class _Run:
         else:
             self.counters[counter].ask(key, step.shape.queued[task][0].rank)
 
-    def _start(self, key: Key) -> None:
+    def _start(self, key: StepTask) -> None:
         number, task = key
         step = self._steps[number]
         if self._record:
@@ -247,17 +266,17 @@ class _Run:
         if self._paces:
             self._paces.started(key, step.shape.tasks[task], step.durations_s[task])
 
-    def set_timer(self, key: Key, delay_s: float) -> None:
+    def set_timer(self, key: StepTask, delay_s: float) -> None:
         """Task ends `delay_s` from now, unless another timer is set for it before."""
         timer = self.environment.timeout(delay_s)
         self._timers[key] = timer
         timer.callbacks.append(lambda event: self._end(key) if self._timers.get(key) is event else None)
 
-    def stop_timer(self, key: Key) -> None:
+    def stop_timer(self, key: StepTask) -> None:
         """Task stands still until a timer is set for it."""
         self._timers.pop(key, None)
 
-    def _end(self, key: Key) -> None:
+    def _end(self, key: StepTask) -> None:
         number, task = key
         del self._timers[key]
         step = self._steps[number]
@@ -272,9 +291,8 @@ class _Run:
             del self._steps[number]
         for later in step.shape.dependents[task]:
             self._unblock((number, later))
-        following = self._steps.get(number + 1)
-        for later in following.shape.carried.get(task, ()) if following else ():
-            self._unblock((number + 1, later))
+        for waiting in self._carried.pop(key, ()):
+            self._unblock(waiting)
         for resource in step.shape.queued[task]:
             self._unblock(self._queues[resource].advance())
         counter = step.shape.counter[task]

@@ -224,3 +224,102 @@ def last_ends(g, slowdown, on_core, plain, durations, unit, steps, together):  #
                 floor[resource] = ended[together[resource]]
                 total[sample] = max(total[sample], floor[resource])
     return total
+
+
+@njit(cache=True, nogil=True)
+def noise_paths(order, before, end, wrap, spread, level, joins_shards, joins_replicas, mean1, var1):  # type: ignore[no-untyped-def]
+    """The task each task waits for longest, and the variance that noise has added up on the way (see engines/slowest).
+
+    Returns: int64 [n], -1 for none; and float64 [2, 3, n]: in the first step and in a later one, of shards alone, of replicas,
+    and the mean by which replicas are late.
+    """
+    n = len(order)
+    latest = np.full(n, -1, dtype=np.int64)
+    states = np.zeros((2, 3, n))
+    for step in range(2):
+        state = states[step]
+        for position in range(n):
+            task = order[position]
+            best = -1
+            for k in range(before.offsets[task], before.offsets[task + 1]):
+                other = before.values[k]
+                alike = best >= 0 and abs(end[other] - end[best]) <= 1e-12 * end[best]  # then that with more noise counts
+                noisier = alike and state[:2, other].sum() > state[:2, best].sum()
+                if best == -1 or noisier or (not alike and end[other] > end[best]):
+                    best = other
+            latest[task] = best
+            alone, shared, late = 0.0, 0.0, 0.0
+            if best >= 0:
+                alone, shared, late = state[0, best], state[1, best], state[2, best]
+            elif step == 1 and wrap[task] >= 0:
+                alone, shared, late = states[0, 0, wrap[task]], states[0, 1, wrap[task]], states[0, 2, wrap[task]]
+            if joins_shards[task]:
+                late += np.sqrt(alone) * mean1
+                shared += alone * var1
+                alone = 0.0
+            if joins_replicas[task]:
+                alone, shared, late = 0.0, 0.0, 0.0
+            if level[task] == 1:
+                alone += spread[task] ** 2
+            elif level[task] == 2:
+                shared += spread[task] ** 2
+            state[0, task], state[1, task], state[2, task] = alone, shared, late
+    return latest, states
+
+
+@njit(cache=True, nogil=True)
+def slowest_of(table, x, low, step):  # type: ignore[no-untyped-def]
+    """A tabulated function at x, linear between its points and beyond them."""
+    place = (x - low) / step
+    cell = min(max(int(np.floor(place)), 0), len(table) - 2)
+    return table[cell] + (place - cell) * (table[cell + 1] - table[cell])
+
+
+@njit(cache=True, nogil=True)
+def slowest_delays(  # type: ignore[no-untyped-def]
+    order, latest, states, wrap, spread, level, joins_shards, joins_replicas, mean1, var1, tables, table_of, low, step_z, draws
+):
+    """Turn `draws`, standard normal [rows, n], into the seconds by which each task of the slowest is late, in place.
+
+    tables: float64 [k, points]: row 0 is of the shards, the others of replicas; table_of: the row of each task's replica.
+    """
+    n = len(order)
+    own = np.zeros((3, n))
+    first = np.zeros((3, n))
+    for row in range(len(draws)):
+        for step in range(2):
+            for position in range(n):
+                task = order[position]
+                before, state, sums = latest[task], states[step], own
+                if before == -1:
+                    before, state, sums = (wrap[task] if step == 1 else -1), states[0], first
+                alone, shared, reached, variance = 0.0, 0.0, 0.0, 0.0
+                if before >= 0:
+                    alone, shared, reached, variance = sums[0, before], sums[1, before], sums[2, before], state[0, before]
+                if joins_shards[task]:
+                    if variance > 0.0:
+                        shared += np.sqrt(variance) * slowest_of(tables[0], alone / np.sqrt(variance), low, step_z)
+                    alone = 0.0
+                if joins_replicas[task]:
+                    alone, shared, reached = 0.0, 0.0, 0.0
+                noise = spread[task] * draws[row, task] if spread[task] > 0.0 else 0.0
+                ends = reached
+                if spread[task] > 0.0 and level[task] > 0:
+                    if level[task] == 1:
+                        alone += noise
+                    else:
+                        shared += noise
+                    noise = 0.0
+                    now = states[step]
+                    root = np.sqrt(now[0, task])
+                    slowest = root * slowest_of(tables[0], alone / root, low, step_z) if root > 0.0 else 0.0
+                    mean = now[2, task] + root * mean1
+                    deviation = np.sqrt(now[1, task] + now[0, task] * var1)
+                    standing = (shared + slowest - mean) / deviation
+                    ends = mean + deviation * slowest_of(tables[table_of[task]], standing, low, step_z)
+                own[0, task], own[1, task], own[2, task] = alone, shared, ends
+                if step == 1:
+                    draws[row, task] = ends - reached + noise
+            if step == 0:
+                first[:] = own
+    return draws

@@ -1,152 +1,261 @@
-"""A training run as a program: steps with repeats, what they carry over, and counters where who comes first is served first.
+"""A training run as repeated task graphs: what repeats is written once, and no engine unrolls it.
 
-Nothing is unrolled: a resource goes on to its first task of the next step when its last one of this step has ended. A
-resource is issued in order, unless it is listed under `arrival`: then it is exclusive and serves its tasks first come, first
-served, which only the dynamic engine can decide. The order it recorded replays in the static engine: `unrolled`.
+    Program = parts in order, `repeat` times over; a part is a task graph with its own repeats, or a program
+
+Between repeats two things are carried over. Each resource goes on where it stopped (its frontier), so a rank that is done early
+begins its next repeat early. And values carry dependencies from task to task: a part says after which tasks a value is there
+(`makes`) and which tasks wait for it (`reads`); a reader waits for the latest repeat that made it, in whatever part that was.
+
+A resource has one of two disciplines. `issue`, the usual one: it runs its tasks in the written order, repeat after repeat.
+`arrival`: it is exclusive and serves first come, first served. Only the dynamic engine can decide that order; what it recorded
+replays in the static engine and the executor (`unrolled`).
+
+Three readers: `repeated.simulate_program` simulates repeat by repeat and stops where the state recurs; `dynamic.run_program`
+adds arrival, slowdown and conditions; `unrolled` writes the whole run out as one graph. All three give the same seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
+from parsim.arrays import Floats
+from parsim.engines.boundary import checked_durations_s
 from parsim.errors import GraphError
+from parsim.graph.columns import columns_of
 from parsim.graph.task import Resource, Task
 from parsim.graph.taskgraph import TaskGraph
 
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
-    """Steps of one graph.
-
-    Attributes:
-        durations_s: float64 [n] for every step, or [repeats, n], a row for each: what tasks take alone.
-        carries: (task, task of the step before): the first waits for the second. In the first step of a program it waits for
-            nothing; in the first of a later part the second is a task of the part before.
-    """
-
-    graph: TaskGraph
-    durations_s: Floats
-    repeats: int = 1
-    carries: tuple[tuple[int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        n = len(self.graph.tasks)
-        if self.repeats < 1:
-            raise GraphError(f"a part of a program needs repeats >= 1, got {self.repeats}")
-        if self.durations_s.shape not in ((n,), (self.repeats, n)):
-            raise GraphError(
-                f"durations_s must have shape [{n}] or [{self.repeats}, {n}], got {list(self.durations_s.shape)}; "
-                "one entry per task"
-            )
-
-    def row_s(self, repeat: int) -> Floats:
-        """float64 [n]: what the tasks of one of its steps take."""
-        row: Floats = self.durations_s if self.durations_s.ndim == 1 else self.durations_s[repeat]
-        return row
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TrainingProgram:
-    """Parts, one after the other, over the same ranks.
-
-    Attributes:
-        arrival: resources that serve first come, first served; of several that come in one instant the one on the lowest rank,
-            then the lowest number. A task waits for at most one such resource, holding its others.
-
-    Raises GraphError: no part, parts over different numbers of ranks, an unknown arrival resource, a task that needs two of
-    them or nothing else, or a carried dependency on a task that is not there.
-    """
-
-    parts: tuple[Part, ...]
-    arrival: frozenset[Resource] = frozenset()
-
-    def __post_init__(self) -> None:
-        if not self.parts:
-            raise GraphError("a program needs at least one part")
-        sizes = {part.graph.world_size for part in self.parts}
-        if len(sizes) > 1:
-            raise GraphError(f"the parts of a program run on the same ranks, got world sizes {sorted(sizes)}")
-        known = {resource for part in self.parts for resource in part.graph.resources}
-        if unknown := sorted(self.arrival - known):
-            raise GraphError(f"no task uses the arrival resource {unknown[0]}; the program has {_some(known)}")
-        for number, part in enumerate(self.parts):
-            for task in part.graph.tasks if self.arrival else ():
-                shared = [resource for resource in task.resources if resource in self.arrival]
-                if len(shared) > 1 or len(shared) == len(task.resources):
-                    names = ", ".join(map(str, task.resources))
-                    raise GraphError(
-                        f"task {task.index} needs {names}, of which {len(shared)} serve by arrival; "
-                        "give it one such resource at most, beside the stream that issues it"
-                    )
-            own = len(part.graph.tasks)
-            before = len(self.parts[number - 1].graph.tasks) if number else own
-            for later, earlier in part.carries:
-                if not (0 <= later < own and 0 <= earlier < (before if part.repeats == 1 else min(before, own))):
-                    raise GraphError(f"part {number} carries task {earlier} to {later}, but it has no such task")
-
-    @property
-    def world_size(self) -> int:
-        return self.parts[0].graph.world_size
-
-    @cached_property
-    def steps(self) -> tuple[tuple[int, int], ...]:
-        """Per step its part and the repeat within it."""
-        return tuple((number, repeat) for number, part in enumerate(self.parts) for repeat in range(part.repeats))
-
-    @cached_property
-    def first_number(self) -> tuple[int, ...]:
-        """Per step, and for the end, the number of its first task when all are numbered through."""
-        sizes = [0, *(len(self.parts[part].graph.tasks) for part, _ in self.steps)]
-        return tuple(np.cumsum(sizes).tolist())
-
-    def issued(self, resource: Resource) -> Iterator[tuple[int, int]]:
-        """(step, task) in the order in which the resource issues them, from step to step."""
-        for step, (part, _) in enumerate(self.steps):
-            for task in self.parts[part].graph.issue_order.get(resource, ()):
-                yield step, task
-
+Carried = Mapping[str, tuple[int, ...]]
+"""Value -> numbers of tasks."""
 
 Served = Mapping[Resource, Sequence[tuple[int, int]]]
 """Per arrival resource the (step, task) it served, in that order."""
 
 
-def unrolled(program: TrainingProgram, served: Served) -> tuple[TaskGraph, Floats]:
-    """The whole program as one graph with the recorded orders, and its durations (float64 [tasks]): what replays a run."""
-    first = program.first_number
-    tasks: list[Task] = []
-    for step, (number, _) in enumerate(program.steps):
-        part, shift = program.parts[number], first[step]
-        carried: dict[int, list[int]] = {}
-        for later, earlier in part.carries if step else ():
-            carried.setdefault(later, []).append(first[step - 1] + earlier)
-        for task in part.graph.tasks:
-            needs = (*(need + shift for need in task.dependencies), *carried.get(task.index, ()))
-            tasks.append(
-                Task(
-                    index=task.index + shift,
-                    work=task.work,
-                    resources=task.resources,
-                    dependencies=needs,
-                    origin=task.origin,
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """A task graph that runs `repeat` times.
+
+    Attributes:
+        makes: value -> tasks; it is there when all of them have ended. reads: value -> tasks that wait for it.
+            A value that was never made is there from the beginning.
+        rounds: mixing rounds in one repeat: what `Program.rounds` counts, for parameters such as W_t.
+
+    Raises GraphError: fewer than one repeat, or a value that names no task or one that the graph does not have.
+    """
+
+    graph: TaskGraph
+    repeat: int = 1
+    makes: Carried = field(default_factory=dict)
+    reads: Carried = field(default_factory=dict)
+    rounds: int = 0
+
+    def __post_init__(self) -> None:
+        _check_repeat(self.repeat)
+        for value, tasks in chain(self.makes.items(), self.reads.items()):
+            if not tasks:
+                raise GraphError(f"the value {value!r} names no task; leave it out, or name who makes or reads it")
+            for task in tasks:
+                if not 0 <= task < len(self.graph.tasks):
+                    raise GraphError(
+                        f"the value {value!r} names task {task}, but the part has tasks 0 to {len(self.graph.tasks) - 1}"
+                    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """Parts in order, `repeat` times over.
+
+    Attributes:
+        parameters: what round t computes with, such as the mixing matrix W_t; rounds are counted through the whole program.
+        arrival: resources that serve first come, first served; of several that come in one instant the one on the lowest rank,
+            then the lowest number. A task waits for at most one such resource, holding its others.
+
+    Raises GraphError: no part, parts over different numbers of ranks, an unknown arrival resource, one in a program inside
+        another, or a task that needs two of them or nothing else.
+    """
+
+    parts: tuple[Part | Program, ...]
+    repeat: int = 1
+    parameters: Callable[[int], Floats] | None = None
+    arrival: frozenset[Resource] = frozenset()
+
+    def __post_init__(self) -> None:
+        _check_repeat(self.repeat)
+        if not self.parts:
+            raise GraphError("a program needs at least one part")
+        sizes = sorted({part.graph.world_size for part in self.walk_once()})
+        if len(sizes) > 1:
+            raise GraphError(f"the parts of a program run on the same ranks, got world sizes {sizes}")
+        for part in self.parts:
+            if isinstance(part, Program) and part.arrival:
+                names = ", ".join(sorted(map(str, part.arrival)))
+                raise GraphError(f"a program inside another serves {names} by arrival; list it under the outermost program")
+        if self.arrival:
+            self._check_arrival()
+
+    def _check_arrival(self) -> None:
+        parts = tuple({id(part): part for part in self.walk_once()}.values())
+        known = {resource for part in parts for resource in part.graph.resources}
+        if unknown := sorted(self.arrival - known):
+            raise GraphError(f"no task uses the arrival resource {unknown[0]}; the program has {_some(known)}")
+        for task in chain.from_iterable(part.graph.tasks for part in parts):
+            shared = [resource for resource in task.resources if resource in self.arrival]
+            if len(shared) > 1 or len(shared) == len(task.resources):
+                names = ", ".join(map(str, task.resources))
+                raise GraphError(
+                    f"task {task.index} needs {names}, of which {len(shared)} serve by arrival; "
+                    "give it one such resource at most, beside the stream that issues it"
                 )
-            )
-    resources = dict.fromkeys(resource for part in program.parts for resource in part.graph.resources)
-    order = {
-        resource: tuple(
-            first[step] + task for step, task in (served[resource] if resource in program.arrival else program.issued(resource))
+
+    @property
+    def world_size(self) -> int:
+        return next(self.walk_once()).graph.world_size
+
+    @property
+    def rounds(self) -> int:
+        """Mixing rounds of the whole program."""
+        return self.repeat * sum(part.repeat * part.rounds if isinstance(part, Part) else part.rounds for part in self.parts)
+
+    @property
+    def repeats(self) -> int:
+        """Task graphs that run, one after another."""
+        return self.repeat * sum(part.repeat if isinstance(part, Part) else part.repeats for part in self.parts)
+
+    @property
+    def written_tasks(self) -> int:
+        """Tasks that the program holds, however often they run; a part used in several places counts once."""
+        return sum(len(part.graph.tasks) for part in {id(part): part for part in self.walk_once()}.values())
+
+    @property
+    def run_tasks(self) -> int:
+        """Tasks that run."""
+        inside = (len(part.graph.tasks) * part.repeat if isinstance(part, Part) else part.run_tasks for part in self.parts)
+        return self.repeat * sum(inside)
+
+    def walk_once(self) -> Iterator[Part]:
+        """Every part in order, each mention once."""
+        for part in self.parts:
+            if isinstance(part, Part):
+                yield part
+            else:
+                yield from part.walk_once()
+
+    def walk(self) -> Iterator[Part]:
+        """The part of every repeat, in the order in which they run."""
+        for _ in range(self.repeat):
+            for part in self.parts:
+                for _ in range(part.repeat if isinstance(part, Part) else 1):
+                    if isinstance(part, Part):
+                        yield part
+                    else:
+                        yield from part.walk()
+
+    @cached_property
+    def steps(self) -> tuple[Part, ...]:
+        """`walk` as a tuple: the part of step t, of `repeats`. Its memory grows with the repeats."""
+        return tuple(self.walk())
+
+    @cached_property
+    def first_number(self) -> tuple[int, ...]:
+        """Per step, and for the end, the number of its first task when all are numbered through."""
+        return tuple(np.cumsum([0, *(len(part.graph.tasks) for part in self.steps)]).tolist())
+
+    def issued(self, resource: Resource) -> Iterator[tuple[int, int]]:
+        """(step, task) in the order in which the resource issues them, from step to step."""
+        for step, part in enumerate(self.steps):
+            for task in part.graph.issue_order.get(resource, ()):
+                yield step, task
+
+
+DurationsOf = Callable[[Part, int], ArrayLike]
+"""Seconds of every task ([tasks]) of a part, alone, in the program's step number t."""
+
+
+def by_step(rows_s: Floats) -> DurationsOf:
+    """Row t for step t, of float64 [steps, tasks]; for use with `varying`."""
+
+    def row_s(part: Part, step: int) -> Floats:
+        row: Floats = rows_s[step]
+        return row
+
+    return row_s
+
+
+def durations_by_step_s(program: Program, durations_s: DurationsOf, *, varying: bool = False) -> list[Floats]:
+    """Per step float64 [tasks] of its part, checked; asked once per part, unless `varying`: then for every step, in order.
+
+    Raises GraphError for a row of another shape, or for a negative or non-finite entry.
+    """
+    known: dict[int, Floats] = {}
+    rows: list[Floats] = []
+    for step, part in enumerate(program.steps):
+        if varying or id(part) not in known:
+            row = np.ascontiguousarray(durations_s(part, step), dtype=np.float64)
+            if row.shape != (len(part.graph.tasks),) or not bool(np.all((row >= 0) & (row < np.inf))):
+                row = checked_durations_s(columns_of(part.graph), row, dimensions=1, step=step)
+            known[id(part)] = row
+        rows.append(known[id(part)])
+    return rows
+
+
+def unrolled(program: Program, served: Served | None = None) -> TaskGraph:
+    """The whole run as one graph, task after task: for readers that know no repeats, and as the oracle of the tests.
+
+    Args:
+        served: the order that `dynamic.run_program` recorded, for a program with arrival resources.
+
+    Raises GraphError: no recorded order of an arrival resource.
+    """
+    if missing := sorted(program.arrival - set(served or ())):
+        raise GraphError(
+            f"{missing[0]} serves by arrival: the order is known once the dynamic engine has run the program; pass `served`"
         )
-        for resource in resources
+    tasks: list[Task] = []
+    made: dict[str, tuple[int, ...]] = {}
+    for part in program.steps:
+        waits = waiting_tasks(part.reads)
+        first = len(tasks)
+        for task in part.graph.tasks:
+            carried = chain.from_iterable(made.get(value, ()) for value in waits.get(task.index, ()))
+            needs = (*(first + other for other in task.dependencies), *carried)
+            tasks.append(replace(task, index=first + task.index, dependencies=tuple(dict.fromkeys(needs))))
+        made |= {value: tuple(first + index for index in makers) for value, makers in part.makes.items()}
+    first_number = program.first_number
+    orders = {
+        resource: tuple(
+            first_number[step] + task
+            for step, task in (served[resource] if served and resource in program.arrival else program.issued(resource))
+        )
+        for resource in resources_of(program)
     }
-    rows = [program.parts[number].row_s(repeat) for number, repeat in program.steps]
-    durations: Floats = np.concatenate(rows)
-    return TaskGraph(tasks=tuple(tasks), world_size=program.world_size, issue_order=order), durations
+    return TaskGraph(tasks=tuple(tasks), world_size=program.world_size, issue_order=orders)
+
+
+def resources_of(program: Program) -> tuple[Resource, ...]:
+    """Every resource that some task holds, once."""
+    parts = {id(part): part for part in program.walk_once()}.values()
+    return tuple(dict.fromkeys(resource for part in parts for resource in part.graph.resources))
+
+
+def waiting_tasks(reads: Carried) -> dict[int, list[str]]:
+    """Task -> the values it waits for."""
+    waits: dict[int, list[str]] = {}
+    for value, tasks in reads.items():
+        for task in tasks:
+            waits.setdefault(task, []).append(value)
+    return waits
+
+
+def _check_repeat(repeat: int) -> None:
+    if repeat < 1:
+        raise GraphError(f"a part of a program runs at least once, got repeat {repeat}; leave it out instead")
 
 
 def _some(resources: set[Resource]) -> str:

@@ -20,12 +20,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines.boundary import checked_durations_s, checked_slowdown, checked_unit_durations_s, simulated_timeline
-from parsim.engines.compile import Program, compile_graph
+from parsim.engines.compile import AnyGraph, compile_graph
 from parsim.errors import GraphError
 from parsim.timeline import Timeline
 
 
-def simulate(graph: Program, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> Timeline:
+def simulate(graph: AnyGraph, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> Timeline:
     """The Timeline of one step that starts at 0 with every resource free.
 
     Args:
@@ -52,13 +52,13 @@ def simulate(graph: Program, durations_s: ArrayLike, *, overlap: OverlapFactors 
     return simulated_timeline(compiled.columns, start, end)
 
 
-def makespans_s(graph: Program, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> NDArray[np.float64]:
+def makespans_s(graph: AnyGraph, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> NDArray[np.float64]:
     """float64 [S]: the end of the last task, for every row of `durations_s` (float64 [S, n]). Raises as `simulate`."""
     return step_times_s(graph, durations_s, steps=1, overlap=overlap)
 
 
 def step_times_s(
-    graph: Program,
+    graph: AnyGraph,
     durations_s: ArrayLike,
     *,
     steps: int,

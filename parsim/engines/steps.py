@@ -6,16 +6,15 @@ does not wait for the others. Loading alone may run ahead (`OverlapFactors.loads
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from parsim.arrays import Ints
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import static
 from parsim.engines.compile import CompiledGraph
-from parsim.engines.program import Part, TrainingProgram
-from parsim.graph.columns import Columns, Ints
+from parsim.engines.program import Carried, Part, Program
+from parsim.graph.columns import Columns
 from parsim.graph.task import HOST
 
 
@@ -35,8 +34,8 @@ def waiting_together(columns: Columns, overlap: OverlapFactors) -> Ints:
     return np.where(loads, columns.resource_rank + columns.world_size, columns.resource_rank)
 
 
-def carried_by_steps(columns: Columns, overlap: OverlapFactors) -> tuple[tuple[int, int], ...]:
-    """The same for a program of the dynamic engine, its `Part.carries`: (task that waits, task of the step before)."""
+def carried_by_steps(columns: Columns, overlap: OverlapFactors) -> tuple[Carried, Carried]:
+    """The same as values of a Program, its `Part.makes` and `Part.reads`: one for all that begins a step together."""
     ends: dict[int, tuple[list[int], list[int]]] = {}
     for resource, number in enumerate(waiting_together(columns, overlap).tolist()):
         issued = columns.issued.row(resource)
@@ -44,10 +43,12 @@ def carried_by_steps(columns: Columns, overlap: OverlapFactors) -> tuple[tuple[i
             first, last = ends.setdefault(number, ([], []))
             first.append(int(issued[0]))
             last.append(int(issued[-1]))
-    return tuple(dict.fromkeys(pair for first, last in ends.values() for pair in product(first, last)))
+    made = {f"step {number}": tuple(dict.fromkeys(last)) for number, (_, last) in ends.items()}
+    read = {f"step {number}": tuple(dict.fromkeys(first)) for number, (first, _) in ends.items()}
+    return made, read
 
 
-def steps_in_a_row(columns: Columns, rows_s: NDArray[np.float64], overlap: OverlapFactors) -> TrainingProgram:
-    """A program of the dynamic engine: a step for each row of `rows_s`, float64 [steps, n]."""
-    carries = carried_by_steps(columns, overlap)
-    return TrainingProgram(parts=(Part(graph=columns.graph, durations_s=rows_s, repeats=len(rows_s), carries=carries),))
+def steps_in_a_row(columns: Columns, overlap: OverlapFactors, *, steps: int) -> Program:
+    """So many steps of a graph as a Program."""
+    makes, reads = carried_by_steps(columns, overlap)
+    return Program(parts=(Part(graph=columns.graph, repeat=steps, makes=makes, reads=reads),))

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parsim.errors import ExecutionError
+from parsim.files import parse_json, version_problem
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
+
+SCHEMA_VERSION = 1
+"""Of job.json; files written before there was the key have this version, too."""
 
 EXECUTION = "execution.json"
 """What rank 0 leaves in the job's output of the numbers it computes in; it becomes a part of environment.json."""
@@ -114,7 +118,7 @@ class Job:
         return max(run.plan.world_size for run in self.runs)
 
     def save(self, path: Path) -> None:
-        document = asdict(self)
+        document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         for entry, run in zip(document["runs"], self.runs, strict=True):
             entry["model"] = run.model.to_dict()
             entry["plan"] = run.plan.to_json()
@@ -123,7 +127,10 @@ class Job:
 
     @classmethod
     def load(cls, path: Path) -> Job:
-        document: dict[str, Any] = json.loads(path.read_text())
+        document: dict[str, Any] = parse_json(path.read_text())
+        if problem := version_problem(document, SCHEMA_VERSION, unversioned=1):
+            raise ExecutionError(f"{path}: {problem}; or run again")
+        document.pop("schema_version", None)
         document["runs"] = tuple(
             RunSpec(
                 **{

@@ -14,8 +14,12 @@ from numpy.typing import NDArray
 from parsim.errors import ExecutionError
 from parsim.execute.cuda.memory_counters import MemoryUse
 from parsim.execute.streams import TaskTime
+from parsim.files import parse_json, version_problem
 from parsim.graph.taskgraph import TaskGraph
 from parsim.timeline import Span, Timeline
+
+SCHEMA_VERSION = 1
+"""Of what a rank leaves; files written before there was the key have this version, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,7 @@ class RankRecord:
         ]
         table = np.array(rows, dtype=np.float64).reshape(-1, 5)
         facts = {
+            "schema_version": SCHEMA_VERSION,
             "rank": self.rank,
             "rounds": self.rounds,
             "losses": self.losses,
@@ -70,7 +75,9 @@ class RankRecord:
         path = folder / f"rank{rank}.json"
         if not path.is_file():
             raise ExecutionError(f"rank {rank} left no record in {folder}; the run did not finish")
-        facts: dict[str, Any] = json.loads(path.read_text())
+        facts: dict[str, Any] = parse_json(path.read_text())
+        if problem := version_problem(facts, SCHEMA_VERSION, unversioned=1):
+            raise ExecutionError(f"{path}: {problem}; or run again")
         table = np.load(folder / f"rank{rank}.npy")
         steps: list[list[TaskTime]] = [[] for _ in range(facts["recorded"])]
         for step, task, stream, ready, end in table.tolist():

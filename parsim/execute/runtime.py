@@ -23,7 +23,7 @@ from parsim.graph.plan_index import Reading
 from parsim.graph.task import COMPUTE, HOST, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
-from parsim.model.autograd.halves import Half, backward_inputs, backward_weights
+from parsim.model.autograd.halves import BackwardHalf, backward_inputs, backward_weights
 from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_inputs, recompute
 from parsim.model.component import LOSS
 from parsim.plans.redistribution import ValueLayout
@@ -77,7 +77,7 @@ class RankProgram:
         self._store.clear()
         self._records: dict[tuple[str, int], Saved] = {}
         self._kept: dict[tuple[str, int], RecomputeInputs] = {}
-        self._halves: dict[tuple[str, int], Half] = {}
+        self._halves: dict[tuple[str, int], BackwardHalf] = {}
         self._growing: dict[tuple[ValueKey, int], Tensor] = {}
         self._loss: list[Tensor] = []
         self._sent: dict[tuple[int, int], Tensor] = {}

@@ -30,6 +30,7 @@ from parsim.execute.memory_lines import StepWatch, watching
 from parsim.execute.numerics import described, numerics_of, set_switches
 from parsim.execute.processes.group import ProcessPlace, Stream, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.processes.pinning import prepare_rank
+from parsim.execute.processes.progress import write_progress
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.score import score
@@ -306,7 +307,7 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: ProcessPlace, prob
             if looks is not None and entry is not None:
                 entry.pace_s.append((before_s + looks.seconds()) / 2)
         if place.rank == 0:
-            _say({"round": f"{number + 1}/{job.rounds}"})
+            write_progress({"round": f"{number + 1}/{job.rounds}"})
     dist.barrier()
     for entry in runs:
         if entry is not None and job.keep_state:
@@ -322,7 +323,7 @@ def _train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups)
         if found is not None:
             entry.resume(found)
             if place.rank == 0:
-                _say({"resumed": f"at step {found.step}"})
+                write_progress({"resumed": f"at step {found.step}"})
     said = time.monotonic()
     steering = Steering(job.adaptive, entry.run, job.steps) if job.adaptive is not None else None
     best = float("-inf")
@@ -348,14 +349,14 @@ def _train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups)
         speaker, share = _speaker(entry.layout)
         if place.rank == speaker and (time.monotonic() - said > SAY_EVERY_S or done == job.steps):
             said = time.monotonic()
-            _say({"step": f"{done}/{job.steps}", "loss on its last samples": f"{entry.losses[-1] / share:.4f}"})
+            write_progress({"step": f"{done}/{job.steps}", "loss on its last samples": f"{entry.losses[-1] / share:.4f}"})
     dist.barrier()
     if place.rank == 0:
         last = checkpoint.latest_checkpoint(folder)
         assert last is not None, "the last step writes a checkpoint"
         result = score(entry.run, checkpoint.load_state(last), run_dataset(entry.run, "test"), entry.stage.device)
         (Path(job.output) / "score.json").write_text(json.dumps(result))
-        _say(result)
+        write_progress(result)
         if steering is not None:
             decisions = [decision.to_dict() for decision in steering.decisions]
             (Path(job.output) / "decisions.json").write_text(json.dumps(decisions, indent=1))
@@ -375,7 +376,7 @@ def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, gr
     if plan is None:
         return entry
     if place.rank == 0:
-        _say({"step": entry.step_number, "new plan": plan.summary(), "because": steering.decisions[-1].reason})
+        write_progress({"step": entry.step_number, "new plan": plan.summary(), "because": steering.decisions[-1].reason})
     return entry.switched(plan, place, groups)
 
 
@@ -417,11 +418,6 @@ def _speaker(layout: PlanIndex) -> tuple[int, float]:
     shard = {"place": placement.shard, "replicate": 0}.get(placement.kind, mesh.tp - 1)
     share = placement.batch_ways(mesh.tp) / mesh.tp / mesh.dp
     return plan.stages[-1].ranks[(mesh.dp - 1) * mesh.tp + shard], share
-
-
-def _say(event: Mapping[str, object]) -> None:
-    """One line of progress for the parent."""
-    print("parsim-progress " + json.dumps(event), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,11 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from parsim.arrays import Bools, Ints
 from parsim.graph.task import COMPUTE, Resource
 from parsim.graph.taskgraph import TaskGraph
 from parsim.work import LoadBatch, SendRecv, Work, is_communication
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 class RaggedTable(NamedTuple):

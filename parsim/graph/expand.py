@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parsim.arrays import Ints
 from parsim.errors import GraphError
-from parsim.graph.columns import Columns, Ints, RaggedTable, Unit
+from parsim.graph.columns import Columns, RaggedTable, Unit
 from parsim.graph.fold import Folding, unfolded
-from parsim.graph.graph_builder import Draft, Key
+from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.lower import PASSES_AT_THE_END, lower
 from parsim.graph.passes.compute import add_action, add_loads, phases_of
 from parsim.graph.plan_index import PlanIndex
@@ -120,7 +121,7 @@ class _Expansion:
     """Copies of the blocks, put together."""
 
     def __init__(
-        self, plan: Plan, folding: Folding, blocks: list[_Block], where: dict[Key, TemplatePlace], end: Draft, count: int
+        self, plan: Plan, folding: Folding, blocks: list[_Block], where: dict[TaskKey, TemplatePlace], end: Draft, count: int
     ) -> None:
         self._plan = plan
         self._folding = folding
@@ -187,7 +188,7 @@ class _Expansion:
         waiting, before = (self._numbers(pair[end] for pair in self._end.waits()) for end in (0, 1))
         self._edges.append((np.array(waiting, dtype=np.int64), np.array(before, dtype=np.int64)))
 
-    def _numbers(self, keys: Iterable[Key]) -> list[int]:
+    def _numbers(self, keys: Iterable[TaskKey]) -> list[int]:
         """Of tasks at the end, and of backwards of any kept replica and any microbatch."""
         mesh = self._plan.mesh
         number = {replica: place for place, replica in enumerate(self._folding.replicas)}

@@ -28,7 +28,7 @@ from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message, transfer_bytes
 from parsim.graph.passes.gradients import bucket_work
 from parsim.graph.plan_index import PlanIndex
-from parsim.hardware.topology import device_name
+from parsim.hardware.device_kinds import device_name
 from parsim.plans.mesh import Mesh
 from parsim.plans.redistribution import LOCAL_HOPS, conversion
 from parsim.work import SendRecv, Work
@@ -83,11 +83,11 @@ def unfolded(mesh: Mesh) -> Folding:
     return Folding(mesh=mesh, replica_of=tuple(range(mesh.dp)), shards=tuple(range(mesh.tp)))
 
 
-Seconds = Callable[[Work], float]
+WorkSeconds = Callable[[Work], float]
 """What a communication costs."""
 
 
-def folding_of(layout: PlanIndex, costs: Costs, seconds: Seconds | None = None) -> Folding:
+def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = None) -> Folding:
     """Which ranks stand for which under these prices. Raises CostError as `Costs.estimate` does.
 
     Args:
@@ -109,7 +109,7 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: Seconds | None = None) 
     return Folding(mesh=mesh, replica_of=replica_of, shards=(0,)) if alike else whole
 
 
-def _replicas_of(layout: PlanIndex, kinds: _Kinds, seconds: Seconds) -> tuple[int, ...]:
+def _replicas_of(layout: PlanIndex, kinds: _Kinds, seconds: WorkSeconds) -> tuple[int, ...]:
     """Per replica the first in which everything costs the same: by where its ranks sit, else by asking for every price.
 
     Where groups that run at once slow one another, what a replica pays depends on its neighbours: then every price is asked.
@@ -213,7 +213,7 @@ def _shards_sit_alike(layout: PlanIndex, kinds: _Kinds, replica: int) -> bool:
     return True
 
 
-def _pay_alike(price: Seconds, side_by_side: Iterable[Sequence[Work]]) -> bool:
+def _pay_alike(price: WorkSeconds, side_by_side: Iterable[Sequence[Work]]) -> bool:
     """Whether works that are done side by side cost the same, up to rounding."""
     for works in side_by_side:
         seconds = [price(work) for work in works]

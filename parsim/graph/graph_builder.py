@@ -13,7 +13,7 @@ from parsim.graph.task import Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.work import Work
 
-Key = tuple[Hashable, ...]
+TaskKey = tuple[Hashable, ...]
 
 
 @dataclass(slots=True)
@@ -25,11 +25,11 @@ class Draft:
 
     world_size: int
     ranks: frozenset[int] | None = None
-    _number: dict[Key, int] = field(default_factory=dict)
-    _entries: list[tuple[Work, tuple[Resource, ...], tuple[Key, ...], Origin]] = field(default_factory=list)
-    _waits: list[tuple[Key, Key]] = field(default_factory=list)
+    _number: dict[TaskKey, int] = field(default_factory=dict)
+    _entries: list[tuple[Work, tuple[Resource, ...], tuple[TaskKey, ...], Origin]] = field(default_factory=list)
+    _waits: list[tuple[TaskKey, TaskKey]] = field(default_factory=list)
 
-    def add(self, key: Key, work: Work, resources: Iterable[Resource], after: Iterable[Key], origin: Origin) -> None:
+    def add(self, key: TaskKey, work: Work, resources: Iterable[Resource], after: Iterable[TaskKey], origin: Origin) -> None:
         if key in self._number:
             raise GraphError(f"task {key} was added twice")
         if self.ranks is not None:
@@ -39,11 +39,11 @@ class Draft:
         self._number[key] = len(self._entries)
         self._entries.append((work, tuple(resources), tuple(dict.fromkeys(after)), origin))
 
-    def wait(self, key: Key, before: Key) -> None:
+    def wait(self, key: TaskKey, before: TaskKey) -> None:
         """A task, of this draft or of one that it continues, waits for another of this draft too."""
         self._waits.append((key, before))
 
-    def waits(self) -> Iterable[tuple[Key, Key]]:
+    def waits(self) -> Iterable[tuple[TaskKey, TaskKey]]:
         """Tasks, and what else each waits for."""
         return self._waits
 
@@ -54,27 +54,27 @@ class Draft:
         """Ascending."""
         return range(self.world_size) if self.ranks is None else sorted(self.ranks)
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: TaskKey) -> bool:
         return key in self._number
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def number(self, key: Key) -> int:
+    def number(self, key: TaskKey) -> int:
         return self._number[key]
 
-    def keys(self) -> Iterable[Key]:
+    def keys(self) -> Iterable[TaskKey]:
         """In the order they were added."""
         return self._number
 
-    def entries(self) -> Iterable[tuple[Work, tuple[Resource, ...], tuple[Key, ...], Origin]]:
+    def entries(self) -> Iterable[tuple[Work, tuple[Resource, ...], tuple[TaskKey, ...], Origin]]:
         """Work, resources, what comes before, origin: in the order they were added."""
         return self._entries
 
     def finish(self) -> TaskGraph:
         """Numbers for keys. Raises GraphError if a key was never added."""
         tasks = []
-        more: dict[Key, list[Key]] = {}
+        more: dict[TaskKey, list[TaskKey]] = {}
         for key, before in self._waits:
             more.setdefault(key, []).append(before)
         keys = list(self._number)

@@ -102,7 +102,7 @@ def gradient_buckets(
     parameters: dict[str, Parameter] = {}
     chunks: dict[str, dict[int, None]] = {}
     chunk_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.components}
-    stage_of = {name: number % plan.mesh.pp for name, number in chunk_of.items()}
+    stage_of = {name: plan.stage_places[number] for name, number in chunk_of.items()}
     for component in components:
         for parameter in component.parameters:
             parameters[parameter.name] = parameter

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from parsim.errors import PlanError
 from parsim.graph.parameter_buckets import Bucket, HeldParameter, gradient_buckets, hold
 from parsim.model.model import Model
-from parsim.plans.pipeline import SPLIT_ORDERS, check_order
+from parsim.plans.pipeline import PIPELINE_ORDERS, check_order
 from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan, check_plan
 from parsim.plans.redistribution import ValueAndGradientLayout, ValueLayout, conversion, input_ends, output_ends
@@ -114,7 +114,8 @@ class PlanIndex:
     @cached_property
     def stage_of(self) -> dict[str, int]:
         """Place on the pp axis by component."""
-        return {name: number % self.plan.mesh.pp for name, number in self.chunk_of.items()}
+        places = self.plan.stage_places
+        return {name: places[number] for name, number in self.chunk_of.items()}
 
     @cached_property
     def chunk_of(self) -> dict[str, int]:
@@ -135,7 +136,7 @@ class PlanIndex:
 
     @cached_property
     def _halved(self) -> frozenset[str]:
-        if self.plan.pipeline_order not in SPLIT_ORDERS:
+        if not PIPELINE_ORDERS[self.plan.pipeline_order].halves:
             return frozenset()
         return frozenset(
             component.name

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import singledispatch
 from typing import Any
@@ -205,11 +205,6 @@ def _parse_task(line: str) -> Task:
         dependencies=() if after == "-" else tuple(int(number) for number in after.split(",")),
         origin=Origin(**fields),
     )
-
-
-def ranks_of(tasks: Iterable[Task]) -> tuple[int, ...]:
-    """All ranks that take part in `tasks`, sorted."""
-    return tuple(sorted({rank for task in tasks for rank in task.ranks}))
 
 
 def in_order(before: Sequence[Sequence[int]]) -> list[int]:

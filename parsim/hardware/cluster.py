@@ -8,15 +8,18 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
 from parsim.errors import ProfileError
-from parsim.hardware.allocator import allocator_of
 from parsim.hardware.device import Device, DeviceType
+from parsim.hardware.device_kinds import allocator_of, device_name
 from parsim.hardware.fabric import cluster_links, node_links
 from parsim.hardware.network import Network, load_network, shipped_networks
 from parsim.hardware.nodes import Nodes, nodes_of
 from parsim.hardware.profile import Profile
-from parsim.hardware.topology import Topology, device_name
+from parsim.hardware.topology import Topology
 
-Spread = tuple[tuple[int, tuple[int, ...]], ...]
+MOST_DEVICES = 2**17
+"""Of a cluster: more than any machine of today has, and a few seconds to build."""
+
+NodeSpread = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,7 @@ class Cluster:
             )
         return tuple(places[name] for name in names)
 
-    def spread(self, group: tuple[int, ...]) -> Spread:
+    def spread(self, group: tuple[int, ...]) -> NodeSpread:
         """Where the ranks of a group sit: per node, in order, the sorted numbers of their devices there."""
         if group not in self._spreads:
             members: dict[int, list[int]] = {}
@@ -86,7 +89,7 @@ class Cluster:
         return self._spreads[group]
 
     @cached_property
-    def _spreads(self) -> dict[tuple[int, ...], Spread]:
+    def _spreads(self) -> dict[tuple[int, ...], NodeSpread]:
         return {}
 
 
@@ -110,6 +113,11 @@ def cluster_from_profile(
     """
     if nodes < 1:
         raise ProfileError(f"a cluster needs nodes >= 1, got {nodes}")
+    if nodes * len(profile.devices) > MOST_DEVICES:
+        raise ProfileError(
+            f"nodes = {nodes:,} of profile {profile.name} are {nodes * len(profile.devices):,} devices, and a cluster may have "
+            f"{MOST_DEVICES:,} at most; use nodes <= {MOST_DEVICES // len(profile.devices):,}"
+        )
     if nodes > 1 and network is None:
         raise ProfileError(f"nodes = {nodes} needs a network that joins them: one of {', '.join(shipped_networks())}")
     joined = load_network(network) if isinstance(network, str) else network

@@ -11,8 +11,9 @@ from parsim.hardware.allocator import NO_ALLOCATOR, Allocator
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceType:
     """Attributes:
-    kind: "cuda" or "cpu".
-    peak_flop_per_s: by precision ("fp32", "fp64", "amp_fp16", "amp_bf16"); a precision left out cannot be used.
+    kind: a row of `parsim.hardware.device_kinds` ("cuda", "cpu") or "package.module:ROW".
+    peak_flop_per_s: by precision, a row of `parsim.model.number_formats` ("fp32", "amp_fp16") or "package.module:ROW"; one
+        left out cannot be used.
     context_bytes: memory the framework takes before the first tensor. allocator: what it takes beside the tensors.
     """
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parsim.errors import ProfileError
+from parsim.hardware.device_kinds import device_name
 from parsim.hardware.network import Network
 from parsim.hardware.profile import LinkEntry, NicSlot, Profile
-from parsim.hardware.topology import HOST_ROLES, NIC_ROLE, Link, device_name, role_of
+from parsim.hardware.topology import HOST_ROLES, NIC_ROLE, Link, role_of
 
 
 def node_links(profile: Profile) -> tuple[Link, ...]:

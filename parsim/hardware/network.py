@@ -15,9 +15,10 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from parsim.errors import ProfileError, near_matches
-from parsim.hardware.profile import Sourced, SourceEntry, problems_text, source_keys
-from parsim.hardware.record import NonNegative, Positive, ProfileRecord
-from parsim.hardware.tables import from_text
+from parsim.files import version_problem
+from parsim.hardware.profile import SCHEMA_VERSION, Sourced, SourceEntry, problems_text, source_keys
+from parsim.hardware.record import NonNegative, Positive, ProfileRecord, check_latency, check_rate
+from parsim.hardware.tables import check_texts, from_text
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
 
@@ -33,6 +34,12 @@ class Card(ProfileRecord):
     bandwidth_bytes_per_s: Sourced
     latency_s: Sourced
     per_node: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _can_be(self) -> Card:
+        check_rate("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s.value)
+        check_latency("latency_s", self.latency_s.value)
+        return self
 
 
 class Fabric(ProfileRecord):
@@ -87,11 +94,8 @@ class Network(ProfileRecord):
         for source in source_keys(self.model_dump()):
             if source not in self.sources:
                 raise ValueError(f"source {source!r} is not listed under sources{near_matches(source, self.sources)}")
-        if self.card.bandwidth_bytes_per_s.value <= 0 or self.fabric.oversubscription.value < 1:
-            raise ValueError(
-                f"a card needs a bandwidth > 0 and a fabric an oversubscription >= 1, got "
-                f"{self.card.bandwidth_bytes_per_s.value:g} B/s and {self.fabric.oversubscription.value:g}"
-            )
+        if self.fabric.oversubscription.value < 1:
+            raise ValueError(f"a fabric needs an oversubscription >= 1, got {self.fabric.oversubscription.value:g}")
         if not any(entry.algorithm == "ring" for entry in self.protocols):
             raise ValueError("protocols must hold at least one of the ring, on which every collective can run")
         return self
@@ -119,8 +123,12 @@ def load_network(name_or_path: str) -> Network:
 
 def parse_network(text: str, where: str) -> Network:
     """Check a network's JSON text. Raises ProfileError naming the first wrong keys and their values."""
+    document = from_text(text, where, "network")
+    if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):
+        raise ProfileError(f"network {where}: {problem}; or write it as hardware_profiles/README.md says")
+    check_texts(text, document, where, "network")
     try:
-        return Network.model_validate(from_text(text, where, "network"))
+        return Network.model_validate(document)
     except ValidationError as error:
         raise ProfileError(f"network {where} is broken: {problems_text(error, 'network')}; mend these") from error
 

@@ -15,11 +15,21 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from parsim.errors import ProfileError, near_matches
-from parsim.files import write_text_atomically
+from parsim.files import version_problem, write_text_atomically
 from parsim.hardware.compute_records import ComputeRecords
-from parsim.hardware.record import NonNegative, Positive, ProfileRecord
-from parsim.hardware.tables import from_text, to_text
-from parsim.hardware.topology import DEVICE_ROLES, device_name, role_of
+from parsim.hardware.device_kinds import DEVICE_KINDS, device_name
+from parsim.hardware.record import (
+    NonNegative,
+    Positive,
+    ProfileRecord,
+    check_device,
+    check_latency,
+    check_rate,
+    either_key,
+)
+from parsim.hardware.tables import check_texts, from_text, to_text
+from parsim.hardware.topology import DEVICE_ROLES, role_of
+from parsim.registry import RowOf
 
 SCHEMA_VERSION = 1
 
@@ -78,12 +88,19 @@ class AllocatorEntry(ProfileRecord):
 class DeviceTypeEntry(ProfileRecord):
     """`allocator`: None where nobody measured it, so that what is assumed of its kind holds."""
 
-    kind: Literal["cuda", "cpu"]
+    kind: Annotated[str, RowOf(DEVICE_KINDS)]
     memory_bytes: Sourced
     memory_bandwidth_bytes_per_s: Sourced
     context_bytes: Sourced
     peak_flop_per_s: dict[str, Sourced]
     allocator: AllocatorEntry | None = None
+
+    @model_validator(mode="after")
+    def _can_be(self) -> DeviceTypeEntry:
+        amounts = ("memory_bytes", "memory_bandwidth_bytes_per_s")
+        peaks = {precision: peak.value for precision, peak in self.peak_flop_per_s.items()}
+        check_device({name: getattr(self, name).value for name in amounts}, peaks)
+        return self
 
 
 class DeviceEntry(ProfileRecord):
@@ -100,6 +117,12 @@ class LinkKindEntry(ProfileRecord):
 
     bandwidth_bytes_per_s: Sourced
     latency_s: Sourced
+
+    @model_validator(mode="after")
+    def _can_be(self) -> LinkKindEntry:
+        check_rate("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s.value)
+        check_latency("latency_s", self.latency_s.value)
+        return self
 
 
 class LinkEntry(ProfileRecord):
@@ -273,18 +296,18 @@ class HostOverhead(ProfileRecord):
     """Seconds that the interpreter adds to each task and to each step of a rank.
 
     Attributes:
-        resume_s: by which computation takes longer after its rank has waited for communication, which finds other things in
+        post_wait_s: by which computation takes longer after its rank has waited for communication, which finds other things in
             the caches.
-        crowding: how many times as many processor seconds computation takes where all ranks of the profile share its cores as
-            with one rank on each; 1 where none is shared.
+        core_sharing: processor seconds of computation where all ranks of the profile share its cores, over those with one
+            rank on each core; 1 where none is shared.
         load_s, load_seconds_per_byte: of bringing a batch from the data in memory to the rank; None: not measured.
         load_part_s: of each further part of a batch that comes right after the first, instead of load_s; None: as much.
     """
 
     task_s: NonNegative
     step_s: NonNegative
-    resume_s: NonNegative = 0.0
-    crowding: Annotated[float, Field(ge=1)] = 1.0
+    post_wait_s: NonNegative = Field(default=0.0, validation_alias=either_key("post_wait_s"))
+    core_sharing: float = Field(default=1.0, ge=1, validation_alias=either_key("core_sharing"))
     load_s: NonNegative | None = None
     load_seconds_per_byte: NonNegative | None = None
     load_part_s: NonNegative | None = None
@@ -441,8 +464,12 @@ def load_profile(name_or_path: str) -> Profile:
 
 def parse_profile(text: str, where: str) -> Profile:
     """Check a profile's JSON text. Raises ProfileError naming the first wrong keys and their values."""
+    document = from_text(text, where)
+    if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):
+        raise ProfileError(f"profile {where} is broken: {problem}; mend these or calibrate again")
+    check_texts(text, document, where)
     try:
-        return Profile.model_validate(from_text(text, where))
+        return Profile.model_validate(document)
     except ValidationError as error:
         raise ProfileError(f"profile {where} is broken: {problems_text(error)}; mend these or calibrate again") from error
 
@@ -450,7 +477,8 @@ def parse_profile(text: str, where: str) -> Profile:
 def problems_text(error: ValidationError, whole: str = "profile") -> str:
     """The first three wrong keys, each with its path (`whole` for the document itself), the rule and the value."""
     problems = [
-        f"{'.'.join(str(part) for part in problem['loc']) or whole}: {problem['msg']} (got {_short(problem['input'])})"
+        f"{'.'.join(str(part) for part in problem['loc']) or whole}: {problem['msg'].removeprefix('Value error, ')} "
+        f"(got {_short(problem['input'])})"
         for problem in error.errors()[:3]
     ]
     more = f" (+{error.error_count() - 3} more)" if error.error_count() > 3 else ""

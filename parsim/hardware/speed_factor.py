@@ -22,13 +22,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import ProbePace, ProbeSeconds, Profile
 from parsim.units import format_percent
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +36,7 @@ class SpeedFactor:
     Attributes: by_rank: float64 [ranks, moments], each above 0; one row and one column where it holds for all.
     """
 
-    by_rank: FloatArray
+    by_rank: Floats
 
     @classmethod
     def uniform(cls, factor: float) -> SpeedFactor:
@@ -73,7 +71,7 @@ def speed_since(profile: Profile, active: int | None = None) -> SpeedFactor:
     return SpeedFactor.uniform(_between(profile.today, share) / _between(known, share))
 
 
-def speed_beside(profile: Profile, probe_s: FloatArray, ranks: int) -> SpeedFactor | None:
+def speed_beside(profile: Profile, probe_s: Floats, ranks: int) -> SpeedFactor | None:
     """Beside a run, on each of its ranks; None where the run or the calibration did not probe.
 
     Args:

@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from parsim.errors import ProfileError
+from parsim.files import ESCAPED_CONTROL, NO_CONTROL, control_character_in, parse_json
 
 TABLE_KEYS = ("points", "components", "optimizers", "operator_points")
 TABLE_MIN_ROWS = 8
@@ -27,11 +28,18 @@ def from_text(text: str, where: str, what: str = "profile") -> Any:
     Errors name the document as `what` and `where`.
     """
     try:
-        return _decode(json.loads(text), where, ())
+        document = parse_json(text)
     except json.JSONDecodeError as error:
         raise ProfileError(
             f"{what} {where} is not JSON: {error.msg} at line {error.lineno} column {error.colno}; mend it or calibrate again"
         ) from error
+    return _decode(document, where, ())
+
+
+def check_texts(text: str, document: Any, where: str, what: str = "profile") -> None:
+    """Raise ProfileError for a name or text of the document, read from `text`, that holds a control character."""
+    if ESCAPED_CONTROL.search(text) and (found := control_character_in(document)):
+        raise ProfileError(f"{what} {where} is broken: {found}: {NO_CONTROL}")
 
 
 def _encode(node: Any) -> Any:

@@ -1,6 +1,6 @@
 """Links between devices, switches, hosts and the network. Bandwidths are per lane and direction.
 
-An endpoint is a role and a number: devices gpu3, cpu0; switches pcie0, nvswitch1; host memory socket0, host0; nic2; the
+An endpoint is a role and a number: devices gpu3, cpu0, xpu1; switches pcie0, nvswitch1; host memory socket0, host0; nic2; the
 switches of a network leaf0, spine0. On a cluster of several nodes whatever is not a device says where it is: node7/pcie0.
 """
 
@@ -12,7 +12,7 @@ from functools import cached_property
 
 from parsim.errors import ProfileError
 
-DEVICE_ROLES = ("gpu", "cpu")
+DEVICE_ROLES = ("gpu", "cpu", "xpu")
 HOST_ROLES = ("socket", "host")
 NIC_ROLE = "nic"
 NETWORK_ROLES = ("leaf", "spine")
@@ -50,7 +50,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """The link graph; device i is the endpoint `device_name(i)`.
+    """The link graph; device i is the endpoint `parsim.hardware.device_kinds.device_name(i)`.
 
     What is asked often is worked out once per topology and kept: the links at each end, and the hash.
     """
@@ -146,11 +146,6 @@ class Topology:
                 del left[end]
             found.append(frozenset(part))
         return tuple(sorted(found, key=len, reverse=True))
-
-
-def device_name(index: int, kind: str) -> str:
-    """Endpoint of device `index`: gpu3 or cpu0."""
-    return f"{'gpu' if kind == 'cuda' else 'cpu'}{index}"
 
 
 def role_of(end: str) -> str:

@@ -1,15 +1,17 @@
 """Losses as sums over samples, so that gradients add up over microbatches and replicas.
 
-The executor divides by the global batch; per sample a loss is the mean over that sample's targets.
+The executor divides by the global batch; per sample a loss is the mean over that sample's targets. A new loss is one row.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from parsim.errors import ModelError, near_matches
+from parsim.errors import ModelError
+from parsim.registry import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +34,33 @@ def _mse(output: Tensor, target: Tensor) -> Tensor:
     return functional.mse_loss(output, target, reduction="sum") / math.prod(output.shape[1:])
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"cross_entropy": _cross_entropy, "mse": _mse}
+CLASSES, NUMBERS = "classes", "numbers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """One loss.
+
+    Attributes:
+        total: (output [B, ...], target) -> the sum over the B samples of each one's mean loss; a scalar that depends on
+            samples one by one, so that microbatches and replicas add up.
+        targets: CLASSES (int64 [B, ...], below the output's last size) or NUMBERS (the shape and dtype of the output).
+    """
+
+    total: Callable[[Tensor, Tensor], Tensor]
+    targets: str = CLASSES
+
+    def __post_init__(self) -> None:
+        if self.targets not in (CLASSES, NUMBERS):
+            raise ModelError(f"a loss takes {CLASSES!r} or {NUMBERS!r} as targets, got {self.targets!r}")
+
+
+LOSSES: Registry[Loss] = Registry(
+    "loss",
+    Loss,
+    {"cross_entropy": Loss(total=_cross_entropy), "mse": Loss(total=_mse, targets=NUMBERS)},
+    error=ModelError,
+)
 
 
 def loss_sum(kind: str, output: Tensor, target: Tensor) -> Tensor:
@@ -40,6 +68,4 @@ def loss_sum(kind: str, output: Tensor, target: Tensor) -> Tensor:
 
     Raises ModelError for an unknown kind.
     """
-    if kind not in LOSSES:
-        raise ModelError(f"unknown loss {kind!r}{near_matches(kind, LOSSES)}")
-    return LOSSES[kind](output, target)
+    return LOSSES[kind].total(output, target)

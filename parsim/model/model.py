@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import ModelError
+from parsim.files import NO_CONTROL, control_character_in, parse_json, version_problem
 from parsim.model.component import (
     Component,
     HalfComponent,
@@ -54,6 +55,8 @@ class Model:
 
     def __post_init__(self) -> None:
         names = [component.name for component in self.components]
+        if found := control_character_in({"name": self.name, "components": names, "source": self.source}):
+            raise ModelError(f"{found}: {NO_CONTROL}")
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ModelError(f"component names must be unique; given twice: {', '.join(twice)}")
@@ -123,10 +126,10 @@ class Model:
     def from_json(cls, text: str, where: str = "model JSON") -> Model:
         """Raises ModelError with the place that is wrong."""
         try:
-            document = json.loads(text)
-            version = document.pop("schema_version", None)
-            if version != SCHEMA_VERSION:
-                raise ModelError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}; trace the model again")
+            document = parse_json(text)
+            if problem := version_problem(document, SCHEMA_VERSION):
+                raise ModelError(f"{where}: {problem}; or trace the model again")
+            del document["schema_version"]
             document["components"] = tuple(_component(entry) for entry in document["components"])
             document["values"] = tuple(_value(entry) for entry in document["values"])
             document["inputs"] = tuple(document["inputs"])

@@ -1,5 +1,7 @@
 """The precisions one can train in: what is stored in which type, what is computed in which, and where that can run.
 
+A new one is one row. Its name, which may be "package.module:ROW", is the one under which profiles keep peaks and fits.
+
 fp32, fp64    everything in that type; fp32 is IEEE's: no TF32 in matmuls and convolutions.
 tf32          as fp32, but matmuls and convolutions of a GPU round their operands to 10 bits of mantissa.
 amp_fp16      weights, gradients and optimizer state in fp32; PyTorch's autocast computes what it can in half precision;
@@ -10,10 +12,13 @@ fp8           priced where a profile knows it; nothing here runs it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parsim.errors import CostError, ExecutionError, near_matches
+from parsim.errors import CostError, ExecutionError
+from parsim.registry import Registry
+
+RECORDED_WEIGHTS = {2: "bfloat16", 4: "float32"}
+"""By bytes per element, the type in which Models are recorded, as torch names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,23 +39,46 @@ class NumberFormat:
     scales_loss: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
 
+    def __post_init__(self) -> None:
+        if min(self.element_bytes, self.weight_bytes) < 1:
+            raise CostError(f"a precision needs bytes >= 1, got {self.element_bytes} and {self.weight_bytes}")
+        if self.element_bytes < self.weight_bytes and self.weight_bytes == 4 and not self.autocast:
+            raise CostError(
+                f"activations of {self.element_bytes} bytes beside weights of {self.weight_bytes} come from autocast; say to "
+                'which type, e.g. autocast = "bfloat16"'
+            )
 
-FORMATS: Mapping[str, NumberFormat] = {
-    "fp32": NumberFormat(element_bytes=4, weight_bytes=4),
-    "fp64": NumberFormat(element_bytes=8, weight_bytes=8),
-    "tf32": NumberFormat(element_bytes=4, weight_bytes=4, devices=("cuda",)),
-    "amp_fp16": NumberFormat(element_bytes=2, weight_bytes=4, autocast="float16", scales_loss=True),
-    "amp_bf16": NumberFormat(element_bytes=2, weight_bytes=4, autocast="bfloat16"),
-    "bf16": NumberFormat(element_bytes=2, weight_bytes=2),
-    "fp8": NumberFormat(element_bytes=1, weight_bytes=2, devices=()),
-}
+
+FORMATS: Registry[NumberFormat] = Registry(
+    "precision",
+    NumberFormat,
+    {
+        "fp32": NumberFormat(element_bytes=4, weight_bytes=4),
+        "fp64": NumberFormat(element_bytes=8, weight_bytes=8),
+        "tf32": NumberFormat(element_bytes=4, weight_bytes=4, devices=("cuda",)),
+        "amp_fp16": NumberFormat(element_bytes=2, weight_bytes=4, autocast="float16", scales_loss=True),
+        "amp_bf16": NumberFormat(element_bytes=2, weight_bytes=4, autocast="bfloat16"),
+        "bf16": NumberFormat(element_bytes=2, weight_bytes=2),
+        "fp8": NumberFormat(element_bytes=1, weight_bytes=2, devices=()),
+    },
+    error=CostError,
+)
 
 
 def number_format(precision: str) -> NumberFormat:
     """What a precision means. Raises CostError for an unknown one."""
-    if precision not in FORMATS:
-        raise CostError(f"unknown precision {precision!r}{near_matches(precision, FORMATS)}")
     return FORMATS[precision]
+
+
+def check_planned(precision: str) -> None:
+    """Raise CostError for a precision in whose weights no Model is recorded."""
+    weight_bytes = number_format(precision).weight_bytes
+    if weight_bytes not in RECORDED_WEIGHTS:
+        planned = ", ".join(name for name, row in FORMATS.items() if row.weight_bytes in RECORDED_WEIGHTS)
+        raise CostError(
+            f"precision {precision!r} stores weights in {weight_bytes} bytes per element, and models are recorded with "
+            f"{' or '.join(map(str, RECORDED_WEIGHTS))}; use one of {planned}"
+        )
 
 
 def check_executable(precision: str, dtype: str, device_kind: str) -> None:
@@ -78,5 +106,6 @@ def check_executable(precision: str, dtype: str, device_kind: str) -> None:
 
 
 def recorded_weights(precision: str) -> str:
-    """The type, as torch names it, in which a Model of this precision is recorded."""
-    return "bfloat16" if number_format(precision).weight_bytes == 2 else "float32"
+    """The type, as torch names it, in which a Model of this precision is recorded. Raises CostError as `check_planned`."""
+    check_planned(precision)
+    return RECORDED_WEIGHTS[number_format(precision).weight_bytes]

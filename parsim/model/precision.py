@@ -7,40 +7,49 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeVar
 
 from parsim.errors import CostError
 from parsim.model.component import Component, HalfComponent, HalfSharding, HalfValue, Sharding, ShardPeak, Value
 from parsim.model.model import Model
 from parsim.model.number_formats import number_format
 
-HALF_BYTES_PER_ELEMENT = 2
+HalfSizes = TypeVar("HalfSizes")
+
+RECORDED_BYTES = 2
+"""Per element under the autocast that Models are recorded under."""
+
+FULL_BYTES = 4
 
 
 @lru_cache(maxsize=65536)
 def component_in(component: Component, precision: str) -> Component:
     """What it keeps under `precision`; its work is untouched. What a sharding divides of it shrinks in proportion.
 
-    Of a Model that was not recorded under autocast, half of everything is assumed, and a cast of every weight.
+    Of a Model that was not recorded under autocast, and at other than 2 bytes per element, everything is assumed to shrink in
+    proportion, and under autocast a cast of every weight.
     """
-    if not is_half(precision):
+    size = _reduced_bytes(precision)
+    if size is None:
         return component
-    half = component.half or _assumed_component(component)
+    half = _recorded(component.half, size) or _assumed_component(component, size)
     return replace(
         component,
         saved_activation_bytes=half.saved_activation_bytes,
         saved_fixed_bytes=half.saved_fixed_bytes,
         forward_peaks=half.forward_peaks,
         backward_peaks=half.backward_peaks,
-        shardings=tuple(_sharding(entry, component, half) for entry in component.shardings),
+        shardings=tuple(_sharding(entry, component, half, size) for entry in component.shardings),
         half=half,
     )
 
 
 def value_in(value: Value, precision: str) -> Value:
     """Its size and its keepers under `precision`."""
-    if not is_half(precision):
+    size = _reduced_bytes(precision)
+    if size is None:
         return value
-    half = value.half or _assumed_value(value)
+    half = _recorded(value.half, size) or _assumed_value(value, size)
     return replace(
         value,
         bytes_per_sample=half.bytes_per_sample,
@@ -53,23 +62,22 @@ def value_in(value: Value, precision: str) -> Value:
 
 
 def cast_bytes(component: Component, precision: str) -> int:
-    """Half-precision copies of the weights that a component (or a shard of it) keeps for its backward; 0 in fp32."""
-    if not is_half(precision):
+    """Copies of the weights in fewer bytes that a component (or a shard of it) keeps for its backward; 0 without autocast."""
+    size = _reduced_bytes(precision)
+    if size is None:
         return 0
-    if component.half is None:
-        return _assumed_component(component).cast_bytes
-    return component.half.cast_bytes
+    return (_recorded(component.half, size) or _assumed_component(component, size)).cast_bytes
 
 
 def is_half(precision: str) -> bool:
-    """Whether it means autocast to a half-precision type. (A Model for bf16 is recorded in bf16.)"""
+    """Whether it means autocast to fewer bytes. (A Model for bf16 is recorded in bf16.)"""
     return bool(number_format(precision).autocast)
 
 
 def check_recorded(model: Model, precision: str) -> None:
     """Raise CostError unless the Model's parameters are as wide as the precision stores them."""
     wanted = number_format(precision).weight_bytes
-    for parameter in model.parameters if wanted == HALF_BYTES_PER_ELEMENT else ():
+    for parameter in model.parameters if wanted == RECORDED_BYTES else ():
         if parameter.element_bytes != wanted:
             raise CostError(
                 f"precision {precision!r} stores weights in {wanted} bytes, and {model.name} was recorded with "
@@ -78,11 +86,22 @@ def check_recorded(model: Model, precision: str) -> None:
             )
 
 
-def _sharding(sharding: Sharding, whole: Component, half: HalfComponent) -> Sharding:
+def _reduced_bytes(precision: str) -> int | None:
+    """Of an activation's element under autocast; None where it is as recorded."""
+    kind = number_format(precision)
+    return kind.element_bytes if kind.autocast else None
+
+
+def _recorded(half: HalfSizes | None, element_bytes: int) -> HalfSizes | None:
+    """What was recorded under autocast, if it is of that many bytes per element."""
+    return half if element_bytes == RECORDED_BYTES else None
+
+
+def _sharding(sharding: Sharding, whole: Component, half: HalfComponent, element_bytes: int) -> Sharding:
     def scaled(part: int, of: int, now: int) -> int:
         return part * now // of if of else 0
 
-    seen = sharding.half or _assumed_sharding(sharding)
+    seen = _recorded(sharding.half, element_bytes) or _assumed_sharding(sharding, element_bytes)
     return replace(
         sharding,
         saved_activation_bytes=scaled(
@@ -95,11 +114,12 @@ def _sharding(sharding: Sharding, whole: Component, half: HalfComponent) -> Shar
     )
 
 
-def _assumed_sharding(sharding: Sharding) -> HalfSharding:
+def _assumed_sharding(sharding: Sharding, element_bytes: int) -> HalfSharding:
     def halved(peaks: tuple[ShardPeak, ...]) -> tuple[ShardPeak, ...]:
         return tuple(
             peak._replace(
-                bytes_per_sample=peak.bytes_per_sample // 2, divided_bytes_per_sample=peak.divided_bytes_per_sample // 2
+                bytes_per_sample=peak.bytes_per_sample * element_bytes // FULL_BYTES,
+                divided_bytes_per_sample=peak.divided_bytes_per_sample * element_bytes // FULL_BYTES,
             )
             for peak in peaks
         )
@@ -107,24 +127,24 @@ def _assumed_sharding(sharding: Sharding) -> HalfSharding:
     return HalfSharding(forward_peaks=halved(sharding.forward_peaks), backward_peaks=halved(sharding.backward_peaks))
 
 
-def _assumed_component(component: Component) -> HalfComponent:
+def _assumed_component(component: Component, element_bytes: int) -> HalfComponent:
     def halved(peaks: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        return tuple((rate // 2, fixed) for rate, fixed in peaks)
+        return tuple((rate * element_bytes // FULL_BYTES, fixed) for rate, fixed in peaks)
 
     return HalfComponent(
-        saved_activation_bytes=component.saved_activation_bytes // 2,
-        saved_fixed_bytes=component.saved_fixed_bytes // 2,
-        cast_bytes=HALF_BYTES_PER_ELEMENT * sum(parameter.elements for parameter in component.parameters),
+        saved_activation_bytes=component.saved_activation_bytes * element_bytes // FULL_BYTES,
+        saved_fixed_bytes=component.saved_fixed_bytes * element_bytes // FULL_BYTES,
+        cast_bytes=element_bytes * sum(parameter.elements for parameter in component.parameters),
         forward_peaks=halved(component.forward_peaks),
         backward_peaks=halved(component.backward_peaks),
     )
 
 
-def _assumed_value(value: Value) -> HalfValue:
-    scale = 2 if value.differentiable else 1
+def _assumed_value(value: Value, element_bytes: int) -> HalfValue:
+    size = element_bytes if value.differentiable else FULL_BYTES
     return HalfValue(
-        bytes_per_sample=value.bytes_per_sample // scale,
-        fixed_bytes=value.fixed_bytes // scale,
+        bytes_per_sample=value.bytes_per_sample * size // FULL_BYTES,
+        fixed_bytes=value.fixed_bytes * size // FULL_BYTES,
         saved=value.saved,
         savers=value.savers,
     )

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import importlib
 import math
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.errors import MissingDependencyError, ModelError, near_matches
+from parsim.errors import FactoryError, MissingDependencyError, ModelError, near_matches
+from parsim.files import parse_json
 from parsim.model.component import Component
+from parsim.model.losses import LOSSES, NUMBERS
 from parsim.model.model import GRANULARITIES, Model
 from parsim.model.presets import PRESETS, load_preset
 from parsim.model.tracing.trace import require_torch
@@ -31,15 +34,19 @@ class ModelSpec:
     name: a key of the zoo, "package.module:factory", or the path of a Hugging Face config.json.
     args: keyword arguments of the factory (for a config: values that replace its own).
     input_shape: of ONE sample, e.g. (3, 224, 224); tokens: (seq,). None takes the model's default.
+    loss: a row of `parsim.model.losses`, or "package.module:ROW". None takes the model's default.
     """
 
     name: str
     args: tuple[tuple[str, Scalar], ...] = ()
     input_shape: tuple[int, ...] | None = None
+    loss: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; the loss only if it is not the model's own."""
         shape = None if self.input_shape is None else list(self.input_shape)
-        return {"name": self.name, "args": dict(self.args), "input_shape": shape}
+        document = {"name": self.name, "args": dict(self.args), "input_shape": shape}
+        return document if self.loss is None else {**document, "loss": self.loss}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> ModelSpec:
@@ -48,7 +55,8 @@ class ModelSpec:
             shape = document.get("input_shape")
             args = tuple((str(key), value) for key, value in dict(document.get("args") or {}).items())
             shape = None if shape is None else tuple(int(size) for size in shape)
-            return cls(name=str(document["name"]), args=args, input_shape=shape)
+            loss = document.get("loss")
+            return cls(name=str(document["name"]), args=args, input_shape=shape, loss=None if loss is None else str(loss))
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(f"not a model: {document!r} ({error!r}); give name, args and input_shape") from error
 
@@ -82,7 +90,12 @@ def resolve(spec: ModelSpec) -> ModelSpec:
             raise ModelError(f"argument {name} of {spec.name} must be like {defaults[name]!r}, got {value!r}")
         if isinstance(defaults[name], float):
             given[name] = float(str(value))
-    return ModelSpec(name=spec.name, args=tuple(sorted({**defaults, **given}.items())), input_shape=shape)
+            if not 0.0 <= float(str(value)) < 1.0:
+                raise ModelError(f"argument {name} of {spec.name} must be >= 0 and < 1, got {value!r}")
+        elif isinstance(value, int) and value < 1:
+            raise ModelError(f"argument {name} of {spec.name} must be >= 1, got {value!r}; for example {defaults[name]}")
+    loss = None if spec.loss == row.loss else spec.loss
+    return ModelSpec(name=spec.name, args=tuple(sorted({**defaults, **given}.items())), input_shape=shape, loss=loss)
 
 
 def is_config(name: str) -> bool:
@@ -126,13 +139,26 @@ def _from_factory(spec: ModelSpec) -> nn.Module:
         raise ModelError(
             f"cannot import {spec.name!r}: {error}; give package.module:factory with the package on the Python path"
         ) from error
+    except Exception as error:  # of the user's own module, while it was imported
+        raise FactoryError(f"importing {package} for {spec.name} {_raised(error, package)}") from error
     try:
         module = factory(**dict(spec.args))
-    except TypeError as error:
-        raise ModelError(f"{spec.name} refuses its arguments {dict(spec.args)}: {error}") from error
+    except Exception as error:  # the user's own fault, which their own traceback explains best
+        if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
+            raise ModelError(f"{spec.name} refuses its arguments {dict(spec.args)}: {error}") from error
+        raise FactoryError(f"{spec.name} with the arguments {dict(spec.args)} {_raised(error, package)}") from error
     if not isinstance(module, nn.Module):
         raise ModelError(f"{spec.name} returned a {type(module).__name__}, not a torch module; return an nn.Module")
     return module
+
+
+def _raised(error: Exception, package: str) -> str:
+    """What the user's code raised, with its traceback from the first frame outside parsim and the import system."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    imports = ("<frozen importlib", importlib.__file__)
+    own = [frame for frame in frames if not frame.filename.startswith(imports)]
+    lines = "".join(traceback.format_list(own) + traceback.format_exception_only(error))
+    return f"raised {type(error).__name__}; mend {package}:\nTraceback (most recent call last):\n{lines.rstrip()}"
 
 
 _HEADS = {
@@ -146,8 +172,6 @@ _HEADS = {
 
 def _from_config(spec: ModelSpec) -> nn.Module:
     """From the config alone, without network; randomly initialised."""
-    import json
-
     path = Path(spec.name)
     if not path.is_file():
         raise ModelError(f"no Hugging Face config at {path}; give the path of a config.json")
@@ -156,7 +180,7 @@ def _from_config(spec: ModelSpec) -> nn.Module:
     except ImportError as error:
         raise MissingDependencyError(f"transformers is needed to build {path}; install parsim[hf]") from error
     try:
-        document = {**json.loads(path.read_text()), **dict(spec.args)}
+        document = {**parse_json(path.read_text()), **dict(spec.args)}
         architecture = str(document["architectures"][0])
         config = transformers.AutoConfig.for_model(**document)
     except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -176,7 +200,7 @@ class Interface:
 
     Attributes:
         inputs: "image" (floats of any shape) or "tokens" (integers below `bound`).
-        output: shape of the logits; with loss cross_entropy its last size is the number of classes.
+        output: shape of the logits; with a loss over classes its last size is their number.
         loss: a key of `parsim.model.losses.LOSSES`.
     """
 
@@ -197,13 +221,13 @@ def interface_of(spec: ModelSpec) -> Interface:
     shape = spec.input_shape or row.input_shape
     classes = int(str(args[row.classes]))
     output = (classes,) if row.inputs == "image" else (*shape, classes)
-    return Interface(inputs=row.inputs, input_shape=shape, bound=classes, output=output, loss=row.loss)
+    return Interface(inputs=row.inputs, input_shape=shape, bound=classes, output=output, loss=spec.loss or row.loss)
 
 
 def _foreign_interface(spec: ModelSpec) -> Interface:
     """One fake forward tells the output. Inputs are tokens if the sample has one dim and the module an nn.Embedding.
 
-    The loss is cross_entropy, or mse if the output has one number per sample.
+    Unless the spec says, the loss is cross_entropy, or mse if the output has one number per sample.
     """
     import torch
     from torch import nn
@@ -221,7 +245,7 @@ def _foreign_interface(spec: ModelSpec) -> Interface:
     assert recording.logits_value is not None
     output = tuple(recording.tensors[recording.logits_value].shape[1:])
     bound = getattr(getattr(module, "config", None), "vocab_size", tables[0] if tables else 0)
-    loss = "mse" if math.prod(output) == 1 else "cross_entropy"
+    loss = spec.loss or ("mse" if math.prod(output) == 1 else "cross_entropy")
     return Interface(inputs="tokens" if tokens else "image", input_shape=shape, bound=bound, output=output, loss=loss)
 
 
@@ -242,9 +266,7 @@ def _build_fake(spec: ModelSpec) -> nn.Module:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return build_module(spec)
-    except ModelError:
-        raise
-    except Exception:  # a factory that looks at its weights' values: build it for real
+    except FactoryError:  # perhaps it looks at its weights' values: build it for real
         return build_module(spec)
 
 
@@ -281,7 +303,7 @@ def example_batch(
         given = torch.randint(kind.bound, (samples, *kind.input_shape), generator=generator)
     else:
         given = torch.randn((samples, *kind.input_shape), generator=generator, dtype=torch.float64).to(dtype)
-    if kind.loss == "mse":
+    if LOSSES[kind.loss].targets == NUMBERS:
         target = torch.randn((samples, *kind.output), generator=generator, dtype=torch.float64).to(dtype)
     else:
         target = torch.randint(kind.output[-1], (samples, *kind.output[:-1]), generator=generator)
@@ -291,7 +313,7 @@ def example_batch(
 def loss_of(spec: ModelSpec) -> str:
     """The key of `parsim.model.losses.LOSSES` this model trains with."""
     if spec.name in ZOO:
-        return ZOO[spec.name].loss
+        return spec.loss or ZOO[spec.name].loss
     return interface_of(resolve(spec)).loss
 
 

@@ -27,7 +27,7 @@ class Mesh:
         return f"pp={self.pp} dp={self.dp} tp={self.tp}"
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
-        """With several chunks per rank there are more stages than `pp`: stage s runs where s % pp does."""
+        """The ranks at place `stage % pp` of the pp axis; a pipeline order's row says at which place each stage runs."""
         width, place = self.dp * self.tp, stage % self.pp
         return tuple(range(place * width, (place + 1) * width))
 

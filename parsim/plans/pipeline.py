@@ -1,18 +1,20 @@
 """Pipeline orders: which action each rank of a pipeline runs next. A new order is one function and one row.
 
 Actions print as PyTorch's pipelining prints them: `1F0` is stage 1, forward, microbatch 0; B is a whole backward, I and W are
-its halves (gradients of inputs, gradients of weights). With V chunks per rank there are V * S stages, and stage s runs on rank
-s % S of the pipeline.
+its halves (gradients of inputs, gradients of weights). With V chunks per rank there are V * S stages; the order's row says on
+which rank of the pipeline each runs: in a loop (stage s on rank s % S) or in a V (there and back).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from parsim.errors import DeadlockError, PlanError, near_matches
+from parsim.errors import DeadlockError, PlanError
+from parsim.registry import Registry
 from parsim.work import Phase
 
 _PHASES = {phase.short: phase for phase in Phase if phase not in (Phase.OPTIMIZER, Phase.RECOMPUTE)}
@@ -32,8 +34,51 @@ class Action(NamedTuple):
 
 
 Actions = tuple[Action, ...]
-Order = Callable[[int, int, int, int], Actions]
-"""(rank of the pipeline, ranks, microbatches, chunks per rank) -> its actions."""
+
+
+def in_a_loop(stage: int, ranks: int) -> int:
+    """Stage s on rank s % S."""
+    return stage % ranks
+
+
+def in_a_v(stage: int, ranks: int) -> int:
+    """Chunk after chunk there and back: of two chunks, rank r has the stages r and 2 S - 1 - r."""
+    chunk, step = divmod(stage, ranks)
+    return step if chunk % 2 == 0 else ranks - 1 - step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOrder:
+    """One pipeline order.
+
+    Attributes:
+        actions: (rank of the pipeline, ranks, microbatches, chunks per rank) -> its actions, in order. Each of the rank's
+            stages runs every microbatch forward and backward once. Raises PlanError for microbatches it cannot have.
+        place: (stage, ranks) -> the rank of the pipeline that runs the stage; every rank has as many stages.
+        fewest_chunks, most_chunks: stages per rank that it takes (most_chunks None: any number).
+        halves: its backwards run in halves, BACKWARD_INPUT and BACKWARD_WEIGHT.
+    """
+
+    actions: Callable[[int, int, int, int], Actions]
+    place: Callable[[int, int], int] = in_a_loop
+    fewest_chunks: int = 1
+    most_chunks: int | None = 1
+    halves: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fewest_chunks < 1 or (self.most_chunks is not None and self.most_chunks < self.fewest_chunks):
+            raise PlanError(
+                f"a pipeline order takes 1 <= fewest_chunks <= most_chunks, got {self.fewest_chunks} and {self.most_chunks}"
+            )
+
+    def takes(self, chunks: int) -> bool:
+        """Whether it runs with so many stages per rank."""
+        return self.fewest_chunks <= chunks and (self.most_chunks is None or chunks <= self.most_chunks)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """What every stage runs for every microbatch."""
+        return (Phase.FORWARD, *((Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT) if self.halves else (Phase.BACKWARD,)))
 
 
 def parse_action(text: str) -> Action:
@@ -94,6 +139,43 @@ def zero_bubble(rank: int, ranks: int, microbatches: int, chunks: int) -> Action
     return tuple(actions)
 
 
+def zero_bubble_v(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
+    """ZB-V: two chunks per rank in a V, so the first rank has the loss; each backward in halves, the late ones fill the drain.
+
+    Without a bubble where forward and both halves take equally long; it holds at most 2 S chunks of a microbatch. With fewer
+    than 2 S - 1 microbatches the actions of the missing ones are left out.
+    Source: Qi et al., Zero Bubble Pipeline Parallelism (2023), section 6; order of PyTorch's ScheduleZBVZeroBubble.
+    """
+    near, far = rank, chunks * ranks - 1 - rank
+    total = max(2 * ranks - 1, microbatches)
+    done: dict[tuple[int, str], int] = {}
+    made: list[Action] = []
+
+    def run(stage: int, phases: str, times: int = 1) -> None:
+        """The next microbatch of each phase, as long as there is one."""
+        for phase in phases * times:
+            number = done.get((stage, phase), 0)
+            if number < total:
+                done[stage, phase] = number + 1
+                made.append(Action(stage, _PHASES[phase], number))
+
+    run(near, "F", 2 * (ranks - rank) - 1)
+    for _ in range(rank):
+        run(far, "F")
+        run(near, "F")
+    run(far, "FIW", ranks - rank)
+    for _ in range(total - ranks):
+        run(near, "FIW")
+        run(far, "FIW")
+    for _ in range(rank):
+        run(near, "I")
+        run(far, "I")
+    run(near, "IW", ranks - rank)
+    run(far, "W", total)
+    run(near, "W", total)
+    return tuple(action for action in made if action.microbatch < microbatches)
+
+
 def microbatches_per_round(ranks: int, microbatches: int, chunks: int) -> int:
     """How many microbatches a rank runs of one chunk before it turns to the next.
 
@@ -130,42 +212,91 @@ def _alternating(forward: Sequence[Action], backward: Sequence[Action], warm_up:
     return tuple(actions)
 
 
-PIPELINE_ORDERS: Mapping[str, Order] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "interleaved": interleaved,
-    "zero-bubble": zero_bubble,
-}
-
-CHUNKED_ORDERS = ("interleaved", "zero-bubble")
-"""Orders of more than one chunk per rank."""
-
-SPLIT_ORDERS = ("zero-bubble",)
-"""Orders that run backwards in halves."""
+PIPELINE_ORDERS: Registry[PipelineOrder] = Registry(
+    "pipeline_order",
+    PipelineOrder,
+    {
+        "gpipe": PipelineOrder(actions=gpipe),
+        "1f1b": PipelineOrder(actions=one_forward_one_backward),
+        "interleaved": PipelineOrder(actions=interleaved, most_chunks=None),
+        "zero-bubble": PipelineOrder(actions=zero_bubble, most_chunks=None, halves=True),
+        "zero-bubble-v": PipelineOrder(actions=zero_bubble_v, place=in_a_v, fewest_chunks=2, most_chunks=2, halves=True),
+    },
+    error=PlanError,
+)
 
 
 def check_chunks(order: str, chunks: int) -> None:
     """Raises PlanError for an unknown order, or one that has not so many chunks per rank."""
-    if order not in PIPELINE_ORDERS:
-        raise PlanError(f"unknown pipeline_order {order!r}{near_matches(order, PIPELINE_ORDERS)}")
-    if chunks < 1 or (chunks > 1 and order not in CHUNKED_ORDERS):
+    row = PIPELINE_ORDERS[order]
+    if row.takes(chunks):
+        return
+    if row.most_chunks == 1 or chunks < 1:
+        several = ", ".join(name for name, other in PIPELINE_ORDERS.items() if other.most_chunks != 1)
         raise PlanError(
-            f"pipeline_order {order!r} with chunks = {chunks}: only {', '.join(CHUNKED_ORDERS)} have more than one chunk per "
+            f"pipeline_order {order!r} with chunks = {chunks}: only {several} have more than one chunk per "
             "rank; choose one of them or chunks = 1"
         )
+    most = "" if row.most_chunks == row.fewest_chunks else " or more" if row.most_chunks is None else f" to {row.most_chunks}"
+    raise PlanError(
+        f"pipeline_order {order!r} with chunks = {chunks}: it takes {row.fewest_chunks}{most} stages per rank; "
+        f"set chunks = {row.fewest_chunks}"
+    )
 
 
 @lru_cache(maxsize=1024)
 def pipeline_actions(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 1) -> Actions:
     """The actions of one rank of a pipeline. Raises PlanError for an unknown order, chunks or microbatches it cannot have."""
     check_chunks(order, chunks)
-    return PIPELINE_ORDERS[order](rank, ranks, microbatches, chunks)
+    return tuple(PIPELINE_ORDERS[order].actions(rank, ranks, microbatches, chunks))
+
+
+@lru_cache(maxsize=1024)
+def stages_by_rank(order: str, ranks: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Per rank of the pipeline the stages that it runs, ascending. Raises PlanError where the ranks have not equally many."""
+    place = PIPELINE_ORDERS[order].place
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    for stage in range(ranks * chunks):
+        number = place(stage, ranks)
+        if not 0 <= number < ranks:
+            raise PlanError(f"pipeline_order {order!r} places stage {stage} on rank {number} of {ranks}; correct its place()")
+        found[number].append(stage)
+    uneven = next((rank for rank, own in enumerate(found) if len(own) != chunks), None)
+    if uneven is not None:
+        raise PlanError(
+            f"pipeline_order {order!r} gives rank {uneven} of {ranks} the stages {found[uneven]}; every rank takes {chunks}: "
+            "correct its place()"
+        )
+    return tuple(map(tuple, found))
+
+
+@lru_cache(maxsize=1024)
+def rank_of_stage(order: str, ranks: int, chunks: int = 1) -> tuple[int, ...]:
+    """Per stage the rank of the pipeline that runs it."""
+    found = [0] * (ranks * chunks)
+    for rank, stages in enumerate(stages_by_rank(order, ranks, chunks)):
+        for stage in stages:
+            found[stage] = rank
+    return tuple(found)
 
 
 @lru_cache(maxsize=256)
 def check_order(order: str, ranks: int, microbatches: int, chunks: int = 1) -> None:
-    """Raises DeadlockError (the grid of ranks) unless the order runs to its end; PlanError as `pipeline_actions`."""
-    check_actions([pipeline_actions(order, rank, ranks, microbatches, chunks) for rank in range(ranks)], ranks * chunks)
+    """Raises DeadlockError (the grid of ranks) unless the order runs to its end; PlanError as `pipeline_actions`, and where an
+    action is missing, runs twice or is another rank's."""
+    own = [pipeline_actions(order, rank, ranks, microbatches, chunks) for rank in range(ranks)]
+    phases = PIPELINE_ORDERS[order].phases
+    for rank, (stages, actions) in enumerate(zip(stages_by_rank(order, ranks, chunks), own, strict=True)):
+        wanted = {Action(stage, phase, number) for stage in stages for phase in phases for number in range(microbatches)}
+        wrong = sorted(wanted.symmetric_difference(actions))
+        if wrong or len(actions) != len(wanted):
+            said = "leaves out" if wrong and wrong[0] in wanted else "runs, of another rank or phase," if wrong else "repeats"
+            which = wrong[0] if wrong else next(action for action in actions if actions.count(action) > 1)
+            raise PlanError(
+                f"pipeline_order {order!r} on rank {rank} of {ranks} {said} action {which}; every stage of the rank "
+                f"({', '.join(map(str, stages))}) runs {', '.join(phase.short for phase in phases)} once per microbatch"
+            )
+    check_actions(own, ranks * chunks)
 
 
 def check_actions(actions: Sequence[Sequence[Action]], stages: int) -> None:
@@ -240,13 +371,14 @@ def moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 
     Those that hold most in total come last.
     """
     alive = [0] * chunks
+    chunk_of = {stage: chunk for chunk, stage in enumerate(stages_by_rank(order, ranks, chunks)[rank])}
     seen: dict[tuple[int, ...], None] = {}
     for action in pipeline_actions(order, rank, ranks, microbatches, chunks):
         if action.phase is Phase.FORWARD:
-            alive[action.stage // ranks] += 1
+            alive[chunk_of[action.stage]] += 1
             seen[tuple(alive)] = None
         elif action.phase is not Phase.BACKWARD_INPUT:
-            alive[action.stage // ranks] -= 1
+            alive[chunk_of[action.stage]] -= 1
     largest = [
         moment
         for moment in seen

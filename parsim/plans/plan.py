@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import ModelError, PlanError, near_matches
+from parsim.files import NO_CONTROL, control_character_in, parse_json, version_problem
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.shard.narrow import check_ways
 from parsim.plans.mesh import Mesh
-from parsim.plans.pipeline import CHUNKED_ORDERS, check_chunks
+from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, rank_of_stage, stages_by_rank
 from parsim.plans.placement import BATCH, Placement, parse_placement
 from parsim.plans.recompute import NONE, Recompute, normalised, recomputed_names
+from parsim.registry import is_reference
 
 SCHEMA_VERSION = 2
 STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
@@ -57,7 +59,8 @@ class Plan:
     Attributes:
         strategy: the family it was chosen from.
         global_batch: samples per step over all replicas. microbatches: per replica.
-        stages: in the order of the model; `chunks` times as many as the mesh has pp, stage s on the ranks of s % pp.
+        stages: in the order of the model; `chunks` times as many as the mesh has pp, each at the place on the pp axis that the
+            pipeline order gives it.
         pipeline_order: a key of `parsim.plans.pipeline.PIPELINE_ORDERS`.
         bucket_bytes: a gradient bucket is closed once it holds this much.
         zero_stage: what is divided over the ranks that hold the same parameters: 1 the optimizer state (and its step), 2 the
@@ -81,9 +84,10 @@ class Plan:
         return f"Plan({self.summary()})"
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
+        if self.strategy not in STRATEGIES and not is_reference(self.strategy):
             raise PlanError(f"unknown strategy {self.strategy!r}{near_matches(self.strategy, STRATEGIES)}")
-        chunked = self.pipeline_order in CHUNKED_ORDERS
+        row = PIPELINE_ORDERS[self.pipeline_order]
+        chunked = row.most_chunks != 1
         if not self.stages or len(self.stages) % self.mesh.pp or (len(self.stages) != self.mesh.pp and not chunked):
             multiple = " or a multiple of it" if chunked else ""
             raise PlanError(
@@ -93,11 +97,11 @@ class Plan:
         if self.mesh.pp == 1 and len(self.stages) > 1:
             raise PlanError(f"chunks = {len(self.stages)} with pp = 1: there is no pipeline to interleave; use one stage")
         check_chunks(self.pipeline_order, self.chunks)
-        for number, stage in enumerate(self.stages):
+        for number, (stage, place) in enumerate(zip(self.stages, self.stage_places, strict=True)):
             if not stage.components:
                 raise PlanError(f"stage {number} holds no component; use fewer stages")
-            if stage.ranks != self.mesh.stage_ranks(number):
-                raise PlanError(f"stage {number} must run on ranks {self.mesh.stage_ranks(number)}, got {stage.ranks}")
+            if stage.ranks != self.mesh.stage_ranks(place):
+                raise PlanError(f"stage {number} must run on ranks {self.mesh.stage_ranks(place)}, got {stage.ranks}")
             for name, placement in stage.placed():
                 _check_axis(name, placement, self.mesh.tp)
         if self.zero_stage not in ZERO_STAGES:
@@ -136,9 +140,14 @@ class Plan:
         """Stages per rank."""
         return len(self.stages) // self.mesh.pp
 
-    def place_stages(self, place: int) -> range:
+    @property
+    def stage_places(self) -> tuple[int, ...]:
+        """Per stage its place on the pp axis."""
+        return rank_of_stage(self.pipeline_order, self.mesh.pp, self.chunks)
+
+    def place_stages(self, place: int) -> tuple[int, ...]:
         """The stages that run at one place on the pp axis, in execution order."""
-        return range(place, len(self.stages), self.mesh.pp)
+        return stages_by_rank(self.pipeline_order, self.mesh.pp, self.chunks)[place]
 
     def stage_of_rank(self, rank: int) -> int:
         """Place on the pp axis: the number of its (first) stage."""
@@ -201,10 +210,12 @@ class Plan:
     def from_json(cls, text: str, where: str = "plan JSON") -> Plan:
         """Raises PlanError with the place that is wrong."""
         try:
-            document = json.loads(text)
-            version = document.pop("schema_version", None)
-            if version != SCHEMA_VERSION:
-                raise PlanError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}; plan again")
+            document = parse_json(text)
+            if problem := version_problem(document, SCHEMA_VERSION):
+                raise PlanError(f"{where}: {problem}; or plan again")
+            if found := control_character_in(document):
+                raise PlanError(f"{where}: {found}: {NO_CONTROL}")
+            del document["schema_version"]
             document["mesh"] = Mesh(**document["mesh"])
             document["stages"] = tuple(
                 Stage(

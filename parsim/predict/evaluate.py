@@ -13,9 +13,16 @@ from parsim.analyze.bounds import busiest_resource_s
 from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
 from parsim.costs.estimate import Estimate, OverlapFactors
 from parsim.costs.memory.rank_memory import RankMemory
-from parsim.costs.uncertainty.draws import medians_s, rank_noise, sample_durations_s
+from parsim.costs.uncertainty.draws import (
+    medians_s,
+    rank_noise,
+    repeat_sigmas,
+    sample_durations_s,
+    sampled_durations_by_rows,
+)
 from parsim.engines import dynamic, static
 from parsim.engines.compile import CompiledGraph, compile_graph
+from parsim.engines.slowest import slowest_ranks
 from parsim.engines.steps import mean_step_s
 from parsim.errors import PlanError
 from parsim.graph.columns import Columns
@@ -32,6 +39,9 @@ REPEATED_STEPS = 4
 NOISY_STEPS = 64
 SAMPLES = 200
 SEED = 0
+DRAWS_AT_ONCE = 2**23
+"""Durations of tasks that are drawn at once, 8 bytes each: what bounds the memory of an interval."""
+
 MANY_RANKS = 64
 """Beyond so many ranks, those that are interchangeable are simulated once unless asked otherwise."""
 
@@ -79,8 +89,7 @@ def evaluate(
 
     Args:
         fold: simulate interchangeable ranks once (`parsim.graph.fold`); None: where there are more than `MANY_RANKS`. Not done
-            where ranks are noisy, each by itself, as one that stands for many would not wait for the slowest, nor where ranks
-            share cores.
+            where whole ranks are noisy, each by itself (`noise.rank_sigma`), nor where ranks share cores.
 
     The step time is the mean of `REPEATED_STEPS` steps in a row (`parsim.engines.steps`), or where the profile
     knows how unsteady single ranks are, the mean of `NOISY_STEPS` steps with that noise: ranks wait for the slowest. What ranks
@@ -101,7 +110,7 @@ def evaluate(
     folds = (fold or (fold is None and plan.world_size > MANY_RANKS)) and not sigma and not costs.shared_cores
     folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if folds else unfolded(plan.mesh)
     columns = lower_columns(plan, problem.model, layout, folding)
-    if costs.resume_s:
+    if costs.post_wait_s:
         columns = columns.resuming()
     estimates = tuple(problem.price(columns.units, plan.mesh))
     medians = medians_s(estimates)[columns.unit]
@@ -154,14 +163,13 @@ def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: 
     """The same evaluation with an interval from `samples` draws of the cost parameters, corrected by the problem's history,
     and the reason it was kept for.
 
-    Where tasks have noise of their own, a rank that stands for many would not wait for the slowest: nothing is folded then.
+    Where tasks have noise of their own and ranks are folded, those that stand for many wait for the slowest of them
+    (`parsim.engines.slowest`).
     """
-    result, estimates = replace(evaluation.result, reason=reason), evaluation.estimates
+    result = replace(evaluation.result, reason=reason)
     if samples:
         plan = result.plan
-        if evaluation.folding.is_folded and any(estimate.repeat_sigma for estimate in estimates):
-            return evaluate(problem, plan, samples=samples, reason=reason, fold=False)
-        times = _sampled_steps_s(evaluation.compiled, estimates, samples, evaluation.overlap)
+        times = sampled_steps_s(evaluation, samples)
         median = result.step_s.median
         history = problem.history
         found = IntervalCorrection(
@@ -179,28 +187,41 @@ def _communication_s(problem: PlanningProblem, plan: Plan, work: Work) -> float:
     return problem.price([(work, 0)], plan.mesh)[0].median_s
 
 
-def _sampled_steps_s(
-    compiled: CompiledGraph, estimates: Sequence[Estimate], samples: int, overlap: OverlapFactors
-) -> NDArray[np.float64]:
+def sampled_steps_s(evaluation: Evaluation, samples: int) -> NDArray[np.float64]:
     """float64 [samples]: the mean step under each draw. Where no task has noise of its own, draws are per unit."""
+    compiled, estimates, overlap = evaluation.compiled, evaluation.estimates, evaluation.overlap
     unit = compiled.columns.unit
-    if any(estimate.repeat_sigma for estimate in estimates):
-        draws = sample_durations_s(estimates, samples, SEED, unit=unit)
-        return mean_step_s(compiled, draws, overlap, steps=REPEATED_STEPS)
-    draws = sample_durations_s(estimates, samples, SEED)
-    return mean_step_s(compiled, draws, overlap, steps=REPEATED_STEPS, unit=unit)
+    if not any(estimate.repeat_sigma for estimate in estimates):
+        draws = sample_durations_s(estimates, samples, SEED)
+        return mean_step_s(compiled, draws, overlap, steps=REPEATED_STEPS, unit=unit)
+    repeat = None
+    if evaluation.folding.is_folded:
+        medians, sigmas = medians_s(estimates)[unit], repeat_sigmas(estimates, unit)
+        repeat = slowest_ranks(compiled, evaluation.folding, evaluation.timeline, medians, sigmas).exponents
+    rows = max(1, DRAWS_AT_ONCE // max(1, compiled.size))
+    pieces = sampled_durations_by_rows(estimates, samples, SEED, unit=unit, rows=rows, repeat=repeat)
+    return np.concatenate([mean_step_s(compiled, piece, overlap, steps=REPEATED_STEPS) for piece in pieces])
 
 
 def unsteady_step_s(compiled: CompiledGraph, rows_s: NDArray[np.float64], overlap: OverlapFactors, sigma: float) -> float:
     """Seconds of the mean step over task times float64 [rows, n], under at least `NOISY_STEPS` draws of noise that the rows
     share out. The noise is that of a rank's core, which ranks may share; one rank has nobody to wait for, and none."""
     columns = compiled.columns
-    if sigma and columns.world_size > 1:
-        core_of_rank = np.array(overlap.core_of_rank or range(columns.world_size), dtype=np.int64)
-        core = np.where(columns.communicates, -1, core_of_rank[columns.first_rank])
-        rows_s = np.repeat(rows_s, -(-NOISY_STEPS // len(rows_s)), axis=0)
-        rows_s = rows_s * rank_noise(core, sigma, len(rows_s), SEED)
-    return float(mean_step_s(compiled, rows_s, overlap, steps=REPEATED_STEPS).mean())
+    if not sigma or columns.world_size == 1:
+        return float(mean_step_s(compiled, rows_s, overlap, steps=REPEATED_STEPS).mean())
+    core_of_rank = np.array(overlap.core_of_rank or range(columns.world_size), dtype=np.int64)
+    core = np.where(columns.communicates, -1, core_of_rank[columns.first_rank])
+    repeats = -(-NOISY_STEPS // len(rows_s))
+    draws = repeats * len(rows_s)
+    by_core = rank_noise(np.arange(1 + int(core.max(initial=-1))), sigma, draws, SEED)
+    factors = np.concatenate([by_core, np.ones((draws, 1))], axis=1)  # the last column: of communication, numbered -1
+    at_once = max(1, DRAWS_AT_ONCE // columns.size)
+    pieces = (np.arange(begin, min(draws, begin + at_once)) for begin in range(0, draws, at_once))
+    times = [
+        mean_step_s(compiled, rows_s[piece // repeats] * factors[piece][:, core], overlap, steps=REPEATED_STEPS)
+        for piece in pieces
+    ]
+    return float(np.concatenate(times).mean())
 
 
 def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArray[np.float64]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from parsim.analyze.breakdown import RankBreakdown
-from parsim.costs.estimate import Estimate, Operation, Origin, running_totals_s
+from parsim.costs.estimate import Estimate, TermOperation, TermOrigin, running_totals_s
 from parsim.predict.evaluate import Evaluation
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.units import format_bytes, format_percent, format_seconds
@@ -63,10 +63,10 @@ class ExplainedTerm:
     """
 
     name: str
-    operation: Operation
+    operation: TermOperation
     value: float | None
     seconds: float
-    origin: Origin
+    origin: TermOrigin
     detail: str
 
 
@@ -229,7 +229,7 @@ def _tasks_by_kind(evaluation: Evaluation) -> list[ExplainedTask]:
 
 def _terms(members: Iterable[tuple[Estimate, float]]) -> tuple[ExplainedTerm, ...]:
     """The terms of like prices together, in the order of the first that has each."""
-    found: dict[tuple[str, Operation, Origin], list[tuple[float, float, str]]] = {}
+    found: dict[tuple[str, TermOperation, TermOrigin], list[tuple[float, float, str]]] = {}
     for estimate, tasks in members:
         before_s = 0.0
         for term, total_s in running_totals_s(estimate.terms):

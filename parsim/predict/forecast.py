@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parsim.analyze.breakdown import breakdown
+from parsim.arrays import Floats
 from parsim.costs.estimate import OverlapFactors
-from parsim.costs.uncertainty.draws import medians_s, sample_durations_s
+from parsim.costs.uncertainty.draws import medians_s
 from parsim.engines import dynamic
+from parsim.engines.program import by_step
 from parsim.engines.scenario.asynchronous import asynchronous_program, merges_per_s
 from parsim.engines.scenario.checkpointing import (
     IntervalTimes,
@@ -26,11 +27,9 @@ from parsim.engines.scenario.scenario import Run, Scenario
 from parsim.engines.scenario.whole_run import Training, WholeRun, simulate_run
 from parsim.engines.steps import mean_step_s, steps_in_a_row
 from parsim.errors import ScenarioError, StandstillError
-from parsim.predict.evaluate import REPEATED_STEPS, SEED, Evaluation
+from parsim.predict.evaluate import REPEATED_STEPS, Evaluation, sampled_steps_s
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import Compute, Phase
-
-Floats = NDArray[np.float64]
 
 JITTERED_STEPS = 32
 """Steps whose mean is taken where every step differs."""
@@ -101,8 +100,10 @@ class Played:
         conditions = conditions_for(now, columns, self.problem.cluster)
         quiet_s = mean_step_s(compiled, self.durations_s[None, :], self._overlap, steps=steps)[0]
         if asynchronous is not None:
-            program = asynchronous_program(columns.graph, rows, asynchronous.merge_s)
-            done = dynamic.run_program(program, overlap=self._overlap, conditions=conditions, record=True)
+            program, rows = asynchronous_program(columns.graph, rows, asynchronous.merge_s)
+            done = dynamic.run_program(
+                program, by_step(rows), varying=True, overlap=self._overlap, conditions=conditions, record=True
+            )
             return float(columns.world_size / merges_per_s(program, done) / quiet_s)
         if conditions is None and not varied:
             return 1.0
@@ -110,9 +111,9 @@ class Played:
             # Stragglers alone are longer durations, for which the static engine gives the dynamic one's times.
             longer = self.durations_s * straggling(columns, conditions)
             return float(mean_step_s(compiled, longer[None, :], self._overlap, steps=steps)[0] / quiet_s)
-        program = steps_in_a_row(columns, rows, self._overlap)
+        program = steps_in_a_row(columns, self._overlap, steps=steps)
         try:
-            done = dynamic.run_program(program, overlap=self._overlap, conditions=conditions)
+            done = dynamic.run_program(program, by_step(rows), varying=True, overlap=self._overlap, conditions=conditions)
         except StandstillError:
             if self.scenario.at(np.inf) == now:
                 raise
@@ -121,9 +122,8 @@ class Played:
 
     def training(self, run: Run) -> Training:
         """The steps of a whole run: a row per draw of the cost parameters, a column per state."""
-        result, compiled = self.evaluation.result, self.evaluation.compiled
-        draws = sample_durations_s(self.evaluation.estimates, run.draws, SEED, unit=compiled.columns.unit)
-        times = mean_step_s(compiled, draws, self._overlap, steps=REPEATED_STEPS)
+        result = self.evaluation.result
+        times = sampled_steps_s(self.evaluation, run.draws)
         step_s = (
             result.step_s.median
             * (times / self.evaluation.steady_step_s)[:, None]

@@ -81,15 +81,16 @@ def _in_flight(kept: KeptActivations, rank: int) -> dict[str, int]:
     layout, plan = kept.layout, kept.layout.plan
     place, names = plan.stage_of_rank(rank), layout.rank_components(rank)
     saved = [0.0] * plan.chunks
+    chunk_of = {stage: chunk for chunk, stage in enumerate(plan.place_stages(place))}
     for name in names if plan.chunks > 1 else ():
         component = kept.component(name)
         size = component.saved_activation_bytes * layout.local_samples(name) + component.saved_fixed_bytes
-        saved[layout.chunk_of[name] // plan.mesh.pp] += size
+        saved[chunk_of[layout.chunk_of[name]]] += size
     alive = max(
         moments(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks),
         key=lambda moment: (sum(a * b for a, b in zip(moment, saved, strict=True)), sum(moment)),
     )
-    return {name: alive[layout.chunk_of[name] // plan.mesh.pp] for name in names}
+    return {name: alive[chunk_of[layout.chunk_of[name]]] for name in names}
 
 
 def rank_weights(layout: PlanIndex, rank: int) -> Weights:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.costs.feedback.history import NO_HISTORY, History
-from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, Corrections
+from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.costs.memory.rank_memory import RankMemory, optimizer_bytes
 from parsim.costs.pricing import Priced, price
 from parsim.graph.plan_index import PlanIndex
@@ -24,7 +24,7 @@ from parsim.plans.plan import Plan
 from parsim.plans.recompute import NONE, Recompute
 from parsim.predict.plan_memory import plan_memory
 
-Store = TypeVar("Store")
+KeptPrices = TypeVar("KeptPrices")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class PlanningProblem:
     precision: str = "fp32"
     optimizer: str = "sgd_momentum"
     master_weights: bool = True
-    corrections: Corrections = NO_CORRECTIONS
+    corrections: RunCorrections = NO_RUN_CORRECTIONS
     history: History = NO_HISTORY
     zero_stage: int = 0
     recompute: Recompute = NONE
@@ -82,7 +82,7 @@ class PlanningProblem:
     def _layouts(self) -> dict[Plan, PlanIndex]:
         return {}
 
-    def remembered(self, kind: type[Store]) -> Store:
+    def remembered(self, kind: type[KeptPrices]) -> KeptPrices:
         """The problem's one object of this class, made empty when first asked for.
 
         Parts of a search keep there what they have worked out for the problem and may need again.

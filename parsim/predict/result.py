@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.costs.uncertainty.conformal import Correction
+from parsim.costs.uncertainty.conformal import ConformalCorrection
 from parsim.plans.plan import Plan
 
 
@@ -42,7 +42,7 @@ class IntervalCorrection:
     Attributes: uncorrected: the interval from the draws alone. notes: what is wrong with the history or the profile.
     """
 
-    correction: Correction
+    correction: ConformalCorrection
     uncorrected: Interval
     notes: tuple[str, ...] = ()
 

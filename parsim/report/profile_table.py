@@ -54,10 +54,10 @@ def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTa
         rows.append(("overlap", NOTHING, factors, NOTHING))
     if profile.host is not None:
         host = f"{format_seconds(profile.host.task_s)} per task, {format_seconds(profile.host.step_s)} per step"
-        if profile.host.resume_s:
-            host += f", {format_seconds(profile.host.resume_s)} after a wait"
-        if profile.host.crowding > 1:
-            host += f"; computing x{profile.host.crowding:.3g} where ranks share a core"
+        if profile.host.post_wait_s:
+            host += f", {format_seconds(profile.host.post_wait_s)} after a wait"
+        if profile.host.core_sharing > 1:
+            host += f"; computing x{profile.host.core_sharing:.3g} where ranks share a core"
         rows.append(("host", NOTHING, host, NOTHING))
     if profile.today is not None:
         what = f"{speed_since(profile).text} for the same work, as of {profile.today.created}"

@@ -279,20 +279,18 @@ CATEGORIES = {
 
 
 def breakdown_table(breakdown: Sequence[Mapping[str, Any]], *, title: str = "Where the step goes") -> ReportTable:
-    """One row per rank, one column per category, from RankBreakdown as dictionaries; the categories sum to the step."""
+    """One column per category, from RankBreakdown as dictionaries; the categories sum to the step. Ranks whose rows read
+    the same share one."""
     columns = (
-        Column(name="rank", numeric=True),
+        Column(name="ranks"),
         *(Column(name=name, numeric=True) for name in CATEGORIES.values()),
         Column(name="step", numeric=True),
     )
-    rows = tuple(
-        (
-            str(rank["rank"]),
-            *(format_seconds(rank[key]) for key in CATEGORIES),
-            format_seconds(sum(rank[key] for key in CATEGORIES)),
-        )
-        for rank in breakdown
-    )
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank in breakdown:
+        cells = (*(format_seconds(rank[key]) for key in CATEGORIES), format_seconds(sum(rank[key] for key in CATEGORIES)))
+        alike.setdefault(cells, []).append(rank["rank"])
+    rows = tuple((_runs_text(ranks), *cells) for cells, ranks in alike.items())
     return ReportTable(title=title, columns=columns, rows=rows)
 
 
@@ -382,10 +380,18 @@ def _group_text(ranks: Sequence[int]) -> str:
 
 def _ranks_text(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 0-3`, `ranks 0,2`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    consecutive = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
-    return f"ranks {ranks[0]}-{ranks[-1]}" if consecutive else f"ranks {','.join(map(str, ranks))}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_runs_text(ranks)}"
+
+
+def _runs_text(ranks: Sequence[int]) -> str:
+    """Ascending ranks as `0-3,8-11,15`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _percent_or_nothing(fraction: float | None) -> str:

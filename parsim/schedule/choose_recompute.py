@@ -13,11 +13,11 @@ from parsim.plans.plan import Plan
 from parsim.plans.recompute import FULL
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.closed_form import QuickEstimates
+from parsim.schedule.closed_form import ClosedFormEstimates
 from parsim.work import Phase
 
 
-def relieved(problem: PlanningProblem, plan: Plan) -> Plan | None:
+def recomputed_to_fit(problem: PlanningProblem, plan: Plan) -> Plan | None:
     """The plan with the fewest of its components recomputed with which it fits, the most worthwhile first; None if it never
     does. Raises CostError where a forward has no price."""
     order = _most_worthwhile_first(problem, plan)
@@ -36,7 +36,7 @@ def relieved(problem: PlanningProblem, plan: Plan) -> Plan | None:
 def _most_worthwhile_first(problem: PlanningProblem, plan: Plan) -> list[str]:
     """All components that have a backward, by bytes that recomputing them frees per second of their forward."""
     kept = KeptActivations(problem.layout(replace(plan, recompute=FULL)), problem.precision)
-    prices = QuickEstimates(problem).prices(plan)
+    prices = ClosedFormEstimates(problem).prices(plan)
     worth: dict[str, float] = {}
     for component in problem.model.components:
         placement = kept.layout.placement[component.name]

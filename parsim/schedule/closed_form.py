@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from parsim.plans.mesh import Mesh
-from parsim.plans.pipeline import SPLIT_ORDERS, in_flight
+from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight
 from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.options import Prices
@@ -29,7 +29,7 @@ class ClosedForms:
     steps_s: dict[Plan, float] = field(default_factory=dict)
 
 
-class QuickEstimates:
+class ClosedFormEstimates:
     """Remembers, with the problem, the prices of meshes and microbatches already seen and the plans already asked for."""
 
     def __init__(self, problem: PlanningProblem) -> None:
@@ -83,7 +83,7 @@ class QuickEstimates:
             every = sum(prices.every_microbatch_s(c, placements[c.name]) for c in components)
             sending = max(sending, plan.microbatches * every + update)
         fill = (sum(stages) - max(stages)) / plan.chunks
-        if plan.pipeline_order in SPLIT_ORDERS:
+        if PIPELINE_ORDERS[plan.pipeline_order].halves:
             fill *= forwards / max(sum(stages), 1e-30)
         return max(plan.microbatches * max(stages) + fill + exposed, sending)
 

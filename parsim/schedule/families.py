@@ -1,13 +1,18 @@
-"""The named strategies as families of plans: every member worth judging, one function per family, one row per name."""
+"""The named strategies as families of plans: every member worth judging, one function per family, one row per name.
+
+"adaptive" stands for all of them and the placements of `mixed_plans`; `parsim.schedule.search` knows it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from parsim.errors import ScheduleError
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.registry import Registry
 from parsim.schedule.placement.objective import Solution
 from parsim.schedule.tensor import Best, adaptive_plans, uniform_plans, useful_plans
 
@@ -105,18 +110,44 @@ def hp_plans(problem: PlanningProblem) -> Iterator[Plan]:
         )
 
 
-FAMILIES: Mapping[str, Callable[[PlanningProblem], Iterator[Plan]]] = {
-    "single": single_plans,
-    "dp": dp_plans,
-    "mp": mp_plans,
-    "hp": hp_plans,
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """One family of plans.
+
+    Attributes:
+        plans: its members, those that are likely best first; the search prices, simulates and ranks them. Raises ScheduleError
+            where the family has none for the problem.
+    """
+
+    plans: Callable[[PlanningProblem], Iterator[Plan]]
+
+    def __call__(self, problem: PlanningProblem) -> Iterator[Plan]:
+        return self.plans(problem)
+
+
+FAMILIES: Registry[Strategy] = Registry(
+    "strategy",
+    Strategy,
+    {
+        "single": Strategy(plans=single_plans),
+        "dp": Strategy(plans=dp_plans),
+        "mp": Strategy(plans=mp_plans),
+        "hp": Strategy(plans=hp_plans),
+    },
+    error=ScheduleError,
+)
 
 
 def mixed_plans(problem: PlanningProblem, solutions: list[Solution] | None = None) -> Iterator[Plan]:
-    """The best placement of every component by itself; see `parsim.schedule.tensor`."""
-    counts = _powers_of_two(problem.global_batch, MOST_MICROBATCHES)
-    return adaptive_plans(problem, microbatches=counts, solutions=solutions)
+    """The best placement of every component by itself (`parsim.schedule.tensor`), with every bucket size of `dp_plans`."""
+    for plan in adaptive_plans(problem, microbatches=microbatch_counts(problem), solutions=solutions):
+        for bucket_bytes in _useful_buckets(problem):
+            yield replace(plan, bucket_bytes=bucket_bytes)
+
+
+def microbatch_counts(problem: PlanningProblem) -> list[int]:
+    """The numbers of microbatches that `mixed_plans` tries, in its order."""
+    return _powers_of_two(problem.global_batch, MOST_MICROBATCHES)
 
 
 def pipeline_plans(problem: PlanningProblem, strategy: str, mesh: Mesh, best: Best | None = None) -> Iterator[Plan]:

@@ -11,17 +11,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.errors import ScheduleError
 
 INFINITE = float("inf")
-
-FloatArray = NDArray[np.float64]
 
 
 def partition(
     components: int,
     stages: int,
-    stage_s: Callable[[int], FloatArray],
+    stage_s: Callable[[int], Floats],
     cut_s: Sequence[float],
 ) -> tuple[tuple[int, int], ...]:
     """Bounds (first, one past the last) of each stage.
@@ -59,7 +58,7 @@ def partition(
     return tuple(reversed(bounds))
 
 
-def sums_between(up_to: FloatArray) -> FloatArray:
+def sums_between(up_to: Floats) -> Floats:
     """float64 [n + 1, n + 1]: at [last, first] the sum of entries first..last-1, from running sums (`up_to[0]` is 0)."""
-    sums: FloatArray = up_to[:, None] - up_to[None, :]
+    sums: Floats = up_to[:, None] - up_to[None, :]
     return sums

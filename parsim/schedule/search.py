@@ -11,8 +11,9 @@ from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, NONE, Recompute
 from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, with_interval
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.choose_recompute import relieved
-from parsim.schedule.closed_form import QuickEstimates
+from parsim.registry import is_reference
+from parsim.schedule.choose_recompute import recomputed_to_fit
+from parsim.schedule.closed_form import ClosedFormEstimates
 from parsim.schedule.families import FAMILIES, mixed_plans
 from parsim.schedule.placement.objective import Solution
 from parsim.units import format_bytes, format_seconds
@@ -70,7 +71,8 @@ def search(
     """The best plan of each named family, ranked; the fastest that fits is chosen.
 
     Args:
-        strategies: keys of FAMILIES; "adaptive" stands for all of them.
+        strategies: keys of FAMILIES or "package.module:ROW"; "adaptive" stands for all of FAMILIES. Its candidate is the best
+            of all plans judged, so no candidate beside it is predicted faster.
         top: keep this many plans over all families instead of the best of each.
 
     Raises:
@@ -79,10 +81,12 @@ def search(
     mixes = "adaptive" in strategies
     wanted = (*FAMILIES, "adaptive") if mixes else tuple(dict.fromkeys(strategies))
     for name in wanted:
-        if name not in (*FAMILIES, "adaptive"):
+        if name not in (*FAMILIES, "adaptive") and not is_reference(name):
             raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, [*FAMILIES, 'adaptive'])}")
-    quick = QuickEstimates(problem)
+    families = {name: FAMILIES[name] for name in wanted if name != "adaptive"}
+    closed_form = ClosedFormEstimates(problem)
     solutions: list[Solution] = []
+    simulated: dict[Plan, Evaluation] = {}
     judged: list[Evaluation] = []
     skipped: dict[str, str] = {}
     unpriced: CostError | None = None
@@ -91,9 +95,11 @@ def search(
             skipped[name] = "one device: there is nothing to distribute"
             continue
         try:
-            plans = mixed_plans(problem, solutions) if name == "adaptive" else FAMILIES[name](problem)
+            plans = mixed_plans(problem, solutions) if name == "adaptive" else families[name](problem)
             members, left_out = _members(plans)
-            judged.extend(_judge_family(problem, _respecting(problem, members), quick))
+            if is_reference(name):
+                members = [replace(plan, strategy=name) for plan in members]
+            judged.extend(_judge_family(problem, _respecting(problem, members), closed_form, simulated))
             if left_out is not None:
                 skipped[name] = f"judged without some of its plans: {left_out}"
         except ScheduleError as error:
@@ -105,17 +111,20 @@ def search(
         if unpriced is not None:
             raise unpriced
         raise ScheduleError("no plan to choose from: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
-    ranked = sorted(judged, key=lambda entry: (not entry.result.fits, entry.result.step_s.median))
+    ranked = sorted(judged, key=_rank)
+    best_mixes = mixes and problem.cluster.size > 1
+    if top is not None:
+        ranked = _distinct([_renamed(ranked[0], "adaptive"), *ranked[1:]] if best_mixes else ranked)
+    elif best_mixes and ranked[0].result.strategy != "adaptive":
+        ranked = sorted([*ranked, _renamed(ranked[0], "adaptive")], key=_rank)
     kept = ranked[:top] if top is not None else _best_of_each(ranked)
     winner = ranked[0] if ranked[0].result.fits else None
     candidates = tuple(_with_interval(problem, entry, ranked[0], samples) for entry in kept)
     chosen = None
     if winner is not None:
         chosen = next(entry for entry in candidates if entry.result.plan == winner.result.plan)
-        if "adaptive" in strategies:
-            plan = replace(winner.result.plan, strategy="adaptive")
-            result = replace(chosen.result, plan=plan, strategy="adaptive")
-            chosen = replace(chosen, result=result)
+        if mixes:
+            chosen = _renamed(chosen, "adaptive")
     return Search(
         candidates=candidates,
         chosen=chosen,
@@ -125,6 +134,17 @@ def search(
         skipped=tuple(skipped.items()),
         placements=tuple(solutions),
     )
+
+
+def _rank(entry: Evaluation) -> tuple[bool, float]:
+    """The order of the candidates: plans that fit first, the fastest of them first."""
+    return not entry.result.fits, entry.result.step_s.median
+
+
+def _renamed(entry: Evaluation, strategy: str) -> Evaluation:
+    """The same plan and the same figures under another strategy's name."""
+    plan = replace(entry.result.plan, strategy=strategy)
+    return replace(entry, result=replace(entry.result, plan=plan, strategy=strategy))
 
 
 def _members(plans: Iterable[Plan]) -> tuple[list[Plan], CostError | None]:
@@ -154,30 +174,44 @@ def _respecting(problem: PlanningProblem, found: list[Plan]) -> list[Plan]:
     return kept
 
 
-def _judge_family(problem: PlanningProblem, plans: Iterable[Plan], quick: QuickEstimates) -> list[Evaluation]:
+def _judge_family(
+    problem: PlanningProblem, plans: Iterable[Plan], closed_form: ClosedFormEstimates, simulated: dict[Plan, Evaluation]
+) -> list[Evaluation]:
     """Simulate the members that a closed form puts first, until the rest are out of reach.
+
+    Args:
+        simulated: evaluations by plan without the strategy's name, read and added to: families that meet in one program
+            share its evaluation.
 
     Where the problem leaves recomputation open, a member that does not fit makes room for one that does by recomputing. Of
     members that do not fit one is simulated, the one closest to fitting, and only if none fits.
     """
-    ordered = sorted(_recomputing(problem, plans), key=quick.step_s)
+    ordered = sorted(_recomputing(problem, plans), key=closed_form.step_s)
     judged: list[Evaluation] = []
     too_large: list[tuple[int, Plan]] = []
     best: float | None = None
     for plan in ordered:
-        if best is not None and len(judged) >= FEWEST and quick.step_s(plan) > REACH * best:
+        if best is not None and len(judged) >= FEWEST and closed_form.step_s(plan) > REACH * best:
             break
         memory = problem.memory(plan)
         if not all(entry.fits for entry in memory):
             too_large.append((max(entry.excess_bytes for entry in memory), plan))
             continue
-        evaluation = evaluate(problem, plan, samples=0, fold=True)
+        evaluation = _evaluated(problem, plan, simulated)
         judged.append(evaluation)
         if best is None or evaluation.result.step_s.median < best:
             best = evaluation.result.step_s.median
     if not judged and too_large:
-        judged.append(evaluate(problem, min(too_large, key=lambda entry: entry[0])[1], samples=0, fold=True))
+        judged.append(_evaluated(problem, min(too_large, key=lambda entry: entry[0])[1], simulated))
     return judged
+
+
+def _evaluated(problem: PlanningProblem, plan: Plan, simulated: dict[Plan, Evaluation]) -> Evaluation:
+    """The evaluation of a plan under its own strategy's name, simulated once per program."""
+    program = replace(plan, strategy="custom")
+    if program not in simulated:
+        simulated[program] = evaluate(problem, plan, samples=0, fold=True)
+    return _renamed(simulated[program], plan.strategy)
 
 
 def _recomputing(problem: PlanningProblem, plans: Iterable[Plan]) -> list[Plan]:
@@ -187,7 +221,7 @@ def _recomputing(problem: PlanningProblem, plans: Iterable[Plan]) -> list[Plan]:
     found = []
     for plan in plans:
         fits = all(entry.fits for entry in problem.memory(plan))
-        found.append(plan if fits else relieved(problem, plan) or plan)
+        found.append(plan if fits else recomputed_to_fit(problem, plan) or plan)
     return found
 
 
@@ -196,6 +230,14 @@ def _best_of_each(ranked: Sequence[Evaluation]) -> list[Evaluation]:
     for entry in ranked:
         best.setdefault(entry.result.strategy, entry)
     return list(best.values())
+
+
+def _distinct(ranked: Sequence[Evaluation]) -> list[Evaluation]:
+    """Each program once, under the first of its names."""
+    found: dict[Plan, Evaluation] = {}
+    for entry in ranked:
+        found.setdefault(replace(entry.result.plan, strategy="custom"), entry)
+    return list(found.values())
 
 
 def _with_interval(problem: PlanningProblem, entry: Evaluation, first: Evaluation, samples: int) -> Evaluation:

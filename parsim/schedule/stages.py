@@ -10,16 +10,17 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.costs.costs import Costs
 from parsim.errors import ScheduleError
 from parsim.plans.concurrent import concurrent_with
 from parsim.plans.mesh import Mesh
-from parsim.plans.pipeline import moments
+from parsim.plans.pipeline import check_chunks, moments, rank_of_stage, stages_by_rank
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.options import Prices
-from parsim.schedule.partition import INFINITE, FloatArray, partition, sums_between
+from parsim.schedule.partition import INFINITE, partition, sums_between
 from parsim.work import Phase, SendRecv
 
 TIGHTENINGS = 4
@@ -50,6 +51,8 @@ def balanced_plan(
         CostError: stages cannot be balanced where a component has no cost.
     """
     chosen = placements or {}
+    check_chunks(pipeline_order, chunks)
+    places = rank_of_stage(pipeline_order, mesh.pp, chunks)
     components = problem.model.components
 
     def plan(bounds: Bounds) -> Plan:
@@ -59,7 +62,7 @@ def balanced_plan(
             stages=tuple(
                 Stage(
                     components=tuple(component.name for component in components[first:last]),
-                    ranks=mesh.stage_ranks(number),
+                    ranks=mesh.stage_ranks(places[number]),
                     placements=tuple(chosen.get(component.name, BATCH) for component in components[first:last]),
                 )
                 for number, (first, last) in enumerate(bounds)
@@ -113,11 +116,11 @@ class _StageCosts:
         return self.problem.costs(self.mesh.size)
 
     @cached_property
-    def _seconds(self) -> dict[str, FloatArray]:
+    def _seconds(self) -> dict[str, Floats]:
         """Per device kind: forward and backward of one microbatch of components first..last-1, at [last, first]."""
         prices = self._prices(in_flight=1)
         chosen = [(component, self.placements.get(component.name, BATCH)) for component in self.problem.model.components]
-        totals: dict[str, FloatArray] = {}
+        totals: dict[str, Floats] = {}
         for rank in range(self.mesh.size):
             kind = self._costs.device_kind(rank)
             if kind not in totals:
@@ -135,13 +138,13 @@ class _StageCosts:
     def _kinds(self) -> list[set[str]]:
         """Per stage its kinds of devices."""
         return [
-            {self._costs.device_kind(rank) for rank in self.mesh.stage_ranks(stage)}
-            for stage in range(self.mesh.pp * self.chunks)
+            {self._costs.device_kind(rank) for rank in self.mesh.stage_ranks(place)}
+            for place in rank_of_stage(self.order, self.mesh.pp, self.chunks)
         ]
 
-    def seconds(self, stage: int) -> FloatArray:
+    def seconds(self, stage: int) -> Floats:
         """At [last, first]: forward and backward of one microbatch on the slowest device of the stage; infinite where empty."""
-        slowest: FloatArray = np.max([self._seconds[kind] for kind in self._kinds[stage]], axis=0)
+        slowest: Floats = np.max([self._seconds[kind] for kind in self._kinds[stage]], axis=0)
         return slowest
 
     def _prices(self, *, in_flight: int) -> Prices:
@@ -155,7 +158,7 @@ class _StageCosts:
         )
 
     @cached_property
-    def _up_to_bytes(self) -> tuple[FloatArray, FloatArray]:
+    def _up_to_bytes(self) -> tuple[Floats, Floats]:
         """Of the first i components: what is kept whatever is in flight, and per microbatch in flight."""
         running = []
         for alive in (0, 1):
@@ -175,18 +178,19 @@ class _StageCosts:
         devices = self.problem.cluster.devices
         return [
             float(
-                min(devices[rank].type.memory_bytes - devices[rank].type.context_bytes for rank in self.mesh.stage_ranks(stage))
+                min(devices[rank].type.memory_bytes - devices[rank].type.context_bytes for rank in self.mesh.stage_ranks(place))
             )
             / self.chunks
-            for stage in range(self.mesh.pp * self.chunks)
+            for place in rank_of_stage(self.order, self.mesh.pp, self.chunks)
         ]
 
-    def fitting_s(self, limits_bytes: Sequence[float], stage: int) -> FloatArray:
+    def fitting_s(self, limits_bytes: Sequence[float], stage: int) -> Floats:
         """As `seconds`, infinite where the stage would hold more than its limit."""
         kept, per_microbatch = (sums_between(up_to) for up_to in self._up_to_bytes)
         pp = self.mesh.pp
-        most = moments(self.order, stage % pp, pp, self.microbatches, self.chunks)
-        alive = max(moment[stage // pp] for moment in most)
+        place = rank_of_stage(self.order, pp, self.chunks)[stage]
+        chunk = stages_by_rank(self.order, pp, self.chunks)[place].index(stage)
+        alive = max(moment[chunk] for moment in moments(self.order, place, pp, self.microbatches, self.chunks))
         held = kept + alive * per_microbatch
         return np.where(held <= limits_bytes[stage], self.seconds(stage), INFINITE)
 
@@ -208,7 +212,7 @@ def _some_components(count: int) -> NDArray[np.bool_]:
     return np.tri(count + 1, k=-1, dtype=bool)
 
 
-def _running(values: Sequence[float]) -> FloatArray:
+def _running(values: Sequence[float]) -> Floats:
     return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])
 
 

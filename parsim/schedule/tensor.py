@@ -21,11 +21,11 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.placement import BATCH, REPLICATE, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.closed_form import QuickEstimates
+from parsim.schedule.closed_form import ClosedFormEstimates
 from parsim.schedule.options import Prices, placements_of
 from parsim.schedule.placement.exact import solve_exactly
 from parsim.schedule.placement.objective import Solution, step_s
-from parsim.schedule.placement.placement_problem import PlacementProblem, placing_of
+from parsim.schedule.placement.placement_problem import PlacementProblem, placement_problem_of
 from parsim.schedule.placement.relaxation import Frontiers, Relaxation
 from parsim.schedule.stages import balanced_plan
 from parsim.work import Phase
@@ -92,7 +92,7 @@ def useful_plans(
     Without a pipeline, more microbatches than memory asks for only cost. Counts whose computation alone, perfectly balanced,
     takes HOPELESS times as long as the family's best so far are passed over.
     """
-    quick = QuickEstimates(problem)
+    closed_form = ClosedFormEstimates(problem)
     rival = best or Best()
     own: tuple[float, Plan] | None = None
     counts = [count for count in microbatches if problem.global_batch % (mesh.dp * count) == 0]
@@ -109,7 +109,7 @@ def useful_plans(
             yield plan
             if any(not entry.fits for entry in problem.memory(plan)):
                 continue
-            seconds = quick.step_s(plan)
+            seconds = closed_form.step_s(plan)
             rival.seconds = min(rival.seconds, seconds)
             if own is not None and seconds > SLOWER * own[0]:
                 break
@@ -184,7 +184,7 @@ def _cut(problem: PlanningProblem, mesh: Mesh) -> _Cut:
 def _cheapest_cut(problem: PlanningProblem, mesh: Mesh) -> _Cut:
     options = [_uniform_options(component, mesh.tp) for component in problem.model.components]
     prices = Prices(problem=problem, mesh=mesh, samples=problem.global_batch // mesh.dp, bucket_bytes=DEFAULT_BUCKET_BYTES)
-    placing = placing_of(prices, options, microbatches=1, limit_bytes=[0.0] * mesh.tp)
+    placing = placement_problem_of(prices, options, microbatches=1, limit_bytes=[0.0] * mesh.tp)
     nothing = tuple(np.zeros_like(own) for own in placing.synchronisation_s)
     frontiers = Frontiers(replace(placing, synchronisation_s=nothing))  # of the gradients: it may hide behind the backward
     relaxation = Relaxation(frontiers, np.zeros(mesh.tp))
@@ -238,8 +238,12 @@ def adaptive_plans(
         raise ScheduleError(f"no choice of placements fits: {why or 'the batch divides into no microbatches'}")
 
 
-def best_placement(problem: PlanningProblem, microbatches: int) -> tuple[Solution, Plan | None]:
-    """The best placement on `tp` = all devices, and its plan if one fits."""
+def posed_placement(problem: PlanningProblem, microbatches: int) -> tuple[PlacementProblem, list[tuple[int, ...]]]:
+    """The placement problem on `tp` = all devices, and the uniform choices, which a solver may begin with.
+
+    Raises:
+        ScheduleError: pins and forbids leave a component no placement.
+    """
     mesh = Mesh(tp=problem.cluster.size)
     samples = problem.global_batch // microbatches
     prices = Prices(
@@ -247,8 +251,14 @@ def best_placement(problem: PlanningProblem, microbatches: int) -> tuple[Solutio
     )
     options = [_allowed(problem, component, mesh, samples) for component in problem.model.components]
     limits = [float(device.type.memory_bytes - device.type.context_bytes) for device in problem.cluster.devices]
-    placing = placing_of(prices, options, microbatches=microbatches, limit_bytes=limits)
-    hints = list(_uniform_choices(placing, problem, mesh))
+    placing = placement_problem_of(prices, options, microbatches=microbatches, limit_bytes=limits)
+    return placing, list(_uniform_choices(placing, problem, mesh))
+
+
+def best_placement(problem: PlanningProblem, microbatches: int) -> tuple[Solution, Plan | None]:
+    """The best placement on `tp` = all devices, and its plan if one fits."""
+    mesh = Mesh(tp=problem.cluster.size)
+    placing, hints = posed_placement(problem, microbatches)
     solution = solve_exactly(placing, hints=hints)
     if not solution.choice:
         return solution, None

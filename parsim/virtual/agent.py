@@ -18,7 +18,7 @@ from torch.func import functional_call
 from parsim.algorithms.staleness import check_beta, check_mode, check_order, decoupling, even_cuts
 from parsim.errors import AlgorithmError
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+BatchLoss = Callable[[Tensor, Tensor], Tensor]
 Gradients = tuple[Tensor, ...]
 
 
@@ -126,7 +126,7 @@ class Agent:
             output = self._run(kept.input, weights)
         return self._collect(batch, kept, output, weights, gradient)
 
-    def loss_backward(self, batch: int, targets: Tensor, loss: Loss) -> tuple[float, Tensor | None]:
+    def loss_backward(self, batch: int, targets: Tensor, loss: BatchLoss) -> tuple[float, Tensor | None]:
         """The last module's backward: the loss of the batch, and the input gradient as `backward` returns it."""
         kept = self._in_flight.pop(batch)
         if kept.output is None:

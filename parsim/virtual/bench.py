@@ -29,7 +29,7 @@ from parsim.virtual.rounds import Partition
 ALL_METRICS = ("consensus", *METRICS)
 """The true distance between replicas, and the metrics of the norms of their tensors."""
 
-Row = dict[str, Any]
+BenchRow = dict[str, Any]
 """A line of a table: name of a column -> text, number or truth value."""
 
 
@@ -125,7 +125,7 @@ def _finished(trained: GossipRun, model: str, way: str, n: int, sharding: str, s
     )
 
 
-def summary(runs: Iterable[BenchRun]) -> list[Row]:
+def summary(runs: Iterable[BenchRun]) -> list[BenchRow]:
     """Per setting and way: mean and deviation of the scores over seeds, connections, bytes, and the mean of every metric."""
     return [
         {
@@ -144,7 +144,7 @@ def summary(runs: Iterable[BenchRun]) -> list[Row]:
     ]
 
 
-def tensor_rows(runs: Iterable[BenchRun]) -> list[Row]:
+def tensor_rows(runs: Iterable[BenchRun]) -> list[BenchRow]:
     """Per setting, way and tensor: the mean of every metric of norms over recorded exchanges and seeds."""
     rows = []
     for group in _grouped(runs, lambda run: (run.setting, run.way)):
@@ -155,7 +155,7 @@ def tensor_rows(runs: Iterable[BenchRun]) -> list[Row]:
     return rows
 
 
-def ranks(runs: Iterable[BenchRun]) -> list[Row]:
+def ranks(runs: Iterable[BenchRun]) -> list[BenchRow]:
     """Per setting and metric: the mean rank of every way (1: least variance) over exchanges, tensors and seeds, and Kendall's
     tau of those ranks with the ways' mean score. -1: less variance goes with a better model."""
     rows = []
@@ -171,7 +171,7 @@ def ranks(runs: Iterable[BenchRun]) -> list[Row]:
     return rows
 
 
-def relations(runs: Iterable[BenchRun]) -> list[Row]:
+def relations(runs: Iterable[BenchRun]) -> list[BenchRow]:
     """Per setting: Kendall's tau, over the ways, of the mean score and of the replicas' mean score with the number of
     connections and with the spread by every metric."""
     rows = []
@@ -211,7 +211,7 @@ def _grouped(runs: Iterable[BenchRun], key: Callable[[BenchRun], Any]) -> list[l
     return [list(group) for _, group in groupby(sorted(listed, key=lambda run: order[key(run)]), key)]
 
 
-def _labels(run: BenchRun) -> Row:
+def _labels(run: BenchRun) -> BenchRow:
     return {"model": run.model, "n": run.n, "sharding": run.sharding}
 
 

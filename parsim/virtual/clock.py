@@ -13,10 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from parsim.arrays import Bools, Floats
 from parsim.errors import AlgorithmError, near_matches
-
-Seconds = NDArray[np.float64]
-Links = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,8 +24,8 @@ class ReplicaClock:
     ready_s = compute_s + waiting_s: waiting is for neighbours and for the part of the exchange that nothing hides.
     """
 
-    ready_s: Seconds
-    compute_s: Seconds
+    ready_s: Floats
+    compute_s: Floats
 
     @classmethod
     def begin(cls, n: int) -> ReplicaClock:
@@ -35,7 +33,7 @@ class ReplicaClock:
         return cls(ready_s=np.zeros(n), compute_s=np.zeros(n))
 
     @property
-    def waiting_s(self) -> Seconds:
+    def waiting_s(self) -> Floats:
         return self.ready_s - self.compute_s
 
     @property
@@ -48,7 +46,7 @@ class ReplicaClock:
         spent = _per_replica(seconds, len(self.ready_s), "step")
         return replace(self, ready_s=self.ready_s + spent, compute_s=self.compute_s + spent)
 
-    def round(self, timing: str, step_s: ArrayLike, links: Links, exchange_s: ArrayLike = 0.0) -> ReplicaClock:
+    def round(self, timing: str, step_s: ArrayLike, links: Bools, exchange_s: ArrayLike = 0.0) -> ReplicaClock:
         """After local steps of step_s [n] and one exchange by a row of TIMINGS.
 
         Args:
@@ -61,31 +59,31 @@ class ReplicaClock:
         return ReplicaClock(ready_s=TIMINGS[timing](self.ready_s, spent, links, exchange), compute_s=self.compute_s + spent)
 
 
-def adapt_combine_s(ready: Seconds, step: Seconds, links: Links, exchange: Seconds) -> Seconds:
+def adapt_combine_s(ready: Floats, step: Floats, links: Bools, exchange: Floats) -> Floats:
     """The exchange follows the step: max over i and its in-neighbours of (ready + step), then the exchange."""
     return slowest_neighbour(ready + step, links) + exchange
 
 
-def combine_adapt_s(ready: Seconds, step: Seconds, links: Links, exchange: Seconds) -> Seconds:
+def combine_adapt_s(ready: Floats, step: Floats, links: Bools, exchange: Floats) -> Floats:
     """The exchange of x goes on during the step: the later of the own step and (slowest in-neighbour ready) + exchange."""
     return np.maximum(ready + step, slowest_neighbour(ready, links) + exchange)
 
 
-def all_reduce_s(ready: Seconds, step: Seconds, links: Links, exchange: Seconds) -> Seconds:
+def all_reduce_s(ready: Floats, step: Floats, links: Bools, exchange: Floats) -> Floats:
     """Everyone waits for the slowest of all, then the collective, with nothing hidden; `links` does not matter."""
     return np.full_like(ready, (ready + step).max() + exchange.max())
 
 
-TIMINGS: dict[str, Callable[[Seconds, Seconds, Links, Seconds], Seconds]] = {
+TIMINGS: dict[str, Callable[[Floats, Floats, Bools, Floats], Floats]] = {
     "adapt_combine": adapt_combine_s,
     "all_reduce": all_reduce_s,
     "combine_adapt": combine_adapt_s,
 }
 
 
-def slowest_neighbour(values: Seconds, links: Links) -> Seconds:
+def slowest_neighbour(values: Floats, links: Bools) -> Floats:
     """max over i itself and every j that i takes from: [n]."""
-    others: Seconds = np.where(links, values[None, :], -np.inf).max(1)
+    others: Floats = np.where(links, values[None, :], -np.inf).max(1)
     return np.maximum(values, others)
 
 
@@ -112,30 +110,21 @@ def round_seconds(
     return clock.now_s / rounds
 
 
-def one_straggler(n: int, factor: float, *, seconds: float = 1.0, replica: int = 0) -> Seconds:
-    """Seconds per step [n], one replica `factor` times slower than the others."""
-    if not 0 <= replica < n or factor <= 0:
-        raise AlgorithmError(f"a straggler is one of {n} replicas with a factor > 0, got number {replica} and factor {factor}")
-    steps = np.full(n, seconds)
-    steps[replica] *= factor
-    return steps
-
-
 def random_stragglers(
     n: int, *, probability: float, factor: float, seconds: float = 1.0, seed: int = 0
-) -> Callable[[int], Seconds]:
-    """Seconds per step [n] of round t: each replica is `factor` times slower with this probability, anew each round."""
+) -> Callable[[int], Floats]:
+    """Floats per step [n] of round t: each replica is `factor` times slower with this probability, anew each round."""
     if not 0 <= probability <= 1 or factor <= 0:
         raise AlgorithmError(f"stragglers need a probability in [0, 1] and a factor > 0, got {probability} and {factor}")
 
-    def steps(t: int) -> Seconds:
+    def steps(t: int) -> Floats:
         slow = np.random.default_rng([seed, t]).random(n) < probability
         return np.where(slow, seconds * factor, seconds)
 
     return steps
 
 
-def _per_replica(seconds: ArrayLike, n: int, what: str) -> Seconds:
+def _per_replica(seconds: ArrayLike, n: int, what: str) -> Floats:
     values = np.broadcast_to(np.asarray(seconds, dtype=np.float64), (n,))
     if not (np.isfinite(values).all() and (values >= 0).all()):
         raise AlgorithmError(

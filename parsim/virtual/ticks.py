@@ -21,13 +21,11 @@ from parsim.algorithms.graphs import check_doubly_stochastic
 from parsim.algorithms.periods import Period, every_steps
 from parsim.algorithms.staleness import decoupling
 from parsim.errors import AlgorithmError
-from parsim.virtual.agent import Agent, Gradients, Loss, TickRule
+from parsim.virtual.agent import Agent, BatchLoss, Gradients, TickRule
+from parsim.virtual.rounds import Mixing
 
 Batch = Sequence[tuple[Tensor, Tensor]]
 """Inputs and targets, one pair per group."""
-
-Mixing = Callable[[int], NDArray[np.float64]]
-"""The doubly stochastic matrix [S, S] of update number t."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +51,7 @@ class TickEngine:
     def __init__(
         self,
         pieces: Sequence[nn.Module],
-        loss: Loss,
+        loss: BatchLoss,
         rule: TickRule,
         *,
         groups: int = 1,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,9 @@ from parsim.execute.cuda.faults import check_devices
 from parsim.execute.job import EXECUTION, Job, RunSpec
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import launch
+from parsim.execute.processes.progress import relayed
 from parsim.execute.processes.same_machine import differences_from_here
+from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import Profile
 from parsim.hardware.speed_factor import SpeedFactor, speed_beside
 from parsim.model.model import Model
@@ -28,6 +29,7 @@ from parsim.report.tables import format_error
 from parsim.units import format_bytes, format_seconds
 from parsim.workflow.config import RunConfig
 from parsim.workflow.load import cluster_of, fixed_plan, is_saved_model, problem_of, search_plans
+from parsim.workflow.progress import Say
 from parsim.workflow.public.answer import Answer
 from parsim.workflow.public.prediction import Prediction
 from parsim.workflow.question import Question, taken_defaults
@@ -36,11 +38,6 @@ from parsim.workflow.this_machine import on_this_machine
 
 if TYPE_CHECKING:
     from parsim.execute.measurement import Measurement
-
-PROGRESS = "parsim-progress "
-"""Lines of a rank that start so carry one JSON object about how far it is."""
-
-Say = Callable[[str], None]
 
 
 def ask(question: Question, *, top: int | None = None) -> Answer:
@@ -102,6 +99,12 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
             f"{asked.config.model.name} is a saved Model: it can be planned and simulated, but holds no module to train; "
             "name a model of the zoo, package.module:factory or a Hugging Face config.json"
         )
+    kind = device_kind(asked)
+    if not DEVICE_KINDS[kind].backend:
+        raise PlanError(
+            f"profile {asked.problem.cluster.profile.name} is of devices of kind {kind!r}, which are planned and simulated "
+            f"only; to train, use a profile of kind {' or '.join(name for name, row in DEVICE_KINDS.items() if row.backend)}"
+        )
     if nproc is not None and nproc != plan.world_size:
         more = "more" if nproc > plan.world_size else "fewer"
         raise PlanError(
@@ -145,7 +148,7 @@ def run_spec(asked: Prediction, name: str, model_path: Path) -> RunSpec:
 
 
 def device_kind(asked: Prediction) -> str:
-    """ "cpu" or "cuda", as the profile's first device says."""
+    """A row of DEVICE_KINDS, as the profile's first device says."""
     return asked.problem.cluster.devices[0].type.kind
 
 
@@ -172,13 +175,8 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None =
     environment = describe_environment()
     write_json(folder.environment, environment)
 
-    def on_line(line: str) -> None:
-        if line.startswith(PROGRESS):
-            event: dict[str, Any] = json.loads(line.removeprefix(PROGRESS))
-            say(", ".join(f"{name} {value}" for name, value in event.items()))
-
     try:
-        launch(folder.job, job.world_size, on_line=on_line)
+        launch(folder.job, job.world_size, on_line=relayed(say))
     except OutOfMemoryError as error:
         hint = "" if asked is None else nearest_that_fits(asked)
         raise OutOfMemoryError(f"{error} {hint}".rstrip()) from error

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from calibration.rounds.request import CalibrationRequest
     from parsim.hardware.profile import Profile
 
-DeviceKind = Literal["cpu", "cuda"]
-Leftover = Literal["require", "discard", "use"]
+CalibratedDevice = Literal["cpu", "cuda"]
+LeftoverPolicy = Literal["require", "discard", "use"]
 
 SMALLEST_SHARE = 64
 """Local batches down to this part of the global batch are measured: a plan cuts its batch into so many parts at most."""
@@ -33,10 +33,11 @@ def calibration_request(
     *,
     batches: tuple[int, ...] = DEFAULT_BATCHES,
     optimizers: Sequence[str] = (),
-    device: DeviceKind = "cpu",
+    device: CalibratedDevice = "cpu",
     nproc: int | None = None,
     precision: str | None = None,
     quick: bool = False,
+    collectives: Sequence[str] = (),
 ) -> CalibrationRequest:
     """What to measure for these questions, and for these models of the zoo at these local batches.
 
@@ -44,6 +45,7 @@ def calibration_request(
         nproc: ranks that measure at once; None: the most devices a question asks for by number, else one per GPU or core.
         precision: None: that of the questions on a GPU; a CPU computes in fp32 whatever is simulated.
         quick: fewer rounds and sizes.
+        collectives: "package.module:ROW" of one's own, measured beside the shipped ones.
 
     Raises: ConfigError.
     """
@@ -57,11 +59,12 @@ def calibration_request(
         optimizers=tuple(dict.fromkeys(named)),
         precision=precision or _asked_precision(configs, device),
         quick=quick,
+        collectives=tuple(dict.fromkeys(collectives)),
         granularities=tuple(dict.fromkeys(config.model.granularity for config in configs)) or ("block",),
     )
 
 
-def measure_machine(request: CalibrationRequest, out: Path, *, leftover: Leftover = "use") -> Profile:
+def measure_machine(request: CalibrationRequest, out: Path, *, leftover: LeftoverPolicy = "use") -> Profile:
     """Calibrate, and write the profile at `out`; progress goes to stderr.
 
     Args:
@@ -93,7 +96,7 @@ def local_batches(global_batch: int) -> set[int]:
     return {global_batch // part for part in parts if global_batch % part == 0}
 
 
-def device_here() -> DeviceKind:
+def device_here() -> CalibratedDevice:
     """ "cuda" where torch sees a GPU."""
     if importlib.util.find_spec("torch") is None:
         return "cpu"
@@ -102,7 +105,7 @@ def device_here() -> DeviceKind:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def ranks_here(device: DeviceKind) -> int:
+def ranks_here(device: CalibratedDevice) -> int:
     """One per GPU or core."""
     if device == "cuda":
         import torch
@@ -113,7 +116,7 @@ def ranks_here(device: DeviceKind) -> int:
     return len(available_cores())
 
 
-def _asked_precision(configs: Sequence[RunConfig], device: DeviceKind) -> str:
+def _asked_precision(configs: Sequence[RunConfig], device: CalibratedDevice) -> str:
     """What the questions train in on a GPU, else fp32. Raises ConfigError where they differ."""
     asked = {config.training.precision for config in configs} if device == "cuda" else set()
     if len(asked) > 1:

@@ -20,22 +20,31 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 from pydantic_core import ErrorDetails
 
-from parsim.errors import ConfigError, PlanError, near_matches
+from parsim.data import DATASETS
+from parsim.errors import ConfigError, ParsimError, PlanError, near_matches
+from parsim.files import NO_CONTROL, control_character_in, parse_toml
+from parsim.hardware.record import Count
+from parsim.model.losses import LOSSES
+from parsim.model.number_formats import FORMATS, check_planned
+from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh, check_mesh
-from parsim.plans.pipeline import CHUNKED_ORDERS, PIPELINE_ORDERS
+from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
 from parsim.plans.placement import KINDS, parse_placement
 from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.recompute import AUTO, FULL, NONE
+from parsim.registry import RowOf, is_reference
+from parsim.workflow.references import put_on_path
 from parsim.workflow.toml_text import merge, parse_overrides, parse_value, table_text
 
-Count = Annotated[int, Field(strict=True, ge=1)]
+MOST_SAMPLES = 10**9
+"""In a batch."""
+MOST_PARTS = 10**6
+"""Microbatches of a batch, or chunks of a pipeline."""
+PartCount = Annotated[int, Field(strict=True, ge=1, le=MOST_PARTS)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Scalar = StrictBool | StrictInt | Number | StrictStr
+TomlScalar = StrictBool | StrictInt | Number | StrictStr
 
-Precision = Literal["fp32", "tf32", "amp_fp16", "amp_bf16", "bf16", "fp8"]
-Optimizer = Literal["sgd", "sgd_momentum", "adam", "adamw"]
-Dataset = Literal["digits", "cifar10", "cifar100", "synthetic"]
 Dtype = Literal["float32", "float64"]
 
 Granularity = Literal["block", "sublayer", "layer"]
@@ -58,10 +67,12 @@ class ModelSection(ConfigSection):
 
     name: Annotated[str, Field(strict=True, min_length=1)]
     """A model of the zoo, "package.module:factory", the path of a Hugging Face config.json or of a Model saved as JSON."""
-    args: dict[str, Scalar] = {}
+    args: dict[str, TomlScalar] = {}
     """Keyword arguments of the model."""
     input_shape: tuple[Count, ...] | None = None
     """One sample: [channels, height, width], or [seq] for tokens; left out: what the model was made for."""
+    loss: Annotated[Name, RowOf(LOSSES)] | None = None
+    """A row of `parsim.model.losses`, or "package.module:ROW"; left out: what the model was made for."""
     granularity: Granularity = "block"
     """What is placed, priced and run as one component: blocks, their halves (attention, feed-forward), or single layers."""
     import_folder: Name | None = None
@@ -86,16 +97,18 @@ class ClusterSection(ConfigSection):
 class TrainingSection(ConfigSection):
     """[training]: how it is trained, whatever the plan."""
 
-    global_batch: Count
+    global_batch: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLES)]
     """Samples per step over all replicas."""
-    precision: Precision = "fp32"
-    """What is computed and stored in which type (docs/design.md, "Precision"); fp8 is priced only."""
+    precision: Annotated[Name, RowOf(FORMATS, check_planned)] = "fp32"
+    """A row of `parsim.model.number_formats` (docs/design.md, "Precision"; fp8 is priced only), or "package.module:ROW"."""
     master_weights: StrictBool | None = None
     """With precision = "bf16": whether the optimizer updates copies of the weights in fp32; left out: it does."""
-    optimizer: Optimizer = "sgd_momentum"
+    optimizer: Annotated[Name, RowOf(OPTIMIZERS)] = "sgd_momentum"
+    """A row of `parsim.model.optimizers`, or "package.module:ROW"."""
     learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
-    """Left out: 0.05 for sgd and sgd_momentum, 0.001 for adam and adamw."""
-    dataset: Dataset = "digits"
+    """Left out: what the optimizer's row says."""
+    dataset: Annotated[Name, RowOf(DATASETS)] = "digits"
+    """A row of `parsim.data.DATASETS`, or "package.module:ROW"."""
     data_root: Annotated[str, Field(strict=True, min_length=1)] | None = None
     """Folder with the files of cifar10 or cifar100."""
     epochs: Count = 1
@@ -113,7 +126,7 @@ class TrainingSection(ConfigSection):
     def resolved_learning_rate(self) -> float:
         if self.learning_rate is not None:
             return self.learning_rate
-        return {"sgd": 0.05, "sgd_momentum": 0.05, "adam": 1e-3, "adamw": 1e-3}[self.optimizer]
+        return OPTIMIZERS[self.optimizer].learning_rate
 
 
 class MeshTable(ConfigSection):
@@ -128,13 +141,14 @@ class PlanSection(ConfigSection):
     """[plan]: how the work is divided."""
 
     strategy: Annotated[str, Field(strict=True, min_length=1)] = "adaptive"
-    """A family to search (single, dp, mp, hp, adaptive), "custom", or the path of a plan.json."""
+    """A family to search (single, dp, mp, hp, adaptive, "package.module:ROW"), "custom", or the path of a plan.json."""
     mesh: MeshTable | None = None
-    microbatches: Count | None = None
+    microbatches: PartCount | None = None
     """Per replica."""
-    pipeline_order: Annotated[str, Field(strict=True, min_length=1)] | None = None
-    chunks: Count | None = None
-    """Stages per rank of an interleaved (or zero-bubble) pipeline."""
+    pipeline_order: Annotated[Name, RowOf(PIPELINE_ORDERS)] | None = None
+    """A row of `parsim.plans.pipeline`, or "package.module:ROW"."""
+    chunks: PartCount | None = None
+    """Stages per rank, for orders that take several; left out: the fewest that the order takes."""
     bucket_bytes: Count | None = None
     """A gradient bucket is closed once it holds this much."""
     placements: dict[Name, Name] | None = None
@@ -165,7 +179,10 @@ class RunConfig(ConfigSection):
 
     @property
     def model_spec(self) -> ModelSpec:
-        return ModelSpec(name=self.model.name, args=tuple(sorted(self.model.args.items())), input_shape=self.model.input_shape)
+        model = self.model
+        return ModelSpec(
+            name=model.name, args=tuple(sorted(model.args.items())), input_shape=model.input_shape, loss=model.loss
+        )
 
     @property
     def devices(self) -> int | list[int] | None:
@@ -206,7 +223,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.toml", folder: Path | None = None) -> RunConfig:
     """Check the text of a run file; relative paths in it start at `folder` (None: the current directory)."""
     try:
-        document = tomllib.loads(text)
+        document = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not TOML: {error}; mend that line") from error
     _make_paths_absolute(document, folder or Path.cwd())
@@ -217,6 +234,9 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
         dropped = CUSTOM_KEYS if strategy == "adaptive" else CUSTOM_KEYS + ADAPTIVE_KEYS
         document["plan"] = {key: value for key, value in document["plan"].items() if key not in dropped}
     merge(document, changes, "")
+    if found := control_character_in(_without_args(document)):
+        raise ConfigError(f"{where}: {found}: {NO_CONTROL}")
+    put_on_path(document, folder or Path.cwd())
     try:
         config = RunConfig.model_validate(document)
     except ValidationError as error:
@@ -228,6 +248,14 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     return config
+
+
+def _without_args(document: dict[str, Any]) -> dict[str, Any]:
+    """All but the arguments of the model: what a factory takes may be any text, and nothing prints it."""
+    model = document.get("model")
+    if not isinstance(model, dict):
+        return document
+    return {**document, "model": {key: value for key, value in model.items() if key != "args"}}
 
 
 def scalar_pairs(texts: Sequence[str]) -> tuple[tuple[str, bool | int | float | str], ...]:
@@ -274,6 +302,19 @@ def _make_paths_absolute(document: Mapping[str, Any], folder: Path) -> None:
             section[key] = str(folder / Path(value).expanduser())
 
 
+_OTHER_NAMES = {
+    "ddp": 'strategy = "dp", data parallelism',
+    **dict.fromkeys(("fsdp", "fsdp2", "zero", "zero3", "zero-3"), 'strategy = "dp" and zero_stage = 3, as FSDP divides all'),
+    **dict.fromkeys(("zero1", "zero-1"), 'strategy = "dp" and zero_stage = 1'),
+    **dict.fromkeys(("zero2", "zero-2"), 'strategy = "dp" and zero_stage = 2'),
+    "hsdp": 'strategy = "adaptive" and zero_stage = 3: sharded data parallelism within groups is not built',
+    **dict.fromkeys(("pp", "pipeline"), 'strategy = "mp" (searches pipelines), or "custom" with mesh = { pp = 4 }'),
+    **dict.fromkeys(("tp", "tensor", "megatron"), 'strategy = "mp" (searches shards), or "custom" with mesh = { tp = 4 }'),
+    "3d": 'strategy = "hp", which combines dp with pp and tp',
+}
+"""Names that other libraries have for what plan.strategy and plan.zero_stage say here."""
+
+
 def _check_plan_section(config: RunConfig) -> None:
     """What no single key can say: hand-written plans, the mesh against the devices, and what exists today."""
     plan, cluster, training = config.plan, config.cluster, config.training
@@ -287,19 +328,17 @@ def _check_plan_section(config: RunConfig) -> None:
             f"training.dtype = {training.dtype!r} and training.precision = {training.precision!r} contradict each other; drop "
             "one of them"
         )
-    if plan.plan_path is None and plan.strategy not in STRATEGIES:
+    if is_reference(plan.strategy):
+        _check_family(plan.strategy)
+    elif plan.plan_path is None and plan.strategy not in STRATEGIES:
+        instead = _OTHER_NAMES.get(plan.strategy.lower())
+        near = f"; set {instead}" if instead else near_matches(plan.strategy, STRATEGIES)
         raise ConfigError(
-            f"plan.strategy = {plan.strategy!r} is unknown{near_matches(plan.strategy, STRATEGIES)} "
-            "(or the path of a plan.json)"
+            f"plan.strategy = {plan.strategy!r} is unknown{near} "
+            "(or the path of a plan.json, or your own as package.module:NAME, see docs/extending.md)"
         )
-    if plan.pipeline_order is not None and plan.pipeline_order not in PIPELINE_ORDERS:
-        near = near_matches(plan.pipeline_order, PIPELINE_ORDERS)
-        raise ConfigError(f"plan.pipeline_order = {plan.pipeline_order!r} is unknown{near}")
-    if (plan.chunks or 1) > 1 and (plan.pipeline_order or "1f1b") not in CHUNKED_ORDERS:
-        raise ConfigError(
-            f"plan.chunks = {plan.chunks} needs an order with several chunks per rank; set plan.pipeline_order to one of "
-            f"{', '.join(CHUNKED_ORDERS)}"
-        )
+    if plan.chunks is not None:
+        _check_chunks(plan.pipeline_order or "1f1b", plan.chunks)
     if plan.zero_stage not in ZERO_STAGES:
         raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: {ZERO_STAGES_TEXT}")
     if plan.zero_stage and plan.plan_path is not None:
@@ -334,6 +373,28 @@ def _check_plan_section(config: RunConfig) -> None:
             f'set strategy = "adaptive" or drop {", ".join(steering)}'
         )
     _check_placements(plan)
+
+
+def _check_family(name: str) -> None:
+    from parsim.schedule.families import FAMILIES
+
+    try:
+        FAMILIES[name]
+    except ParsimError as error:
+        raise ConfigError(f"plan.strategy = {name!r}: {error}") from error
+
+
+def _check_chunks(order: str, chunks: int) -> None:
+    several = [name for name, row in PIPELINE_ORDERS.items() if row.takes(chunks)]
+    if PIPELINE_ORDERS[order].most_chunks == 1 and chunks > 1:
+        raise ConfigError(
+            f"plan.chunks = {chunks} needs an order with several chunks per rank; set plan.pipeline_order to one of "
+            f"{', '.join(several)}"
+        )
+    try:
+        check_chunks(order, chunks)
+    except PlanError as error:
+        raise ConfigError(f"plan.chunks = {chunks}: {error}") from error
 
 
 def _check_placements(plan: PlanSection) -> None:
@@ -403,16 +464,26 @@ def _explain(problem: ErrorDetails) -> str:
         near = near_matches(value, allowed) if isinstance(value, str) else ""
         listing = "" if near.startswith("; known") else f" (known: {', '.join(allowed)})"
         return f"{path} = {_short(value)} is unknown{near}{listing}"
+    if kind == "unknown_row":
+        rule = str(context["rule"])
+        return f"{path} = {_short(value)}{' ' if rule.startswith('is unknown') else ': '}{rule}"
     if table_key in _UNION_RULES:
         rule = _UNION_RULES[table_key]
-    elif kind in ("greater_than_equal", "greater_than", "less_than"):
-        sign, bound = {"greater_than_equal": (">=", "ge"), "greater_than": (">", "gt"), "less_than": ("<", "lt")}[kind]
-        rule = f"must be {sign} {context[bound]:g}"
+    elif kind in _BOUNDS:
+        sign, bound = _BOUNDS[kind]
+        rule = f"must be {sign} {context[bound]}"
     else:
         rule = _RULES.get(kind, problem["msg"])
     example = _EXAMPLES.get(table_key, "")
     return f"{path} = {_short(value)}: {rule}" + (f"; for example {example}" if example else "")
 
+
+_BOUNDS = {
+    "greater_than_equal": (">=", "ge"),
+    "greater_than": (">", "gt"),
+    "less_than_equal": ("<=", "le"),
+    "less_than": ("<", "lt"),
+}
 
 _UNION_RULES = {
     "cluster.devices": "must be a number of devices >= 1 or a list of device numbers",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parsim.errors import ConfigError, PlanError
+from parsim.files import parse_json
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
 from parsim.plans.recompute import AUTO, NONE
 from parsim.workflow.config import RunConfig, mesh_of
@@ -76,8 +76,10 @@ def model_of(config: RunConfig) -> Model:
     if path.suffix != ".json" or not is_saved_model(path):
         weights = recorded_weights(config.training.precision)
         return load_model(config.model_spec, granularity=config.model.granularity, weights=weights)
-    if config.model.args or config.model.input_shape is not None:
-        raise ConfigError(f"{path} holds a finished Model: model.args and model.input_shape cannot change it; drop them")
+    if config.model.args or config.model.input_shape is not None or config.model.loss is not None:
+        raise ConfigError(
+            f"{path} holds a finished Model: model.args, model.input_shape and model.loss cannot change it; drop them"
+        )
     model = Model.load(path)
     if config.model.granularity not in ("block", model.granularity):
         raise ConfigError(
@@ -90,7 +92,7 @@ def model_of(config: RunConfig) -> Model:
 def is_saved_model(path: Path) -> bool:
     """True for a file of Model.save, false for a Hugging Face config."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # whoever reads it next says what is wrong with it
         return False
     return isinstance(document, dict) and "components" in document
@@ -115,17 +117,19 @@ def fixed_plan(problem: PlanningProblem, config: RunConfig) -> Plan | None:
     if table.mesh is None:
         return None
     from parsim.plans.mesh import check_mesh
+    from parsim.plans.pipeline import PIPELINE_ORDERS
     from parsim.schedule.by_hand import custom_plan, parse_placements, placements_by_pattern
 
     mesh = mesh_of(table.mesh)
+    order = table.pipeline_order or "1f1b"
     check_mesh(mesh, problem.cluster.size)
     return custom_plan(
         problem,
         mesh,
         placements=placements_by_pattern(parse_placements(table.placements), problem.model) if table.placements else None,
         microbatches=table.microbatches or 1,
-        pipeline_order=table.pipeline_order or "1f1b",
-        chunks=table.chunks or 1,
+        pipeline_order=order,
+        chunks=table.chunks or PIPELINE_ORDERS[order].fewest_chunks,
         bucket_bytes=table.bucket_bytes or DEFAULT_BUCKET_BYTES,
         recompute=NONE if table.recompute == AUTO else table.recompute,
     )

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parsim.errors import ConfigError
+from parsim.files import parse_toml
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 def parse_value(text: str) -> Any:
     """TOML where it is TOML, otherwise the text itself, so that strings need no quotes."""
     try:
-        document = tomllib.loads(f"value = {text}")
+        document = parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
     return document["value"] if len(document) == 1 else text

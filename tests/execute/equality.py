@@ -23,6 +23,7 @@ from parsim.model.model import Model
 from parsim.model.shard.pieces import piece
 from parsim.model.spec import ModelSpec, load_model
 from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.plan import Plan, Stage
 from parsim.plans.recompute import NONE, Recompute
 
@@ -69,8 +70,8 @@ def even_plan(
     count = mesh.pp * chunks
     cuts = [round(number * len(names) / count) for number in range(count + 1)]
     stages = tuple(
-        Stage(components=tuple(names[first:last]), ranks=mesh.stage_ranks(number))
-        for number, (first, last) in enumerate(itertools.pairwise(cuts))
+        Stage(components=tuple(names[first:last]), ranks=mesh.stage_ranks(place))
+        for place, (first, last) in zip(rank_of_stage(order, mesh.pp, chunks), itertools.pairwise(cuts), strict=True)
     )
     return Plan(
         strategy=strategy,

@@ -386,7 +386,7 @@ def test_what_the_machine_did_meanwhile_is_kept_and_what_casts_doubt_is_said() -
     [
         (None, "written by `parsim calibrate`"),
         (b"no gzip", "cannot read"),
-        (gzip.compress(b'{"schema_version": 9}', mtime=0), "reads 2"),
+        (gzip.compress(b'{"schema_version": 9}', mtime=0), "schema_version must be 2, got 9"),
     ],
 )
 def test_raw_points_that_cannot_be_used_are_refused(tmp_path: Path, content: bytes | None, words: str) -> None:

@@ -45,6 +45,7 @@ QUICK = [
     case(GPT, Mesh(pp=2), microbatches=4, order="interleaved", chunks=2),
     case(GPT, Mesh(pp=2), microbatches=4, order="zero-bubble"),
     case(MLP, Mesh(pp=2), microbatches=4, order="zero-bubble", chunks=2, optimizer="adamw", learning_rate=1e-3),
+    case(GPT, Mesh(pp=2), microbatches=4, order="zero-bubble-v", chunks=2, optimizer="adamw", learning_rate=1e-3),
     case(VIT, Mesh(pp=2), microbatches=2, order="interleaved", chunks=2, optimizer="adam", learning_rate=1e-3),
 ]
 
@@ -67,6 +68,7 @@ FOUR_RANKS = [
         case(spec, Mesh(pp=2, dp=2), microbatches=2, order="gpipe"),
         case(spec, Mesh(pp=2, dp=2), microbatches=4, order="interleaved", chunks=2),
         case(spec, Mesh(pp=4), microbatches=8, order="zero-bubble"),
+        case(spec, Mesh(pp=2, dp=2), microbatches=4, order="zero-bubble-v", chunks=2),
         case(spec, Mesh(pp=2, dp=2), microbatches=4, order="1f1b", optimizer="adamw", learning_rate=1e-3),
     )
 ]

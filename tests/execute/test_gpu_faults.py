@@ -207,12 +207,12 @@ def test_the_nearest_plan_that_needs_less_is_named() -> None:
 
     failed = SimpleNamespace(result=result(1.0, 8 * GIB, True, "dp"))
     others = [result(1.5, 4 * GIB, True, "mp"), result(1.2, 6 * GIB, True, "hp"), result(0.9, 9 * GIB, True, "adaptive")]
-    search = SimpleNamespace(candidates=[failed, *(SimpleNamespace(result=other) for other in others)])
-    asked = SimpleNamespace(evaluation=failed, search=search)
+    among = (failed, *(SimpleNamespace(result=other) for other in others))
+    asked = SimpleNamespace(evaluation=failed, among=among)
     assert nearest_that_fits(asked) == (  # type: ignore[arg-type]
         "The nearest plan that needs less is the hp plan: 2 GiB less per rank, predicted +20% in step time; "
         "set plan.strategy = 'hp'."
     )
-    assert nearest_that_fits(SimpleNamespace(evaluation=failed, search=None)) == ""  # type: ignore[arg-type]
-    alone = SimpleNamespace(evaluation=failed, search=SimpleNamespace(candidates=[failed]))
+    assert nearest_that_fits(SimpleNamespace(evaluation=failed, among=())) == ""  # type: ignore[arg-type]
+    alone = SimpleNamespace(evaluation=failed, among=(failed,))
     assert nearest_that_fits(alone) == "None of the plans that were compared needs less memory."  # type: ignore[arg-type]

@@ -11,8 +11,8 @@ import torch
 from parsim.errors import ExecutionError
 from parsim.execute.stage import StageReplica
 from parsim.execute.state.checkpoint import RankState
-from parsim.execute.state.optimizer import OPTIMIZERS
 from parsim.model.component import LOSS
+from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.spec import ModelSpec, load_model
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import BATCH, REPLICATE, Placement, parse_placement

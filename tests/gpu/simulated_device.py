@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from calibration.gpu.driver import Mark
+from calibration.gpu.driver import QueueMark
 
 
 class SimulatedDevice:
@@ -38,15 +38,15 @@ class SimulatedDevice:
         self.sleeps.append(seconds)
         self._enqueue(self.launch_s, seconds)
 
-    def mark(self) -> Mark:
+    def mark(self) -> QueueMark:
         self.host_now_s += self.mark_s
         self.marks.append(max(self.free_s, self.host_now_s))
-        return Mark(len(self.marks) - 1)
+        return QueueMark(len(self.marks) - 1)
 
-    def passed(self, mark: Mark) -> bool:
+    def passed(self, mark: QueueMark) -> bool:
         return self.marks[mark.number] <= self.host_now_s
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
+    def seconds(self, begin: QueueMark, end: QueueMark) -> float:
         return self.marks[end.number] - self.marks[begin.number]
 
     def wait(self) -> None:

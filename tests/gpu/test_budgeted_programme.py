@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calibration.gpu.board import BoardWatch, Reading, find_reader, parse_smi, summarised
+from calibration.gpu.board import BoardReading, BoardWatch, find_reader, parse_smi, summarised
 from calibration.gpu.driver import UnsupportedError
-from calibration.gpu.journal import Journal, Row, read_rows
-from calibration.gpu.programme import Case, Outcome, run_programme
+from calibration.gpu.journal import Journal, JournalRow, read_rows
+from calibration.gpu.programme import BenchmarkCase, Outcome, run_programme
 from parsim.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,25 +32,25 @@ class Clock:
     def __call__(self) -> float:
         return self.now_s
 
-    def case(self, name: str, estimate_s: float, seconds: float | None = None, **more: Any) -> Case:
+    def case(self, name: str, estimate_s: float, seconds: float | None = None, **more: Any) -> BenchmarkCase:
         """One that takes `seconds` (its estimate)."""
 
-        def measure(rows: Mapping[str, Row], remaining_s: float) -> dict[str, Any]:
+        def measure(rows: Mapping[str, JournalRow], remaining_s: float) -> dict[str, Any]:
             self.now_s += estimate_s if seconds is None else seconds
             return {"remaining_s": remaining_s, "before": len(rows)}
 
-        return Case(name=name, estimate_s=estimate_s, measure=measure, **more)
+        return BenchmarkCase(name=name, estimate_s=estimate_s, measure=measure, **more)
 
 
-def run(cases: list[Case], journal: Journal, clock: Clock, budget_s: float = 1000.0) -> Outcome:
+def run(cases: list[BenchmarkCase], journal: Journal, clock: Clock, budget_s: float = 1000.0) -> Outcome:
     return run_programme(cases, journal, budget_s=budget_s, clock=clock, say=lambda _: None)
 
 
-def failing(error: Exception) -> Case:
-    def measure(rows: Mapping[str, Row], remaining_s: float) -> dict[str, Any]:
+def failing(error: Exception) -> BenchmarkCase:
+    def measure(rows: Mapping[str, JournalRow], remaining_s: float) -> dict[str, Any]:
         raise error
 
-    return Case(name="failing", estimate_s=1.0, measure=measure)
+    return BenchmarkCase(name="failing", estimate_s=1.0, measure=measure)
 
 
 @given(
@@ -143,11 +143,11 @@ def test_a_killed_programme_keeps_every_finished_row(tmp_path: Path) -> None:
         "import sys, time\n"
         "from pathlib import Path\n"
         "from calibration.gpu.journal import Journal\n"
-        "from calibration.gpu.programme import Case, run_programme\n"
+        "from calibration.gpu.programme import BenchmarkCase, run_programme\n"
         "def slowly(rows, remaining_s):\n"
         "    time.sleep(0.1)\n"
         "    return {}\n"
-        "cases = [Case(name=f'case {n}', estimate_s=0.1, measure=slowly) for n in range(30)]\n"
+        "cases = [BenchmarkCase(name=f'case {n}', estimate_s=0.1, measure=slowly) for n in range(30)]\n"
         "run_programme(cases, Journal(Path(sys.argv[1])), budget_s=100, clock=time.monotonic, say=print)\n"
     )
     path = tmp_path / "rows.jsonl"
@@ -191,7 +191,7 @@ def test_nvidia_smi_is_read_and_what_it_does_not_tell_is_left_out() -> None:
 def test_a_watch_reads_before_during_and_after() -> None:
     powers = iter(range(100, 10000))
 
-    def reader() -> Reading:
+    def reader() -> BoardReading:
         return {"power_w": float(next(powers))}
 
     with BoardWatch(reader, "test", every_s=0.01).open() as watch:

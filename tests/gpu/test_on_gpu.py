@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from calibration.gpu.copies import measure_copy
-from calibration.gpu.driver import CudaDriver
+from calibration.gpu.driver import CudaQueueDriver
 from calibration.gpu.launches import event_cost, graph_cost, launch_cost
 from calibration.gpu.products import PRECISIONS, Product, measure_product
 from calibration.gpu.timing import time_calls
@@ -26,11 +26,11 @@ LARGE = Product(rows=4096, columns=4096, depth=4096)
 
 
 @pytest.fixture(scope="module")
-def driver() -> CudaDriver:
-    return CudaDriver()
+def driver() -> CudaQueueDriver:
+    return CudaQueueDriver()
 
 
-def test_a_sleep_takes_its_time_and_holds_the_queue(driver: CudaDriver) -> None:
+def test_a_sleep_takes_its_time_and_holds_the_queue(driver: CudaQueueDriver) -> None:
     begin = driver.mark()
     driver.sleep(0.05)
     end = driver.mark()
@@ -40,7 +40,7 @@ def test_a_sleep_takes_its_time_and_holds_the_queue(driver: CudaDriver) -> None:
     assert driver.seconds(begin, end) == pytest.approx(0.05, rel=0.3)
 
 
-def test_a_small_kernel_takes_less_than_the_host_needs_to_launch_it(driver: CudaDriver) -> None:
+def test_a_small_kernel_takes_less_than_the_host_needs_to_launch_it(driver: CudaQueueDriver) -> None:
     cost = launch_cost(driver)
     assert cost["queued"]
     assert 1e-7 < cost["device_s"] < 1e-4
@@ -50,30 +50,30 @@ def test_a_small_kernel_takes_less_than_the_host_needs_to_launch_it(driver: Cuda
 
 
 @pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "fp16"])
-def test_products_are_right_queued_and_from_beyond_the_cache(driver: CudaDriver, name: str) -> None:
+def test_products_are_right_queued_and_from_beyond_the_cache(driver: CudaQueueDriver, name: str) -> None:
     row = measure_product(driver, LARGE, PRECISIONS[name], least_s=0.1)
     assert row["queued"]
     assert row["beyond_cache"]
     assert row["flop_per_s"] > 1e12
 
 
-def test_half_precision_is_faster_than_ieee(driver: CudaDriver) -> None:
+def test_half_precision_is_faster_than_ieee(driver: CudaQueueDriver) -> None:
     rates = [measure_product(driver, LARGE, PRECISIONS[name], least_s=0.1)["flop_per_s"] for name in ("bf16", "fp32")]
     assert rates[0] > 2 * rates[1]
 
 
-def test_twice_the_bytes_take_twice_as_long(driver: CudaDriver) -> None:
+def test_twice_the_bytes_take_twice_as_long(driver: CudaQueueDriver) -> None:
     small, large = (measure_copy(driver, "on_device", size, least_s=0.1) for size in (2**28, 2**29))
     assert large["median_s"] / small["median_s"] == pytest.approx(2.0, rel=0.15)
 
 
-def test_timing_twice_gives_the_same(driver: CudaDriver) -> None:
+def test_timing_twice_gives_the_same(driver: CudaQueueDriver) -> None:
     tensor = torch.randn(2**26, device=driver.device)
     one, other = (time_calls(driver, [lambda: tensor.neg_()], least_s=0.3).median_s for _ in range(2))
     assert one == pytest.approx(other, rel=0.1)
 
 
-def test_the_executor_trains_what_plain_training_on_the_cpu_does(driver: CudaDriver) -> None:
+def test_the_executor_trains_what_plain_training_on_the_cpu_does(driver: CudaQueueDriver) -> None:
     """float64, four steps of a small model, samples of the same order."""
     from parsim.data import BatchOrder
     from parsim.data.for_model import dataset_for

@@ -16,7 +16,7 @@ import pytest
 from calibration.published.v100_collectives import CollectiveRow, read_collective_rows
 from calibration.published.v100_throughput import (
     FittedEfficiency,
-    Row,
+    PublishedRow,
     fit_efficiencies,
     medians,
     predicted_samples_per_s,
@@ -47,12 +47,12 @@ def shipped() -> Profile:
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[PublishedRow]:
     return read_rows(DATA)[0]
 
 
 @pytest.fixture(scope="module")
-def fits(rows: list[Row], shipped: Profile) -> list[FittedEfficiency]:
+def fits(rows: list[PublishedRow], shipped: Profile) -> list[FittedEfficiency]:
     return fit_efficiencies(shipped, rows)
 
 
@@ -76,7 +76,7 @@ def test_every_row_is_a_case_or_left_out_with_a_reason() -> None:
 
 
 @needs_data
-def test_single_gpu_throughput_from_operators_alone(rows: list[Row], shipped: Profile) -> None:
+def test_single_gpu_throughput_from_operators_alone(rows: list[PublishedRow], shipped: Profile) -> None:
     """Each case within 15%, their median within 8%; no row of a whole model enters the prediction."""
     profile = without_efficiency(shipped)
     errors = {
@@ -109,7 +109,7 @@ def test_the_profile_holds_the_factors_that_help_and_no_other(fits: list[FittedE
 
 @needs_data
 @pytest.mark.parametrize("case", EIGHT_GPUS)
-def test_eight_gpus(case: tuple[str, str, int, int], rows: list[Row], shipped: Profile) -> None:
+def test_eight_gpus(case: tuple[str, str, int, int], rows: list[PublishedRow], shipped: Profile) -> None:
     """Scaling efficiency within 2 points, throughput within 5%, simulated from the plan of the program that was measured."""
     _, evaluation = simulated(case, shipped)
     predicted = evaluation.result.throughput_samples_per_s.median
@@ -172,7 +172,7 @@ def test_missing_tables_and_unknown_models_are_said(tmp_path: Path) -> None:
 
 
 def test_a_factor_needs_rows_on_both_sides(shipped: Profile) -> None:
-    row = Row(id="mine-0002", case=("resnet50", "fp32", 128, 1), samples_per_s=350.0)
+    row = PublishedRow(id="mine-0002", case=("resnet50", "fp32", 128, 1), samples_per_s=350.0)
     with pytest.raises(DataError, match="1 rows of even and 0 of odd id in fp32"):
         fit_efficiencies(shipped, [row])
 

@@ -16,8 +16,9 @@ from calibration.measure.allocator import distinct_bytes, measure_allocator
 from calibration.measure.components import make_case
 from calibration.rounds.request import CalibrationRequest
 from parsim.execute.processes.environment import forget_peak, peak_resident_bytes, resident_bytes
-from parsim.hardware.allocator import ALLOCATORS, Allocator, Spread, allocator_of
+from parsim.hardware.allocator import Allocator, Spread
 from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.device_kinds import DEVICE_KINDS, allocator_of
 from parsim.hardware.profile import Profile, Quantiles, load_profile
 from parsim.model.spec import ModelSpec, load_model
 from parsim.units import MIB
@@ -48,14 +49,16 @@ def test_the_share_is_assumed_and_the_libraries_are_what_is_left() -> None:
 def test_a_profile_that_measured_it_is_believed_and_others_are_assumed() -> None:
     shipped = load_profile("dgx1-v100-32gb")
     name, entry = next(iter(shipped.device_types.items()))
-    assert allocator_of(entry) == ALLOCATORS["cuda"]
-    measured = allocator_entry([{"beside_bytes": 300 * MIB, "dynamic_bytes": 0, "reading_bytes": 0}], ALLOCATORS["cuda"])
+    assert allocator_of(entry) == DEVICE_KINDS["cuda"].allocator
+    measured = allocator_entry(
+        [{"beside_bytes": 300 * MIB, "dynamic_bytes": 0, "reading_bytes": 0}], DEVICE_KINDS["cuda"].allocator
+    )
     assert measured is not None
     types = {name: entry.model_copy(update={"allocator": measured.model_copy(update={"source": "context"})})}
     profile = Profile.model_validate_json(shipped.model_copy(update={"device_types": types}).model_dump_json())
     (device, *_) = cluster_from_profile(profile).devices
     assert device.type.allocator.library_bytes == Spread(284 * MIB, 300 * MIB, 316 * MIB)
-    assert device.type.allocator.lost_share == ALLOCATORS["cuda"].lost_share
+    assert device.type.allocator.lost_share == DEVICE_KINDS["cuda"].allocator.lost_share
 
 
 def test_quantiles_that_descend_are_refused() -> None:

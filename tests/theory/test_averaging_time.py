@@ -14,8 +14,6 @@ from parsim.algorithms.arrivals import (
     merge_events,
     pairwise_merge_s,
     ring_synchronisation_s,
-    synchronous_epoch_s,
-    throughput_epochs_per_s,
 )
 from parsim.algorithms.shards import SHARDINGS, shard_samples, shard_sizes
 from parsim.errors import AlgorithmError
@@ -96,14 +94,12 @@ def test_event_queue_invariants(workers: int, epochs: int, seed: int, merge_s: f
             assert later.ready_s == pytest.approx(earlier.end_s + seconds[worker, later.epoch])
 
 
-def test_a_straggler_doubles_the_synchronous_epoch_and_hardly_slows_the_merging_one() -> None:
-    """One of eight workers at half speed: the barrier pays 2.0x, the others lose nothing: (7 + 0.5)/8 of the throughput."""
+def test_a_straggler_hardly_slows_merging_workers() -> None:
+    """One of eight workers at half speed: the others lose nothing, so (7 + 0.5)/8 of the throughput stay."""
     step_s = np.array([2.0, *[1.0] * 7])
-    even = synchronous_epoch_s(np.ones(8), 10)
-    assert synchronous_epoch_s(step_s, 10) / even == pytest.approx(2.0)
     events = merge_events(lambda worker, epoch: 10 * step_s[worker], 8, merge_s=0.01, total=800)
     until_s = events[-1].end_s
-    assert throughput_epochs_per_s(events, until_s) / (8 / even) >= 0.93 * (7 + 0.5) / 8
+    assert len(events) / until_s / (8 / 10) >= 0.93 * (7 + 0.5) / 8
     counts = np.bincount([event.worker for event in events])
     assert counts[0] == pytest.approx(counts[1] / 2, abs=1.5)
 

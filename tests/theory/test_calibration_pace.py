@@ -85,10 +85,10 @@ def test_a_look_counts_for_what_it_tells() -> None:
         assert usual is not None
         return usual, [sweep["seconds"][0] for sweep in at_one_pace(raw, usual)["ranks"][0]["sweeps"]]
 
-    assert told(0.0)[0].told == pytest.approx(1.0)
-    assert told(0.2, speed=0.0)[0].told < 0.1
+    assert told(0.0)[0].probe_reliability == pytest.approx(1.0)
+    assert told(0.2, speed=0.0)[0].probe_reliability < 0.1
     usual, seconds = told(0.2)
-    assert usual.told == pytest.approx(2 / 3, abs=0.05)
+    assert usual.probe_reliability == pytest.approx(2 / 3, abs=0.05)
     assert np.std(np.log(seconds)) == pytest.approx(0.2 * np.sqrt(1 / 3), rel=0.1)
     assert np.mean(seconds) == pytest.approx(np.mean(np.exp(0.2 * rng.standard_normal(4000))), rel=0.03)
 

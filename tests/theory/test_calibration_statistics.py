@@ -23,9 +23,9 @@ from calibration.measure.communication_points import (
     STALL_S,
     all_reduce_sizes,
     collective_points,
-    held_up,
     mean_and_spread,
     overlap_factors,
+    overlap_stall,
     stalling_s,
 )
 from calibration.measure.components import StepTimes
@@ -487,7 +487,7 @@ def test_contradicting_points_are_left_out_by_series_and_named() -> None:
 def test_a_computation_is_held_up_for_as_long_as_the_operations_took(slower: float, longer: float) -> None:
     """One operation beside a long computation, simulated: the computation ends later by what it lost when measured."""
     alone_s, computing_s = 2e-3, 1.0
-    factors = OverlapFactors(compute=held_up(slower, longer), communication=max(1.0, longer))
+    factors = OverlapFactors(compute=overlap_stall(slower, longer), communication=max(1.0, longer))
     computations = [Resource(rank, COMPUTE) for rank in range(2)]
     sent = tuple(Resource(rank, "dp") for rank in range(2))
     works: list[tuple[Work, tuple[Resource, ...]]] = [

@@ -11,17 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibration.fit.operators import fit_operators
-from parsim.costs.compute.compute import FOREACH_ACCESSES_PER_ELEMENT, ComputeCosts
+from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.compute.interpolation import interpolation_terms
 from parsim.costs.compute.kernel_model import ROOFLINE_BANDWIDTH_EFFICIENCY, ROOFLINE_COMPUTE_EFFICIENCY, component_kernels
 from parsim.costs.compute.operator_model import ComputeRequest
 from parsim.costs.compute.operators import Kernel, backward_kernels, forward_kernels, kernel_seconds
-from parsim.errors import CostError, ProfileError
+from parsim.errors import ConfigError, CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compute_records import OperatorFit, OperatorPoint
 from parsim.hardware.device import Device
 from parsim.hardware.profile import Profile
 from parsim.model.component import Component, Operator, Parameter
+from parsim.model.optimizers import OPTIMIZERS
 from parsim.work import Compute, OptimizerStep, Phase
 
 PEAK = 10e12
@@ -468,12 +469,12 @@ def test_one_measured_step_is_scaled_by_elements_under_the_load_asked_for() -> N
     assert one.extrapolated
 
 
-@pytest.mark.parametrize("optimizer", FOREACH_ACCESSES_PER_ELEMENT)
+@pytest.mark.parametrize("optimizer", tuple(OPTIMIZERS))
 def test_an_unmeasured_step_is_bound_by_the_bandwidth(optimizer: str) -> None:
     of = profile(operator_fits=[fit("memory_bound")])
     elements = 25_000_000
     estimate = ComputeCosts(of, "fp32").optimizer(OptimizerStep(elements=elements, tensors=161), optimizer, device(of))
-    bytes_moved = 4 * FOREACH_ACCESSES_PER_ELEMENT[optimizer] * elements
+    bytes_moved = 4 * OPTIMIZERS[optimizer].accesses_per_element * elements
     assert estimate.median_s == pytest.approx(5e-6 + bytes_moved / (0.9 * BANDWIDTH))
     assert estimate.source == "fitted"
 
@@ -491,7 +492,7 @@ def test_optimizers_order_by_the_bytes_they_move() -> None:
 def test_unknown_optimizers_and_unmeasured_machines_are_errors() -> None:
     work = OptimizerStep(elements=10, tensors=1)
     of = profile(source_kind="measurement")
-    with pytest.raises(CostError, match="did you mean adam"):
+    with pytest.raises(ConfigError, match="did you mean adam"):
         ComputeCosts(of, "fp32").optimizer(work, "adm", device(of))
     with pytest.raises(CostError, match="calibrate with that optimizer"):
         ComputeCosts(of, "fp32").optimizer(work, "adam", device(of))

@@ -11,7 +11,7 @@ from scipy.stats import beta, binomtest
 
 from parsim.costs.uncertainty.conformal import (
     LEAST_HALF_WIDTH,
-    Correction,
+    ConformalCorrection,
     ValidationRecord,
     clopper_pearson,
     conformal_quantile,
@@ -95,11 +95,11 @@ def test_quantile_is_the_smallest_that_holds_enough(scores: list[float], level: 
 
 def test_nine_records_are_the_fewest() -> None:
     assert records_needed() == 9
-    assert correction([record(1.2)] * 8) == Correction(factor=None, records=8)
+    assert correction([record(1.2)] * 8) == ConformalCorrection(factor=None, records=8)
     assert correction([record(1.2)] * 9).factor == pytest.approx(math.log(1.2) / 0.1)
     assert correction([]).describe() == "not corrected: 0 of the 9 validations needed"
-    assert Correction(factor=1.416, records=37).describe() == "x1.42 from 37 validations"
-    assert Correction(records=3).apply(2.0, 1.5, 2.5) == (1.5, 2.5)
+    assert ConformalCorrection(factor=1.416, records=37).describe() == "x1.42 from 37 validations"
+    assert ConformalCorrection(records=3).apply(2.0, 1.5, 2.5) == (1.5, 2.5)
 
 
 @given(st.floats(0, 500), st.floats(0, 500), st.floats(1e-6, 1e3), st.floats(0, 2), st.floats(0, 2))
@@ -107,8 +107,8 @@ def test_intervals_grow_with_the_factor_and_hold_the_median(
     first: float, second: float, median_s: float, below: float, above: float
 ) -> None:
     low_s, high_s = median_s * math.exp(-below), median_s * math.exp(above)
-    narrow = Correction(factor=min(first, second), records=9).apply(median_s, low_s, high_s)
-    wide = Correction(factor=max(first, second), records=9).apply(median_s, low_s, high_s)
+    narrow = ConformalCorrection(factor=min(first, second), records=9).apply(median_s, low_s, high_s)
+    wide = ConformalCorrection(factor=max(first, second), records=9).apply(median_s, low_s, high_s)
     assert 0 < wide[0] <= narrow[0] <= median_s <= narrow[1] <= wide[1] < math.inf
 
 
@@ -131,7 +131,7 @@ def test_each_side_is_judged_by_its_own_half_width() -> None:
 def test_an_interval_without_width_is_taken_for_half_a_percent() -> None:
     sure = ValidationRecord(model="m", run="r", predicted_s=1.0, low_s=1.0, high_s=1.0, measured_s=1.1)
     assert score(sure) == pytest.approx(math.log(1.1) / LEAST_HALF_WIDTH)
-    assert Correction(factor=2.0, records=9).apply(1.0, 1.0, 1.0)[1] == pytest.approx(math.exp(2 * LEAST_HALF_WIDTH))
+    assert ConformalCorrection(factor=2.0, records=9).apply(1.0, 1.0, 1.0)[1] == pytest.approx(math.exp(2 * LEAST_HALF_WIDTH))
 
 
 def test_a_constant_score_is_the_factor() -> None:

@@ -18,6 +18,7 @@ from parsim.errors import GraphError
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Resource
+from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import Plan
 from parsim.work import Collective, Compute, Phase, SendRecv
 from tests.plans import MODEL, plans
@@ -105,7 +106,7 @@ def test_every_backward_is_done_once_whole_or_in_halves_after_what_it_recomputes
             assert task.origin.microbatch is not None
             done[task.work.component, task.resources[0].rank, task.origin.microbatch][task.work.phase] += 1
     for (name, _, _), phases in done.items():
-        halves = plan.pipeline_order == "zero-bubble" and bool(MODEL.component(name).parameters) and name != "a"
+        halves = PIPELINE_ORDERS[plan.pipeline_order].halves and bool(MODEL.component(name).parameters) and name != "a"
         backward = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT) if halves else (Phase.BACKWARD,)
         again = (Phase.RECOMPUTE,) if name in plan.recomputed else ()
         assert phases == Counter((Phase.FORWARD, *again, *backward)), (name, layout.is_halved(name))

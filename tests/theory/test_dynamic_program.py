@@ -13,7 +13,8 @@ from strategies import GRID_S, random_graph
 from parsim.algorithms.arrivals import merge_events
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
-from parsim.engines.program import Part, TrainingProgram, unrolled
+from parsim.engines.program import DurationsOf, Part, Program, by_step, durations_by_step_s, unrolled
+from parsim.engines.repeated import simulate_program
 from parsim.engines.scenario.conditions import Conditions
 from parsim.engines.scenario.scenario import Straggler
 from parsim.errors import GraphError
@@ -42,32 +43,36 @@ def with_counter(graph: TaskGraph, random: Random) -> TaskGraph:
     return TaskGraph(tasks=tasks, world_size=graph.world_size, issue_order={**order, COUNTER: using} if using else order)
 
 
+Timed = tuple[Program, DurationsOf]
+"""A program and its seconds, which vary from step to step."""
+
+
 @st.composite
-def programs(draw: st.DrawFn, *, counter: bool = True) -> TrainingProgram:
-    """One to three parts over the same ranks, with ties in time; carried dependencies point to the step before."""
+def programs(draw: st.DrawFn, *, counter: bool = True) -> Timed:
+    """One to three parts over the same ranks, with ties in time; they make and read two values."""
     random = draw(st.randoms(use_true_random=False))
-    parts = []
-    before: int | None = None
+    parts: list[Part] = []
+    rows: list[np.ndarray] = []
     for _ in range(draw(st.integers(1, 3))):
         graph = random_graph(random, most_ranks=4, most_tasks=8)
         graph = TaskGraph(tasks=graph.tasks, world_size=4, issue_order=graph.issue_order)
         graph = with_counter(graph, random) if counter else graph
         n, repeats = len(graph.tasks), draw(st.integers(1, 3))
-        shape = (repeats, n) if draw(st.booleans()) else (n,)
-        durations = np.array([draw(st.integers(0, 4)) * GRID_S for _ in range(int(np.prod(shape)))]).reshape(shape)
-        carried = n if before is None else min(n, before)
-        carries = [(random.randrange(n), random.randrange(carried)) for _ in range(2)] if carried else []
-        parts.append(Part(graph=graph, durations_s=durations, repeats=repeats, carries=tuple(carries)))
-        before = n
+        drawn = repeats if draw(st.booleans()) else 1
+        durations = np.array([draw(st.integers(0, 4)) * GRID_S for _ in range(drawn * n)]).reshape(drawn, n)
+        rows += [durations[repeat % drawn] for repeat in range(repeats)]
+        makes, reads = ({value: (random.randrange(n),) for value in "ab"} if n else {} for _ in range(2))
+        parts.append(Part(graph=graph, repeat=repeats, makes=makes, reads=reads))
     used = any(COUNTER in part.graph.issue_order for part in parts)
-    return TrainingProgram(parts=tuple(parts), arrival=frozenset({COUNTER} if used else ()))
+    return Program(parts=tuple(parts), arrival=frozenset({COUNTER} if used else ())), lambda _, step: rows[step]
 
 
 @given(programs())
-def test_the_order_that_arrival_recorded_replays_in_the_static_engine(program: TrainingProgram) -> None:
+def test_the_order_that_arrival_recorded_replays_in_the_static_engine(timed: Timed) -> None:
     """Start and end of every task of every step, bitwise; times are multiples of 1/1024 s, so ties are common."""
-    done = dynamic.run_program(program, record=True)
-    graph, durations = unrolled(program, done.served)
+    program, seconds = timed
+    done = dynamic.run_program(program, seconds, varying=True, record=True)
+    graph, durations = unrolled(program, done.served), np.concatenate(durations_by_step_s(program, seconds, varying=True))
     replayed = static.simulate(graph, durations)
     start, end = np.full(len(graph.tasks), np.nan), np.full(len(graph.tasks), np.nan)
     start[replayed.task], end[replayed.task] = replayed.start_s, replayed.end_s
@@ -76,26 +81,32 @@ def test_the_order_that_arrival_recorded_replays_in_the_static_engine(program: T
 
 
 @given(programs())
-def test_a_counter_serves_one_at_a_time_and_first_come_first(program: TrainingProgram) -> None:
-    done = dynamic.run_program(program, record=True)
+def test_a_counter_serves_one_at_a_time_and_first_come_first(timed: Timed) -> None:
+    program, seconds = timed
+    done = dynamic.run_program(program, seconds, varying=True, record=True)
     first = program.first_number
     served = [first[step] + task for step, task in done.served.get(COUNTER, ())]
     ends = done.end_s[served]
     starts = done.start_s[served]
     assert np.all(starts[1:] >= ends[:-1])
-    users = sum(COUNTER in task.resources for number, _ in program.steps for task in program.parts[number].graph.tasks)
+    users = sum(COUNTER in task.resources for part in program.steps for task in part.graph.tasks)
     assert len(served) == len(set(served)) == users
 
 
 @given(programs(counter=False))
-def test_programs_without_counters_equal_their_unrolled_graph(program: TrainingProgram) -> None:
+def test_programs_without_counters_equal_their_unrolled_graph(timed: Timed) -> None:
+    program, seconds = timed
     overlap = OverlapFactors(compute=1.5, communication=1.25)
-    graph, durations = unrolled(program, {})
+    graph, durations = unrolled(program), np.concatenate(durations_by_step_s(program, seconds, varying=True))
     for factors in (None, overlap):
-        done = dynamic.run_program(program, overlap=factors, record=True)
+        done = dynamic.run_program(program, seconds, varying=True, overlap=factors, record=True)
         whole = static.simulate(graph, durations, overlap=factors)
         assert done.makespan_s == whole.makespan_s or not len(whole)
         np.testing.assert_array_equal(done.end_s[whole.task], whole.end_s)
+
+
+def always(durations_s: np.ndarray) -> DurationsOf:
+    return lambda part, step: durations_s
 
 
 def test_repeats_equal_the_static_engines_mean_step() -> None:
@@ -105,7 +116,7 @@ def test_repeats_equal_the_static_engines_mean_step() -> None:
         if not graph.tasks:
             continue
         durations = np.array([random.uniform(0, 2) for _ in graph.tasks])
-        done = dynamic.run_program(TrainingProgram(parts=(Part(graph=graph, durations_s=durations, repeats=4),)))
+        done = dynamic.run_program(Program(parts=(Part(graph=graph, repeat=4),)), always(durations))
         assert done.makespan_s / 4 == static.step_times_s(graph, durations[None, :], steps=4)[0]
         assert not len(done.start_s), "nothing is kept that nobody asked for"
 
@@ -131,8 +142,8 @@ def test_asynchronous_workers_arrive_as_the_event_queue_says(speeds: tuple[float
     epochs, workers = 5, len(speeds)
     graph = workers_graph(workers)
     durations = np.array([seconds for speed in speeds for seconds in (speed, merge_s)])
-    program = TrainingProgram(parts=(Part(graph=graph, durations_s=durations, repeats=epochs),), arrival=frozenset({COUNTER}))
-    done = dynamic.run_program(program, record=True)
+    program = Program(parts=(Part(graph=graph, repeat=epochs),), arrival=frozenset({COUNTER}))
+    done = dynamic.run_program(program, always(durations), record=True)
     wanted = merge_events(lambda worker, _: speeds[worker], workers, merge_s=merge_s, epochs=epochs)
     assert [(event.epoch, 2 * event.worker + 1) for event in wanted] == list(done.served[COUNTER])
     numbers = [program.first_number[step] + task for step, task in done.served[COUNTER]]
@@ -141,11 +152,9 @@ def test_asynchronous_workers_arrive_as_the_event_queue_says(speeds: tuple[float
 
 
 def test_a_straggler_does_not_hold_up_asynchronous_workers() -> None:
-    program = TrainingProgram(
-        parts=(Part(graph=workers_graph(3), durations_s=np.array([1.0, 0.0] * 3), repeats=10),), arrival=frozenset({COUNTER})
-    )
+    program = Program(parts=(Part(graph=workers_graph(3), repeat=10),), arrival=frozenset({COUNTER}))
     slow = Conditions(stragglers=(Straggler(rank=1, factor=4.0),))
-    done = dynamic.run_program(program, conditions=slow, record=True)
+    done = dynamic.run_program(program, always(np.array([1.0, 0.0] * 3)), conditions=slow, record=True)
     ends = done.end_s.reshape(10, 3, 2)[:, :, 1]
     np.testing.assert_array_equal(ends[:, 0], np.arange(1.0, 11.0))
     np.testing.assert_array_equal(ends[:, 1], 4.0 * np.arange(1.0, 11.0))
@@ -153,18 +162,23 @@ def test_a_straggler_does_not_hold_up_asynchronous_workers() -> None:
 
 def test_what_a_program_cannot_be() -> None:
     graph = workers_graph(2)
-    durations = np.ones(4)
+    part = Part(graph=graph)
     with pytest.raises(GraphError, match=r"no task uses the arrival resource r1.merge; the program has r0.compute"):
-        TrainingProgram(parts=(Part(graph=graph, durations_s=durations),), arrival=frozenset({Resource(1, "merge")}))
+        Program(parts=(part,), arrival=frozenset({Resource(1, "merge")}))
     with pytest.raises(GraphError, match="of which 1 serve by arrival"):
-        TrainingProgram(parts=(Part(graph=graph, durations_s=durations),), arrival=frozenset({COUNTER, Resource(0, COMPUTE)}))
-    with pytest.raises(GraphError, match="repeats >= 1, got 0"):
-        Part(graph=graph, durations_s=durations, repeats=0)
-    with pytest.raises(GraphError, match=r"shape \[4\] or \[3, 4\], got \[2, 4\]"):
-        Part(graph=graph, durations_s=np.ones((2, 4)), repeats=3)
-    with pytest.raises(GraphError, match="carries task 9 to 0"):
-        TrainingProgram(parts=(Part(graph=graph, durations_s=durations, carries=((0, 9),)),))
+        Program(parts=(part,), arrival=frozenset({COUNTER, Resource(0, COMPUTE)}))
+    merging = Program(parts=(part,), arrival=frozenset({COUNTER}))
+    with pytest.raises(GraphError, match=r"inside another serves r0.merge by arrival; list it under the outermost"):
+        Program(parts=(merging, part))
+    with pytest.raises(GraphError, match=r"r0.merge serves by arrival, which only the dynamic engine decides"):
+        simulate_program(merging, always(np.ones(4)))
+    with pytest.raises(GraphError, match=r"r0.merge serves by arrival: the order is known once .* pass `served`"):
+        unrolled(merging)
+    with pytest.raises(GraphError, match="at least once, got repeat 0"):
+        Part(graph=graph, repeat=0)
+    with pytest.raises(GraphError, match=r"shape \[4\], one entry per task, got \[2, 4\]"):
+        dynamic.run_program(merging, always(np.ones((2, 4))))
     rows = np.ones((2, 4))
     rows[1, 2] = np.nan
-    with pytest.raises(GraphError, match="has duration nan s in sample 1"):
-        dynamic.run_program(TrainingProgram(parts=(Part(graph=graph, durations_s=rows, repeats=2),)))
+    with pytest.raises(GraphError, match="has duration nan s in step 1"):
+        dynamic.run_program(Program(parts=(Part(graph=graph, repeat=2),)), by_step(rows), varying=True)

@@ -14,6 +14,7 @@ from parsim.graph.taskgraph import TaskGraph, from_text, to_text
 from parsim.model.component import Component, Parameter, Value
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.plan import Plan, Stage
 from parsim.work import Compute, Phase, SendRecv
 
@@ -50,7 +51,10 @@ def pipeline_plan(
     plan = Plan(
         strategy="hp",
         mesh=mesh,
-        stages=tuple(Stage(components=(name,), ranks=mesh.stage_ranks(number)) for number, name in enumerate(names)),
+        stages=tuple(
+            Stage(components=(name,), ranks=mesh.stage_ranks(place))
+            for name, place in zip(names, rank_of_stage(order, stages, chunks), strict=True)
+        ),
         global_batch=microbatches * replicas,
         microbatches=microbatches,
         pipeline_order=order,
@@ -146,6 +150,24 @@ def test_zero_bubble_is_slower_than_its_formula_outside_its_hypotheses(microbatc
     graph = pipeline_graph(4, microbatches, "zero-bubble", weights=True)
     makespan = static.simulate(graph, durations_s(graph, f, i + w, 0.0, w)).makespan_s
     assert makespan > microbatches * (f + i + w) + 3 * (f + i - w) + 0.1
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 3), (2, 8), (3, 5), (4, 7), (4, 16), (8, 32)])
+@pytest.mark.parametrize("f", [1.0, 0.25])
+def test_zero_bubble_v_makespan(stages: int, microbatches: int, f: float) -> None:
+    """6 M f + (S - 1) f for x = 0, M >= 2 S - 1 and f = i = w per chunk: no rank idles but before its first and after its
+    last action (Qi et al. (2023), section 6). 1F1B over the same work takes 6 M f + 6 (S - 1) f."""
+    graph = pipeline_graph(stages, microbatches, "zero-bubble-v", chunks=2, weights=True)
+    for engine in (static, dynamic):
+        makespan = engine.simulate(graph, durations_s(graph, f, 2 * f, 0.0, f)).makespan_s
+        assert makespan == pytest.approx(6 * microbatches * f + (stages - 1) * f, rel=1e-12)
+
+
+def test_the_two_chunks_of_the_last_rank_send_nothing_between_them() -> None:
+    """In a V stage S - 1 and S are one rank's: of 2 S - 1 borders 2 S - 2 are crossed, forward and back."""
+    graph = pipeline_graph(3, 2, "zero-bubble-v", chunks=2, weights=True)
+    pairs = [(task.work.source, task.work.destination) for task in graph.tasks if isinstance(task.work, SendRecv)]
+    assert sorted(pairs) == sorted(2 * [(0, 1), (1, 2), (2, 1), (1, 0)] * 2)
 
 
 def test_a_backward_in_halves_does_all_the_work_once() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.costs.costs import Costs
-from parsim.costs.feedback.run_corrections import Corrections
+from parsim.costs.feedback.run_corrections import RunCorrections
 from parsim.errors import DeadlockError
 from parsim.graph.expand import lower_columns
 from parsim.graph.fold import Folding, folding_of, unfolded
@@ -193,7 +193,7 @@ def test_a_component_on_one_rank_keeps_the_shards_apart() -> None:
 def test_what_a_run_has_taught_about_ranks_forbids_folding() -> None:
     plan = uniform_plan(Mesh(dp=4, tp=4), CUT)
     assert folding(plan, cluster("dgx2")).is_folded
-    learnt = Corrections(ranks=((3, 1.5),))
+    learnt = RunCorrections(ranks=((3, 1.5),))
     assert not folding(plan, cluster("dgx2"), corrections=learnt).is_folded
 
 
@@ -209,15 +209,17 @@ def test_noise_of_single_ranks_forbids_folding() -> None:
     assert not evaluate(replace(problem, cluster=noisy), plan, samples=2, fold=True).folding.is_folded
 
 
-def test_a_deadlocking_order_is_refused_before_anything_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of PIPELINE_ORDERS that runs the last microbatch's backward first: the plan's layout shows the grid."""
+def _backwards(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
+    good = pipeline.gpipe(rank, ranks, microbatches, chunks)
+    return (*good[microbatches:], *good[:microbatches]) if rank == 0 else good
 
-    def backwards(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
-        good = pipeline.gpipe(rank, ranks, microbatches, chunks)
-        return (*good[microbatches:], *good[:microbatches]) if rank == 0 else good
 
-    monkeypatch.setattr(pipeline, "PIPELINE_ORDERS", {**pipeline.PIPELINE_ORDERS, "backwards": backwards})
-    plan = replace(uniform_plan(Mesh(pp=2)), pipeline_order="backwards")
+BACKWARDS = pipeline.PipelineOrder(actions=_backwards)
+
+
+def test_a_deadlocking_order_is_refused_before_anything_is_lowered() -> None:
+    """An order from outside that runs the backwards first: the plan's layout shows the grid."""
+    plan = replace(uniform_plan(Mesh(pp=2)), pipeline_order=f"{__name__}:BACKWARDS")
     with pytest.raises(DeadlockError, match=r"(?s)by rank\n0 +\*0B0.*waits for 0F0, 1B0\n1 +\*1F0 .*waits for 0F0"):
         PlanIndex(plan, MODEL)
 

@@ -87,7 +87,7 @@ def test_orders_hold_what_their_microbatches_in_flight_ask_for() -> None:
     model = chain_model(tuple(2e9 for _ in range(15)), elements=1000)
     problem = PlanningProblem(model=model, cluster=machine(), global_batch=64)
     held: dict[str, list[int]] = {}
-    for order, chunks in (("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2)):
+    for order, chunks in (("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("zero-bubble-v", 2)):
         plan = balanced_plan(problem, "mp", Mesh(pp=4), microbatches=16, pipeline_order=order, chunks=chunks)
         evaluation = evaluate(problem, plan, samples=2)
         sizes = [dict(entry.lines)["activations"] for entry in evaluation.memory]
@@ -99,5 +99,6 @@ def test_orders_hold_what_their_microbatches_in_flight_ask_for() -> None:
     assert held["gpipe"] == [16] * 4
     assert held["1f1b"] == [4, 3, 2, 1]
     assert held["zero-bubble"] == [4] * 4
+    assert all(7 <= size <= 8 for size in held["zero-bubble-v"]), "2 S chunks, and so S microbatches"
     assert held["interleaved"][0] > held["interleaved"][-1] >= 5
     assert held["interleaved"][0] == pytest.approx(4 + 2 * 3 + 1, abs=1)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibration.fit.composition import Measured, fit_compositions
+from calibration.fit.composition import MeasuredComponent, fit_compositions
 from parsim.costs.adjustments import adjusted, price_context
 from parsim.costs.compute.composition import Parts, composed_issue_s
 from parsim.costs.compute.compute import ComputeCosts
@@ -178,7 +178,7 @@ def test_of_what_was_not_measured_the_launches_say_how_long_the_host_takes() -> 
         )
 
     seen = [
-        Measured(
+        MeasuredComponent(
             model="m",
             fingerprint=f"{launches}",
             phase=phase,

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from parsim.engines.scenario.maxmin import Floats, max_min_rates
+from parsim.arrays import Floats
+from parsim.engines.scenario.maxmin import max_min_rates
 from parsim.errors import ScenarioError
 
 INF = np.inf

@@ -15,9 +15,10 @@ from parsim.costs.memory.rank_memory import (
     Traffic,
     rank_memory,
 )
-from parsim.errors import CostError
-from parsim.hardware.allocator import ALLOCATORS, Allocator, Spread
+from parsim.errors import ConfigError, CostError
+from parsim.hardware.allocator import Allocator, Spread
 from parsim.hardware.device import DeviceType
+from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.model.component import Component, HalfComponent, Operator, Parameter, Value
 from parsim.model.model import Model
 from parsim.model.precision import component_in
@@ -38,7 +39,7 @@ V100 = DeviceType(
     peak_flop_per_s={"fp32": 15.7e12},
     memory_bandwidth_bytes_per_s=900e9,
     context_bytes=700_000_000,
-    allocator=ALLOCATORS["cuda"],
+    allocator=DEVICE_KINDS["cuda"].allocator,
 )
 TABLE = Parameter(name="embed.weight", elements=100)
 
@@ -219,9 +220,9 @@ def test_the_allocator_is_a_line_with_an_interval_and_its_p95_has_to_fit() -> No
     assert not memory(device=replace(CPU, allocator=takes, memory_bytes=on.high_bytes - 1)).fits
 
 
-@pytest.mark.parametrize("kind", ALLOCATORS)
+@pytest.mark.parametrize("kind", tuple(DEVICE_KINDS))
 def test_assumed_allocators_are_intervals(kind: str) -> None:
-    small, large = (ALLOCATORS[kind].bytes_beside(size) for size in (1e6, 1e9))
+    small, large = (DEVICE_KINDS[kind].allocator.bytes_beside(size) for size in (1e6, 1e9))
     assert 0 <= small.p05 < small.median < small.p95
     assert all(less <= more for less, more in zip(small, large, strict=True))
 
@@ -238,7 +239,7 @@ def test_what_does_not_fit_says_which_rank_which_line_and_by_how_much() -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(CostError, match="did you mean sgd_momentum"):
+    with pytest.raises(ConfigError, match="did you mean sgd_momentum"):
         memory(optimizer="sgd_momentun")
     with pytest.raises(CostError, match="in_flight >= 1"):
         memory(in_flight=0)

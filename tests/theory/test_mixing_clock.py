@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.algorithms.graphs import mixing_graph
-from parsim.costs.communication.alpha_beta import ring_all_reduce_s
 from parsim.errors import AlgorithmError
-from parsim.virtual.clock import TIMINGS, ReplicaClock, one_straggler, random_stragglers, round_seconds
-from parsim.virtual.network import MachineNetwork
+from parsim.virtual.clock import TIMINGS, ReplicaClock, random_stragglers, round_seconds
 
 
 def written_out(timing: str, links: np.ndarray, steps: np.ndarray, exchange: float) -> np.ndarray:
@@ -44,12 +42,13 @@ def test_the_clock_is_its_recursion(timing: str, name: str, n: int, seed: int) -
 
 def test_a_delay_spreads_one_hop_per_round() -> None:
     n, links = 16, mixing_graph("ring", 16)(0) != 0
-    clock = ReplicaClock.begin(n).round("adapt_combine", one_straggler(n, 5.0), links)
+    steps = np.where(np.arange(n) == 0, 5.0, 1.0)
+    clock = ReplicaClock.begin(n).round("adapt_combine", steps, links)
     for hops in range(1, 5):
         late = np.flatnonzero(clock.ready_s > hops)
         assert sorted((late + 8) % 16 - 8) == list(range(-hops, hops + 1))
         clock = clock.round("adapt_combine", np.ones(n), links)
-    everyone = ReplicaClock.begin(n).round("all_reduce", one_straggler(n, 5.0), links)
+    everyone = ReplicaClock.begin(n).round("all_reduce", steps, links)
     assert (everyone.ready_s == 5.0).all()
 
 
@@ -82,52 +81,8 @@ def test_random_stragglers_cost_a_ring_less_than_a_barrier() -> None:
     assert 1.0 < ring < 0.75 * barrier
 
 
-def network(n: int = 16, per_node: int = 8, **changes: float) -> MachineNetwork:
-    values = {"network_bytes_per_s": 3e9, "network_latency_s": 1e-5, "local_bytes_per_s": 1e11, "local_latency_s": 1e-6}
-    return MachineNetwork(n=n, per_node=per_node, **{**values, **changes})
-
-
-def test_machines_share_their_interface() -> None:
-    size = 1e8
-    free = network(network_latency_s=0.0, local_latency_s=0.0, local_bytes_per_s=1e15)
-    ring = free.mixing_s(mixing_graph("ring", 16)(0), size)
-    assert ring == pytest.approx(2 * size / 3e9), "two edges cross between two machines, each direction both ways"
-    far = free.mixing_s(mixing_graph("one_peer_exponential", 16)(3), size)
-    assert far == pytest.approx(8 * size / 3e9), "offset 8: all eight GPUs of a machine send out of it"
-    near = free.mixing_s(mixing_graph("one_peer_exponential", 16)(0), size)
-    assert near == pytest.approx(size / 3e9)
-    assert free.machine_mixing_s(mixing_graph("one_peer_exponential", 2)(0), size) == pytest.approx(size / 3e9, rel=1e-4)
-
-
-def test_collectives_of_machines() -> None:
-    size, flat = 1e8, network(network_latency_s=0.0, local_latency_s=0.0)
-    assert flat.all_reduce_s(size) == pytest.approx(ring_all_reduce_s(size, 16, 0.0, 1 / 3e9))
-    inside = ring_all_reduce_s(size, 8, 0.0, 1e-11)
-    assert flat.hierarchical_all_reduce_s(size) == pytest.approx(inside + size / 3e9)
-    one = network(n=8)
-    assert one.all_reduce_s(size) == pytest.approx(ring_all_reduce_s(size, 8, 1e-6, 1e-11))
-    equal = network(network_latency_s=1e-6, local_latency_s=1e-6)
-    assert equal.all_reduce_s(size) == pytest.approx(ring_all_reduce_s(size, 16, 1e-6, 1 / 3e9))
-
-
-def test_gossip_saves_latency_not_volume() -> None:
-    """A ring gossip sends as much as a ring all_reduce (2|w|); what grows with n is the all_reduce's latency."""
-    flat = network(n=256, per_node=1, network_latency_s=0.0)
-    ring = mixing_graph("ring", 256)(0)
-    assert flat.mixing_s(ring, 1e8) == pytest.approx(flat.all_reduce_s(1e8), rel=0.01)
-    slow = network(n=256, per_node=1)
-    assert slow.all_reduce_s(0.0) == pytest.approx(510 * 1e-5)
-    assert slow.mixing_s(ring, 0.0) == pytest.approx(2 * 1e-5)
-
-
 def test_bad_input() -> None:
     with pytest.raises(AlgorithmError, match="did you mean adapt_combine"):
         ReplicaClock.begin(2).round("adapt_then_combine", 1.0, np.eye(2, dtype=bool))
     with pytest.raises(AlgorithmError, match="seconds of a step must be finite and >= 0"):
         ReplicaClock.begin(2).compute([1.0, -1.0])
-    with pytest.raises(AlgorithmError, match="must divide"):
-        network(n=9)
-    with pytest.raises(AlgorithmError, match=r"need a mixing matrix \[16, 16\]"):
-        network().mixing_s(np.eye(4), 1.0)
-    with pytest.raises(AlgorithmError, match="one of 4 replicas"):
-        one_straggler(4, 2.0, replica=4)

@@ -14,7 +14,6 @@ from parsim.algorithms.dbench import (
     VarianceProfile,
     average_ranks,
     coefficient_of_variation,
-    consensus_distance,
     dispersion_index,
     gini,
     kendall_tau,
@@ -61,7 +60,6 @@ def test_metrics_go_tensor_by_tensor(n: int, tensors: int, seed: int) -> None:
 def test_norms_can_agree_where_vectors_differ() -> None:
     parameters = np.eye(4)
     assert gini(np.linalg.norm(parameters, axis=1)) == pytest.approx(0.0)
-    assert consensus_distance(parameters) == pytest.approx(0.75)
 
 
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=9), st.integers(0, 1000))

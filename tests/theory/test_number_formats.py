@@ -6,7 +6,7 @@ import pytest
 
 from parsim.costs.compute.operators import element_bytes
 from parsim.costs.memory.rank_memory import optimizer_bytes
-from parsim.errors import CostError
+from parsim.errors import ConfigError, CostError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import Profile, Sourced, load_profile
 from parsim.model.number_formats import FORMATS
@@ -95,7 +95,7 @@ def test_the_optimizer_s_bytes_by_precision() -> None:
             assert optimizer_bytes(optimizer, precision, master_weights=True)[0] == state
         assert optimizer_bytes(optimizer, "bf16", master_weights=True)[0] == state + 4
         assert optimizer_bytes(optimizer, "bf16", master_weights=False)[0] == state // 2
-    with pytest.raises(CostError, match="unknown optimizer"):
+    with pytest.raises(ConfigError, match="unknown optimizer"):
         optimizer_bytes("lion", "fp32", master_weights=True)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibration.fit.composition import MIN_COMPONENTS, Measured, fit_compositions, without_model
+from calibration.fit.composition import MIN_COMPONENTS, MeasuredComponent, fit_compositions, without_model
 from calibration.fit.surfaces import consistent_operators, fit_surfaces
 from calibration.measure.operator_shapes import CPU_REACH, operator_launches
 from parsim.costs.compute.composition import KINDS, Parts, component_parts, composed_s
@@ -266,7 +266,7 @@ def parts(rng: np.random.Generator) -> Parts:
     )
 
 
-def measured(true: Callable[[Parts], float], models: int = 4, each: int = 15) -> list[Measured]:
+def measured(true: Callable[[Parts], float], models: int = 4, each: int = 15) -> list[MeasuredComponent]:
     rng = np.random.default_rng(1)
     found = []
     for model in range(models):
@@ -275,7 +275,7 @@ def measured(true: Callable[[Parts], float], models: int = 4, each: int = 15) ->
                 drawn = parts(rng)
                 name = f"m{model}"
                 found.append(
-                    Measured(
+                    MeasuredComponent(
                         model=name,
                         fingerprint=f"{name}.{number}",
                         phase=phase,

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from parsim.errors import DeadlockError, PlanError
 from parsim.plans.pipeline import (
-    CHUNKED_ORDERS,
     PIPELINE_ORDERS,
-    SPLIT_ORDERS,
     Action,
     check_actions,
     check_order,
@@ -23,6 +21,8 @@ from parsim.plans.pipeline import (
     moments,
     parse_action,
     pipeline_actions,
+    rank_of_stage,
+    stages_by_rank,
 )
 from parsim.work import Phase
 
@@ -33,7 +33,7 @@ WITH_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reaso
 
 
 def chunks_of(order: str) -> tuple[int, ...]:
-    return (1, 2, 3) if order in CHUNKED_ORDERS else (1,)
+    return tuple(chunks for chunks in (1, 2, 3) if PIPELINE_ORDERS[order].takes(chunks))
 
 
 @pytest.mark.parametrize("order", sorted(PIPELINE_ORDERS))
@@ -43,12 +43,12 @@ def test_every_microbatch_runs_all_phases_of_every_chunk_once_in_order(
 ) -> None:
     chunks = data.draw(st.sampled_from(chunks_of(order)))
     microbatches = rounds * ranks
-    backward = [Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT] if order in SPLIT_ORDERS else [Phase.BACKWARD]
+    backward = [Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT] if PIPELINE_ORDERS[order].halves else [Phase.BACKWARD]
     check_order(order, ranks, microbatches, chunks)
     for rank in range(ranks):
         actions = pipeline_actions(order, rank, ranks, microbatches, chunks)
         assert len(actions) == len(set(actions)) == (1 + len(backward)) * microbatches * chunks
-        for stage, number in itertools.product(range(rank, ranks * chunks, ranks), range(microbatches)):
+        for stage, number in itertools.product(stages_by_rank(order, ranks, chunks)[rank], range(microbatches)):
             mine = [action.phase for action in actions if (action.stage, action.microbatch) == (stage, number)]
             assert mine == [Phase.FORWARD, *backward]
 
@@ -94,7 +94,7 @@ def test_printed_orders() -> None:
 
 @given(shape=shapes, order=st.sampled_from(sorted(PIPELINE_ORDERS)))
 def test_actions_round_trip_through_their_text(shape: tuple[int, int, int], order: str) -> None:
-    for action in pipeline_actions(order, *shape):
+    for action in pipeline_actions(order, *shape, chunks=PIPELINE_ORDERS[order].fewest_chunks):
         assert parse_action(str(action)) == action
 
 
@@ -102,8 +102,10 @@ def test_actions_round_trip_through_their_text(shape: tuple[int, int, int], orde
     ("order", "chunks", "words"),
     [
         ("1f1", 1, "1f1b"),
-        ("1f1b", 2, "only interleaved, zero-bubble have more than one chunk"),
+        ("1f1b", 2, "only interleaved, zero-bubble, zero-bubble-v have more than one chunk"),
         ("interleaved", 0, "chunks = 0"),
+        ("zero-bubble-v", 1, "it takes 2 stages per rank; set chunks = 2"),
+        ("zero-bubble-v", 3, "it takes 2 stages per rank; set chunks = 2"),
     ],
 )
 def test_what_no_order_is_says_what_to_write(order: str, chunks: int, words: str) -> None:
@@ -132,7 +134,7 @@ def test_an_order_that_deadlocks_prints_the_grid() -> None:
     ]
 
 
-def torch_actions(schedule: str, ranks: int, microbatches: int, chunks: int) -> list[list[str]]:
+def torch_actions(order: str, schedule: str, ranks: int, microbatches: int, chunks: int) -> list[list[str]]:
     """What torch's own schedule runs on each rank, as its actions print: computation alone, bubbles dropped.
 
     The schedules read nothing of their stages but these numbers before a step is run.
@@ -140,16 +142,18 @@ def torch_actions(schedule: str, ranks: int, microbatches: int, chunks: int) -> 
     from torch.distributed.pipelining import schedules
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
+    places = rank_of_stage(order, ranks, chunks)
+
     class Numbers(_PipelineStageBase):
         def __init__(self, stage: int) -> None:
             self.stage_index, self.num_stages = stage, ranks * chunks
             self.group_size, self.group_rank = ranks, 0
             self.has_backward = False
             self.device, self.submod = None, None
-            self.stage_index_to_group_rank = {number: number % ranks for number in range(ranks * chunks)}
+            self.stage_index_to_group_rank = dict(enumerate(places))
 
     Numbers.__abstractmethods__ = frozenset()  # those are for running it
-    made = getattr(schedules, schedule)([Numbers(chunk * ranks) for chunk in range(chunks)], microbatches)
+    made = getattr(schedules, schedule)([Numbers(stage) for stage in stages_by_rank(order, ranks, chunks)[0]], microbatches)
     return [[str(action) for action in made.pipeline_order[rank] if action is not None] for rank in range(ranks)]
 
 
@@ -163,9 +167,32 @@ def torch_actions(schedule: str, ranks: int, microbatches: int, chunks: int) -> 
     [(2, 2, 2), (2, 4, 3), (4, 4, 2), (4, 8, 1), (4, 10, 2), (4, 16, 3), (3, 2, 2), (8, 32, 2)],
 )
 def test_the_order_of_actions_is_torchs_own(order: str, schedule: str, ranks: int, microbatches: int, chunks: int) -> None:
-    theirs = torch_actions(schedule, ranks, microbatches, chunks)
+    theirs = torch_actions(order, schedule, ranks, microbatches, chunks)
     ours = [[str(action) for action in pipeline_actions(order, rank, ranks, microbatches, chunks)] for rank in range(ranks)]
     assert ours == theirs
+
+
+@WITH_TORCH
+@pytest.mark.parametrize(
+    ("ranks", "microbatches"), [(1, 1), (2, 1), (2, 2), (2, 3), (2, 8), (3, 5), (4, 3), (4, 7), (4, 16), (8, 32)]
+)
+def test_zb_v_and_its_placement_are_torchs_own(ranks: int, microbatches: int) -> None:
+    from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+
+    theirs = torch_actions("zero-bubble-v", "ScheduleZBVZeroBubble", ranks, microbatches, 2)
+    ours = [list(map(str, pipeline_actions("zero-bubble-v", rank, ranks, microbatches, 2))) for rank in range(ranks)]
+    assert ours == theirs
+    assert dict(enumerate(rank_of_stage("zero-bubble-v", ranks, 2))) == generate_stage_to_rank_mapping(
+        ranks, 2 * ranks, style="v"
+    )
+
+
+@given(ranks=st.integers(1, 6), microbatches=st.integers(1, 16))
+def test_zb_v_holds_two_chunks_per_rank_of_the_pipeline_and_ends(ranks: int, microbatches: int) -> None:
+    """Qi et al., section 6: the peak of 1F1B, which is S microbatches of two chunks each."""
+    check_order("zero-bubble-v", ranks, microbatches, 2)
+    for rank in range(ranks):
+        assert in_flight("zero-bubble-v", rank, ranks, microbatches, 2) <= min(2 * ranks, 2 * microbatches)
 
 
 @WITH_TORCH

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT, RankMemory, RankStep, rank_memory
+from parsim.costs.memory.rank_memory import RankMemory, RankStep, rank_memory
 from parsim.errors import CostError
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster, cluster_from_profile
@@ -198,10 +198,3 @@ def test_tp_ranks_hold_alike_where_no_component_is_placed_on_one(placements: tup
     layout = PlanIndex(plan(*placements, zero_stage=zero_stage), MODEL)
     assert all(rank_boundary(layout, MODEL.value, rank) == rank_boundary(layout, MODEL.value, 0) for rank in range(4))
     assert all(rank_weights(layout, rank) == rank_weights(layout, 0) for rank in range(4))
-
-
-def test_optimizer_state_is_what_the_executor_keeps() -> None:
-    pytest.importorskip("torch")
-    from parsim.execute.state.optimizer import OPTIMIZERS, state_bytes_per_element
-
-    assert {name: state_bytes_per_element(name) for name in OPTIMIZERS} == dict(OPTIMIZER_STATE_BYTES_PER_ELEMENT)

@@ -14,7 +14,7 @@ from parsim.costs.adjustments import ADJUSTMENTS, COMPUTATION
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.compute.interpolation import interpolation_terms
 from parsim.costs.estimate import Term, folded_s, running_totals_s
-from parsim.costs.feedback.run_corrections import CommunicationClass, Corrections
+from parsim.costs.feedback.run_corrections import CommunicationClass, RunCorrections
 from parsim.costs.pricing import price
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
@@ -86,8 +86,8 @@ def profiles(draw: st.DrawFn) -> Profile:
     host = HostOverhead(
         task_s=draw(st.sampled_from([0.0, 3e-5])),
         step_s=1e-3,
-        resume_s=draw(st.sampled_from([0.0, 7e-5])),
-        crowding=draw(st.floats(1.0, 2.0)),
+        post_wait_s=draw(st.sampled_from([0.0, 7e-5])),
+        core_sharing=draw(st.floats(1.0, 2.0)),
         load_s=draw(st.none() | seconds),
         load_seconds_per_byte=draw(st.none() | st.floats(0, 1e-9)),
         source=next(iter(known.sources)),
@@ -190,7 +190,7 @@ def questions(draw: st.DrawFn) -> tuple[Costs, Work, int, tuple[tuple[int, ...],
         cluster=cluster,
         ranks_active=draw(st.sampled_from([None, 1, 4])),
         ranks=draw(st.sampled_from([None, 1, cluster.size])),
-        corrections=Corrections(
+        corrections=RunCorrections(
             ranks=((0, draw(factors)),) if draw(st.booleans()) else (),
             communication=((CommunicationClass("all_gather", (0, 1, 2)), draw(factors)),) if draw(st.booleans()) else (),
         ),
@@ -236,7 +236,7 @@ def test_an_adjusted_price_is_the_formula_of_the_list(
     costs, work, rank, beside, after_wait = question
     plain = replace(
         costs,
-        corrections=Corrections(),
+        corrections=RunCorrections(),
         cluster=replace(
             costs.cluster, profile=costs.cluster.profile.model_copy(update={"today": None, "updates": [], "host": None})
         ),
@@ -251,12 +251,12 @@ def test_an_adjusted_price_is_the_formula_of_the_list(
     host, computes = profile.host, isinstance(work, COMPUTATION)
     base_s = base.median_s
     if base.host_bound:  # what the device takes, before it waits for the host
-        base_s = folded_s(term for term in base.terms if term.operation != "at least")
+        base_s = folded_s(term for term in base.terms if term.name != "queueing")
     expected_s, on_gpu = base_s, costs.cluster.devices[0].type.kind == "cuda"
     cores = len({entry.core if entry.core is not None else -1 - entry.index for entry in profile.devices})
     ranks = costs.cluster.size if costs.ranks is None else costs.ranks
     if host is not None and computes and cores < min(ranks, len(profile.devices)) and costs.cluster.network is None:
-        expected_s *= 1.0 + (host.crowding - 1.0) * (ranks - cores) / (len(profile.devices) - cores)
+        expected_s *= 1.0 + (host.core_sharing - 1.0) * (ranks - cores) / (len(profile.devices) - cores)
     elif host is not None and computes and costs.cluster.network is not None and cores < len(profile.devices):
         return  # cores of several nodes: how many there are is the cluster's to say
     speed = 1.0
@@ -272,7 +272,7 @@ def test_an_adjusted_price_is_the_formula_of_the_list(
     for given_factors in (costs._context.updates, costs.corrections):
         expected_s *= given_factors.factor(work, rank)
     if after_wait and computes and host is not None:
-        expected_s += speed * host.resume_s
+        expected_s += speed * host.post_wait_s
     assert costs.estimate(work, rank, beside, after_wait=after_wait).median_s == pytest.approx(expected_s, rel=1e-12)
 
 
@@ -337,7 +337,7 @@ def test_contention_is_a_term_of_its_own_and_leaves_the_latency() -> None:
 
 
 def test_resumed_work_is_priced_with_its_wait_as_the_last_term() -> None:
-    host = HostOverhead(task_s=1e-3, step_s=0.0, resume_s=0.5, source="throughput")
+    host = HostOverhead(task_s=1e-3, step_s=0.0, post_wait_s=0.5, source="throughput")
     known = SHIPPED["dgx1-v100-32gb"].model_copy(update={"host": host})
     costs = Costs(model=MODEL, cluster=cluster_from_profile(known))
     work = Compute(component=MODEL.components[0].name, phase=Phase.FORWARD, samples=4)

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import random_graph
 
-from parsim.algorithms.program import Part, Program, simulate_program, unrolled
 from parsim.engines import dynamic, static
-from parsim.errors import AlgorithmError
+from parsim.engines.program import Part, Program, durations_by_step_s, unrolled
+from parsim.engines.repeated import simulate_program
+from parsim.errors import GraphError
 from parsim.graph.task import COMPUTE, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.work import Compute, Phase
@@ -108,14 +109,35 @@ def test_a_million_repeats_are_a_handful() -> None:
     assert nested.written_tasks == 3
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 10**9), st.booleans())
+def test_the_dynamic_engine_runs_a_program_as_it_is_written(seed: int, varying: bool) -> None:
+    """Start and end of every task, bit for bit those of the unrolled graph; values are read many steps after they were made."""
+    random = Random(seed)
+    program = random_program(random)
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(0, 50, len(part.graph.tasks)) / 1024 for part in program.walk()]
+    first = {id(part): rows[step] for step, part in reversed(list(enumerate(program.walk())))}
+
+    def seconds(part: Part, step: int) -> np.ndarray:
+        return rows[step] if varying else first[id(part)]
+
+    done = dynamic.run_program(program, seconds, varying=varying, record=True)
+    timeline = static.simulate(unrolled(program), np.concatenate(durations_by_step_s(program, seconds, varying=varying)))
+    np.testing.assert_array_equal(done.start_s[timeline.task], timeline.start_s)
+    np.testing.assert_array_equal(done.end_s[timeline.task], timeline.end_s)
+    times = simulate_program(program, seconds, varying=varying)
+    assert np.maximum.accumulate(done.step_end_s) == pytest.approx(times.end_s, abs=1e-9)
+
+
 def test_bad_programs() -> None:
-    with pytest.raises(AlgorithmError, match="runs at least once, got repeat 0"):
+    with pytest.raises(GraphError, match="runs at least once, got repeat 0"):
         Part(graph=chain(), repeat=0)
-    with pytest.raises(AlgorithmError, match="'x' names task 1, but the part has tasks 0 to 0"):
+    with pytest.raises(GraphError, match="'x' names task 1, but the part has tasks 0 to 0"):
         Part(graph=chain(), reads={"x": (1,)})
-    with pytest.raises(AlgorithmError, match="'x' names no task"):
+    with pytest.raises(GraphError, match="'x' names no task"):
         Part(graph=chain(), makes={"x": ()})
-    with pytest.raises(AlgorithmError, match=r"same ranks, got world sizes \[1, 2\]"):
+    with pytest.raises(GraphError, match=r"same ranks, got world sizes \[1, 2\]"):
         Program(parts=(Part(graph=chain()), Part(graph=chain(2))))
-    with pytest.raises(AlgorithmError, match="at least one part"):
+    with pytest.raises(GraphError, match="at least one part"):
         Program(parts=())

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parsim.algorithms.gossip_program import gossip_program
+from parsim.algorithms.gossip_program import gossip_model, gossip_program
 from parsim.algorithms.graphs import mixing_graph
-from parsim.algorithms.program import ProgramTimes, simulate_program
-from parsim.algorithms.program_costs import gossip_model, priced
 from parsim.costs.communication.exchange import exchange_seconds
 from parsim.costs.costs import Costs
+from parsim.engines.repeated import ProgramTimes, simulate_program
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.spec import ModelSpec, load_model
+from parsim.predict.program_costs import priced
 from parsim.virtual.clock import ReplicaClock
 from parsim.work import Collective, Compute, Mix, OptimizerStep, Phase
 

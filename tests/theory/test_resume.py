@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from calibration.fit.build_profile import crowding, resuming_s
-from calibration.measure.core_sharing import crowded
+from calibration.fit.build_profile import core_sharing, resuming_s
+from calibration.measure.core_sharing import core_sharing_factor
 from calibration.measure.delayed_streams import Pausing
 from calibration.measure.post_wait import resumed_s
 from parsim.execute.streams import make_streams
@@ -25,8 +25,8 @@ from tests.models import chain_model
 RESUME_S = 0.125
 
 
-def found(family: str, ranks: int, resume_s: float, *, engine: str = "static") -> Evaluation:
-    host = HostOverhead(task_s=0.0, step_s=0.0, resume_s=resume_s, source="throughput")
+def found(family: str, ranks: int, post_wait_s: float, *, engine: str = "static") -> Evaluation:
+    host = HostOverhead(task_s=0.0, step_s=0.0, post_wait_s=post_wait_s, source="throughput")
     profile = load_profile("dgx1-v100-32gb").model_copy(update={"host": host})
     model = chain_model((4e9, 8e9, 6e9, 4e9), elements=400_000)
     problem = PlanningProblem(model=model, cluster=cluster_from_profile(profile, ranks), global_batch=64)
@@ -122,7 +122,7 @@ def test_crowding_is_the_median_of_ratios_and_never_a_gain() -> None:
     def raw(*ratios: float) -> dict[str, object]:
         return {"ranks": [{"crowding": [{"model": 0, "samples": 8, "ratio": ratio} for ratio in ratios]}, {}]}
 
-    assert crowding(raw(1.02, 1.06, 3.0)) == 1.06
-    assert crowding(raw(0.9, 0.98)) == 1.0
-    assert crowding(raw()) == 1.0
-    assert crowded([(1.0, 1.2), (2.0, 2.0), (1.0, 1 / 1.2)]) == pytest.approx(1.0)
+    assert core_sharing(raw(1.02, 1.06, 3.0)) == 1.06
+    assert core_sharing(raw(0.9, 0.98)) == 1.0
+    assert core_sharing(raw()) == 1.0
+    assert core_sharing_factor([(1.0, 1.2), (2.0, 2.0), (1.0, 1 / 1.2)]) == pytest.approx(1.0)

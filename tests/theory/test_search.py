@@ -15,7 +15,7 @@ from parsim.model.spec import ModelSpec, load_model
 from parsim.plans.plan import Plan, check_plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.choose_recompute import relieved
+from parsim.schedule.choose_recompute import recomputed_to_fit
 from parsim.schedule.families import FAMILIES
 from parsim.schedule.search import search
 from parsim.work import Compute, Phase
@@ -198,11 +198,11 @@ def test_where_memory_is_short_as_little_as_possible_is_recomputed() -> None:
     plain = one_microbatch(asked)
     full = replace(plain, recompute="full")
     most, least = (asked.memory(plan)[0].high_bytes for plan in (plain, full))
-    assert relieved(with_memory(asked, least - 1), plain) is None
+    assert recomputed_to_fit(with_memory(asked, least - 1), plain) is None
     before = len(plain.components) + 1
     for limit in np.linspace(least, most - 1, 6).astype(int).tolist():
         tight = with_memory(asked, limit)
-        found = relieved(tight, plain)
+        found = recomputed_to_fit(tight, plain)
         assert found is not None
         assert all(entry.fits for entry in tight.memory(found))
         assert 0 < len(found.recomputed) <= before, "more room, no more recomputation"

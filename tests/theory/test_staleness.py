@@ -14,8 +14,6 @@ from parsim.algorithms.staleness import (
     diagonal_versions,
     epoch_s,
     even_cuts,
-    safe_step_size,
-    shrinking,
     stage_seconds,
     tick_s,
 )
@@ -83,13 +81,9 @@ def test_seconds_by_hand() -> None:
     assert epoch_s("fdg", times, 10, drain=False) == 62.5
 
 
-def test_cuts_shrinking_and_step_size() -> None:
+def test_cuts_and_split_seconds() -> None:
     assert even_cuts(5, 3) == (2, 2, 1)
     assert even_cuts(4, 4) == (1, 1, 1, 1)
-    assert shrinking(0.5, 1, 4) == 0.125
-    assert shrinking(0.0, 4, 4) == 1.0
-    assert safe_step_size(2.0, 1) == 0.5
-    assert safe_step_size(2.0, 3) == 0.1
     split = stage_seconds([3.0, 6.0])
     assert (split.forward_s, split.backward_s) == ((1.0, 2.0), (2.0, 4.0))
 

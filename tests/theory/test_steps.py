@@ -11,7 +11,7 @@ from strategies import timed_graphs
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic
 from parsim.engines.compile import compile_graph
-from parsim.engines.program import Part, TrainingProgram
+from parsim.engines.program import Part, Program, by_step
 from parsim.engines.steps import carried_by_steps, mean_step_s, steps_in_a_row
 from parsim.graph.columns import columns_of
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task
@@ -59,13 +59,10 @@ def test_a_rank_that_is_done_does_not_wait_for_the_others() -> None:
     )
     graph = TaskGraph(tasks=tasks, world_size=2)
     assert step_s(graph, [3.0, 1.0], OverlapFactors(loads_ahead=False)) == 3.0
-    part = Part(
-        graph=graph,
-        durations_s=np.array([[3.0, 1.0], [1.0, 3.0]]),
-        repeats=2,
-        carries=carried_by_steps(columns_of(graph), OverlapFactors(loads_ahead=False)),
-    )
-    assert dynamic.run_program(TrainingProgram(parts=(part,))).makespan_s == 4.0
+    makes, reads = carried_by_steps(columns_of(graph), OverlapFactors(loads_ahead=False))
+    program = Program(parts=(Part(graph=graph, repeat=2, makes=makes, reads=reads),))
+    rows = by_step(np.array([[3.0, 1.0], [1.0, 3.0]]))
+    assert dynamic.run_program(program, rows, varying=True).makespan_s == 4.0
 
 
 @given(timed_graphs(most_tasks=12), st.booleans())
@@ -73,5 +70,6 @@ def test_both_engines_agree(timed: tuple[TaskGraph, list[float]], loads_ahead: b
     """What waits for the step before is told to the one by numbers of resources, to the other by dependencies."""
     graph, durations = timed
     overlap = OverlapFactors(loads_ahead=loads_ahead)
-    done = dynamic.run_program(steps_in_a_row(columns_of(graph), np.array([durations] * 4), overlap))
+    program = steps_in_a_row(columns_of(graph), overlap, steps=4)
+    done = dynamic.run_program(program, lambda part, step: durations)
     assert done.makespan_s / 4 == step_s(graph, durations, overlap, steps=4)

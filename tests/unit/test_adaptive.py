@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, CommunicationClass, Corrections
+from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, CommunicationClass, RunCorrections
 from parsim.errors import ScheduleError
 from parsim.plans.plan import Plan
 from parsim.schedule.live.controller import Controller, ControllerConfig, Keep, PlanChoice, Replan
@@ -217,7 +217,7 @@ def test_a_change_outdates_what_was_known_of_unused_links() -> None:
 
 
 def test_a_failed_planning_keeps_the_plan_and_says_why() -> None:
-    def nothing_fits(corrections: Corrections, current: Plan) -> PlanChoice:
+    def nothing_fits(corrections: RunCorrections, current: Plan) -> PlanChoice:
         raise ScheduleError("no plan fits: rank 0 by 3 GiB")
 
     controller = replace(TOY.controller(CONFIG), plan_for=nothing_fits)
@@ -272,7 +272,7 @@ def test_observe_leaves_the_controller_it_was_asked_of_alone() -> None:
     before = TOY.controller(CONFIG)
     after, _ = before.observe(seen(CHATTY, 0, communication=2.0))
     assert before.tracks == {}
-    assert before.belief == NO_CORRECTIONS
+    assert before.belief == NO_RUN_CORRECTIONS
     assert after.belief != before.belief
 
 

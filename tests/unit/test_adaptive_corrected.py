@@ -8,10 +8,10 @@ import pytest
 
 from parsim.costs.costs import Costs
 from parsim.costs.feedback.run_corrections import (
-    NO_CORRECTIONS,
+    NO_RUN_CORRECTIONS,
     CommunicationClass,
     ComputeClass,
-    Corrections,
+    RunCorrections,
     class_of,
     class_seconds,
     learn,
@@ -73,11 +73,11 @@ def test_a_ranks_factor_weighs_its_classes_by_their_seconds() -> None:
     unknown, free = ComputeClass(1, "a", Phase.FORWARD), group("all_reduce", 0)
     expected = {long: 2.0, short: 1.0, group("all_reduce", 0, 1): 0.5, free: 0.0}
     learnt = learn({long: 3.0, short: 1.0, unknown: 7.0, group("all_reduce", 0, 1): 2.0, free: 1.0}, expected)
-    assert learnt == Corrections(ranks=((0, 4 / 3),), communication=((group("all_reduce", 0, 1), 4.0),))
+    assert learnt == RunCorrections(ranks=((0, 4 / 3),), communication=((group("all_reduce", 0, 1), 4.0),))
 
 
 def test_what_was_not_observed_is_inferred_from_slowest_link_and_median() -> None:
-    known = Corrections(
+    known = RunCorrections(
         ranks=((0, 1.0), (1, 1.5), (2, 1.0)),
         communication=(
             (group("send_recv", 0, 1), 3.0),
@@ -92,27 +92,27 @@ def test_what_was_not_observed_is_inferred_from_slowest_link_and_median() -> Non
     assert known.communication_factor(group("send_recv", 3, 4)) == 1.8, "no slower than the fastest group around it"
     assert known.communication_factor(group("all_gather", 2, 3, 4, 5)) == 2.0, "another operation over the same ranks"
     assert known.communication_factor(group("send_recv", 6, 7)) == pytest.approx(1.9), "the median of all"
-    assert NO_CORRECTIONS.communication_factor(group("send_recv", 6, 7)) == 1.0
-    assert NO_CORRECTIONS.rank_factor(3) == 1.0
-    assert not NO_CORRECTIONS
+    assert NO_RUN_CORRECTIONS.communication_factor(group("send_recv", 6, 7)) == 1.0
+    assert NO_RUN_CORRECTIONS.rank_factor(3) == 1.0
+    assert not NO_RUN_CORRECTIONS
 
 
 def test_equal_corrections_are_equal_values_in_any_order() -> None:
-    one = Corrections(ranks=((1, 2.0), (0, 1.0)))
-    other = Corrections(ranks=((0, 1.0), (1, 2.0)))
+    one = RunCorrections(ranks=((1, 2.0), (0, 1.0)))
+    other = RunCorrections(ranks=((0, 1.0), (1, 2.0)))
     one.communication_factor(group("send_recv", 0, 1))
     assert one == other
     assert hash(one) == hash(other)
     for factor in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(CostError, match="rank 3 is"):
-            Corrections(ranks=((3, factor),))
+            RunCorrections(ranks=((3, factor),))
 
 
 def test_costs_multiply_and_say_so() -> None:
-    corrections = Corrections(
+    corrections = RunCorrections(
         ranks=((0, 1.0), (1, 1.25), (2, 1.0), (3, 1.0)), communication=((group("all_reduce", 0, 1, 2, 3), 3.0),)
     )
-    plain, now = (Costs(model=MODEL, cluster=CLUSTER, corrections=entry) for entry in (NO_CORRECTIONS, corrections))
+    plain, now = (Costs(model=MODEL, cluster=CLUSTER, corrections=entry) for entry in (NO_RUN_CORRECTIONS, corrections))
     reduce = Collective(operation="all_reduce", group=(0, 1, 2, 3), size_bytes=1 << 20)
     load = LoadBatch(samples=8, size_bytes=1 << 20)
     cases: list[tuple[Work, int, float]] = [(FORWARD, 0, 1.0), (FORWARD, 1, 1.25), (reduce, 0, 3.0), (load, 1, 1.0)]
@@ -125,7 +125,7 @@ def test_costs_multiply_and_say_so() -> None:
 
 
 def test_a_price_is_not_shared_between_ranks_of_different_speed() -> None:
-    corrections = Corrections(ranks=((0, 1.0), (1, 2.0), (2, 1.0), (3, 1.0)))
+    corrections = RunCorrections(ranks=((0, 1.0), (1, 2.0), (2, 1.0), (3, 1.0)))
     costs = Costs(model=MODEL, cluster=CLUSTER, corrections=corrections)
     first, second, third = price([(FORWARD, 0), (FORWARD, 1), (FORWARD, 2)], costs)
     assert second.median_s == pytest.approx(2 * first.median_s)
@@ -135,7 +135,7 @@ def test_a_price_is_not_shared_between_ranks_of_different_speed() -> None:
 
 def test_a_slow_rank_gets_a_smaller_stage() -> None:
     problem = PlanningProblem(model=MODEL, cluster=CLUSTER, global_batch=64)
-    slow = replace(problem, corrections=Corrections(ranks=((0, 1.0), (1, 1.0), (2, 3.0), (3, 1.0))))
+    slow = replace(problem, corrections=RunCorrections(ranks=((0, 1.0), (1, 1.0), (2, 3.0), (3, 1.0))))
     sizes = [
         [
             len(stage.components)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.feedback.run_corrections import CommunicationClass, Corrections
-from parsim.costs.memory.rank_memory import OPTIMIZER_STATE_BYTES_PER_ELEMENT
+from parsim.costs.feedback.run_corrections import CommunicationClass, RunCorrections, class_of
 from parsim.errors import ScheduleError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
+from parsim.model.optimizers import OPTIMIZERS
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
@@ -26,8 +26,6 @@ from parsim.schedule.live.planning import (
     observation_of,
     pool_planner,
     priced,
-    probe_work,
-    probes_of,
     search_planner,
     switch_cost,
     task_seconds,
@@ -56,7 +54,7 @@ FACTOR = st.floats(0.5, 20.0)
 def test_a_priced_plan_under_corrections_is_the_evaluation_of_the_corrected_problem(
     ranks: list[float], links: float, pair: float
 ) -> None:
-    corrections = Corrections(
+    corrections = RunCorrections(
         ranks=tuple(enumerate(ranks)),
         communication=(
             (CommunicationClass("all_reduce", (0, 1, 2, 3)), links),
@@ -95,7 +93,7 @@ def test_steps_are_averaged_and_shapes_checked() -> None:
 
 
 def test_the_search_planner_answers_as_a_search_under_the_same_costs() -> None:
-    slow = Corrections(communication=((CommunicationClass("all_reduce", (0, 1, 2, 3)), 400.0),))
+    slow = RunCorrections(communication=((CommunicationClass("all_reduce", (0, 1, 2, 3)), 400.0),))
     choice = search_planner(PROBLEM)(slow, DP)
     now = replace(PROBLEM, corrections=slow)
     found = search(now, samples=0).chosen
@@ -111,32 +109,21 @@ def test_a_search_that_finds_nothing_is_a_reason_and_not_an_error() -> None:
     small = tuple(replace(device, type=replace(device.type, memory_bytes=1 << 20)) for device in PROBLEM.cluster.devices)
     cramped = replace(PROBLEM, cluster=replace(PROBLEM.cluster, devices=small))
     with pytest.raises(ScheduleError, match="no plan fits"):
-        search_planner(cramped)(Corrections(), DP)
+        search_planner(cramped)(RunCorrections(), DP)
 
 
 def test_a_pool_planner_takes_the_fastest_of_its_plans() -> None:
     plan_for = pool_planner(POOL)
     for factor in (1.0, 30.0, 3000.0):
-        known = Corrections(communication=((CommunicationClass("all_reduce", (0, 1, 2, 3)), factor),))
+        known = RunCorrections(communication=((CommunicationClass("all_reduce", (0, 1, 2, 3)), factor),))
         choice = plan_for(known, HP)
         steps = {entry.plan: entry.step_s(known) for entry in POOL}
         assert choice.step_s == steps[choice.plan] == min(steps.values())
         assert choice.current_step_s == steps[HP]
     with pytest.raises(ScheduleError, match="not in the pool of 3 plans"):
-        plan_for(Corrections(), SINGLE)
+        plan_for(RunCorrections(), SINGLE)
     with pytest.raises(ScheduleError, match="at least one plan"):
         pool_planner([])
-
-
-def test_probes_name_all_communication_once_and_give_factors() -> None:
-    work = probe_work([entry.compiled for entry in POOL])
-    assert CommunicationClass("all_reduce", (0, 1, 2, 3)) in work
-    assert {key.operation for key in work} == {"all_reduce", "send_recv"}
-    sizes = [unit.work.size_bytes for unit in POOL[1].compiled.columns.units if isinstance(unit.work, SendRecv)]
-    assert max(entry.size_bytes for key, entry in work.items() if key.operation == "send_recv") >= max(sizes)
-    costs = PROBLEM.costs(4)
-    probes = probes_of(PROBLEM, [(entry, 3.0 * costs.estimate(entry, 0).median_s) for entry in work.values()])
-    assert probes.factors() == {key: pytest.approx(3.0) for key in work}
 
 
 def test_a_switch_costs_what_ranks_receive_and_the_rebuilding() -> None:
@@ -144,7 +131,7 @@ def test_a_switch_costs_what_ranks_receive_and_the_rebuilding() -> None:
     assert cost_s(DP, replace(DP, microbatches=2)) == 2.0, "everybody has everything already"
     assert cost_s(DP, MP) == 2.0, "stages are parts of what each has"
     assert cost_s(DP, SINGLE) == 2.0
-    one_component = ELEMENTS * (4 + OPTIMIZER_STATE_BYTES_PER_ELEMENT["sgd_momentum"])
+    one_component = ELEMENTS * (4 + OPTIMIZERS["sgd_momentum"].state_bytes_per_element)
     costs = PROBLEM.costs(4)
 
     def transfer_s(source: int, target: int, size_bytes: int) -> float:
@@ -164,9 +151,12 @@ def test_a_switch_costs_what_ranks_receive_and_the_rebuilding() -> None:
 def test_a_controller_on_a_real_search_moves_away_from_a_slow_network() -> None:
     """Four ranks whose collectives take 400 times as long; transfers are probed and as fast as ever."""
     controller = controller_for(PROBLEM, DP, rebuild_s=1.0)
-    entry, work = POOL[0], probe_work([candidate.compiled for candidate in POOL])
-    truth = Corrections(communication=((CommunicationClass("all_reduce", (0, 1, 2, 3)), 400.0),))
-    probes = Corrections(communication=tuple((key, 1.0) for key in work if len(key.ranks) == 2))
+    entry = POOL[0]
+    work = {class_of(unit.work, unit.rank) for candidate in POOL for unit in candidate.compiled.columns.units}
+    truth = RunCorrections(communication=((CommunicationClass("all_reduce", (0, 1, 2, 3)), 400.0),))
+    probes = RunCorrections(
+        communication=tuple((key, 1.0) for key in work if isinstance(key, CommunicationClass) and len(key.ranks) == 2)
+    )
     decisions: list[Keep | Replan] = []
     for window in range(4):
         observation = observation_of(
@@ -175,7 +165,7 @@ def test_a_controller_on_a_real_search_moves_away_from_a_slow_network() -> None:
             window=window,
             step_s=entry.step_s(truth),
             steps_left=100_000,
-            probes=probes if decisions and isinstance(decisions[-1], Keep) and decisions[-1].probe else Corrections(),
+            probes=probes if decisions and isinstance(decisions[-1], Keep) and decisions[-1].probe else RunCorrections(),
         )
         controller, decision = controller.observe(observation)
         decisions.append(decision)

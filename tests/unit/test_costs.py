@@ -285,7 +285,7 @@ def shared_cores(profile: Profile, *, ranks: int, cores: int) -> Profile:
 
 def test_crowded_ranks_compute_longer_in_proportion_to_those_beyond_the_cores() -> None:
     """Four ranks of a profile on two cores; loading and communication have prices of their own."""
-    host = HostOverhead(task_s=0.0, step_s=0.0, crowding=1.2, load_s=1e-3, source="x")
+    host = HostOverhead(task_s=0.0, step_s=0.0, core_sharing=1.2, load_s=1e-3, source="x")
     profile = shared_cores(gloo_profile(host=host), ranks=4, cores=2)
     cluster = cluster_from_profile(profile)
     alone = Costs(MODEL, cluster_from_profile(gloo_profile())).estimate(FORWARD, 0).median_s

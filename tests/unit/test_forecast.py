@@ -12,7 +12,7 @@ import pytest
 
 from parsim.cli import main
 from parsim.engines.dynamic import run_program
-from parsim.engines.program import Part, TrainingProgram
+from parsim.engines.program import Part, Program
 from parsim.engines.scenario.conditions import conditions_for
 from parsim.engines.scenario.scenario import Scenario, parse_scenario
 from parsim.errors import ScenarioError
@@ -56,8 +56,8 @@ def test_stragglers_by_the_static_engine_are_those_of_the_dynamic_one(plan: Plan
     slow = Played(problem=PROBLEM, evaluation=evaluation, scenario=scenario)
     columns = evaluation.compiled.columns
     conditions = conditions_for(scenario, columns, PROBLEM.cluster)
-    part = Part(graph=columns.graph, durations_s=slow.durations_s, repeats=REPEATED_STEPS)
-    done = run_program(TrainingProgram(parts=(part,)), overlap=evaluation.overlap, conditions=conditions)
+    program = Program(parts=(Part(graph=columns.graph, repeat=REPEATED_STEPS),))
+    done = run_program(program, lambda part, step: slow.durations_s, overlap=evaluation.overlap, conditions=conditions)
     assert slow.states[0].step_s == pytest.approx(done.makespan_s / REPEATED_STEPS, rel=1e-9)
 
 

@@ -131,7 +131,7 @@ def test_a_card_that_no_gpu_reaches() -> None:
         ({"protocols": []}, "network test is broken: .*protocols"),
         ({"algorithms": ["rings"]}, "network test is broken: .*algorithms"),
         ({"oversubscription": 0.5}, "oversubscription >= 1"),
-        ({"bandwidth": 0.0}, "bandwidth > 0"),
+        ({"bandwidth": 0.0}, r"card: bandwidth_bytes_per_s = 0 bytes/s: must be >= 1e\+06"),
         ({"bandwidth": -1.0}, "bandwidth_bytes_per_s"),
         (
             {"sources": {"mad": {"kind": "assumption", "text": "x"}}},

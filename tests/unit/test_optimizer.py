@@ -9,7 +9,8 @@ pytest.importorskip("torch")
 import torch
 
 from parsim.errors import ConfigError
-from parsim.execute.state.optimizer import distinct, flat_gradients, make_optimizer, state_bytes_per_element
+from parsim.execute.state.optimizer import check_states, distinct, flat_gradients, make_optimizer
+from parsim.model.optimizers import OPTIMIZERS
 
 
 def make_parameters() -> list[torch.nn.Parameter]:
@@ -21,8 +22,8 @@ def make_parameters() -> list[torch.nn.Parameter]:
 def test_unknown_name_teaches() -> None:
     with pytest.raises(ConfigError, match="sgd_momentum"):
         make_optimizer("sgd_momentun", make_parameters(), 0.1)
-    with pytest.raises(ConfigError, match="adam"):
-        state_bytes_per_element("adamm")
+    with pytest.raises(ConfigError, match=r"unknown optimizer 'adamm'; did you mean adam.*package.module:NAME"):
+        check_states("adamm")
 
 
 def test_flat_gradients_are_views_that_autograd_adds_into() -> None:
@@ -60,9 +61,9 @@ def test_adam_first_step_is_the_learning_rate() -> None:
             torch.testing.assert_close(parameter.detach(), before * (1 - 0.1 * decay) - 0.1, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", ["sgd", "sgd_momentum", "adam", "adamw"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_bytes_are_what_torch_allocates(name: str) -> None:
-    parameters = make_parameters()
+    parameters = [torch.nn.Parameter(p.detach().float()) for p in make_parameters()]
     flat = flat_gradients(parameters)
     flat.fill_(1.0)
     optimizer = make_optimizer(name, parameters, 0.1)
@@ -73,7 +74,7 @@ def test_state_bytes_are_what_torch_allocates(name: str) -> None:
         for key, value in state.items()
         if torch.is_tensor(value) and key != "step"
     )
-    assert held == state_bytes_per_element(name, 8) * flat.numel()
+    assert held == OPTIMIZERS[name].state_bytes_per_element * flat.numel()
 
 
 def test_tied_parameters_are_updated_once() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import parsim as ps
 from parsim.cli import main
 from parsim.errors import ConfigError, ModelError
+from parsim.execute.processes import launch
 from parsim.workflow.import_folder import importable
 from parsim.workflow.question import assumed_text, is_run_file, question_from_file, question_of
 
@@ -200,3 +203,15 @@ def test_neither_a_name_nor_a_model_is_refused(
     wrong: Any = 3
     with pytest.raises(ModelError, match="int is no model: give the name of one, a run file"):
         question_of(wrong, cluster="dgx1-v100-32gb", global_batch=8)
+
+
+def test_processes_find_modules_where_this_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of a run file and of a script, and not what every interpreter of this environment has anyway."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), "", *sys.path, str(tmp_path / "absent")])
+    folders = launch._environment("mark", None)["PYTHONPATH"].split(os.pathsep)
+    assert folders[0] == str(tmp_path)
+    assert folders[1] == os.getcwd()
+    assert sysconfig.get_path("purelib") not in folders
+    assert sysconfig.get_path("stdlib") not in folders
+    assert str(tmp_path / "absent") not in folders
+    assert launch._environment("mark", {"PYTHONPATH": "own"})["PYTHONPATH"] == "own"

@@ -73,7 +73,7 @@ def profile() -> Profile:
             "noise": {"drift_sigma": 0.05, "probe": {"alone": 0.01, "together": 0.01}, "source": "s"},
             "today": {"alone": 0.0125, "together": 0.0125, "created": "2026-01-02"},
             "overlap": {"compute_factor": 1.2, "communication_factor": 1.35, "source": "s"},
-            "host": {"task_s": 2.5e-5, "step_s": 3e-4, "resume_s": 1e-4, "crowding": 1.08, "source": "s"},
+            "host": {"task_s": 2.5e-5, "step_s": 3e-4, "post_wait_s": 1e-4, "core_sharing": 1.08, "source": "s"},
         }
     )
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from parsim.arrays import Floats
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import HostOverhead, Noise, PaceToday, ProbeSeconds, Profile, load_profile
-from parsim.hardware.speed_factor import FloatArray, SpeedFactor, probe_seconds, speed_beside, speed_since
+from parsim.hardware.speed_factor import SpeedFactor, probe_seconds, speed_beside, speed_since
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
@@ -48,13 +49,13 @@ def plan_of(problem: PlanningProblem, family: str) -> Plan:
     return next(plan for plan in FAMILIES[family](problem) if plan.world_size == problem.cluster.size)
 
 
-def slowness(profile: Profile, probe_s: FloatArray, ranks: int) -> FloatArray:
+def slowness(profile: Profile, probe_s: Floats, ranks: int) -> Floats:
     found = speed_beside(profile, probe_s, ranks)
     assert found is not None
     return found.by_rank
 
 
-def paced_s(problem: PlanningProblem, plan: Plan, slow: FloatArray) -> float:
+def paced_s(problem: PlanningProblem, plan: Plan, slow: Floats) -> float:
     return step_at_speed(problem, evaluate(problem, plan, samples=0, fold=False), SpeedFactor(slow))
 
 
@@ -125,7 +126,7 @@ def refreshed(profile: Profile, alone: float, together: float) -> Profile:
 @pytest.mark.parametrize("family", ["dp", "mp"])
 def test_a_profile_is_brought_to_todays_pace(family: str) -> None:
     """Every price is as many times as long, one rank's by the pace of one alone; what a run finds is against today's."""
-    host = HostOverhead(task_s=1e-3, step_s=0.25, resume_s=0.01, load_s=0.1, source="drift")
+    host = HostOverhead(task_s=1e-3, step_s=0.25, post_wait_s=0.01, load_s=0.1, source="drift")
     known = on_cores(profile_with(noise(THEN, rank_sigma=0.1)).model_copy(update={"host": host}))
     known = known.model_copy(update={"devices": known.devices[:2]})
     today = refreshed(known, alone=3e-3, together=3.6e-3)

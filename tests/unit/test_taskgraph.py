@@ -10,7 +10,7 @@ from strategies import task_graphs
 
 from parsim.errors import GraphError
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task, parse_resource
-from parsim.graph.taskgraph import TaskGraph, from_text, parse_work, ranks_of, to_text, work_text
+from parsim.graph.taskgraph import TaskGraph, from_text, parse_work, to_text, work_text
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "taskgraph.txt"
@@ -82,7 +82,6 @@ def test_resource_prints_as_it_is_read(resource: Resource) -> None:
 def test_predecessors_are_dependencies_and_queue() -> None:
     graph = small_graph()
     assert graph.predecessors() == [[], [3, 5], [0], [2], [2], [3], [5]]
-    assert ranks_of(graph.tasks) == (0, 1)
     assert graph.tasks[5].ranks == (0, 1)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from parsim.costs.feedback.history import fingerprint
 from parsim.costs.feedback.refit import Evidence, refit
-from parsim.costs.feedback.run_corrections import CommunicationClass, ComputeClass, Corrections
+from parsim.costs.feedback.run_corrections import CommunicationClass, ComputeClass, RunCorrections
 from parsim.costs.feedback.updates import updates_of, with_update, without_updates
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
@@ -22,7 +22,7 @@ from parsim.work import Phase
 from tests.models import chain_model
 from tests.slow_machines import Machine, after_run, error
 
-SLOW = Corrections(ranks=((0, 1.0), (1, 1.2)))
+SLOW = RunCorrections(ranks=((0, 1.0), (1, 1.2)))
 TARGET = 0.05
 
 
@@ -51,7 +51,7 @@ def test_twenty_steps_bring_a_slowed_rank_back_under_target(family: str, seed: i
 def test_a_drift_of_everything_is_learnt(drift: float) -> None:
     problem = problem_on(load_profile("dgx1-v100-32gb"))
     links = ((CommunicationClass("all_reduce", (0, 1)), drift),)
-    machine = Machine(problem, plan_of(problem), Corrections(ranks=((0, drift), (1, drift)), communication=links))
+    machine = Machine(problem, plan_of(problem), RunCorrections(ranks=((0, drift), (1, drift)), communication=links))
     found = after_run(machine, 1)
     assert error(machine, problem.cluster.profile) > TARGET
     assert error(machine, found.profile) < TARGET
@@ -62,21 +62,21 @@ def test_an_update_is_undone_when_its_cause_is_gone_and_does_not_compound() -> N
     problem = problem_on(load_profile("dgx1-v100-32gb"))
     plan, at_first = plan_of(problem), problem.cluster.profile
     profile = at_first
-    for factors, expected in ((SLOW, 1.2), (SLOW, 1.2), (Corrections(), None)):
+    for factors, expected in ((SLOW, 1.2), (SLOW, 1.2), (RunCorrections(), None)):
         now = replace(problem, cluster=replace(problem.cluster, profile=profile))
         profile = after_run(Machine(now, plan, factors), 3, floor=0.03).profile
         ranks = dict(updates_of(replace(problem.cluster, profile=profile)).ranks)
         assert ranks == ({} if expected is None else {0: 1.0, 1: pytest.approx(expected, abs=0.04)})
     assert fingerprint(profile) == fingerprint(at_first)
     assert len(profile.updates) >= 2
-    assert error(Machine(problem, plan, Corrections()), profile) < TARGET
+    assert error(Machine(problem, plan, RunCorrections()), profile) < TARGET
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_noise_is_not_learnt(seed: int) -> None:
     """What changes, if anything, moves the prediction by no more than the noise of the run."""
     problem = problem_on(load_profile("dgx1-v100-32gb"))
-    machine = Machine(problem, plan_of(problem), Corrections())
+    machine = Machine(problem, plan_of(problem), RunCorrections())
     found = after_run(machine, seed, floor=0.02)
     assert found.changes == ()
     assert found.profile is problem.cluster.profile
@@ -86,7 +86,7 @@ def test_a_profile_with_an_update_comes_back_from_its_file_and_says_so(tmp_path:
     problem = problem_on(load_profile("dgx1-v100-32gb"), devices=3)
     cluster = cluster_from_profile(problem.cluster.profile, [5, 2])
     links = ((CommunicationClass("all_reduce", (0, 1)), 2.0), (CommunicationClass("send_recv", (1, 0)), 3.0))
-    factors = Corrections(ranks=((1, 1.5),), communication=links, phases=((Phase.FORWARD, 1.1),))
+    factors = RunCorrections(ranks=((1, 1.5),), communication=links, phases=((Phase.FORWARD, 1.1),))
     provenance = {"created": "2026-11-21", "run": "r7", "plan": "dp2", "steps": 20, "aa_floor": 0.02}
     save_profile(with_update(cluster.profile, factors, cluster, provenance), tmp_path / "p.json")
     back = load_profile(str(tmp_path / "p.json"))
@@ -95,7 +95,7 @@ def test_a_profile_with_an_update_comes_back_from_its_file_and_says_so(tmp_path:
     turned = updates_of(cluster_from_profile(back, [2, 5]))
     assert turned.ranks == ((0, 1.5),)
     assert dict(turned.communication)[CommunicationClass("send_recv", (0, 1))] == 3.0
-    assert updates_of(cluster_from_profile(back, [1, 3])) == Corrections(phases=((Phase.FORWARD, 1.1),))
+    assert updates_of(cluster_from_profile(back, [1, 3])) == RunCorrections(phases=((Phase.FORWARD, 1.1),))
     assert fingerprint(back) != fingerprint(cluster.profile)
     assert fingerprint(without_updates(back)) == fingerprint(cluster.profile)
     on = replace(problem, cluster=cluster_from_profile(back, [5, 2]))
@@ -107,8 +107,8 @@ def test_a_profile_with_an_update_comes_back_from_its_file_and_says_so(tmp_path:
 def test_what_an_update_says_of_other_devices_stays(tmp_path: Path) -> None:
     profile = load_profile("dgx1-v100-32gb")
     provenance = {"created": "2026-11-21", "run": "r", "plan": "dp2", "steps": 20, "aa_floor": 0.02}
-    first = with_update(profile, Corrections(ranks=((1, 1.5),)), cluster_from_profile(profile, [6, 7]), provenance)
-    second = with_update(first, Corrections(ranks=((0, 1.1),)), cluster_from_profile(first, [0, 1]), provenance)
+    first = with_update(profile, RunCorrections(ranks=((1, 1.5),)), cluster_from_profile(profile, [6, 7]), provenance)
+    second = with_update(first, RunCorrections(ranks=((0, 1.1),)), cluster_from_profile(first, [0, 1]), provenance)
     assert {entry.device: entry.factor for entry in second.updates[-1].devices} == {7: 1.5, 0: 1.1}
 
 
@@ -116,7 +116,7 @@ def test_an_update_of_an_unknown_phase_is_refused() -> None:
     profile = load_profile("dgx1-v100-32gb")
     cluster = cluster_from_profile(profile, 2)
     provenance = {"created": "", "run": "r", "plan": "", "steps": 1, "aa_floor": 0.0}
-    broken = with_update(profile, Corrections(phases=((Phase.FORWARD, 2.0),)), cluster, provenance)
+    broken = with_update(profile, RunCorrections(phases=((Phase.FORWARD, 2.0),)), cluster, provenance)
     phase = broken.updates[0].phases[0].model_copy(update={"phase": "foward"})
     broken = broken.model_copy(update={"updates": [broken.updates[0].model_copy(update={"phases": [phase]})]})
     with pytest.raises(ProfileError, match="'foward'; did you mean forward"):
@@ -131,7 +131,7 @@ COMPUTE = {
 LINK = CommunicationClass("all_reduce", (0, 1))
 
 
-def evidence(factors: Corrections, *, floor: float = 0.01) -> Evidence:
+def evidence(factors: RunCorrections, *, floor: float = 0.01) -> Evidence:
     """Without noise."""
     expected = {**COMPUTE, LINK: 0.5}
     observed = {
@@ -148,10 +148,10 @@ def evidence(factors: Corrections, *, floor: float = 0.01) -> Evidence:
 
 def test_exact_factors_are_found_whatever_their_kind() -> None:
     """Factors of phases are told apart from those of ranks up to a common factor: only products show."""
-    truth = Corrections(
+    truth = RunCorrections(
         ranks=((0, 1.0), (1, 1.4)), phases=((Phase.FORWARD, 1.0), (Phase.BACKWARD, 1.6)), communication=((LINK, 3.0),)
     )
-    found = refit(evidence(truth), Corrections())
+    found = refit(evidence(truth), RunCorrections())
     for key in COMPUTE:
         product = found.rank_factor(key.rank) * dict(found.phases).get(key.phase, 1.0)
         assert product == pytest.approx(dict(truth.ranks)[key.rank] * dict(truth.phases).get(key.phase, 1.0), rel=0.02)
@@ -160,16 +160,16 @@ def test_exact_factors_are_found_whatever_their_kind() -> None:
 
 def test_what_explains_less_than_the_floor_is_not_learnt() -> None:
     """Communication twice as slow is 12.5% of the step: above a floor of 10%, below one of 15%."""
-    slow = Corrections(ranks=((0, 1.0), (1, 1.0)), communication=((LINK, 2.0),))
-    assert dict(refit(evidence(slow, floor=0.10), Corrections()).communication) == {LINK: pytest.approx(2.0)}
-    assert not refit(evidence(slow, floor=0.15), Corrections())
+    slow = RunCorrections(ranks=((0, 1.0), (1, 1.0)), communication=((LINK, 2.0),))
+    assert dict(refit(evidence(slow, floor=0.10), RunCorrections()).communication) == {LINK: pytest.approx(2.0)}
+    assert not refit(evidence(slow, floor=0.15), RunCorrections())
 
 
 def test_hysteresis_keeps_what_is_not_contradicted() -> None:
-    before = Corrections(ranks=((1, 1.20),))
-    near = Corrections(ranks=((0, 1.0), (1, 1.21)))
+    before = RunCorrections(ranks=((1, 1.20),))
+    near = RunCorrections(ranks=((0, 1.0), (1, 1.21)))
     assert dict(refit(evidence(near, floor=0.02), before).ranks) == {0: 1.0, 1: 1.20}
-    gone = refit(evidence(Corrections(ranks=((0, 1.0), (1, 1.005))), floor=0.02), before)
+    gone = refit(evidence(RunCorrections(ranks=((0, 1.0), (1, 1.005))), floor=0.02), before)
     assert not gone
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from parsim.collectives import COLLECTIVE_KINDS
 from parsim.errors import CostError
 
 
@@ -40,7 +41,7 @@ def tree_all_reduce_s(
 
 def ring_steps(operation: str, group_size: int) -> int:
     """Hops one after the other: 2 (n - 1) for all_reduce, n - 1 for all_gather, reduce_scatter, broadcast, all_to_all."""
-    return (2 if operation == "all_reduce" else 1) * (_group(group_size) - 1)
+    return COLLECTIVE_KINDS[operation].hops(_group(group_size))
 
 
 def ring_traffic(operation: str, group_size: int) -> float:
@@ -50,14 +51,11 @@ def ring_traffic(operation: str, group_size: int) -> float:
     n = _group(group_size)
     if n == 1:
         return 0.0
-    match operation:
-        case "all_reduce":
-            return 2 * (n - 1) / n
-        case "all_gather" | "reduce_scatter":
-            return (n - 1) / n
-        case "broadcast":
-            return 1.0
-    raise CostError(f"no ring runs {operation!r}; known: all_gather, all_reduce, broadcast, reduce_scatter")
+    kind = COLLECTIVE_KINDS[operation]
+    if kind.pairwise:
+        rings = ", ".join(sorted(COLLECTIVE_KINDS.where(pairwise=False)))
+        raise CostError(f"no ring runs {operation!r}; known: {rings}")
+    return kind.traffic(n)
 
 
 def busbw_bytes_per_s(operation: str, size_bytes: float, group_size: int, seconds: float) -> float:
@@ -65,8 +63,9 @@ def busbw_bytes_per_s(operation: str, size_bytes: float, group_size: int, second
     reduce_scatter and all_to_all, 1 for broadcast and send_recv. Zero where no time passes."""
     if seconds <= 0:
         return 0.0
-    factor = {"send_recv": 1.0, "all_to_all": (group_size - 1) / group_size}.get(operation)
-    return size_bytes / seconds * (ring_traffic(operation, group_size) if factor is None else factor)
+    if operation == "send_recv":
+        return size_bytes / seconds
+    return size_bytes / seconds * (COLLECTIVE_KINDS[operation].traffic(group_size) if _group(group_size) > 1 else 0.0)
 
 
 def _group(group_size: int) -> int:

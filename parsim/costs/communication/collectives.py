@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
+from parsim.collectives import COLLECTIVE_KINDS
 from parsim.costs.communication.alpha_beta import (
     busbw_bytes_per_s,
     ring_all_reduce_s,
@@ -85,7 +86,7 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
         return _from_fits(names, len(work.group), work.size_bytes, cluster)
     _check_concurrent(cluster, _hashable(concurrent), "a concurrent group")
     group = tuple(sorted(work.group))
-    if work.operation == "broadcast":
+    if COLLECTIVE_KINDS[work.operation].rooted:
         return _by_links(work, group, cluster, concurrent)
     known = known_estimates(cluster)
     key = (work.operation, work.size_bytes, alike(cluster, group, _hashable(concurrent)))
@@ -96,8 +97,8 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
 
 def _by_links(work: Collective, group: tuple[int, ...], cluster: Cluster, concurrent: Sequence[tuple[int, ...]]) -> Estimate:
     others = tuple(dict.fromkeys(tuple(sorted(other)) for other in concurrent))
-    if work.operation == "all_to_all":
-        return _all_to_all(group, work.size_bytes, cluster, others)
+    if COLLECTIVE_KINDS[work.operation].pairwise:
+        return _pairwise(work.operation, group, work.size_bytes, cluster, others)
     if len(cluster.spread(group)) > 1:
         return _between_nodes(work.operation, group, work.size_bytes, cluster, others)
     return _inside_node(work.operation, group, work.size_bytes, cluster, others)
@@ -198,9 +199,13 @@ def _between_nodes(
     return _link_estimate(terms, size_bytes, model, detail, best.algorithm, extra)
 
 
-def _all_to_all(group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]) -> Estimate:
-    """Every rank sends S/n to every other at once; the busiest link sets the pace. Leaves out the cost of each message beyond
-    the first hop, which many small ones over a network have."""
+def _pairwise(
+    operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]
+) -> Estimate:
+    """Every rank sends to every other at once, S/n in an all_to_all; the busiest link sets the pace.
+
+    Leaves out the cost of each message beyond the first hop, which many small ones over a network have.
+    """
     model = link_model_of(cluster)
     extra = [DERIVED]
     pace = group_pace(cluster, model.link_kind, group, "pairs", concurrent)
@@ -213,11 +218,12 @@ def _all_to_all(group: tuple[int, ...], size_bytes: int, cluster: Cluster, concu
         hop_s = pace.hop_latency_s
         extra.append(("communication:network", network.relative_sigma.value))
         detail = f"pairwise over {pace.nodes} nodes on {network.name}, closed form"
+    share = COLLECTIVE_KINDS[operation].traffic(len(group)) / COLLECTIVE_KINDS["all_to_all"].traffic(len(group))
     terms = moving_terms(
         size_bytes,
-        max(pace.inside_s_per_byte, pace.outside_s_per_byte / efficiency),
+        share * max(pace.inside_s_per_byte, pace.outside_s_per_byte / efficiency),
         base_s + hop_s,
-        alone_seconds_per_byte=max(alone.inside_s_per_byte, alone.outside_s_per_byte / efficiency),
+        alone_seconds_per_byte=share * max(alone.inside_s_per_byte, alone.outside_s_per_byte / efficiency),
         groups=len({*concurrent, group}),
         latency=hops_text(base_s, (1 if hop_s else 0, hop_s)),
     )

@@ -32,6 +32,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from parsim.collectives import COLLECTIVE_KINDS
 from parsim.costs.communication.alpha_beta import ring_steps, ring_traffic
 from parsim.costs.communication.intranode import inside_s
 from parsim.costs.communication.moving_terms import hops_text, moving_terms
@@ -42,7 +43,7 @@ from parsim.hardware.cluster import Cluster
 from parsim.hardware.network import Network, NetworkProtocol
 from parsim.hardware.profile import LinkModel, LinkProtocol
 
-Groups = tuple[tuple[int, ...], ...]
+RankGroups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ class AlgorithmChoice:
 
 
 def chosen_terms(
-    best: AlgorithmChoice, operation: str, group: tuple[int, ...], cluster: Cluster, concurrent: Groups = ()
+    best: AlgorithmChoice, operation: str, group: tuple[int, ...], cluster: Cluster, concurrent: RankGroups = ()
 ) -> Terms:
     """The terms of a choice of `choices` for the group. Contention is what it takes over what it would take alone."""
     alone = best
@@ -100,7 +101,7 @@ def chosen_terms(
 
 
 def choices(
-    operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: Groups = ()
+    operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups = ()
 ) -> list[AlgorithmChoice]:
     """Every algorithm and protocol for a group on several nodes, the fastest first.
 
@@ -111,7 +112,7 @@ def choices(
     found: list[AlgorithmChoice] = []
     if "ring" in network.algorithms:
         found += _rings(operation, len(group), size_bytes, pace, network, model)
-    if "tree" in network.algorithms and operation == "all_reduce":
+    if "tree" in network.algorithms and COLLECTIVE_KINDS[operation].trees:
         found += _trees(size_bytes, pace, network, model)
     if "hierarchical" in network.algorithms:
         found += _hierarchical(operation, group, size_bytes, cluster, concurrent)
@@ -123,7 +124,7 @@ def choices(
     return sorted(found, key=lambda choice: choice.seconds)
 
 
-def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: Groups = ()) -> float:
+def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups = ()) -> float:
     """The phase between the nodes of the hierarchical form: every member runs `operation` on its S/m with its counterparts.
 
     S = `size_bytes` is the array of the whole group. Raises CostError as `choices` does.
@@ -132,7 +133,7 @@ def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: 
     way: Way = "rails"
     pace = group_pace(cluster, model.link_kind, group, way, concurrent)
     found = _rings(operation, pace.nodes, size_bytes, pace, network, model)
-    if operation == "all_reduce" and "tree" in network.algorithms:
+    if COLLECTIVE_KINDS[operation].trees and "tree" in network.algorithms:
         found += _trees(size_bytes, pace, network, model, members=1)
     return min(choice.seconds for choice in found)
 
@@ -211,25 +212,21 @@ def _trees(
 
 
 def _hierarchical(
-    operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: Groups
+    operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups
 ) -> list[AlgorithmChoice]:
     sizes = {len(members) for _, members in cluster.spread(group)}
-    if len(sizes) > 1 or sizes == {1}:
+    kind = COLLECTIVE_KINDS[operation]
+    if len(sizes) > 1 or sizes == {1} or not kind.phases:
         return []
-    if operation == "broadcast":
+    if kind.rooted:
         first: dict[int, int] = {}
         for rank in group:
             first.setdefault(cluster.places[rank][0], rank)
-        others = tuple(other for other in concurrent if other != group)
-        phases = [
-            ("broadcast between nodes", rails_s(operation, tuple(first.values()), size_bytes, cluster, others)),
-            ("broadcast inside nodes", inside_s(operation, group, size_bytes, cluster, concurrent)),
-        ]
+        members, others = tuple(first.values()), tuple(other for other in concurrent if other != group)
     else:
-        phases = [(f"{operation} between nodes", rails_s(operation, group, size_bytes, cluster, concurrent))]
-        for inside in ("reduce_scatter", "all_gather"):
-            if operation in ("all_reduce", inside):
-                phases.append((f"{inside} inside nodes", inside_s(inside, group, size_bytes, cluster, concurrent)))
+        members, others = group, concurrent
+    phases = [(f"{operation} between nodes", rails_s(operation, members, size_bytes, cluster, others))]
+    phases += [(f"{inside} inside nodes", inside_s(inside, group, size_bytes, cluster, concurrent)) for inside in kind.phases]
     return [AlgorithmChoice(algorithm="hierarchical", protocol="", size_bytes=size_bytes, phases=tuple(phases))]
 
 

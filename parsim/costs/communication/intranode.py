@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from parsim.collectives import COLLECTIVE_KINDS
 from parsim.costs.communication.alpha_beta import ring_steps, ring_traffic
 from parsim.costs.communication.linkgraph import RingSet
 from parsim.costs.communication.traffic import inside_pace
@@ -100,7 +101,7 @@ def protocol_lines(operation: str, rings: RingSet, model: LinkModel, alone: Ring
     )
     lines: list[ProtocolLine] = []
     for protocol in model.relay_protocols if rings.relayed else model.protocols:
-        if protocol.algorithm == "tree" and operation != "all_reduce":
+        if protocol.algorithm == "tree" and not COLLECTIVE_KINDS[operation].trees:
             continue
         share = 2.0 if protocol.algorithm == "tree" else ring_share
         lines.append(

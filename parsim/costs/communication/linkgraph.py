@@ -11,10 +11,10 @@ from parsim.costs.communication.rings import MAX_RING_DEVICES, pack_rings
 from parsim.errors import CostError
 from parsim.hardware.topology import Link, Topology, walk_of
 
-Step = tuple[str, str, Link]
+LinkStep = tuple[str, str, Link]
 """A link in one direction: from, to, link."""
 
-Flow = tuple[str, str, float]
+LinkLoad = tuple[str, str, float]
 """From, to, and the share of the bytes that passes."""
 
 
@@ -33,7 +33,7 @@ class RingSet:
     seconds_per_byte: float
     relayed: bool
     kinds: tuple[str, ...]
-    loads: tuple[tuple[Step, float], ...] = ()
+    loads: tuple[tuple[LinkStep, float], ...] = ()
 
 
 def ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> RingSet:
@@ -86,7 +86,7 @@ def _ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> R
 
 
 def busiest_seconds_per_byte(
-    topology: Topology, link_kind: str, flows: Sequence[Flow], others: Sequence[Flow] = ()
+    topology: Topology, link_kind: str, flows: Sequence[LinkLoad], others: Sequence[LinkLoad] = ()
 ) -> tuple[float, bool]:
     """Seconds per byte of the busiest link that `flows` (from, to, share of the bytes) use when all of them, and `others`, run
     at once, and whether every flow has direct lanes.
@@ -99,23 +99,23 @@ def busiest_seconds_per_byte(
     return pace(loads, total), all(link.kind == link_kind for _, _, link in loads)
 
 
-def link_loads(topology: Topology, link_kind: str, flows: Iterable[Flow]) -> dict[Step, float]:
+def link_loads(topology: Topology, link_kind: str, flows: Iterable[LinkLoad]) -> dict[LinkStep, float]:
     """Per link and direction, the share of the bytes that passes when all flows run at once."""
-    load: dict[Step, float] = {}
+    load: dict[LinkStep, float] = {}
     for source, destination, share in flows:
         for step, part in _route(topology, link_kind, source, destination):
             load[step] = load.get(step, 0.0) + share * part
     return load
 
 
-def pace(own: Iterable[Step], total: Mapping[Step, float]) -> float:
+def pace(own: Iterable[LinkStep], total: Mapping[LinkStep, float]) -> float:
     """Seconds per byte of the busiest of the links `own` under the loads `total`; 0 for no link."""
     return max((total[step] / step[2].capacity_bytes_per_s for step in own), default=0.0)
 
 
-def added(loads: Iterable[Mapping[Step, float]]) -> dict[Step, float]:
+def added(loads: Iterable[Mapping[LinkStep, float]]) -> dict[LinkStep, float]:
     """The sum of several loads."""
-    total: dict[Step, float] = {}
+    total: dict[LinkStep, float] = {}
     for load in loads:
         for step, weight in load.items():
             total[step] = total.get(step, 0.0) + weight
@@ -123,7 +123,7 @@ def added(loads: Iterable[Mapping[Step, float]]) -> dict[Step, float]:
 
 
 @lru_cache(maxsize=65536)
-def _route(topology: Topology, link_kind: str, source: str, destination: str) -> tuple[tuple[Step, float], ...]:
+def _route(topology: Topology, link_kind: str, source: str, destination: str) -> tuple[tuple[LinkStep, float], ...]:
     """The links a flow takes, each with the part of its bytes."""
     straight = [link for link in topology.between(source, destination) if link.kind == link_kind]
     if straight:

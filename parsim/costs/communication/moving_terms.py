@@ -8,7 +8,7 @@ per byte beside them and alone. Latency is not stretched.
 
 from __future__ import annotations
 
-from parsim.costs.estimate import Origin, Term, Terms
+from parsim.costs.estimate import Term, TermOrigin, Terms
 from parsim.units import format_bytes, format_seconds
 
 
@@ -20,7 +20,7 @@ def moving_terms(
     alone_seconds_per_byte: float | None = None,
     groups: int = 0,
     latency: str = "",
-    origin: Origin = "fitted",
+    origin: TermOrigin = "fitted",
 ) -> Terms:
     """Bytes, contention where there is some, latency.
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
-from parsim.costs.communication.linkgraph import Flow, RingSet, Step, added, link_loads, pace, ring_set
+from parsim.costs.communication.linkgraph import LinkLoad, LinkStep, RingSet, added, link_loads, pace, ring_set
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.nodes import NodeShape, Port
@@ -132,7 +132,7 @@ def _leaves_direct_links(shape: NodeShape, link_kind: str, part: NodeShare) -> b
 
 
 @lru_cache(maxsize=65536)
-def part_loads(shape: NodeShape, link_kind: str, part: NodeShare) -> tuple[dict[Step, float], dict[Step, float]]:
+def part_loads(shape: NodeShape, link_kind: str, part: NodeShare) -> tuple[dict[LinkStep, float], dict[LinkStep, float]]:
     """The loads of one part on the links between its members, and on those between them and the network."""
     names = [shape.devices[member] for member in part.members]
     size = len(names)
@@ -142,13 +142,13 @@ def part_loads(shape: NodeShape, link_kind: str, part: NodeShare) -> tuple[dict[
         return {}, added(_out_and_in(shape, member, member, 1.0 / size) for member in part.members)
     if part.way == "pairs":
         share = 1.0 / part.ranks
-        flows: list[Flow] = [(a, b, share) for a in names for b in names if a != b]
+        flows: list[LinkLoad] = [(a, b, share) for a in names for b in names if a != b]
         away = part.ranks - size
         outward = [_out_and_in(shape, member, member, away * share) for member in part.members] if away else []
         return link_loads(shape.topology, link_kind, flows), added(outward)
     cards = dict.fromkeys(port_of(shape, member) for member in part.members)
-    inward: list[Mapping[Step, float]] = []
-    chain: list[Flow] = []
+    inward: list[Mapping[LinkStep, float]] = []
+    chain: list[LinkLoad] = []
     for card in cards:
         order = _order(shape, part.members, card)
         inward.append(_out_and_in(shape, order[-1], order[0], 1.0 / len(cards), card))
@@ -172,7 +172,7 @@ def ports_of(shape: NodeShape, members: Sequence[int]) -> tuple[Port, ...]:
 
 
 @lru_cache(maxsize=65536)
-def way_out(shape: NodeShape, member: int, port: Port | None = None) -> tuple[Step, ...]:
+def way_out(shape: NodeShape, member: int, port: Port | None = None) -> tuple[LinkStep, ...]:
     """The links from a device to its card (or another) and into the network."""
     port = port or port_of(shape, member)
     path = shape.topology.path(shape.devices[member], port.nic)
@@ -184,7 +184,7 @@ def rings_of(shape: NodeShape, link_kind: str, members: tuple[int, ...]) -> Ring
     return ring_set(shape.topology, link_kind, tuple(shape.devices[member] for member in members))
 
 
-def reverse(step: Step) -> Step:
+def reverse(step: LinkStep) -> LinkStep:
     """The same link in the other direction."""
     return step[1], step[0], step[2]
 
@@ -207,7 +207,7 @@ def _order(shape: NodeShape, members: tuple[int, ...], card: Port) -> tuple[int,
     return members[last + 1 :] + members[: last + 1]
 
 
-def _out_and_in(shape: NodeShape, last: int, first: int, share: float, card: Port | None = None) -> dict[Step, float]:
+def _out_and_in(shape: NodeShape, last: int, first: int, share: float, card: Port | None = None) -> dict[LinkStep, float]:
     """`share` leaves the node from the device `last` and as much comes in to `first`."""
     steps = [*way_out(shape, last, card), *map(reverse, way_out(shape, first, card))]
     return added({step: share} for step in steps)

@@ -23,7 +23,7 @@ from parsim.costs.compute.operator_model import EXTRAPOLATED_SHARE, ComputeReque
 from parsim.costs.compute.operators import operator_times
 from parsim.costs.compute.roofline import component_roofline_s
 from parsim.costs.compute.surfaces import Price, SurfaceModel
-from parsim.costs.estimate import Detail, Estimate, Origin, Term, Terms, folded_s, summed
+from parsim.costs.estimate import Detail, Estimate, Term, TermOrigin, Terms, folded_s, summed
 from parsim.errors import CostError
 from parsim.hardware.compute_records import Composition
 from parsim.hardware.device import DeviceType
@@ -107,7 +107,7 @@ def composed_terms(parts: Parts, composition: Composition | None) -> Terms:
         + composition.seconds_per_parameter_byte * parts.parameter_bytes
         + composition.seconds_per_activation_byte * parts.activation_bytes
     )
-    kinds: list[tuple[str, float, Origin, Detail]] = [
+    kinds: list[tuple[str, float, TermOrigin, Detail]] = [
         (kind, factors.get(kind, 1.0) * seconds, "fitted", f"{factors.get(kind, 1.0):.3g} x {format_seconds(seconds)} alone")
         for kind, seconds in parts.seconds.items()
     ]

@@ -17,7 +17,6 @@ knows it: without fits, the roofline has no launches, so shards of small compone
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -29,12 +28,13 @@ from parsim.costs.compute.operator_model import ComputeRequest, OperatorModel, d
 from parsim.costs.compute.operators import Kernel
 from parsim.costs.compute.surfaces import surface_models
 from parsim.costs.estimate import Estimate, Term
-from parsim.errors import CostError, near_matches
+from parsim.errors import CostError
 from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.device import Device, DeviceType
 from parsim.hardware.profile import Profile
 from parsim.model.component import Component
 from parsim.model.number_formats import number_format
+from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.shard.narrow import narrow
 from parsim.work import Compute, OptimizerStep, Phase
 
@@ -45,12 +45,6 @@ where the whole takes more than 1 ms, 23% and 12%."""
 
 HALF_SIGMA = 0.2
 """Assumed relative spread of half a backward taken from the whole one by operators: halves have not been measured alone."""
-
-FOREACH_ACCESSES_PER_ELEMENT: Mapping[str, int] = {"sgd": 4, "sgd_momentum": 9, "adam": 19, "adamw": 21}
-"""4-byte reads and writes of torch's foreach optimizers, operation by operation, the zeroing of the gradient (1) included.
-SGD p += g: 3. Momentum m *= mu: 2, m += g: 3, p += m: 3. Adam lerp of m: 3, v *= b: 2, v += g g: 3, sqrt, / and + eps: 6,
-p += m / sqrt(v): 4. AdamW p *= 1 - wd: 2 more."""
-
 
 FULL_BYTES = 4
 MASTER_ACCESSES = 3
@@ -123,10 +117,9 @@ class ComputeCosts:
         update is that of fp32, beside two casts: gradients to fp32, copies to half precision.
 
         Raises:
-            CostError: unknown optimizer, or nothing known for this device.
+            ConfigError: unknown optimizer. CostError: nothing known for this device.
         """
-        if optimizer not in FOREACH_ACCESSES_PER_ELEMENT:
-            raise CostError(f"unknown optimizer {optimizer!r}{near_matches(optimizer, FOREACH_ACCESSES_PER_ELEMENT)}")
+        row = OPTIMIZERS[optimizer]
         drift = drift_of(self.profile)
         if work.elements == 0:
             return Estimate(median_s=0.0, source="measured", detail="no parameters")
@@ -148,7 +141,7 @@ class ComputeCosts:
                 f"no cost is known for a step of {optimizer} over {work.elements} elements on {device.type.name}: "
                 f"calibrate with that optimizer (`parsim calibrate`)"
             )
-        accesses, width = FOREACH_ACCESSES_PER_ELEMENT[optimizer] + (2 if kind.autocast else 0), FULL_BYTES
+        accesses, width = row.accesses_per_element + (2 if kind.autocast else 0), FULL_BYTES
         if kind.weight_bytes < width:
             accesses, width = (accesses + MASTER_ACCESSES, width) if master_weights else (accesses, kind.weight_bytes)
         kernel = Kernel(kind="memory_bound", phase="forward", count=1, flop=0.0, size_bytes=width * accesses * work.elements)

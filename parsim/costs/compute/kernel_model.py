@@ -23,10 +23,11 @@ from parsim.costs.compute.cuda_launches import cuda_backward_halves, cuda_forwar
 from parsim.costs.compute.operator_model import EXTRAPOLATED_SHARE, ComputeRequest, drift_of
 from parsim.costs.compute.operators import Kernel, forward_kernels, halved_backward_kernels, kernel_seconds
 from parsim.costs.compute.roofline import kernel_roofline_s, peak_of
-from parsim.costs.estimate import Detail, Estimate, Origin, Source, Term, Terms, folded_s, summed
+from parsim.costs.estimate import Detail, Estimate, Source, Term, TermOrigin, Terms, folded_s, summed
 from parsim.errors import CostError
 from parsim.hardware.compute_records import OperatorFit
 from parsim.hardware.device import DeviceType
+from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import Profile
 from parsim.work import Phase
 
@@ -163,7 +164,7 @@ def _by_kind(sums: Mapping[tuple[str, Source], Sequence[float]], total_s: float)
     `total_s` adds up the kernels in the order of the program. The smallest kind is what the others leave of it (an exact
     difference, as they are at least half of it): adding by kind would round differently.
     """
-    parts: list[tuple[str, float, Origin, Detail]] = [
+    parts: list[tuple[str, float, TermOrigin, Detail]] = [
         (kind, seconds, source, (LAUNCHES, count, flop, moved, flop / seconds, moved / seconds))
         for (kind, source), (seconds, count, flop, moved) in sorted(sums.items(), key=lambda entry: -entry[1][0])
         if seconds
@@ -184,9 +185,9 @@ def has_published_peaks(profile: Profile, device: DeviceType) -> bool:
 
 
 def component_kernels(request: ComputeRequest, precision: str, device_kind: str = "cpu") -> tuple[Kernel, ...]:
-    """All launches of a component's forward or backward (or half of it) on a "cpu" or "cuda" device, operator by operator."""
+    """All launches of a component's forward or backward (or half of it) on a kind of device, operator by operator."""
     component, phase, samples = request.component, request.phase, request.samples
-    if device_kind == "cuda":
+    if DEVICE_KINDS[device_kind].cuda_launches:
         operators = cuda_operators(component.operators)
         full = has_full_stream(operators)
         forward: Callable[..., tuple[Kernel, ...]] = partial(cuda_forward, full_stream=full)

@@ -48,7 +48,7 @@ FUNCTIONS: Mapping[str, str] = {
 USUAL_WIDTH = 256.0
 WITHOUT_BACKWARD = ("fill", "random")
 
-Sizes = tuple[tuple[str, float], ...]
+LaunchSizes = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Launch:
     kind: str
     function: str
     phase: str
-    sizes: Sizes
+    sizes: LaunchSizes
     count: int = 1
 
 

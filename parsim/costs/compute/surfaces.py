@@ -35,7 +35,7 @@ SMALL_CACHE, LARGE_CACHE = 1e5, 1e6
 CHANNEL_BLOCK = 8
 """Libraries lay channels out in blocks; an image of one or three channels is padded to one."""
 
-Key = tuple[str, str, str]
+SurfaceKey = tuple[str, str, str]
 """Kind, function and phase of a launch."""
 
 
@@ -176,12 +176,12 @@ class SurfaceModel:
         )
 
     @cached_property
-    def _by_key(self) -> dict[Key, OperatorSurface]:
+    def _by_key(self) -> dict[SurfaceKey, OperatorSurface]:
         return {(surface.kind, surface.function, surface.phase): surface for surface in self.surfaces}
 
     @cached_property
-    def _shapes(self) -> dict[Key, NDArray[np.float64]]:
-        found: dict[Key, list[NDArray[np.float64]]] = {}
+    def _shapes(self) -> dict[SurfaceKey, NDArray[np.float64]]:
+        found: dict[SurfaceKey, list[NDArray[np.float64]]] = {}
         for point in self.points:
             found.setdefault((point.kind, point.function, point.phase), []).append(log_sizes(point.shape))
         return {key: np.array(shapes) for key, shapes in found.items()}

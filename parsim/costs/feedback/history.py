@@ -19,13 +19,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from parsim.costs.uncertainty.conformal import TARGET, Correction, Coverage, ValidationRecord, correction, coverage_split
+from parsim.costs.uncertainty.conformal import (
+    TARGET,
+    ConformalCorrection,
+    Coverage,
+    ValidationRecord,
+    correction,
+    coverage_split,
+)
 from parsim.errors import CostError, ProfileError
-from parsim.files import write_text_atomically
+from parsim.files import parse_json, version_problem, write_text_atomically
 from parsim.hardware.profile import Profile
+from parsim.hardware.record import OLD_KEYS
 from parsim.units import format_percent
 
 SUFFIX = ".history.jsonl"
+SCHEMA_VERSION = 1
+"""Of a line; files written before there was the key have this version, too."""
 WORDS = frozenset({"schema_version", "name", "description", "provenance", "sources"})
 """Keys of a profile that no price rests on."""
 
@@ -42,7 +52,7 @@ class History:
     left_out: tuple[str, ...] = ()
 
     @cached_property
-    def correction(self) -> Correction:
+    def correction(self) -> ConformalCorrection:
         """Of the profile's intervals."""
         return correction(self.records)
 
@@ -78,6 +88,8 @@ NO_HISTORY = History()
 def fingerprint(profile: Profile) -> str:
     """16 hexadecimal digits over everything in a profile that a price rests on; names, texts and sources do not count."""
     numbers = profile.model_dump(mode="json", exclude_defaults=True, exclude={*WORDS, "updates"})
+    if "host" in numbers:  # a key that was renamed makes no other version of a profile
+        numbers["host"] = {OLD_KEYS.get(key, key): value for key, value in numbers["host"].items()}
     if profile.updates:  # the latest holds; one without factors is as none
         factors = profile.updates[-1].model_dump(mode="json", include={"devices", "phases", "communication"})
         numbers |= {f"updated_{name}": entries for name, entries in factors.items() if entries}
@@ -139,17 +151,19 @@ def append_record(path: Path, record: ValidationRecord) -> None:
 
 
 def _line(record: ValidationRecord) -> str:
-    return json.dumps(asdict(record), allow_nan=False) + "\n"
+    return json.dumps({**asdict(record), "schema_version": SCHEMA_VERSION}, allow_nan=False) + "\n"
 
 
 def _record(line: str) -> ValidationRecord:
     """Raises CostError for what is no record."""
     try:
-        document: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        document: Any = parse_json(line)
+    except ValueError as error:
         raise CostError("not JSON") from error
     if not isinstance(document, dict):
         raise CostError("not an object")
+    if problem := version_problem(document, SCHEMA_VERSION, unversioned=1):
+        raise CostError(problem)
     known = {field.name for field in fields(ValidationRecord)}
     for name in ("model", "run", "predicted_s", "low_s", "high_s", "measured_s"):
         wanted = str if name in ("model", "run") else (int, float)

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from parsim.costs.feedback.run_corrections import ClassSeconds, CommunicationClass, ComputeClass, Corrections, WorkClass
+from parsim.arrays import Floats
+from parsim.costs.feedback.run_corrections import ClassSeconds, CommunicationClass, ComputeClass, RunCorrections, WorkClass
 from parsim.errors import CostError
 from parsim.work import Phase
 
@@ -34,8 +34,7 @@ ALTERNATIONS = 50
 CLEAR = 2.0
 """Standard errors."""
 
-Floats = NDArray[np.float64]
-Key = TypeVar("Key")
+ClassKey = TypeVar("ClassKey")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ class Evidence:
         return float(np.mean([step.get(key, 0.0) for step in self.observed]))
 
 
-def refit(evidence: Evidence, before: Corrections) -> Corrections:
+def refit(evidence: Evidence, before: RunCorrections) -> RunCorrections:
     """The factors that hold after the run.
 
     Args:
@@ -82,16 +81,16 @@ def refit(evidence: Evidence, before: Corrections) -> Corrections:
     phases = {**dict(before.phases), **_phases(evidence, compute, before)}
     ranks = {**dict(before.ranks), **_ranks(evidence, compute, before, phases)}
     links = {**dict(before.communication), **_links(evidence, communication, before)}
-    return Corrections(ranks=_telling(ranks), phases=_telling(phases), communication=_telling(links))
+    return RunCorrections(ranks=_telling(ranks), phases=_telling(phases), communication=_telling(links))
 
 
-def _telling(factors: Mapping[Key, float]) -> tuple[tuple[Key, float], ...]:
+def _telling(factors: Mapping[ClassKey, float]) -> tuple[tuple[ClassKey, float], ...]:
     """All factors, or none if none differs from 1: beside one that does, that another was seen to be right says something of
     those that were not seen."""
     return tuple(factors.items()) if any(factor != 1.0 for factor in factors.values()) else ()
 
 
-def _phases(evidence: Evidence, compute: Sequence[ComputeClass], before: Corrections) -> dict[Phase, float]:
+def _phases(evidence: Evidence, compute: Sequence[ComputeClass], before: RunCorrections) -> dict[Phase, float]:
     """How much slower each phase is than the rank it runs on.
 
     An alternating fit of seconds[rank, phase] = rank * phase * expected. The factors' mean, weighted by expected seconds,
@@ -127,7 +126,7 @@ def _phase_factors(seen: Floats, expected: Floats) -> Floats:
 
 
 def _ranks(
-    evidence: Evidence, compute: Sequence[ComputeClass], before: Corrections, phases: Mapping[Phase, float]
+    evidence: Evidence, compute: Sequence[ComputeClass], before: RunCorrections, phases: Mapping[Phase, float]
 ) -> dict[int, float]:
     """How much slower each rank is at everything, given what is kept of the phases."""
     factors = {}
@@ -140,7 +139,7 @@ def _ranks(
 
 
 def _links(
-    evidence: Evidence, communication: Sequence[CommunicationClass], before: Corrections
+    evidence: Evidence, communication: Sequence[CommunicationClass], before: RunCorrections
 ) -> dict[CommunicationClass, float]:
     """How much slower each class of communication is."""
     known = dict(before.communication)

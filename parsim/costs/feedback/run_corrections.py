@@ -79,7 +79,7 @@ def class_seconds(work_seconds: Iterable[tuple[Work, int, float]]) -> dict[WorkC
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corrections:
+class RunCorrections:
     """Factors on the profile's seconds; equal ones are equal values. None learnt: everything costs what the profile says.
 
     Attributes:
@@ -155,10 +155,10 @@ class Corrections:
         return min(around) if around else _median(factor for _, factor in self.communication)
 
 
-NO_CORRECTIONS = Corrections()
+NO_RUN_CORRECTIONS = RunCorrections()
 
 
-def learn(observed: ClassSeconds, expected: ClassSeconds) -> Corrections:
+def learn(observed: ClassSeconds, expected: ClassSeconds) -> RunCorrections:
     """The factors that explain observed seconds of classes of which the profile's seconds are expected.
 
     A rank's factor is the sum over its classes of computation, so long classes weigh most. What only one of the two names,
@@ -174,7 +174,7 @@ def learn(observed: ClassSeconds, expected: ClassSeconds) -> Corrections:
         else:
             seen[key.rank] = seen.get(key.rank, 0.0) + seconds
             profile[key.rank] = profile.get(key.rank, 0.0) + expected[key]
-    return Corrections(
+    return RunCorrections(
         ranks=tuple((rank, seen[rank] / profile[rank]) for rank in seen),
         communication=tuple(communication),
     )

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, CommunicationClass, Corrections
+from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, CommunicationClass, RunCorrections
 from parsim.errors import ProfileError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.profile import CommunicationFactor, DeviceFactor, PhaseFactor, Profile, Update
 from parsim.work import Phase
 
 
-def updates_of(cluster: Cluster) -> Corrections:
+def updates_of(cluster: Cluster) -> RunCorrections:
     """What the latest update of the cluster's profile says of its ranks. Raises ProfileError for an unknown phase."""
     if not cluster.profile.updates:
-        return NO_CORRECTIONS
+        return NO_RUN_CORRECTIONS
     latest = cluster.profile.updates[-1]
     phases = tuple((_phase(entry.phase), entry.factor) for entry in latest.phases)
     if cluster.network is not None:
-        return Corrections(phases=phases)
+        return RunCorrections(phases=phases)
     rank_of = {device.index: rank for rank, device in enumerate(cluster.devices)}
-    return Corrections(
+    return RunCorrections(
         ranks=tuple((rank_of[entry.device], entry.factor) for entry in latest.devices if entry.device in rank_of),
         phases=phases,
         communication=tuple(
@@ -40,7 +40,7 @@ def without_updates(profile: Profile) -> Profile:
     return profile.model_copy(update={"updates": []})
 
 
-def with_update(profile: Profile, found: Corrections, cluster: Cluster, provenance: dict[str, Any]) -> Profile:
+def with_update(profile: Profile, found: RunCorrections, cluster: Cluster, provenance: dict[str, Any]) -> Profile:
     """The profile with one more update, that of `found` on the cluster's ranks.
 
     What an earlier update says of devices that the cluster has not is kept.

@@ -21,18 +21,13 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import NamedTuple
 
-from parsim.errors import CostError, near_matches
+from parsim.errors import CostError
 from parsim.hardware.device import DeviceType
 from parsim.model.component import Component, Parameter, Value
 from parsim.model.number_formats import number_format
+from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.precision import cast_bytes
 from parsim.units import MIB, format_bytes
-
-OPTIMIZER_STATE_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum": 4, "adam": 8, "adamw": 8}
-"""fp32 state: one momentum array, or Adam's two moments."""
-
-OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT: Mapping[str, int] = {"sgd": 0, "sgd_momentum": 0, "adam": 4, "adamw": 4}
-"""Foreach Adam keeps the root of the second moment of all parameters at once; activations are free by then."""
 
 FULL_BYTES = 4
 
@@ -41,11 +36,10 @@ def optimizer_bytes(optimizer: str, precision: str, *, master_weights: bool) -> 
     """Bytes per parameter that stay, and that an update takes besides. With weights in half precision: as wide as these; or
     as wide as fp32, with a copy of the weights that stays and one of the gradients during the update.
 
-    Raises CostError for an unknown optimizer.
+    Raises ConfigError for an unknown optimizer.
     """
-    if optimizer not in OPTIMIZER_STATE_BYTES_PER_ELEMENT:
-        raise CostError(f"unknown optimizer {optimizer!r}{near_matches(optimizer, OPTIMIZER_STATE_BYTES_PER_ELEMENT)}")
-    state, temporary = OPTIMIZER_STATE_BYTES_PER_ELEMENT[optimizer], OPTIMIZER_TEMPORARY_BYTES_PER_ELEMENT[optimizer]
+    row = OPTIMIZERS[optimizer]
+    state, temporary = row.state_bytes_per_element, row.temporary_bytes_per_element
     width = number_format(precision).weight_bytes
     if width >= FULL_BYTES:
         return state, temporary
@@ -247,7 +241,7 @@ def rank_memory(
         Values between components are counted for the component with most microbatches in flight: an upper bound with chunks.
 
     Raises:
-        CostError: unknown optimizer, samples or in_flight < 1, or samples by component without their boundary.
+        ConfigError: unknown optimizer. CostError: samples or in_flight < 1, or samples by component without their boundary.
     """
     state_bytes, temporary_bytes = optimizer_bytes(optimizer, precision, master_weights=master_weights)
     components = step.components

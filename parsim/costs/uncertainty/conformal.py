@@ -123,7 +123,7 @@ def records_needed(level: float = LEVEL) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
+class ConformalCorrection:
     """By how much intervals are widened (factor above 1) or narrowed.
 
     Attributes: factor: q of this module, None with too few records. records: how many it was learnt from.
@@ -154,16 +154,13 @@ class Correction:
         }
 
 
-UNCORRECTED = Correction()
-
-
-def correction(records: Iterable[ValidationRecord]) -> Correction:
+def correction(records: Iterable[ValidationRecord]) -> ConformalCorrection:
     """What the records teach, all of one profile."""
     return _learnt([score(record) for record in records], LEVEL)
 
 
-def _learnt(scores: Sequence[float], level: float) -> Correction:
-    return Correction(factor=conformal_quantile(scores, level), records=len(scores))
+def _learnt(scores: Sequence[float], level: float) -> ConformalCorrection:
+    return ConformalCorrection(factor=conformal_quantile(scores, level), records=len(scores))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +168,7 @@ class Judged:
     """A record beside the interval that a correction learnt without its run and its model gives."""
 
     record: ValidationRecord
-    correction: Correction
+    correction: ConformalCorrection
     low_s: float
     high_s: float
 
@@ -229,7 +226,7 @@ class Coverage:
 def judged_split(records: Iterable[ValidationRecord], level: float = LEVEL) -> list[Judged]:
     """Every record with a correction learnt from other runs *and* other models only, in the order given."""
     known = [(record, score(record)) for record in records]
-    learnt: dict[tuple[str, str], Correction] = {}
+    learnt: dict[tuple[str, str], ConformalCorrection] = {}
     rows = []
     for record, _ in known:
         key = (record.run, record.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,60 @@ def sample_durations_s(
     Leaves out correlation between parameters, and that a maximum over noisy ranks exceeds the maximum of their means:
     that is what `rank_noise` is for.
     """
+    exponents = _exponents(estimates, samples, seed, steps_averaged, unit, None, samples)
+    durations: NDArray[np.float64] = np.concatenate(list(exponents))
+    return _durations(estimates, durations, unit)
+
+
+RepeatNoise = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""From independent standard normal draws float64 [rows, n] to log(duration / median) of the tasks' own noise."""
+
+
+def sampled_durations_by_rows(
+    estimates: Sequence[Estimate],
+    samples: int,
+    seed: int,
+    *,
+    unit: NDArray[np.int64],
+    rows: int,
+    repeat: RepeatNoise | None = None,
+    steps_averaged: int = STEPS_AVERAGED,
+) -> Iterator[NDArray[np.float64]]:
+    """The same as `sample_durations_s`, number for number, in pieces of at most `rows` samples: memory for one piece.
+
+    Args:
+        repeat: makes the repeat noise of draws, where it is not each task's for itself (`parsim.engines.slowest`).
+    """
+    for exponent in _exponents(estimates, samples, seed, steps_averaged, unit, repeat, rows):
+        yield _durations(estimates, exponent, unit)
+
+
+def repeat_sigmas(
+    estimates: Sequence[Estimate], unit: NDArray[np.int64], steps_averaged: int = STEPS_AVERAGED
+) -> NDArray[np.float64]:
+    """float64 [n]: the relative spread of each task's own noise in the mean of so many steps."""
+    sigmas: NDArray[np.float64] = np.array([estimate.repeat_sigma for estimate in estimates])[unit] / np.sqrt(steps_averaged)
+    return sigmas
+
+
+def _durations(
+    estimates: Sequence[Estimate], exponent: NDArray[np.float64], unit: NDArray[np.int64] | None
+) -> NDArray[np.float64]:
+    medians = medians_s(estimates)
+    durations: NDArray[np.float64] = (medians if unit is None else medians[unit]) * np.exp(exponent)
+    return durations
+
+
+def _exponents(
+    estimates: Sequence[Estimate],
+    samples: int,
+    seed: int,
+    steps_averaged: int,
+    unit: NDArray[np.int64] | None,
+    repeat: RepeatNoise | None,
+    rows: int,
+) -> Iterator[NDArray[np.float64]]:
+    """log(duration / median), float64 [at most rows, n], for all samples."""
     rng = np.random.default_rng(seed)
     names = sorted({name for estimate in estimates for name, _ in estimate.parameters})
     column = {name: number for number, name in enumerate(names)}
@@ -44,12 +98,14 @@ def sample_durations_s(
         for name, sigma in estimate.parameters:
             loadings[column[name], number] += sigma
     unit = np.arange(len(estimates)) if unit is None else unit
-    exponent = (rng.standard_normal((samples, len(names))) @ loadings)[:, unit]
-    repeat = np.array([estimate.repeat_sigma for estimate in estimates])[unit] / np.sqrt(steps_averaged)
-    if repeat.any():
-        exponent += rng.standard_normal((samples, len(unit))) * repeat
-    durations: NDArray[np.float64] = medians_s(estimates)[unit] * np.exp(exponent)
-    return durations
+    shared = rng.standard_normal((samples, len(names))) @ loadings
+    sigmas = repeat_sigmas(estimates, unit, steps_averaged)
+    for begin in range(0, samples, rows):
+        exponent = shared[begin : begin + rows][:, unit]
+        if sigmas.any():
+            draws = rng.standard_normal(exponent.shape)
+            exponent += draws * sigmas if repeat is None else repeat(draws)
+        yield exponent
 
 
 def rank_noise(ranks: NDArray[np.int64], sigma: float, draws: int, seed: int) -> NDArray[np.float64]:

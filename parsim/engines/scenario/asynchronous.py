@@ -5,27 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.engines.dynamic import ProgramRun
-from parsim.engines.program import Part, TrainingProgram
+from parsim.engines.program import Part, Program
 from parsim.errors import ScenarioError
 from parsim.graph.task import COMPUTE, Resource, Task
 from parsim.graph.taskgraph import TaskGraph, in_order
 from parsim.work import Collective, Mix, OptimizerStep
 
-Floats = NDArray[np.float64]
-
 MERGE = Resource(0, "merge")
 """The global model: held by one worker's merge at a time."""
 
 
-def asynchronous_program(graph: TaskGraph, rows_s: Floats, merge_s: float) -> TrainingProgram:
+def asynchronous_program(graph: TaskGraph, rows_s: Floats, merge_s: float) -> tuple[Program, Floats]:
     """The step of a data-parallel plan with its collectives left out and one merge at the end of every worker's step.
 
     Args:
         rows_s: float64 [steps, n], of the synchronous graph's tasks, a row for each local step of every worker.
         merge_s: what a merge takes, the way there and back included.
+
+    Returns:
+        The program, and float64 [steps, tasks]: what its tasks take in every step (`parsim.engines.program.by_step`).
 
     Raises ScenarioError if ranks share other work than the sums of gradients: workers that need one another cannot go on alone.
     """
@@ -60,11 +61,10 @@ def asynchronous_program(graph: TaskGraph, rows_s: Floats, merge_s: float) -> Tr
         tasks.append(Task(index=len(tasks), work=work, resources=resources, dependencies=(end,), origin=tasks[end].origin))
     made = TaskGraph(tasks=tuple(tasks), world_size=graph.world_size)
     rows = np.hstack([rows_s[:, list(kept)], np.full((len(rows_s), len(last)), merge_s)])
-    part = Part(graph=made, durations_s=rows, repeats=len(rows))
-    return TrainingProgram(parts=(part,), arrival=frozenset({MERGE}))
+    return Program(parts=(Part(graph=made, repeat=len(rows)),), arrival=frozenset({MERGE})), rows
 
 
-def merges_per_s(program: TrainingProgram, done: ProgramRun) -> float:
+def merges_per_s(program: Program, done: ProgramRun) -> float:
     """Merges per second until the first worker has done all its steps: the rate while all are at work.
 
     `done` must have been recorded.

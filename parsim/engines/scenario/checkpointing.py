@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.engines.scenario.course import course_of
 from parsim.engines.scenario.scenario import Failures, Run
 from parsim.engines.scenario.whole_run import Training, simulate_run
 from parsim.errors import ScenarioError
-
-Floats = NDArray[np.float64]
 
 
 def machine_mtbf_s(failures: Failures, ranks: int, nodes: int) -> float:

@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.engines.scenario.flows import Flow, Lane, flow_of
 from parsim.engines.scenario.scenario import Jitter, LinkChange, Scenario, Straggler
 from parsim.errors import ScenarioError, near_matches
 from parsim.graph.columns import Columns
 from parsim.hardware.cluster import Cluster
 from parsim.work import Collective, SendRecv
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

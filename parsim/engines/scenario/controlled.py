@@ -14,18 +14,17 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines.dynamic import run_program
+from parsim.engines.program import by_step
 from parsim.engines.scenario.conditions import check_places, conditions_for, jittered_s
 from parsim.engines.scenario.scenario import Scenario
 from parsim.engines.steps import steps_in_a_row
 from parsim.errors import ScenarioError, StandstillError
 from parsim.graph.columns import Columns
 from parsim.hardware.cluster import Cluster
-
-Floats = NDArray[np.float64]
 
 STEPS_SIMULATED = 4
 """Steps in a row whose mean stands for a step of a state."""
@@ -183,12 +182,12 @@ class _Machine:
             return self._known[key][1:]
         columns = running.columns
         rows = jittered_s(running.durations_s, columns, now.jitter, self._rng, STEPS_SIMULATED)
-        program = steps_in_a_row(columns, rows, running.overlap)
+        program = steps_in_a_row(columns, running.overlap, steps=STEPS_SIMULATED)
         reduced = now.model_copy(
             update={"stragglers": tuple(entry for entry in now.stragglers if entry.rank < columns.world_size)}
         )
         conditions = conditions_for(reduced, columns, self._cluster)
-        done = run_program(program, overlap=running.overlap, conditions=conditions, record=True)
+        done = run_program(program, by_step(rows), varying=True, overlap=running.overlap, conditions=conditions, record=True)
         step_s = done.makespan_s / STEPS_SIMULATED
         task_s: Floats = (done.end_s - done.start_s).reshape(STEPS_SIMULATED, columns.size).mean(axis=0)
         if not self._varied:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from parsim.arrays import Floats, Ints
 from parsim.engines.scenario.scenario import Checkpoints, Run
 from parsim.errors import ScenarioError
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 TRAINING, CHECKPOINT, EVALUATION, EPOCH_START = 0, 1, 2, 3
 KINDS = ("training", "checkpoint", "evaluation", "epoch_start")

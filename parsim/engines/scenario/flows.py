@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from parsim.collectives import COLLECTIVE_KINDS
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.communication.internode import choices
 from parsim.costs.communication.intranode import link_model_of
-from parsim.costs.communication.linkgraph import Step
+from parsim.costs.communication.linkgraph import LinkStep
 from parsim.costs.communication.traffic import FABRIC, NodeShare, Way, own_leaf_shares, part_loads, uplink_rate
 from parsim.costs.communication.transfers import transfer_loads
 from parsim.hardware.cluster import Cluster
@@ -101,7 +102,7 @@ def _collective_loads(work: Collective, cluster: Cluster) -> Loads:
     kind = link_model_of(cluster).link_kind
     spread = cluster.spread(group)
     ways: tuple[Way, ...] = ("inside",)
-    if work.operation == "all_to_all":
+    if COLLECTIVE_KINDS[work.operation].pairwise:
         ways = ("pairs",)
     elif len(spread) > 1:
         best = choices(work.operation, group, work.size_bytes, cluster)[0]
@@ -134,7 +135,7 @@ def _add(found: Loads, lane: Lane, share: float, room: float) -> None:
     found[lane] = (found[lane][0] + share if lane in found else share, room)
 
 
-def _lane(cluster: Cluster, node: int, step: Step) -> Lane:
+def _lane(cluster: Cluster, node: int, step: LinkStep) -> Lane:
     """A link of a node, by local names, as the whole topology calls it."""
     source, target, link = step
     return Lane(_name(cluster, node, source), _name(cluster, node, target), link.kind)

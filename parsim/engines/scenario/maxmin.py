@@ -13,11 +13,10 @@ This is the known progressive filling; that it holds for any loads >= 0 is what 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from parsim.arrays import Floats
 from parsim.errors import ScenarioError
-
-Floats = NDArray[np.float64]
 
 _TIE = 1e-12
 """Links that fill up within this of one another, relatively, count as filling up at once."""

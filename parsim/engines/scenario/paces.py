@@ -23,7 +23,7 @@ from parsim.engines.scenario.maxmin import max_min_rates
 from parsim.graph.task import COMPUTE, Task
 from parsim.work import Collective, SendRecv, is_communication
 
-Key = tuple[int, int]
+StepTask = tuple[int, int]
 """A step, and a task of it."""
 
 
@@ -32,10 +32,10 @@ class Timers(Protocol):
 
     instants: Instants
 
-    def set_timer(self, key: Key, delay_s: float) -> None:
+    def set_timer(self, key: StepTask, delay_s: float) -> None:
         """The task ends `delay_s` from now."""
 
-    def stop_timer(self, key: Key) -> None:
+    def stop_timer(self, key: StepTask) -> None:
         """The task stands still until a timer is set."""
 
 
@@ -69,15 +69,15 @@ class Paces:
         self._slowdown = slowdown
         self._core: list[int] = slowdown.core.tolist()
         self._conditions = conditions
-        self._active: list[tuple[dict[Key, int], dict[Key, int]]] = [({}, {}) for _ in self._core]
-        self._running: dict[Key, _Running] = {}
-        self._moving: dict[Key, Flow] = {}
-        self._doubtful: dict[Key, None] = {}
+        self._active: list[tuple[dict[StepTask, int], dict[StepTask, int]]] = [({}, {}) for _ in self._core]
+        self._running: dict[StepTask, _Running] = {}
+        self._moving: dict[StepTask, Flow] = {}
+        self._doubtful: dict[StepTask, None] = {}
         self._waiting = False
         for time in conditions.change_times_s:
             self._environment.timeout(time).callbacks.append(lambda _: self._doubt(self._running))
 
-    def started(self, key: Key, task: Task, duration_s: float) -> None:
+    def started(self, key: StepTask, task: Task, duration_s: float) -> None:
         communicates = is_communication(task.work)
         computes = tuple(dict.fromkeys(resource.rank for resource in task.resources if resource.stream == COMPUTE))
         entry = _Running(
@@ -95,7 +95,7 @@ class Paces:
             here[key] = here.get(key, 0) + 1
             self._doubt_core(core)
 
-    def ended(self, key: Key) -> None:
+    def ended(self, key: StepTask) -> None:
         entry = self._running.pop(key)
         self._doubtful.pop(key, None)
         for core in entry.cores:
@@ -105,7 +105,7 @@ class Paces:
             self._doubt(())
 
     @property
-    def standing(self) -> dict[Key, tuple[Lane, ...]]:
+    def standing(self) -> dict[StepTask, tuple[Lane, ...]]:
         """The tasks that stand still, each with its lanes that have no bandwidth."""
         return {
             key: tuple(lane for lane in flow.loads if self._conditions.room(lane, self._now_s) == 0)
@@ -122,7 +122,7 @@ class Paces:
         for side in self._active[core]:
             self._doubt(side)
 
-    def _doubt(self, keys: dict[Key, _Running] | dict[Key, int] | tuple[Key, ...]) -> None:
+    def _doubt(self, keys: dict[StepTask, _Running] | dict[StepTask, int] | tuple[StepTask, ...]) -> None:
         """The slowness of these tasks, and of whatever moves bytes, may change in this instant."""
         self._doubtful.update(dict.fromkeys(keys))
         if not self._waiting:
@@ -141,7 +141,7 @@ class Paces:
         for key, slowness in self._lane_slowness().items():
             self._go(key, self._running[key], slowness)
 
-    def _own_slowness(self, key: Key, entry: _Running) -> float:
+    def _own_slowness(self, key: StepTask, entry: _Running) -> float:
         """What its ranks impose: what else runs on any of its cores, and the slowest straggler of a computation."""
         slowdown, factor = self._slowdown, 1.0
         for core in entry.cores:
@@ -159,7 +159,7 @@ class Paces:
             factor *= max(self._conditions.slowness(rank, self._now_s) for rank in entry.ranks)
         return factor
 
-    def _go(self, key: Key, entry: _Running, slowness: float) -> None:
+    def _go(self, key: StepTask, entry: _Running, slowness: float) -> None:
         """From now on with this slowness."""
         if slowness == entry.slowness:
             return
@@ -171,7 +171,7 @@ class Paces:
         else:
             self._timers.stop_timer(key)
 
-    def _time_latency(self, key: Key, entry: _Running) -> None:
+    def _time_latency(self, key: StepTask, entry: _Running) -> None:
         """Communication that still spends its latency begins to move bytes when that has passed."""
         flow = entry.flow
         if flow is None or entry.timed == entry.changes or flow.transfer_s == 0:
@@ -188,7 +188,7 @@ class Paces:
 
         self._environment.timeout(latency_s).callbacks.append(move)
 
-    def _lane_slowness(self) -> dict[Key, float]:
+    def _lane_slowness(self) -> dict[StepTask, float]:
         """Of every task that moves bytes."""
         if not self._moving:
             return {}
@@ -198,7 +198,7 @@ class Paces:
             for lane in flow.loads:
                 users[lane] = users.get(lane, 0) + 1
         room = {lane: conditions.room(lane, now_s) for lane in users}
-        alone: dict[Key, float] = {}
+        alone: dict[StepTask, float] = {}
         for key, flow in self._moving.items():
             most = min(flow.room[lane] * room[lane] / share for lane, share in flow.loads.items())
             alone[key] = self._running[key].own * (flow.full_pace / most) if most > 0 else math.inf

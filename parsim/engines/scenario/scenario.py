@@ -35,10 +35,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from parsim.errors import ScenarioError, near_matches
+from parsim.files import parse_toml
+from parsim.hardware.record import Count, NonNegative, Positive
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, strict=True)]
 Rank = Annotated[int, Field(ge=0, strict=True)]
 
 
@@ -239,7 +238,7 @@ def load_scenario(path: Path) -> Scenario:
 def parse_scenario(text: str, *, where: str = "scenario.toml") -> Scenario:
     """Check the text of a scenario. Raises ScenarioError."""
     try:
-        return Scenario.model_validate(tomllib.loads(text))
+        return Scenario.model_validate(parse_toml(text))
     except tomllib.TOMLDecodeError as error:
         raise ScenarioError(f"{where} is not TOML: {error}; mend that line") from error
     except ValidationError as error:

@@ -23,13 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.engines.scenario.course import CHECKPOINT, EPOCH_START, EVALUATION, TRAINING, Course
 from parsim.engines.scenario.failures import failure_times_s
 from parsim.engines.scenario.scenario import DeviceCosts, Failures
 from parsim.errors import ScenarioError
 from parsim.units import format_seconds
-
-Floats = NDArray[np.float64]
 
 HOPELESS = 1000.0
 """A run that takes this many times as long as without failures does not get on."""

@@ -2,7 +2,7 @@
 
 Events carry the dependencies, so the host runs ahead of the GPU.
 
-Everything is said to a `Driver`, so that the order of launches, waits and records can be checked without a GPU: the real
+Everything is said to a `StreamDriver`, so that the order of launches, waits and records can be checked without a GPU: the real
 driver is `parsim.execute.cuda.driver`, tests have one with virtual time that feeds torch's CUDA sanitizer.
 
 A communication may be submitted before what it needs has been enqueued: it waits here, first in first out per stream, until
@@ -30,7 +30,7 @@ S = TypeVar("S")
 E = TypeVar("E")
 
 
-class Driver(Protocol[S, E]):
+class StreamDriver(Protocol[S, E]):
     """What is asked of a GPU: S is a stream of it, E an event."""
 
     def current(self) -> S:
@@ -92,7 +92,7 @@ class CudaStreams(Generic[S, E]):
 
     loads_ahead = True
 
-    def __init__(self, driver: Driver[S, E]) -> None:
+    def __init__(self, driver: StreamDriver[S, E]) -> None:
         self._driver = driver
         self._compute = driver.current()
         self._streams: dict[str, S] = {}

@@ -4,7 +4,7 @@ A GPU runs what the host queues. Small kernels take less time than their launch,
 a kernel that only waits (the hold) is queued first; the host queues everything else while the device still waits; then the
 device runs it without a gap, and events queued between the calls say when. The host's own seconds of queueing are kept beside.
 
-`Driver` is what this needs of a device; the tests put a device in its place whose time is computed.
+`EventDriver` is what this needs of a device; the tests put a device in its place whose time is computed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-Mark = Any
+EventMark = Any
 """An event of a driver."""
 
-Operation = Callable[[], object]
+QueuedCall = Callable[[], object]
 
 FIRST_HOLD_S = 1e-3
 MOST_HOLD_S = 0.25
@@ -35,7 +35,7 @@ CYCLES = 20_000_000
 """Of the sleep kernel that tells how many cycles one second has."""
 
 
-class Driver(Protocol):
+class EventDriver(Protocol):
     """What timing by events needs of a device. All but `now_s`, `passed` and `synchronize` only queue."""
 
     def now_s(self) -> float:
@@ -44,20 +44,20 @@ class Driver(Protocol):
     def hold(self, seconds: float) -> None:
         """Queue a kernel that does nothing for about so long."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> EventMark:
         """Queue an event that notes the device's time."""
 
-    def passed(self, mark: Mark) -> bool:
+    def passed(self, mark: EventMark) -> bool:
         """Whether the device has come past the event."""
 
     def synchronize(self) -> None:
         """Wait until everything that was queued has ended."""
 
-    def seconds_between(self, start: Mark, end: Mark) -> float:
+    def seconds_between(self, start: EventMark, end: EventMark) -> float:
         """By the device's clock; both events have passed."""
 
 
-class CudaDriver:
+class CudaEventDriver:
     """The current stream of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -81,30 +81,30 @@ class CudaDriver:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def passed(self, mark: Mark) -> bool:
+    def passed(self, mark: EventMark) -> bool:
         return bool(mark.query())
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
-    def seconds_between(self, start: Mark, end: Mark) -> float:
+    def seconds_between(self, start: EventMark, end: EventMark) -> float:
         return float(start.elapsed_time(end)) / 1e3
 
 
 @cache
-def driver_of(device: torch.device) -> Driver | None:
+def driver_of(device: torch.device) -> EventDriver | None:
     """The driver of a GPU; None on a CPU, whose calls end before they return."""
-    return CudaDriver(device) if device.type == "cuda" else None
+    return CudaEventDriver(device) if device.type == "cuda" else None
 
 
 class Group(NamedTuple):
     """Calls that are timed together, between two events, and what is queued right before them, untimed."""
 
-    calls: Sequence[Operation]
-    before: Operation | None = None
+    calls: Sequence[QueuedCall]
+    before: QueuedCall | None = None
 
 
-class Timed(NamedTuple):
+class TimedGroups(NamedTuple):
     """Of every group.
 
     Attributes:
@@ -117,7 +117,7 @@ class Timed(NamedTuple):
     hidden: bool
 
 
-def timed_groups(driver: Driver, groups: Sequence[Group]) -> Timed:
+def timed_groups(driver: EventDriver, groups: Sequence[Group]) -> TimedGroups:
     """Queue all groups behind one hold and read the events; once more behind a longer one where the hold was too short.
 
     Calls must not wait for the device: such a call is never hidden.
@@ -141,7 +141,7 @@ def timed_groups(driver: Driver, groups: Sequence[Group]) -> Timed:
         driver.synchronize()
         seconds = [driver.seconds_between(start, end) for start, end in marks]
         if hidden or hold_s >= MOST_HOLD_S:
-            return Timed(seconds, issue_s, hidden)
+            return TimedGroups(seconds, issue_s, hidden)
         hold_s = longer_hold(max(hold_s, spent_s))
 
 
@@ -150,7 +150,7 @@ def longer_hold(spent_s: float) -> float:
     return min(MOST_HOLD_S, HOLD_MARGIN * spent_s + FIRST_HOLD_S)
 
 
-def warm_up(driver: Driver, work: Operation, seconds: float = WARM_S) -> None:
+def warm_up(driver: EventDriver, work: QueuedCall, seconds: float = WARM_S) -> None:
     """Keep the device busy with `work` for at least so long, waiting for it after each so that no queue builds up."""
     begin_s = driver.now_s()
     while driver.now_s() - begin_s < seconds:
@@ -158,7 +158,7 @@ def warm_up(driver: Driver, work: Operation, seconds: float = WARM_S) -> None:
         driver.synchronize()
 
 
-def products(dtype: torch.dtype, device: torch.device) -> Operation:
+def products(dtype: torch.dtype, device: torch.device) -> QueuedCall:
     """Work that keeps a GPU busy for some milliseconds: matrix products."""
     left, right = (torch.ones(WARM_SIDE, WARM_SIDE, dtype=dtype, device=device) for _ in range(2))
     return lambda: torch.mm(left, right)

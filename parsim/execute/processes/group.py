@@ -26,12 +26,13 @@ from parsim.errors import ExecutionError, ParsimError
 from parsim.execute.processes.priority import threads_with_priority
 from parsim.execute.processes.processes import PARENT_VARIABLE, die_with_parent
 from parsim.files import write_text_atomically
+from parsim.hardware.device_kinds import DEVICE_KINDS
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+BACKENDS = {kind: row.backend for kind, row in DEVICE_KINDS.items() if row.backend}
 _PEER_LOST = (
     "connection closed by peer",
     "connection reset by peer",

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parsim.execute.processes.event_clock import Driver, Group, driver_of, timed_groups
+from parsim.execute.processes.event_clock import EventDriver, Group, driver_of, timed_groups
 
 STEPS, WARM_STEPS = 3, 1
 HEADS, CLASSES = 4, 10
@@ -54,7 +54,7 @@ class SpeedProbe:
         driver: times it by events; None: by the host's clock, as on a CPU. Left out: that of the device.
     """
 
-    def __init__(self, device: torch.device, *, driver: Driver | None = None, size: ProbeSize | None = None) -> None:
+    def __init__(self, device: torch.device, *, driver: EventDriver | None = None, size: ProbeSize | None = None) -> None:
         on_gpu = device.type == "cuda"
         size = size or (GPU_SIZE if on_gpu else CORE_SIZE)
         with torch.random.fork_rng(devices=[]):

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from parsim.errors import ExecutionError
+from parsim.files import parse_json, version_problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +127,10 @@ def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, ran
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest complete and undamaged checkpoint under `folder`, or None; warns about each newer one it passes over."""
+    """The newest complete and undamaged checkpoint under `folder`, or None; warns about each newer one it passes over.
+
+    Raises ExecutionError for one of another version of parsim: to begin anew would throw it away.
+    """
     for place in reversed(_steps(folder)):
         entries, problem = _inspect(place, digests=True)
         if problem is None:
@@ -302,19 +306,20 @@ def _steps(folder: Path) -> list[Path]:
 
 
 def _inspect(place: Path, *, digests: bool) -> tuple[Sequence[_Entry], str | None]:
-    """The entries of all ranks, and what is wrong with the checkpoint (None: nothing)."""
+    """The entries of all ranks, and what is wrong with the checkpoint (None: nothing). Raises as `latest_checkpoint`."""
     entries: list[_Entry] = []
     for path in sorted(place.glob("rank-*.json")):
         try:
-            entries.append(_Entry(**json.loads(path.read_text())))
-        except (OSError, ValueError, TypeError) as error:
+            document = parse_json(path.read_text())
+            if "schema_version" in document and (problem := version_problem(document, SCHEMA_VERSION)):
+                raise ExecutionError(f"checkpoint {place}: {problem}; or train anew in another folder")
+            entries.append(_Entry(**document))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             return [], f"{path.name} cannot be read ({error})"
     if not entries:
         return [], "no rank has finished writing it"
     first = entries[0]
     entries = [entry for entry in entries if (entry.writer, entry.world_size) == (first.writer, first.world_size)]
-    if first.schema_version != SCHEMA_VERSION:
-        return [], f"schema_version is {first.schema_version}, this version reads {SCHEMA_VERSION}"
     absent = sorted(set(range(first.world_size)) - {entry.rank for entry in entries})
     if absent:
         return [], f"rank {absent[0]} of {first.world_size} has not finished writing it"

@@ -1,57 +1,55 @@
-"""The optimizers by name, made in one place for calibration, execution and the single-process reference."""
+"""Optimizers of the table, made in one place for calibration, execution and the single-process reference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from parsim.errors import ConfigError, near_matches
-
-MOMENTUM = 0.9
-
-
-def _sgd(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=lr, foreach=True)
-
-
-def _sgd_momentum(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=lr, momentum=MOMENTUM, foreach=True)
-
-
-def _adam(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=lr, foreach=True)
-
-
-def _adamw(parameters: list[Tensor], lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=lr, foreach=True)
-
-
-OPTIMIZERS: dict[str, Callable[[list[Tensor], float], torch.optim.Optimizer]] = {
-    "sgd": _sgd,
-    "sgd_momentum": _sgd_momentum,
-    "adam": _adam,
-    "adamw": _adamw,
-}
-STATE_ARRAYS: dict[str, int] = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
+from parsim.errors import ConfigError
+from parsim.model.optimizers import OPTIMIZERS
 
 
 def make_optimizer(name: str, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
-    """torch.optim's optimizer in its foreach form, with torch's defaults but for the momentum of `sgd_momentum` (0.9).
+    """The optimizer of a row of `parsim.model.optimizers.OPTIMIZERS` (or "package.module:ROW") over these parameters.
 
-    A tensor that occurs twice (tied weights) is updated once. Raises ConfigError for an unknown name.
+    A tensor that occurs twice (tied weights) is updated once.
+
+    Raises:
+        ConfigError: an unknown name, or a row whose state is not what the optimizer keeps.
     """
-    if name not in OPTIMIZERS:
-        raise ConfigError(f"unknown optimizer {name!r}{near_matches(name, OPTIMIZERS)}")
-    return OPTIMIZERS[name](distinct(parameters), lr)
+    check_states(name)
+    return OPTIMIZERS[name].make(distinct(parameters), lr)
 
 
-def state_bytes_per_element(name: str, element_bytes: int = 4) -> int:
-    """Bytes of optimizer state per parameter scalar. Leaves out Adam's step counter (4 bytes per array)."""
-    if name not in STATE_ARRAYS:
-        raise ConfigError(f"unknown optimizer {name!r}{near_matches(name, STATE_ARRAYS)}")
-    return STATE_ARRAYS[name] * element_bytes
+@lru_cache(maxsize=64)
+def check_states(name: str) -> None:
+    """Raise ConfigError unless one step of the optimizer leaves the state that its row lists: memory, ZeRO and checkpoints
+    count on it."""
+    row = OPTIMIZERS[name]
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = row.make([parameter], row.learning_rate)
+    optimizer.step()
+    kept = {key: value for key, value in optimizer.state[parameter].items() if torch.is_tensor(value) and key != "step"}
+    wrong = [key for key, value in kept.items() if value.shape != parameter.shape]
+    if wrong:
+        raise ConfigError(
+            f"optimizer {name!r} keeps {wrong[0]!r} of shape {tuple(kept[wrong[0]].shape)} for a parameter of shape (3,); only "
+            "arrays like the parameter and the counter 'step' can be divided and resumed: keep others in param_groups"
+        )
+    if set(kept) != set(row.states):
+        raise ConfigError(
+            f"optimizer {name!r} keeps the state {sorted(kept)}, its row says {sorted(row.states)}; correct Optimizer.states"
+        )
+    sizes = {value.element_size() for value in kept.values()}
+    if sizes - {row.state_element_bytes}:
+        raise ConfigError(
+            f"optimizer {name!r} keeps {max(sizes)} bytes per element and state array, its row says {row.state_element_bytes}; "
+            "correct Optimizer.state_element_bytes"
+        )
 
 
 def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:

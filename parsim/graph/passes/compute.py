@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from parsim.graph.graph_builder import Draft, Key
+from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.passes.convert import (
     Moving,
     add_arriving_gradient,
@@ -19,7 +19,7 @@ from parsim.graph.passes.convert import (
 )
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource
-from parsim.plans.pipeline import SPLIT_ORDERS, pipeline_actions
+from parsim.plans.pipeline import PIPELINE_ORDERS, pipeline_actions
 from parsim.plans.plan import Plan
 from parsim.work import Compute, LoadBatch, Phase
 
@@ -79,8 +79,7 @@ def computations(layout: PlanIndex, stage: int, phase: Phase) -> Iterator[tuple[
 
 def phases_of(plan: Plan) -> tuple[Phase, ...]:
     """The phases of a microbatch under the plan's pipeline order."""
-    split = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
-    return (Phase.FORWARD, *(split if plan.pipeline_order in SPLIT_ORDERS else (Phase.BACKWARD,)))
+    return PIPELINE_ORDERS[plan.pipeline_order].phases
 
 
 def _add_load(draft: Draft, layout: PlanIndex, rank: int) -> None:
@@ -106,7 +105,7 @@ def _add_forward(draft: Draft, layout: PlanIndex, replica: int, name: str, micro
     origin = Origin(stage=stage, replica=replica, component=name, microbatch=microbatch)
     for rank in layout.runners(name, replica):
         shard = layout.plan.shard_of_rank(rank)
-        after: list[Key] = []
+        after: list[TaskKey] = []
         for value in dict.fromkeys(component.inputs):
             reading = next(entry for entry in layout.readings[value] if name in entry.components)
             after.extend(value_keys(layout, Moving(value, microbatch, replica), reading, shard))
@@ -131,7 +130,7 @@ def _add_backward(draft: Draft, layout: PlanIndex, replica: int, name: str, micr
         add_arriving_gradient(draft, layout, moving)
     for rank in layout.runners(name, replica):
         shard = layout.plan.shard_of_rank(rank)
-        after: list[Key] = [(before, rank, name, microbatch)]
+        after: list[TaskKey] = [(before, rank, name, microbatch)]
         for moving in gradients:
             after.extend(gradient_keys(layout, moving, shard))
         draft.add((phase, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
@@ -146,5 +145,5 @@ def _add_following(
     work = _compute(layout, name, phase)
     origin = Origin(stage=layout.stage_of[name], replica=replica, component=name, microbatch=microbatch)
     for rank in layout.runners(name, replica):
-        after: list[Key] = [(before, rank, name, microbatch)]
+        after: list[TaskKey] = [(before, rank, name, microbatch)]
         draft.add((phase, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from parsim.graph.graph_builder import Draft, Key
+from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.plan_index import PlanIndex, Reading
 from parsim.graph.task import Origin, Resource
@@ -42,12 +42,12 @@ class Moving(NamedTuple):
     def is_gradient(self) -> bool:
         return self.reading is not None
 
-    def key(self, what: str, *rest: object) -> Key:
+    def key(self, what: str, *rest: object) -> TaskKey:
         made = ("", "") if self.reading is None else (self.reading.stage, str(self.reading.ends))
         return (what, self.value, self.microbatch, self.replica, *made, *(str(entry) for entry in rest))
 
 
-def value_keys(layout: PlanIndex, moving: Moving, reading: Reading, shard: int) -> list[Key]:
+def value_keys(layout: PlanIndex, moving: Moving, reading: Reading, shard: int) -> list[TaskKey]:
     """What tp rank `shard` of the reader's stage waits for before it has the value in the layout it reads it in."""
     home = layout.stage_of_value[moving.value]
     if home is None:
@@ -58,7 +58,7 @@ def value_keys(layout: PlanIndex, moving: Moving, reading: Reading, shard: int) 
     return _after(moving, hops, shard, layout.plan.mesh.tp, _producer(layout, moving))
 
 
-def gradient_keys(layout: PlanIndex, moving: Moving, shard: int) -> list[Key]:
+def gradient_keys(layout: PlanIndex, moving: Moving, shard: int) -> list[TaskKey]:
     """What tp rank `shard` of the maker's stage waits for before it has this reading's gradient as it wants it."""
     assert moving.reading is not None
     hops = conversion(moving.reading.ends.gradient, layout.source[moving.value].gradient, layout.plan.mesh.tp)
@@ -109,7 +109,7 @@ def _add_gradient_hops(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
     _add_hops(draft, layout, moving, hops, home, _arrived(layout, moving))
 
 
-_Base = Callable[[int], list[Key]]
+_Base = Callable[[int], list[TaskKey]]
 """tp rank -> what must have ended before the rank has its part of what is converted."""
 
 
@@ -117,7 +117,7 @@ def _producer(layout: PlanIndex, moving: Moving) -> _Base:
     name = layout.model.value[moving.value].producer
     assert name is not None
 
-    def made(shard: int) -> list[Key]:
+    def made(shard: int) -> list[TaskKey]:
         rank = layout.rank(layout.stage_of[name], moving.replica, shard)
         return [(Phase.FORWARD, rank, name, moving.microbatch)] if layout.runs_on(rank, name) else []
 
@@ -128,7 +128,7 @@ def _arrived(layout: PlanIndex, moving: Moving) -> _Base:
     reading, home = moving.reading, layout.stage_of_value[moving.value]
     assert reading is not None
 
-    def there(shard: int) -> list[Key]:
+    def there(shard: int) -> list[TaskKey]:
         if reading.stage == home:
             return _backwards(layout, moving, shard)
         return [moving.key("gradient", shard)] if shard in reading.ends.gradient.holders(layout.plan.mesh.tp) else []
@@ -136,7 +136,7 @@ def _arrived(layout: PlanIndex, moving: Moving) -> _Base:
     return there
 
 
-def _backwards(layout: PlanIndex, moving: Moving, shard: int) -> list[Key]:
+def _backwards(layout: PlanIndex, moving: Moving, shard: int) -> list[TaskKey]:
     """The backwards on this tp rank that add to the gradient."""
     assert moving.reading is not None
     rank = layout.rank(moving.reading.stage, moving.replica, shard)
@@ -147,7 +147,7 @@ def _backwards(layout: PlanIndex, moving: Moving, shard: int) -> list[Key]:
     ]
 
 
-def _after(moving: Moving, hops: Sequence[Hop], shard: int, tp: int, base: _Base) -> list[Key]:
+def _after(moving: Moving, hops: Sequence[Hop], shard: int, tp: int, base: _Base) -> list[TaskKey]:
     """What tp rank `shard` waits for before it has the result of the last hop."""
     if not hops:
         return base(shard)
@@ -218,10 +218,10 @@ def _add_transfer(
     draft: Draft,
     layout: PlanIndex,
     moving: Moving,
-    key: Key,
+    key: TaskKey,
     stages: tuple[int, int],
     shard: int,
-    after: list[Key],
+    after: list[TaskKey],
     how: ValueLayout,
 ) -> None:
     source, target = (layout.rank(stage, moving.replica, shard) for stage in stages)

@@ -7,7 +7,7 @@ do with every microbatch is in `parsim.graph.passes.unsharded`.
 
 from __future__ import annotations
 
-from parsim.graph.graph_builder import Draft, Key
+from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE, Origin, Resource
@@ -17,19 +17,19 @@ from parsim.work import Collective, OptimizerStep, Phase
 DP_STREAM = "dp"
 
 
-def last_backward_key(layout: PlanIndex, rank: int, component: str) -> Key:
+def last_backward_key(layout: PlanIndex, rank: int, component: str) -> TaskKey:
     """The task on this rank that is the last of the step to add to the gradients of the component's parameters."""
     return (layout.weight_phase(component), rank, component, _last_microbatch(layout, layout.chunk_of[component]))
 
 
 def _last_microbatch(layout: PlanIndex, chunk: int) -> int:
-    plan, place = layout.plan, chunk % layout.plan.mesh.pp
+    plan, place = layout.plan, layout.plan.stage_places[chunk]
     actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
     last = next(action for action in reversed(actions) if action.stage == chunk and action.phase is not Phase.FORWARD)
     return last.microbatch
 
 
-def reduction_key(layout: PlanIndex, bucket: Bucket, microbatch: int | None = None) -> Key:
+def reduction_key(layout: PlanIndex, bucket: Bucket, microbatch: int | None = None) -> TaskKey:
     """The collective that sums the bucket's gradients: of this microbatch where each has its own (None: of the last one)."""
     if layout.zero_stage_of(bucket) < 2:
         return ("reduce", bucket.number)
@@ -43,7 +43,7 @@ def add_gradient_reduction(draft: Draft, layout: PlanIndex) -> None:
     for bucket in layout.buckets:
         if len(bucket.group) == 1 or layout.zero_stage_of(bucket) >= 2:
             continue
-        after: list[Key] = []
+        after: list[TaskKey] = []
         for stage in bucket.stages:
             ranks = [rank for rank in bucket.group if layout.plan.stage_of_rank(rank) == stage and draft.keeps(rank)]
             for component in layout.completes(bucket, stage):
@@ -81,7 +81,7 @@ def add_optimizer(draft: Draft, layout: PlanIndex) -> None:
             divided = layout.is_divided(bucket)
             elements += bucket.chunk_elements if divided else bucket.elements
             tensors += 1 if divided else len(bucket.parameters)
-        after: list[Key] = [reduction_key(layout, bucket) for bucket in buckets if len(bucket.group) > 1]
+        after: list[TaskKey] = [reduction_key(layout, bucket) for bucket in buckets if len(bucket.group) > 1]
         first: dict[int, str] = {}
         for name in layout.rank_components(rank):
             if name in layout.differentiable:
@@ -96,6 +96,6 @@ def add_parameter_gathering(draft: Draft, layout: PlanIndex) -> None:
     for bucket in layout.buckets:
         if layout.zero_stage_of(bucket) in (1, 2):
             work = gathering_work(bucket)
-            after: list[Key] = [(Phase.OPTIMIZER, rank) for rank in bucket.group if draft.keeps(rank)]
+            after: list[TaskKey] = [(Phase.OPTIMIZER, rank) for rank in bucket.group if draft.keeps(rank)]
             resources = [Resource(rank, DP_STREAM) for rank in bucket.group]
             draft.add(("gather", bucket.number), work, resources, after, Origin(stage=bucket.stages[0], bucket=bucket.number))

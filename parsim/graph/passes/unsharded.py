@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parsim.graph.graph_builder import Draft, Key
+from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.compute import computations
 from parsim.graph.passes.gradients import DP_STREAM, bucket_work, gathering_work, reduction_key
@@ -38,7 +38,7 @@ class Use(NamedTuple):
     component: str
     microbatch: int
 
-    def key(self, rank: int) -> Key:
+    def key(self, rank: int) -> TaskKey:
         return (self.phase, rank, self.component, self.microbatch)
 
 
@@ -148,7 +148,7 @@ def _add_collective(draft: Draft, layout: PlanIndex, uses: Sequence[Use], window
     bucket, microbatch = window.bucket, uses[window.first].microbatch
     ranks = [rank for rank in bucket.group if draft.keeps(rank)]
     if window.parameters:
-        key: Key = ("gather", bucket.number, window.first)
+        key: TaskKey = ("gather", bucket.number, window.first)
         after = [entry for rank in ranks for entry in _latest(layout, uses, rank, window.ahead)]
     else:
         key = reduction_key(layout, bucket, microbatch)
@@ -162,7 +162,7 @@ def _add_collective(draft: Draft, layout: PlanIndex, uses: Sequence[Use], window
                     draft.wait(use.key(rank), key)
 
 
-def _latest(layout: PlanIndex, uses: Sequence[Use], rank: int, ahead: int) -> list[Key]:
+def _latest(layout: PlanIndex, uses: Sequence[Use], rank: int, ahead: int) -> list[TaskKey]:
     """The last thing the rank computes before use `ahead`, if anything."""
     for use in reversed(uses[:ahead]):
         if layout.runs_on(rank, use.component):

@@ -40,7 +40,7 @@ class _Entry(torch.autograd.Function):
         return None, None, None
 
 
-Entry = tuple[GradientEdge, list[Tensor]]
+InputEdge = tuple[GradientEdge, list[Tensor]]
 """Where the gradient of an input arrives, and the list it is put in."""
 
 
@@ -53,11 +53,11 @@ class Saved:
         edges: per output where its gradient enters; None without a gradient.
     """
 
-    entries: tuple[Entry | None, ...]
+    entries: tuple[InputEdge | None, ...]
     edges: tuple[GradientEdge | None, ...]
 
 
-def enter(value: Tensor) -> tuple[Tensor, Entry]:
+def enter(value: Tensor) -> tuple[Tensor, InputEdge]:
     """A detached copy (sharing memory) that a gradient flows back to, and where that gradient arrives."""
     box: list[Tensor] = []
     anchor = torch.empty(0, device=value.device, requires_grad=True)
@@ -76,7 +76,7 @@ def forward_component(runnable: Runnable, inputs: Sequence[Tensor]) -> tuple[tup
     """
     training = torch.is_grad_enabled()
     given: list[Tensor] = []
-    entries: list[Entry | None] = []
+    entries: list[InputEdge | None] = []
     for value, flows in zip(inputs, runnable.input_differentiable, strict=True):
         cut, entry = enter(value) if training and (flows or value.requires_grad) else (value.detach(), None)
         given.append(cut)

@@ -31,7 +31,7 @@ class _Frontier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Half:
+class BackwardHalf:
     """What the second half needs. `whole`: roots, gradients and parameters where it has to start from the outputs."""
 
     frontiers: tuple[_Frontier, ...]
@@ -43,7 +43,7 @@ def backward_inputs(
     parameters: Sequence[Tensor],
     output_gradients: Sequence[Tensor | None],
     so_far: Sequence[Tensor | None],
-) -> tuple[tuple[Tensor | None, ...], Half]:
+) -> tuple[tuple[Tensor | None, ...], BackwardHalf]:
     """The first half: per input its gradient, as `backward_component` returns it; and what `backward_weights` needs.
 
     Args:
@@ -54,7 +54,7 @@ def backward_inputs(
     roots, gradients = backward_roots(saved, output_gradients, so_far)
     entries = [entry for entry in saved.entries if entry is not None]
     if not roots or not entries:
-        return tuple(so_far), Half(frontiers=())
+        return tuple(so_far), BackwardHalf(frontiers=())
     own = [
         (edge, given)
         for edge, given in zip(saved.edges, output_gradients, strict=True)
@@ -69,11 +69,11 @@ def backward_inputs(
     arrived = iter(found)
     inputs = tuple(None if entry is None else next(arrived) for entry in saved.entries)
     if frontiers is None:
-        return inputs, Half(frontiers=(), whole=(starts, given, tuple(p for p in parameters if p.requires_grad)))
-    return inputs, Half(frontiers=tuple(frontiers))
+        return inputs, BackwardHalf(frontiers=(), whole=(starts, given, tuple(p for p in parameters if p.requires_grad)))
+    return inputs, BackwardHalf(frontiers=tuple(frontiers))
 
 
-def backward_weights(half: Half) -> None:
+def backward_weights(half: BackwardHalf) -> None:
     """The second half: accumulate parameter gradients into `.grad`. The graph is released with `half`."""
     if half.whole is not None:
         roots, gradients, parameters = half.whole

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from parsim.errors import TraceError
-from parsim.model.losses import loss_sum
+from parsim.model.losses import CLASSES, LOSSES, loss_sum
 from parsim.model.runnable import Ref, StateKey
 from parsim.model.tracing.recorder import Recorder, Recording, tensors_in, value_message
 
@@ -211,7 +211,7 @@ def logits_of(output: Any) -> Tensor:
 def _note_loss(recorder: Recorder, output: Any, loss: str) -> None:
     """The loss becomes the last component; its second input is called "target"."""
     logits = logits_of(output)
-    target = _fake_target(recorder, logits, integer=loss == "cross_entropy")
+    target = _fake_target(recorder, logits, integer=LOSSES[loss].targets == CLASSES)
     number = recorder.add(target)
     recorder.recording.inputs.append(("target", number))
     recorder.recording.differentiable[number] = False

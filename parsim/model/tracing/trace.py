@@ -31,7 +31,8 @@ def trace(
     Args:
         example_inputs: a Tensor, a tuple of positional or a dict of keyword inputs; dim 0 is the batch.
         granularity: "block" (to execute), "sublayer" (blocks in parts that can be tensor-sharded) or "layer" (to explain).
-        loss: "cross_entropy" or "mse" adds a last component "loss" on the logits and an input "target".
+        loss: a row of `parsim.model.losses` ("cross_entropy", "package.module:ROW"): adds a last component "loss" on the logits
+            and an input "target".
 
     Raises:
         TraceError: if the forward depends on tensor values, fails, or is not linear in the batch.

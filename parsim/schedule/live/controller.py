@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, ClassSeconds, CommunicationClass, Corrections, learn
+from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, ClassSeconds, CommunicationClass, RunCorrections, learn
 from parsim.errors import CostError, PlanError, ScheduleError
 from parsim.plans.plan import Plan
 from parsim.units import format_seconds
@@ -87,7 +87,7 @@ class Observation:
     step_s: float
     seconds: ClassSeconds
     epoch_ended: bool = False
-    probes: Corrections = NO_CORRECTIONS
+    probes: RunCorrections = NO_RUN_CORRECTIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +132,14 @@ class Replan:
     reason: str
 
 
-PlanFor = Callable[[Corrections, Plan], PlanChoice]
+PlanFor = Callable[[RunCorrections, Plan], PlanChoice]
 """The best plan under corrections, beside the current one. Raises ScheduleError or CostError where there is none."""
 
 SwitchCost = Callable[[Plan, Plan], float]
 """Seconds that training stands still when it goes from one plan to another."""
 
 
-Key = int | CommunicationClass
+FactorKey = int | CommunicationClass
 """A rank's computation, or a class of communication."""
 
 
@@ -169,8 +169,8 @@ class Controller:
     switch_cost_s: SwitchCost
     plan: Plan
     expected: ClassSeconds
-    tracks: Mapping[Key, Track] = field(default_factory=dict)
-    reference: Corrections = NO_CORRECTIONS
+    tracks: Mapping[FactorKey, Track] = field(default_factory=dict)
+    reference: RunCorrections = NO_RUN_CORRECTIONS
     question: str = ""
     asked: bool = False
     last_window: int | None = None
@@ -178,9 +178,9 @@ class Controller:
     switches: int = 0
 
     @property
-    def belief(self) -> Corrections:
+    def belief(self) -> RunCorrections:
         """The averaged factors."""
-        return Corrections(
+        return RunCorrections(
             ranks=tuple((key, track.average) for key, track in self.tracks.items() if isinstance(key, int)),
             communication=tuple((key, track.average) for key, track in self.tracks.items() if not isinstance(key, int)),
         )
@@ -225,18 +225,18 @@ class Controller:
             state = replace(state, tracks=kept)
         return state._plan_again(seen, why)
 
-    def _before(self, key: Key) -> float:
+    def _before(self, key: FactorKey) -> float:
         """The factor that the last planning reckoned with."""
         return self.reference.rank_factor(key) if isinstance(key, int) else self.reference.communication_factor(key)
 
-    def _weighs(self, key: Key, seen: Observation) -> bool:
+    def _weighs(self, key: FactorKey, seen: Observation) -> bool:
         """Whether a change of the factor can matter to the step: before it or after it."""
         if isinstance(key, int):
             return True
         seconds = max(seen.seconds[key], self.expected[key] * self._before(key))
         return seconds >= self.config.least_share * seen.step_s
 
-    def _track(self, key: Key, factor: float, weighty: bool) -> Track:
+    def _track(self, key: FactorKey, factor: float, weighty: bool) -> Track:
         """The track after one more window."""
         old = self.tracks.get(key, Track(average=factor, windows=0))
         change = factor / self._before(key) - 1
@@ -254,7 +254,12 @@ class Controller:
         )
 
     def _why(
-        self, tracks: Mapping[Key, Track], learnt: Iterable[Key], weighty: Set[Key], probed: Iterable[Key], epoch_ended: bool
+        self,
+        tracks: Mapping[FactorKey, Track],
+        learnt: Iterable[FactorKey],
+        weighty: Set[FactorKey],
+        probed: Iterable[FactorKey],
+        epoch_ended: bool,
     ) -> str:
         """Why the plan is in question, or nothing."""
         lasting = [key for key in learnt if abs(tracks[key].streak) >= self.config.patience]
@@ -270,10 +275,10 @@ class Controller:
                 return f"changed by the epoch's end: {self._largest(tracks, moved)}"
         return ""
 
-    def _moved(self, tracks: Mapping[Key, Track], key: Key) -> float:
+    def _moved(self, tracks: Mapping[FactorKey, Track], key: FactorKey) -> float:
         return abs(tracks[key].average / self._before(key) - 1)
 
-    def _largest(self, tracks: Mapping[Key, Track], keys: Iterable[Key]) -> str:
+    def _largest(self, tracks: Mapping[FactorKey, Track], keys: Iterable[FactorKey]) -> str:
         """The change of the factor among `keys` that has moved most, in words."""
         changes = {key: tracks[key].average / self._before(key) - 1 for key in sorted(keys, key=str)}
         key = max(changes, key=lambda name: abs(changes[name]), default=None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, CommunicationClass, Corrections, learn
-from parsim.engines.scenario.controlled import Change, Floats, Probe, RunnableStep, WindowSeen
+from parsim.arrays import Floats
+from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, CommunicationClass, RunCorrections, learn
+from parsim.engines.scenario.controlled import Change, Probe, RunnableStep, WindowSeen
 from parsim.errors import ScheduleError
 from parsim.plans.plan import Plan
 from parsim.schedule.live.controller import Controller, Keep, Replan
@@ -17,7 +18,7 @@ def runnable_of(entry: PricedPlan) -> RunnableStep:
     return RunnableStep(
         name=entry.plan.summary(),
         columns=entry.compiled.columns,
-        durations_s=entry.durations_s(NO_CORRECTIONS),
+        durations_s=entry.durations_s(NO_RUN_CORRECTIONS),
         overlap=entry.overlap,
     )
 
@@ -67,10 +68,10 @@ class AdaptiveWindows:
             raise ScheduleError(f"{decision.plan.summary()} is not in the pool; plan among the pool's plans")
         return Change(to=self._pool[decision.plan], cost_s=decision.cost_s + self._planning_s, reason=decision.reason)
 
-    def _corrections(self, probed: Sequence[tuple[RunnableStep, Floats]]) -> Corrections:
+    def _corrections(self, probed: Sequence[tuple[RunnableStep, Floats]]) -> RunCorrections:
         """Factors of the communication of all that was probed."""
         found: dict[CommunicationClass, float] = {}
         for entry, task_s in probed:
             seen = observation_of(entry.columns.graph, task_s, window=0, step_s=1.0, steps_left=0).seconds
             found.update(learn(seen, self._priced[entry.name].expected).communication)
-        return Corrections(communication=tuple(found.items()))
+        return RunCorrections(communication=tuple(found.items()))

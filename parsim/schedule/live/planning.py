@@ -13,12 +13,12 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.costs.estimate import OverlapFactors
 from parsim.costs.feedback.run_corrections import (
-    NO_CORRECTIONS,
+    NO_RUN_CORRECTIONS,
     ClassSeconds,
-    CommunicationClass,
-    Corrections,
+    RunCorrections,
     WorkClass,
     class_of,
     class_seconds,
@@ -39,9 +39,7 @@ from parsim.schedule.families import FAMILIES
 from parsim.schedule.live.controller import Controller, ControllerConfig, Observation, PlanChoice, PlanFor, SwitchCost
 from parsim.schedule.search import search
 from parsim.timeline import Timeline
-from parsim.work import Collective, SendRecv
-
-Floats = NDArray[np.float64]
+from parsim.work import SendRecv
 
 
 def task_seconds(size: int, timeline: Timeline) -> Floats:
@@ -61,7 +59,7 @@ def observation_of(
     step_s: float,
     steps_left: int,
     epoch_ended: bool = False,
-    probes: Corrections = NO_CORRECTIONS,
+    probes: RunCorrections = NO_RUN_CORRECTIONS,
 ) -> Observation:
     """An Observation of one window.
 
@@ -90,33 +88,6 @@ def observation_of(
         epoch_ended=epoch_ended,
         probes=probes,
     )
-
-
-def probe_work(programs: Sequence[CompiledGraph]) -> dict[CommunicationClass, Collective | SendRecv]:
-    """What to time in order to know the communication of these programs (`Evaluation.compiled`, `PricedPlan.compiled`): of each
-    class the work with the most bytes."""
-    found: dict[CommunicationClass, Collective | SendRecv] = {}
-    for program in programs:
-        for work, rank, _ in program.columns.units:
-            key = class_of(work, rank)
-            if not (isinstance(key, CommunicationClass) and isinstance(work, Collective | SendRecv)):
-                continue
-            if key not in found or work.size_bytes > found[key].size_bytes:
-                found[key] = work
-    return found
-
-
-def probes_of(problem: PlanningProblem, timed: Sequence[tuple[Collective | SendRecv, float]]) -> Corrections:
-    """`Observation.probes` from (work, measured seconds): factors to the profile. What the profile holds for free is left out.
-
-    Raises CostError for work without a price, or seconds that are not above 0.
-    """
-    factors: dict[CommunicationClass, float] = {}
-    for work, seconds in timed:
-        key, profile_s = class_of(work, 0), problem.costs(problem.cluster.size).estimate(work, 0).median_s
-        if isinstance(key, CommunicationClass) and profile_s > 0:
-            factors[key] = seconds / profile_s
-    return Corrections(communication=tuple(factors.items()))
 
 
 def expected_seconds(problem: PlanningProblem, plan: Plan) -> dict[WorkClass, float]:
@@ -157,7 +128,7 @@ def search_planner(
 ) -> PlanFor:
     """A planner that searches the families under the corrected costs, for plans on `world_size` ranks (None: on any)."""
 
-    def plan_for(corrections: Corrections, current: Plan) -> PlanChoice:
+    def plan_for(corrections: RunCorrections, current: Plan) -> PlanChoice:
         now = replace(problem, corrections=corrections)
         found = search(now, strategies, samples=0)
         results = [entry.result for entry in found.candidates]
@@ -191,14 +162,14 @@ class PricedPlan:
     classes: tuple[WorkClass | None, ...]
     expected: ClassSeconds
 
-    def durations_s(self, corrections: Corrections) -> Floats:
+    def durations_s(self, corrections: RunCorrections) -> Floats:
         """float64 [tasks]."""
         units = self.compiled.columns.units
         factors = np.array([corrections.factor(unit.work, unit.rank) for unit in units])
         durations: Floats = (self.seconds * factors)[self.compiled.columns.unit]
         return durations
 
-    def step_s(self, corrections: Corrections) -> float:
+    def step_s(self, corrections: RunCorrections) -> float:
         """As `evaluate` finds it without noise of single ranks."""
         rows = self.durations_s(corrections)[None, :]
         return float(mean_step_s(self.compiled, rows, self.overlap, steps=REPEATED_STEPS)[0])
@@ -247,10 +218,10 @@ def pool_planner(pool: Sequence[PricedPlan]) -> PlanFor:
         raise ScheduleError("a pool planner needs at least one plan, got none; price the candidates of a search")
 
     @lru_cache(maxsize=4096)
-    def steps_s(corrections: Corrections) -> dict[Plan, float]:
+    def steps_s(corrections: RunCorrections) -> dict[Plan, float]:
         return {plan: entry.step_s(corrections) for plan, entry in place.items()}
 
-    def plan_for(corrections: Corrections, current: Plan) -> PlanChoice:
+    def plan_for(corrections: RunCorrections, current: Plan) -> PlanChoice:
         if current not in place:
             raise ScheduleError(f"{current.summary()} is not in the pool of {len(place)} plans; add it")
         steps = steps_s(corrections)

@@ -18,7 +18,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.costs.feedback.run_corrections import NO_CORRECTIONS, CommunicationClass, ComputeClass, Corrections, learn
+from parsim.arrays import Floats
+from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, CommunicationClass, ComputeClass, RunCorrections, learn
 from parsim.engines.steps import mean_step_s
 from parsim.errors import ScheduleError
 from parsim.hardware.topology import Topology
@@ -27,8 +28,6 @@ from parsim.predict.evaluate import REPEATED_STEPS
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.live.controller import Controller, Keep, Observation, Replan, SwitchCost
 from parsim.schedule.live.planning import PricedPlan
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +117,7 @@ def disturbed(problem: PlanningProblem, disturbances: Sequence[Disturbance]) -> 
     return replace(
         problem,
         cluster=replace(cluster, topology=Topology(links=links)),
-        corrections=Corrections(ranks=tuple(ranks.items())) if slow else problem.corrections,
+        corrections=RunCorrections(ranks=tuple(ranks.items())) if slow else problem.corrections,
     )
 
 
@@ -165,15 +164,15 @@ class PoolCourse:
             step_s=float(self.step_s[window, plan]),
             seconds=self.pool[plan].observed(self.durations_s(window, plan)),
             epoch_ended=scenario.epoch_ends(window),
-            probes=self.probe(window) if probed else NO_CORRECTIONS,
+            probes=self.probe(window) if probed else NO_RUN_CORRECTIONS,
         )
 
-    def probe(self, window: int) -> Corrections:
+    def probe(self, window: int) -> RunCorrections:
         """Factors of all communication of all plans of the pool, as timed in a window."""
         found: dict[CommunicationClass, float] = {}
         for number, entry in enumerate(self.pool):
             found.update(learn(entry.observed(self.durations_s(window, number)), entry.expected).communication)
-        return Corrections(communication=tuple(found.items()))
+        return RunCorrections(communication=tuple(found.items()))
 
 
 def course_of(problem: PlanningProblem, scenario: TuningScenario, pool: Sequence[PricedPlan], seed: int) -> PoolCourse:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parsim.costs.feedback.refit import Evidence, refit
-from parsim.costs.feedback.run_corrections import Corrections, WorkClass, class_seconds
+from parsim.costs.feedback.run_corrections import RunCorrections, WorkClass, class_seconds
 from parsim.costs.feedback.updates import updates_of, with_update, without_updates
 from parsim.graph.taskgraph import TaskGraph
 from parsim.hardware.profile import Profile
@@ -83,7 +83,7 @@ def updated(
     return Updated(profile=after, changes=changes, before_s=before_s, after_s=_step_s(_on(problem, after), plan))
 
 
-def _fitted_to_step(base: PlanningProblem, plan: Plan, found: Corrections, step_s: float, floor: float) -> Corrections:
+def _fitted_to_step(base: PlanningProblem, plan: Plan, found: RunCorrections, step_s: float, floor: float) -> RunCorrections:
     """The factors with those of the ranks scaled until the predicted step is the measured one, if it is off by more than noise.
 
     A secant in logarithms: the step grows with the ranks' factors, by at most as much. One that hardly depends on them is left.
@@ -105,12 +105,12 @@ def _fitted_to_step(base: PlanningProblem, plan: Plan, found: Corrections, step_
     return _scaled(base, found, scale)
 
 
-def _scaled(base: PlanningProblem, found: Corrections, scale: float) -> Corrections:
+def _scaled(base: PlanningProblem, found: RunCorrections, scale: float) -> RunCorrections:
     ranks = range(base.cluster.size)
     return replace(found, ranks=tuple((rank, found.rank_factor(rank) * math.exp(scale)) for rank in ranks))
 
 
-def _with(base: PlanningProblem, plan: Plan, found: Corrections) -> float:
+def _with(base: PlanningProblem, plan: Plan, found: RunCorrections) -> float:
     return _step_s(replace(base, corrections=found), plan)
 
 
@@ -128,20 +128,20 @@ def _class_seconds(graph: TaskGraph, timeline: Timeline) -> dict[WorkClass, floa
     return class_seconds((task.work, task.resources[0].rank, own) for task, own in zip(graph.tasks, seconds, strict=True))
 
 
-def _rounded(found: Corrections) -> Corrections:
+def _rounded(found: RunCorrections) -> RunCorrections:
     """More digits would only record the noise of one run."""
 
     def short(factor: float) -> float:
         return float(f"{factor:.{PRINTED_DIGITS}g}")
 
-    return Corrections(
+    return RunCorrections(
         ranks=tuple((rank, short(factor)) for rank, factor in found.ranks),
         phases=tuple((phase, short(factor)) for phase, factor in found.phases),
         communication=tuple((key, short(factor)) for key, factor in found.communication),
     )
 
 
-def _changes(before: Corrections, after: Corrections) -> tuple[str, ...]:
+def _changes(before: RunCorrections, after: RunCorrections) -> tuple[str, ...]:
     """Such as "rank 1: x1 -> x1.2"."""
     old, new = _named(before), _named(after)
     return tuple(
@@ -151,7 +151,7 @@ def _changes(before: Corrections, after: Corrections) -> tuple[str, ...]:
     )
 
 
-def _named(corrections: Corrections) -> dict[str, float]:
+def _named(corrections: RunCorrections) -> dict[str, float]:
     return {
         **{f"rank {rank}": factor for rank, factor in corrections.ranks},
         **{phase.value: factor for phase, factor in corrections.phases},

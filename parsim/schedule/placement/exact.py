@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.schedule.placement.objective import FloatArray, Solution, fits, step_s, why_infeasible
+from parsim.arrays import Floats
+from parsim.schedule.placement.objective import Solution, fits, step_s, why_infeasible
 from parsim.schedule.placement.placement_problem import PlacementProblem
 from parsim.schedule.placement.relaxation import Frontiers, Relaxation
 
@@ -27,9 +28,9 @@ TOLERANCE = 1e-12
 class _Labels(NamedTuple):
     """Columns of the labels of one state; `parent` and `option` lead back to the choice."""
 
-    seconds: FloatArray
-    late: FloatArray
-    memory: FloatArray
+    seconds: Floats
+    late: Floats
+    memory: Floats
     parent: NDArray[np.int64]
     option: NDArray[np.int64]
 
@@ -170,7 +171,7 @@ class _Search:
         self._least = self._least_memory()
         self.gave_up = False
 
-    def _least_memory(self) -> FloatArray:
+    def _least_memory(self) -> Floats:
         """[i]: what the components before i need at least, per constraint."""
         own = np.array([entry.min(axis=0) for entry in self._placing.memory_bytes])
         return np.concatenate([np.zeros((1, own.shape[1])), np.cumsum(own, axis=0)])

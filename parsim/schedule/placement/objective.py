@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.schedule.placement.placement_problem import PlacementProblem
 from parsim.units import format_bytes
-
-FloatArray = NDArray[np.float64]
-STATUSES = ("optimal", "feasible", "infeasible", "inaccurate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +64,7 @@ def step_s(placing: PlacementProblem, choice: Sequence[int]) -> float:
     return total + late
 
 
-def memory_of(placing: PlacementProblem, choice: Sequence[int]) -> FloatArray:
+def memory_of(placing: PlacementProblem, choice: Sequence[int]) -> Floats:
     """float64 [tp]: bytes per tp rank."""
     total = np.zeros_like(placing.limit_bytes)
     for number, option in enumerate(choice):

@@ -19,11 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.schedule.placement.objective import Solution
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,14 +31,14 @@ class PaperProblem:
     memory_bytes: [component][strategy, device] (0 off D(s)). limit_bytes: [device].
     """
 
-    compute_s: tuple[FloatArray, ...]
-    communication_s: tuple[FloatArray, ...]
-    memory_bytes: tuple[FloatArray, ...]
-    limit_bytes: FloatArray
+    compute_s: tuple[Floats, ...]
+    communication_s: tuple[Floats, ...]
+    memory_bytes: tuple[Floats, ...]
+    limit_bytes: Floats
 
-    def seconds(self, component: int) -> FloatArray:
+    def seconds(self, component: int) -> Floats:
         """float64 [strategies]: the slowest device of each strategy."""
-        slowest: FloatArray = np.nanmax(self.compute_s[component] + self.communication_s[component], axis=1)
+        slowest: Floats = np.nanmax(self.compute_s[component] + self.communication_s[component], axis=1)
         return slowest
 
 
@@ -74,7 +72,7 @@ def solve_paper_brute_force(problem: PaperProblem) -> Solution:
 
 def solve_paper_dynamic(problem: PaperProblem) -> Solution:
     """Exact dynamic programme over components: labels (seconds, memory per device), dominated ones dropped."""
-    labels: list[tuple[float, FloatArray, tuple[int, ...]]] = [(0.0, np.zeros_like(problem.limit_bytes), ())]
+    labels: list[tuple[float, Floats, tuple[int, ...]]] = [(0.0, np.zeros_like(problem.limit_bytes), ())]
     limit = problem.limit_bytes * (1 + 1e-12)
     for number, memory in enumerate(problem.memory_bytes):
         seconds = problem.seconds(number)

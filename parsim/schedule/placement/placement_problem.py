@@ -13,19 +13,18 @@ Leaves out: overlap of conversions with computation, and pipelines (a stage is p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.model.component import Component, Value
 from parsim.plans.placement import Placement
 from parsim.plans.plan import holding
 from parsim.plans.redistribution import ValueAndGradientLayout, input_ends, output_ends
 from parsim.schedule.options import Prices
 from parsim.work import Phase
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +44,23 @@ class PlacementProblem:
 
     components: tuple[str, ...]
     options: tuple[tuple[Placement, ...], ...]
-    forward_s: tuple[FloatArray, ...]
-    backward_s: tuple[FloatArray, ...]
-    synchronisation_s: tuple[FloatArray, ...]
-    conversion_s: Mapping[tuple[int, int], tuple[FloatArray, FloatArray]]
-    memory_bytes: tuple[FloatArray, ...]
-    limit_bytes: FloatArray
+    forward_s: tuple[Floats, ...]
+    backward_s: tuple[Floats, ...]
+    synchronisation_s: tuple[Floats, ...]
+    conversion_s: Mapping[tuple[int, int], tuple[Floats, Floats]]
+    memory_bytes: tuple[Floats, ...]
+    limit_bytes: Floats
     allowed: Mapping[tuple[int, int], NDArray[np.bool_]]
+
+    def in_units(self, unit_s: float) -> PlacementProblem:
+        """The same problem with every time in units of `unit_s` seconds."""
+        return replace(
+            self,
+            forward_s=tuple(own / unit_s for own in self.forward_s),
+            backward_s=tuple(own / unit_s for own in self.backward_s),
+            synchronisation_s=tuple(own / unit_s for own in self.synchronisation_s),
+            conversion_s={pair: (ahead / unit_s, back / unit_s) for pair, (ahead, back) in self.conversion_s.items()},
+        )
 
     def restricted(self, keep: Sequence[Sequence[int]]) -> PlacementProblem:
         """The same problem with some of every component's options: `keep` lists their numbers."""
@@ -71,7 +80,7 @@ class PlacementProblem:
         )
 
 
-def placing_of(
+def placement_problem_of(
     prices: Prices, options: Sequence[Sequence[Placement]], *, microbatches: int, limit_bytes: Sequence[float]
 ) -> PlacementProblem:
     """The figures of the problem.
@@ -97,7 +106,7 @@ def placing_of(
         memory.append(
             np.array([[prices.memory_bytes(component, choice, shard) for shard in range(prices.mesh.tp)] for choice in choices])
         )
-    conversions: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
+    conversions: dict[tuple[int, int], tuple[Floats, Floats]] = {}
     for value, maker, reader in _neighbours(prices):
         pair = (place[maker.name], place[reader.name])
         ahead, back = _conversion_s(prices, value, maker, reader, options[pair[0]], options[pair[1]])
@@ -141,7 +150,7 @@ def _conversion_s(
     reader: Component,
     before_options: Sequence[Placement],
     reader_options: Sequence[Placement],
-) -> tuple[FloatArray, FloatArray]:
+) -> tuple[Floats, Floats]:
     tp = prices.mesh.tp
     makes = value.producer == before.name
 

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from parsim.schedule.placement.objective import FloatArray
+from parsim.arrays import Floats
 from parsim.schedule.placement.placement_problem import PlacementProblem
 
 MOST_STATES = 4_000_000
@@ -31,7 +31,7 @@ class Frontiers:
     placing: PlacementProblem
 
     @cached_property
-    def cost(self) -> Mapping[tuple[int, int], FloatArray]:
+    def cost(self) -> Mapping[tuple[int, int], Floats]:
         edges = {pair: forward + backward for pair, (forward, backward) in self.placing.conversion_s.items()}
         for pair, allowed in self.placing.allowed.items():
             barrier = np.where(allowed, 0.0, np.inf)
@@ -57,7 +57,7 @@ class Frontiers:
 class Relaxation:
     """The relaxed problem under memory `prices` (seconds per byte and tp rank)."""
 
-    def __init__(self, frontiers: Frontiers, prices: FloatArray) -> None:
+    def __init__(self, frontiers: Frontiers, prices: Floats) -> None:
         self._frontiers = frontiers
         self.prices = prices
         placing = frontiers.placing
@@ -65,13 +65,13 @@ class Relaxation:
             placing.forward_s[number] + placing.backward_s[number] + placing.memory_bytes[number] @ prices
             for number in range(frontiers.count)
         ]
-        self._ahead: list[FloatArray] = [np.zeros(())]
-        self._picks: list[tuple[tuple[int, ...], tuple[int, ...], FloatArray]] = []
+        self._ahead: list[Floats] = [np.zeros(())]
+        self._picks: list[tuple[tuple[int, ...], tuple[int, ...], Floats]] = []
         for number in range(frontiers.count):
             self._step(number)
         self.value = float(self._ahead[-1]) - float(prices @ placing.limit_bytes)
 
-    def _spread(self, array: FloatArray, own: tuple[int, ...], axes: tuple[int, ...]) -> FloatArray:
+    def _spread(self, array: Floats, own: tuple[int, ...], axes: tuple[int, ...]) -> Floats:
         """The array with one axis per component of `axes`; those it has not are of length one."""
         shape = [array.shape[own.index(axis)] if axis in own else 1 for axis in axes]
         order = [own.index(axis) for axis in axes if axis in own]
@@ -104,7 +104,7 @@ class Relaxation:
                 chosen[axis] = int(option)
         return tuple(chosen[number] for number in range(self._frontiers.count))
 
-    def to_go(self, cut: int) -> FloatArray | None:
+    def to_go(self, cut: int) -> Floats | None:
         """What the components before the cut cost at least, by the options of `after[cut]`; None if too many states."""
         frontiers = self._frontiers
         held, given = frontiers.before[cut], frontiers.after[cut]
@@ -117,5 +117,5 @@ class Relaxation:
         for (one, two), cost in frontiers.cost.items():
             if one < cut <= two:
                 total = total + self._spread(cost, (one, two), axes)
-        cheapest: FloatArray = total.reshape(*(frontiers.size(axis) for axis in given), -1).min(axis=-1)
+        cheapest: Floats = total.reshape(*(frontiers.size(axis) for axis in given), -1).min(axis=-1)
         return cheapest

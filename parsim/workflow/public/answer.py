@@ -135,6 +135,18 @@ class Answer:
         document = self._given() if self.search is None else self.search.to_dict()
         return document | {"assumed": _plain(self.assumed)}
 
+    def certificate(self) -> dict[str, Any]:
+        """The placement problem of this question, solved by two solvers; `reason` where there is none.
+
+        Keys: `verdict`, `exact` and `milp` (each with `status`, `seconds`, `lower_bound_s`, `gap`, `taken_s`, `reason`),
+        `relative_difference`, `microbatches`, `components`, `choices`.
+        """
+        from parsim.schedule.certify import certificate_of
+        from parsim.workflow.progress import progress
+
+        with progress("Certifying placements"):
+            return certificate_of(self.problem, self.search, self.config.plan.strategy)
+
     def _given(self) -> dict[str, Any]:
         """A plan that was given, as the search would show it."""
         result = self.evaluation.result

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from parsim.errors import ConfigError
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
-from parsim.workflow.config import Granularity, Optimizer, Precision
+from parsim.workflow.config import MOST_SAMPLES, Granularity
 from parsim.workflow.progress import progress
 from parsim.workflow.public.answer import Answer
 from parsim.workflow.public.calibration import Calibration
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     AskedModel = str | Path | Model | nn.Module
     AskedCluster = str | Path | Cluster | Calibration
 
-Settings = Mapping[str, object]
+QuestionSettings = Mapping[str, object]
 
 
 def plan(
@@ -36,8 +36,8 @@ def plan(
     *,
     cluster: AskedCluster | None = None,
     global_batch: int | None = None,
-    precision: Precision | None = None,
-    optimizer: Optimizer | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
     strategy: str | Path | None = None,
     devices: int | Sequence[int] | None = None,
     nodes: int | None = None,
@@ -45,7 +45,7 @@ def plan(
     args: Mapping[str, object] | None = None,
     input_shape: Sequence[int] | None = None,
     example_inputs: Any = None,
-    settings: Settings | None = None,
+    settings: QuestionSettings | None = None,
     overrides: Sequence[str] = (),
     top: int | None = None,
 ) -> Answer:
@@ -103,7 +103,7 @@ def simulate(
     scenario: str | Path | None = None,
     whole_run: bool = False,
     example_inputs: Any = None,
-    settings: Settings | None = None,
+    settings: QuestionSettings | None = None,
     overrides: Sequence[str] = (),
 ) -> Prediction:
     """Simulate one step of one plan, task by task: the best plan of a strategy, or one that was found before.
@@ -161,7 +161,7 @@ def run(
     checkpoint_every: int = 0,
     adaptive: bool = False,
     window_steps: int = 20,
-    settings: Settings | None = None,
+    settings: QuestionSettings | None = None,
     overrides: Sequence[str] = (),
 ) -> Measured:
     """Train for real under a plan on this machine, and compare with the prediction. Blocks until the training has ended.
@@ -272,7 +272,7 @@ def calibrate(
     model: str | Path,
     *,
     global_batch: int | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: str | None = None,
     args: Mapping[str, object] | None = None,
     input_shape: Sequence[int] | None = None,
     granularity: Granularity | None = None,
@@ -328,8 +328,8 @@ def cost(
     input_shape: Sequence[int] | None = None,
     granularity: Granularity = "block",
     ways: int | None = None,
-    precision: Precision = "fp32",
-    optimizer: Optimizer = "sgd_momentum",
+    precision: str = "fp32",
+    optimizer: str = "sgd_momentum",
 ) -> CostTable:
     """What a collective costs, or every component of a model, and where each price comes from.
 
@@ -364,6 +364,8 @@ def cost(
         return CostTable(title=title, rows=(document,), document=document)
     if batch is None:
         raise ConfigError("a model's costs need batch, the local samples that every component sees")
+    if batch > MOST_SAMPLES:
+        raise ConfigError(f"batch = {batch}: must be <= {MOST_SAMPLES}; give the samples that one device sees in a step")
     if isinstance(model, Model):
         priced = model
     else:
@@ -428,7 +430,7 @@ def load_cluster(
     return cluster_from_profile(loaded, devices, nodes=nodes, network=network)
 
 
-def _merged(keys: Settings, settings: Settings | None) -> Settings:
+def _merged(keys: QuestionSettings, settings: QuestionSettings | None) -> QuestionSettings:
     """The arguments that have a key of a run file, and further keys. Raises ConfigError for a key given twice."""
     given = {key: value for key, value in keys.items() if value is not None}
     for key, value in (settings or {}).items():
@@ -441,7 +443,7 @@ def _question(
     model: AskedModel,
     cluster: AskedCluster | None,
     global_batch: int | None,
-    settings: Settings,
+    settings: QuestionSettings,
     overrides: Sequence[str],
     example_inputs: Any,
 ) -> Question:
@@ -467,7 +469,7 @@ def _predicted(
     model: str | Path | Answer | Prediction,
     cluster: str | Path | Calibration | None,
     global_batch: int | None,
-    settings: Settings | None,
+    settings: QuestionSettings | None,
     overrides: Sequence[str],
     *,
     before: Any,

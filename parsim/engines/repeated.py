@@ -1,130 +1,26 @@
-"""A training run as repeated task graphs: what repeats is written once, and simulated without being unrolled.
+"""A program simulated repeat by repeat, without being unrolled, in an engine that knows only one graph.
 
-    Program = parts in order, `repeat` times over; a part is a task graph with its own repeats, or a program
-
-Between repeats two things are carried over. Each resource goes on where it stopped (its frontier), so a rank that is done early
-begins its next round early. And values carry dependencies from task to task: a part says after which tasks a value is there
-(`makes`) and which tasks wait for it (`reads`); a reader waits for the latest repeat that made it, in whatever part that was.
-
-Where frontiers and values recur, shifted by a constant, all further repeats are that constant later and are not simulated.
+Each resource's frontier, and the time at which each value is there, are carried from repeat to repeat. Where they recur,
+shifted by a constant, all further repeats are that constant later and are not simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from parsim.engines import static
 from parsim.engines.compile import CompiledGraph, compile_graph
-from parsim.errors import AlgorithmError
+from parsim.engines.program import DurationsOf, Part, Program, waiting_tasks
+from parsim.errors import GraphError
 from parsim.graph.task import Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.timeline import Timeline
 from parsim.work import LoadBatch
-
-Carried = Mapping[str, tuple[int, ...]]
-"""Value -> numbers of tasks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
-    """A task graph that runs `repeat` times.
-
-    Attributes:
-        makes: value -> tasks; it is there when all of them have ended. reads: value -> tasks that wait for it.
-            A value that was never made is there from the beginning.
-        rounds: mixing rounds in one repeat: what `Program.rounds` counts, for parameters such as W_t.
-    """
-
-    graph: TaskGraph
-    repeat: int = 1
-    makes: Carried = field(default_factory=dict)
-    reads: Carried = field(default_factory=dict)
-    rounds: int = 0
-
-    def __post_init__(self) -> None:
-        _check_repeat(self.repeat)
-        for value, tasks in chain(self.makes.items(), self.reads.items()):
-            if not tasks:
-                raise AlgorithmError(f"the value {value!r} names no task; leave it out, or name who makes or reads it")
-            for task in tasks:
-                if not 0 <= task < len(self.graph.tasks):
-                    raise AlgorithmError(
-                        f"the value {value!r} names task {task}, but the part has tasks 0 to {len(self.graph.tasks) - 1}"
-                    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Program:
-    """Parts in order, `repeat` times over.
-
-    Attributes:
-        parameters: what round t computes with, such as the mixing matrix W_t; rounds are counted through the whole program.
-    """
-
-    parts: tuple[Part | Program, ...]
-    repeat: int = 1
-    parameters: Callable[[int], NDArray[np.float64]] | None = None
-
-    def __post_init__(self) -> None:
-        _check_repeat(self.repeat)
-        if not self.parts:
-            raise AlgorithmError("a program needs at least one part")
-        sizes = sorted({part.graph.world_size for part in self.walk_once()})
-        if len(sizes) > 1:
-            raise AlgorithmError(f"the parts of a program run on the same ranks, got world sizes {sizes}")
-
-    @property
-    def world_size(self) -> int:
-        return next(self.walk_once()).graph.world_size
-
-    @property
-    def rounds(self) -> int:
-        """Mixing rounds of the whole program."""
-        return self.repeat * sum(part.repeat * part.rounds if isinstance(part, Part) else part.rounds for part in self.parts)
-
-    @property
-    def repeats(self) -> int:
-        """Task graphs that run, one after another."""
-        return self.repeat * sum(part.repeat if isinstance(part, Part) else part.repeats for part in self.parts)
-
-    @property
-    def written_tasks(self) -> int:
-        """Tasks that the program holds, however often they run; a part used in several places counts once."""
-        return sum(len(part.graph.tasks) for part in {id(part): part for part in self.walk_once()}.values())
-
-    @property
-    def run_tasks(self) -> int:
-        """Tasks that run."""
-        inside = (len(part.graph.tasks) * part.repeat if isinstance(part, Part) else part.run_tasks for part in self.parts)
-        return self.repeat * sum(inside)
-
-    def walk_once(self) -> Iterator[Part]:
-        """Every part in order, each mention once."""
-        for part in self.parts:
-            if isinstance(part, Part):
-                yield part
-            else:
-                yield from part.walk_once()
-
-    def walk(self) -> Iterator[Part]:
-        """The part of every repeat, in the order in which they run."""
-        for _ in range(self.repeat):
-            for part in self.parts:
-                for _ in range(part.repeat if isinstance(part, Part) else 1):
-                    if isinstance(part, Part):
-                        yield part
-                    else:
-                        yield from part.walk()
-
-
-DurationsOf = Callable[[Part, int], ArrayLike]
-"""Seconds of every task ([tasks]) of a part, in the program's repeat number t."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -157,37 +53,21 @@ def simulate_program(
 
     Args:
         durations_s: asked once per part, unless `varying`: then for every repeat, and every repeat is simulated.
-        engine: of `parsim.engines`.
+        engine: `static.simulate` or `dynamic.simulate`.
 
     Leaves out: the slowdown of computation and communication that overlap across repeats.
 
     Raises:
-        GraphError: durations of another shape, negative or not finite; a deadlock.
+        GraphError: durations of another shape, negative or not finite; a deadlock; a resource that serves by arrival.
     """
+    if program.arrival:
+        names = ", ".join(sorted(map(str, program.arrival)))
+        raise GraphError(f"{names} serves by arrival, which only the dynamic engine decides: use dynamic.run_program")
     run = _Run(durations_s, varying, engine)
     run.program(program)
     return ProgramTimes(
         end_s=np.maximum.accumulate(np.array(run.ends)), frontier_s=run.frontier, ready_s=run.ready, simulated=run.simulated
     )
-
-
-def unrolled(program: Program) -> TaskGraph:
-    """The whole run as one graph, task after task: for readers that know no repeats, and as the oracle of the tests."""
-    tasks: list[Task] = []
-    issued: dict[Resource, list[int]] = {}
-    made: dict[str, tuple[int, ...]] = {}
-    for part in program.walk():
-        waits = _waiting(part.reads)
-        first = len(tasks)
-        for task in part.graph.tasks:
-            carried = chain.from_iterable(made.get(value, ()) for value in waits.get(task.index, ()))
-            needs = (*(first + other for other in task.dependencies), *carried)
-            tasks.append(replace(task, index=first + task.index, dependencies=tuple(dict.fromkeys(needs))))
-        for resource, order in part.graph.issue_order.items():
-            issued.setdefault(resource, []).extend(first + index for index in order)
-        made |= {value: tuple(first + index for index in makers) for value, makers in part.makes.items()}
-    orders = {resource: tuple(order) for resource, order in issued.items()}
-    return TaskGraph(tasks=tuple(tasks), world_size=program.world_size, issue_order=orders)
 
 
 class _Opened:
@@ -198,7 +78,7 @@ class _Opened:
         self.resources = tuple(graph.issue_order)
         self.values = tuple(part.reads)
         self.offset = len(self.resources) + len(self.values)
-        waits = _waiting(part.reads)
+        waits = waiting_tasks(part.reads)
         number = {value: len(self.resources) + place for place, value in enumerate(self.values)}
         held = [
             *self.resources,
@@ -290,21 +170,7 @@ class _Run:
         self.simulated += 1
 
 
-def _waiting(reads: Carried) -> dict[int, list[str]]:
-    """Task -> the values it waits for."""
-    waits: dict[int, list[str]] = {}
-    for value, tasks in reads.items():
-        for task in tasks:
-            waits.setdefault(task, []).append(value)
-    return waits
-
-
 def _shifted(before: NDArray[np.float64], now: NDArray[np.float64]) -> bool:
     """Whether all moved by the same seconds, to rounding."""
     moved = now - before
     return len(before) == len(now) and float(np.ptp(moved)) <= 8 * float(np.spacing(now.max()))
-
-
-def _check_repeat(repeat: int) -> None:
-    if repeat < 1:
-        raise AlgorithmError(f"a part runs at least once, got repeat {repeat}; leave it out instead")

@@ -1,27 +1,15 @@
-"""Programs priced by Costs: seconds for every task of a part, for `simulate_program`."""
+"""Programs priced by Costs: seconds for every task of a part."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.algorithms.gossip_program import GossipModel
-from parsim.algorithms.program import DurationsOf, Part
 from parsim.costs.communication.exchange import exchange_seconds
 from parsim.costs.costs import Costs
 from parsim.costs.pricing import price
-from parsim.model.model import Model
+from parsim.engines.program import DurationsOf, Part
 from parsim.work import SendRecv
-
-
-def gossip_model(model: Model, samples: int) -> GossipModel:
-    """A model of the zoo or a traced one, `samples` per worker and step, as programs of rounds need it."""
-    return GossipModel(
-        elements=model.parameter_count,
-        samples=samples,
-        components=tuple(component.name for component in model.components),
-        tensors=len(model.parameters),
-    )
 
 
 def priced(costs: Costs) -> DurationsOf:

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.algorithms.arrival_program import merge_program, training_program
 from parsim.algorithms.arrivals import merge_events
 from parsim.algorithms.decoupled_program import TickModules, tick_durations_s, tick_program
 from parsim.algorithms.gossip_program import ROUNDS, GossipModel, gossip_durations_s, gossip_program
 from parsim.algorithms.graphs import mixing_graph
+from parsim.algorithms.merge_program import merge_program
 from parsim.algorithms.periods import every_steps, post_local
-from parsim.algorithms.program import Part, Program, simulate_program
 from parsim.algorithms.staleness import DECOUPLINGS, ModuleTimes
 from parsim.engines import static
 from parsim.engines.dynamic import run_program
-from parsim.engines.program import unrolled
+from parsim.engines.program import Part, durations_by_step_s, unrolled
+from parsim.engines.repeated import simulate_program
 from parsim.engines.scenario.asynchronous import MERGE
-from parsim.errors import AlgorithmError, GraphError
-from parsim.graph.task import Resource
+from parsim.errors import AlgorithmError
 from parsim.graph.taskgraph import from_text, to_text
 from parsim.work import Compute, Mix, Phase
 
@@ -48,16 +48,16 @@ def merge_seconds(epoch_s: np.ndarray, merge_s: float) -> Callable[[Part, int], 
 @given(st.integers(1, 7), st.integers(1, 5), st.integers(0, 9999), st.integers(0, 4))
 def test_merges_are_those_of_the_event_queue(workers: int, epochs: int, seed: int, merge: int) -> None:
     epoch_s = np.random.default_rng(seed).uniform(1.0, 4.0, (workers, epochs))
-    written = merge_program(MODEL, workers=workers, epochs=epochs)
-    program = training_program(written, merge_seconds(epoch_s, merge / 8), varying=True, arrival=[MERGE])
-    assert len(program.parts) == 1, "not unrolled"
-    run = run_program(program, record=True)
+    program = merge_program(MODEL, workers=workers, epochs=epochs)
+    seconds = merge_seconds(epoch_s, merge / 8)
+    assert program.written_tasks == 4 * workers, "not unrolled"
+    run = run_program(program, seconds, varying=True, record=True)
     events = merge_events(lambda worker, epoch: epoch_s[worker, epoch], workers, merge_s=merge / 8, epochs=epochs)
-    tasks = program.parts[0].graph.tasks
+    tasks = program.steps[0].graph.tasks
     assert [(tasks[task].origin.replica, step) for step, task in run.served[MERGE]] == [(it.worker, it.epoch) for it in events]
     ends = run.end_s[[program.first_number[step] + task for step, task in run.served[MERGE]]]
     assert ends == pytest.approx([event.end_s for event in events], rel=1e-12)
-    graph, durations = unrolled(program, run.served)
+    graph, durations = unrolled(program, run.served), np.concatenate(durations_by_step_s(program, seconds, varying=True))
     timeline = static.simulate(graph, durations)
     replayed = np.zeros(len(graph.tasks))
     replayed[timeline.task] = timeline.end_s
@@ -68,10 +68,11 @@ def test_merges_are_those_of_the_event_queue(workers: int, epochs: int, seed: in
 def test_a_fast_worker_overtakes() -> None:
     written = merge_program(MODEL, workers=2, epochs=3)
     seconds = merge_seconds(np.array([[10.0] * 3, [1.0] * 3]), 0.5)
-    run = run_program(training_program(written, seconds, varying=True, arrival=[MERGE]))
+    run = run_program(written, seconds, varying=True)
     assert [task // 4 for _, task in run.served[MERGE]] == [1, 1, 1, 0, 0, 0]
     assert run.makespan_s == 31.5
-    assert simulate_program(written, seconds, varying=True).makespan_s > 31.5, "as written the fast one waits for the slow"
+    in_order = replace(written, arrival=frozenset())
+    assert simulate_program(in_order, seconds, varying=True).makespan_s > 31.5, "as written the fast one waits for the slow"
 
 
 @settings(max_examples=40, deadline=None)
@@ -92,7 +93,7 @@ def test_both_ways_to_run_gossip_agree(combination: str, name: str, n: int, roun
         return gossip_durations_s(part.graph, step_s=lambda worker, _: drawn[t, worker], exchange_s=0.25, mix_s=0.125)
 
     found = simulate_program(program, seconds, varying=True)
-    run = run_program(training_program(program, seconds, varying=True))
+    run = run_program(program, seconds, varying=True)
     assert run.makespan_s == pytest.approx(found.makespan_s, rel=1e-12)
     assert np.maximum.accumulate(run.step_end_s) == pytest.approx(found.end_s, rel=1e-12)
 
@@ -107,19 +108,10 @@ def test_both_ways_to_run_ticks_agree(schedule: str, barrier: bool) -> None:
     def seconds(part: Part, t: int) -> np.ndarray:
         return tick_durations_s(part.graph, modules, times)
 
-    timed = training_program(program, seconds)
-    assert len(timed.parts) <= 5, "fill, full ticks, drain"
-    assert run_program(timed).makespan_s == pytest.approx(simulate_program(program, seconds).makespan_s, rel=1e-12)
+    assert len(tuple(program.walk_once())) <= 5, "fill, full ticks, drain"
+    assert run_program(program, seconds).makespan_s == pytest.approx(simulate_program(program, seconds).makespan_s, rel=1e-12)
 
 
 def test_bad_input() -> None:
-    written = merge_program(MODEL, workers=2, epochs=2)
-    with pytest.raises(GraphError, match=r"no task uses the arrival resource r1\.merge"):
-        training_program(written, lambda part, t: np.ones(8), arrival=[Resource(1, "merge")])
     with pytest.raises(AlgorithmError, match="workers, epochs and steps >= 1"):
         merge_program(MODEL, workers=0, epochs=1)
-    (part,) = written.parts
-    assert isinstance(part, Part)
-    silent = Part(graph=part.graph)
-    with pytest.raises(AlgorithmError, match="'weights 0' is read two steps or more after it was made"):
-        training_program(Program(parts=(part, silent, part)), lambda part, t: np.ones(8))

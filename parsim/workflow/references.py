@@ -1,0 +1,64 @@
+"""The names "package.module:ROW" of a run file, and the folder in which Python finds their modules."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from parsim.errors import ConfigError
+from parsim.registry import is_reference
+
+
+def references(document: Mapping[str, Any]) -> dict[str, str]:
+    """Every "package.module:ROW" of a run file, by its key."""
+    return {
+        f"{table}.{key}": value
+        for table, section in document.items()
+        if isinstance(section, dict)
+        for key, value in section.items()
+        if isinstance(value, str) and is_reference(value)
+    }
+
+
+def put_on_path(document: Mapping[str, Any], folder: Path) -> None:
+    """Make the modules of a run file's names importable, as far as `folder` (or its model.import_folder) holds them.
+
+    Raises ConfigError where another module of that name was imported before.
+    """
+    model = document.get("model")
+    given = model.get("import_folder") if isinstance(model, dict) else None
+    chosen = Path(given) if isinstance(given, str) else folder
+    for key, name in references(document).items():
+        if holds(chosen, name):
+            _check_not_imported_from_elsewhere(key, name, chosen)
+            if str(chosen) not in sys.path:
+                sys.path.insert(0, str(chosen))
+                importlib.invalidate_caches()
+
+
+def holds(folder: Path, name: str) -> bool:
+    """Whether the module of "package.module:ROW" lies in the folder."""
+    root = root_of(name)
+    return (folder / f"{root}.py").is_file() or (folder / root).is_dir()
+
+
+def root_of(name: str) -> str:
+    """`package` of "package.module:ROW"."""
+    return name.partition(":")[0].split(".")[0]
+
+
+def _check_not_imported_from_elsewhere(key: str, name: str, folder: Path) -> None:
+    root = root_of(name)
+    module = sys.modules.get(root)
+    if module is None:
+        return
+    places = [module.__file__] if getattr(module, "__file__", None) else list(getattr(module, "__path__", ()))
+    if any(Path(str(place)).resolve().is_relative_to(folder.resolve()) for place in places):
+        return
+    raise ConfigError(
+        f"{key} = {name!r}: {root} lies in {folder}, but this process has already imported "
+        f"{', '.join(map(str, places)) or 'a built-in module'} under that name; rename one of them, or start a new process"
+    )

@@ -1,0 +1,76 @@
+"""What `parsim plan` prints as adaptive is never slower than a row beside it, whatever the problem."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.profile import load_profile
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.families import BUCKET_BYTES, FAMILIES, mixed_plans
+from parsim.schedule.search import search
+from tests.models import chain_model
+
+EVERYTHING = (*FAMILIES, "adaptive")
+MACHINES = {name: load_profile(name) for name in ("dgx1-v100-32gb", "pcie-8xv100")}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    flops=st.lists(st.sampled_from((1e7, 1e9, 8e9)), min_size=2, max_size=5),
+    elements=st.sampled_from((10_000, 2_000_000, 9_000_000, 60_000_000)),
+    machine=st.sampled_from(sorted(MACHINES)),
+    devices=st.sampled_from((2, 4, 8)),
+    memory_gib=st.sampled_from((None, None, 1, 2, 4)),
+    batch=st.sampled_from((8, 32, 48, 256)),
+    zero_stage=st.sampled_from((0, 0, 1, 3)),
+    top=st.sampled_from((None, 4)),
+)
+def test_adaptive_is_never_predicted_slower_than_what_is_printed_beside_it(
+    flops: list[float],
+    elements: int,
+    machine: str,
+    devices: int,
+    memory_gib: int | None,
+    batch: int,
+    zero_stage: int,
+    top: int | None,
+) -> None:
+    cluster = cluster_from_profile(MACHINES[machine], devices)
+    if memory_gib is not None:
+        small = tuple(replace(each, type=replace(each.type, memory_bytes=memory_gib * 2**30)) for each in cluster.devices)
+        cluster = replace(cluster, devices=small)
+    problem = PlanningProblem(
+        model=chain_model(tuple(flops), elements=elements), cluster=cluster, global_batch=batch, zero_stage=zero_stage
+    )
+    found = search(problem, EVERYTHING, samples=0, top=top)
+    printed = [entry.result for entry in found.candidates]
+    adaptive = [entry for entry in printed if entry.strategy == "adaptive"]
+    assert adaptive, "adaptive has a row"
+    best = min(adaptive, key=lambda entry: (not entry.fits, entry.step_s.median))
+    for other in printed:
+        assert best.fits >= other.fits
+        if other.fits == best.fits:
+            assert best.step_s.median <= other.step_s.median
+    if found.chosen is not None:
+        assert found.chosen.result.step_s.median == best.step_s.median
+
+
+def test_the_mixed_plans_try_every_bucket_size_of_data_parallelism() -> None:
+    """60 million parameters per component: no bucket size holds the whole model."""
+    model = chain_model((1e9, 1e9), elements=60_000_000)
+    problem = PlanningProblem(model=model, cluster=cluster_from_profile(MACHINES["dgx1-v100-32gb"], 4), global_batch=64)
+    assert {plan.bucket_bytes for plan in mixed_plans(problem)} == set(BUCKET_BYTES)
+
+
+def test_two_families_that_meet_in_one_program_share_its_figures() -> None:
+    """Large batches on few parameters: the best placement of every component is data parallelism."""
+    model = chain_model((8e9, 8e9, 8e9), elements=2_000_000)
+    problem = PlanningProblem(model=model, cluster=cluster_from_profile(MACHINES["dgx1-v100-32gb"], 4), global_batch=256)
+    rows = {entry.result.strategy: entry.result for entry in search(problem, EVERYTHING, samples=20).candidates}
+    assert rows["adaptive"].plan == replace(rows["dp"].plan, strategy="adaptive")
+    assert rows["adaptive"].step_s == rows["dp"].step_s
+    assert rows["adaptive"].reason == "the same plan as dp"
