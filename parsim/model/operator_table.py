@@ -10,8 +10,8 @@ bytes that it reads and writes, and every answer names it with its share of time
 
 An operator of your own is one more row, added where your model is defined:
 
-    from parsim.model.operator_table import TABLE, Row
-    TABLE["mylib.window_attention"] = Row(flop=lambda call: 4 * call.tensor("q").numel() * 49)
+    from parsim.model.operator_table import TABLE, OperatorRow
+    TABLE["mylib.window_attention"] = OperatorRow(flop=lambda call: 4 * call.tensor("q").numel() * 49)
 
 Flop count a multiplication and an addition as two. Those of decompositions are the leading terms of the textbook algorithms;
 those of a fast Fourier transform are 5 n log2 n. Leaves out: comparisons of sorts, transcendental functions, index arithmetic.
@@ -60,7 +60,7 @@ class OperatorCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class KernelPiece:
     """One kernel, or `count` equal ones, of a call over the whole batch.
 
     Attributes:
@@ -79,7 +79,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class OperatorRow:
     """What is known of one operator; see the top of this file.
 
     Attributes:
@@ -87,7 +87,7 @@ class Row:
         reads_part: of its first tensor it reads as many bytes as it writes, whatever the size of that tensor.
     """
 
-    pieces: Callable[[OperatorCall], tuple[Piece, ...]] | None = None
+    pieces: Callable[[OperatorCall], tuple[KernelPiece, ...]] | None = None
     flop: Callable[[OperatorCall], float] | None = None
     backward_flop: float = 2.0
     reads_part: bool = False
@@ -95,8 +95,8 @@ class Row:
 
 def _product(
     shape: Callable[[OperatorCall], Dims], flop: Callable[[OperatorCall], int] | None = None
-) -> Callable[[OperatorCall], tuple[Piece, ...]]:
-    return lambda call: (Piece(kind="matmul", shape=shape(call), flop=None if flop is None else flop(call)),)
+) -> Callable[[OperatorCall], tuple[KernelPiece, ...]]:
+    return lambda call: (KernelPiece(kind="matmul", shape=shape(call), flop=None if flop is None else flop(call)),)
 
 
 def _mm(call: OperatorCall) -> Dims:
@@ -150,26 +150,26 @@ def _distances(call: OperatorCall) -> Dims:
     )
 
 
-def _trilinear(call: OperatorCall) -> tuple[Piece, ...]:
+def _trilinear(call: OperatorCall) -> tuple[KernelPiece, ...]:
     """out[b, o] = sum over i, j of x[b, i] W[o, i, j] y[b, j], as nn.Bilinear calls it: one product of depth i j."""
     left, weight, right = call.first(0), call.first(1), call.first(2)
     if (left.dim(), weight.dim(), right.dim()) == (2, 3, 2):
         shape = (("m", left.shape[0]), ("n", weight.shape[0]), ("k", weight.shape[1] * weight.shape[2]))
-        return (Piece(kind="matmul", shape=shape, flop=_flop_of(shape)),)
+        return (KernelPiece(kind="matmul", shape=shape, flop=_flop_of(shape)),)
     sizes = max(left.numel(), weight.numel(), right.numel())
-    return (Piece(kind="memory_bound", shape=(("elements", call.outputs[0].numel()),), flop=2 * sizes),)
+    return (KernelPiece(kind="memory_bound", shape=(("elements", call.outputs[0].numel()),), flop=2 * sizes),)
 
 
 def _flop_of(shape: Dims) -> int:
     return 2 * math.prod(size for _, size in shape)
 
 
-def _by_shape(shape: Callable[[OperatorCall], Dims]) -> Row:
+def _by_shape(shape: Callable[[OperatorCall], Dims]) -> OperatorRow:
     """A product that torch's counter may lack: 2 m n k."""
-    return Row(pieces=_product(shape, lambda call: _flop_of(shape(call))))
+    return OperatorRow(pieces=_product(shape, lambda call: _flop_of(shape(call))))
 
 
-def _convolution(call: OperatorCall) -> tuple[Piece, ...]:
+def _convolution(call: OperatorCall) -> tuple[KernelPiece, ...]:
     """One and three spatial dims are folded into two (height 1; depth times height)."""
     given, weight, stride, groups = call.first(0), call.first(1), call.arguments["stride"], call.arguments["groups"]
     out = call.outputs[0]
@@ -183,32 +183,32 @@ def _convolution(call: OperatorCall) -> tuple[Piece, ...]:
     stride_h, stride_w = two(strides)
     sizes = {"c": given.shape[1], "h": h, "w": w, "k": out.shape[1], "r": r, "s": s, "stride_h": stride_h}
     sizes |= {"stride_w": stride_w, "groups": groups, "out_h": out_h, "out_w": out_w, "batch": given.shape[0]}
-    return (Piece(kind="convolution", shape=tuple(sizes.items())),)
+    return (KernelPiece(kind="convolution", shape=tuple(sizes.items())),)
 
 
-def _attention(call: OperatorCall) -> tuple[Piece, ...]:
+def _attention(call: OperatorCall) -> tuple[KernelPiece, ...]:
     """[batch, heads, length, depth]."""
     query, key, value = call.first(0), call.first(1), call.first(2)
     sizes = {"heads": query.shape[1], "q": query.shape[2], "kv": key.shape[2], "d": query.shape[3], "batch": query.shape[0]}
     shape = (*sizes.items(), ("causal", int(bool(call.arguments.get("is_causal")))))
     flop = 2 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * (query.shape[3] + value.shape[3])
-    return (Piece(kind="attention", shape=shape, flop=flop),)
+    return (KernelPiece(kind="attention", shape=shape, flop=flop),)
 
 
-def _embedding(call: OperatorCall) -> tuple[Piece, ...]:
+def _embedding(call: OperatorCall) -> tuple[KernelPiece, ...]:
     """Reads the rows it gathers, not the table."""
     table, rows = call.first(0), call.first(1)
     moved = call.size_bytes(rows) + rows.numel() * table.shape[1] * table.element_size() + call.size_bytes(call.outputs[0])
     shape = (("rows", rows.numel()), ("width", table.shape[1]))
-    return (Piece(kind="embedding", shape=shape, activation_bytes=moved, parameter_bytes=0),)
+    return (KernelPiece(kind="embedding", shape=shape, activation_bytes=moved, parameter_bytes=0),)
 
 
-def _rnn_layer(call: OperatorCall) -> tuple[Piece, ...]:
+def _rnn_layer(call: OperatorCall) -> tuple[KernelPiece, ...]:
     """One direction of one layer, input [length, batch, features]."""
     return _recurrence(call, call.first(0), call.first(1), call.first(2))
 
 
-def _rnn(call: OperatorCall) -> tuple[Piece, ...]:
+def _rnn(call: OperatorCall) -> tuple[KernelPiece, ...]:
     """All layers and directions of a fused kernel; `weight` lists, per layer and direction, `weight_stride0` arrays."""
     given = call.first(0)
     if call.arguments["batch_first"]:
@@ -221,7 +221,7 @@ def _rnn(call: OperatorCall) -> tuple[Piece, ...]:
     )
 
 
-def _recurrence(call: OperatorCall, given: Any, towards_gates: Any, recurrent: Any) -> tuple[Piece, ...]:
+def _recurrence(call: OperatorCall, given: Any, towards_gates: Any, recurrent: Any) -> tuple[KernelPiece, ...]:
     """The product of all inputs at once, then one product and one pass over the gates per step.
 
     A step waits for the one before: `count` kernels of one step each.
@@ -231,14 +231,14 @@ def _recurrence(call: OperatorCall, given: Any, towards_gates: Any, recurrent: A
     hidden, width = recurrent.shape[1], given.element_size()
     biases = 2 * gates * width if call.arguments.get("has_biases", True) else 0
     products = (("n", gates), ("k", features))
-    inputs = Piece(
+    inputs = KernelPiece(
         kind="matmul",
         shape=(("m", length * batch), *products),
         flop=2 * length * batch * gates * features,
         activation_bytes=width * length * batch * (features + gates),
         parameter_bytes=call.size_bytes(towards_gates) + biases,
     )
-    steps = Piece(
+    steps = KernelPiece(
         kind="matmul",
         shape=(("m", batch), ("n", gates), ("k", hidden)),
         flop=2 * batch * gates * hidden,
@@ -246,7 +246,7 @@ def _recurrence(call: OperatorCall, given: Any, towards_gates: Any, recurrent: A
         parameter_bytes=call.size_bytes(recurrent),
         count=length,
     )
-    cells = Piece(
+    cells = KernelPiece(
         kind="memory_bound",
         shape=(("elements", batch * gates),),
         flop=0,
@@ -289,11 +289,11 @@ def _grid_sample(call: OperatorCall) -> float:
     return 2.0 * (8 if call.name.endswith("3d") else 4) * float(call.outputs[0].numel())
 
 
-TRANSFORM = Row(flop=_fft, backward_flop=1.0)
-MEMORY_BOUND = Row()
+TRANSFORM = OperatorRow(flop=_fft, backward_flop=1.0)
+MEMORY_BOUND = OperatorRow()
 
 
-def _decompositions() -> dict[str, Row]:
+def _decompositions() -> dict[str, OperatorRow]:
     rows = {
         ("cholesky", "linalg_cholesky_ex", "cholesky_inverse"): (1 / 3, 0.0),
         ("linalg_lu_factor_ex", "linalg_lu", "_linalg_det", "_linalg_slogdet"): (2 / 3, 0.0),
@@ -308,7 +308,7 @@ def _decompositions() -> dict[str, Row]:
         ("_linalg_svd", "linalg_pinv"): (4.0, 0.0),
         ("linalg_matrix_exp",): (2.0, 0.0),
     }
-    return {f"aten.{name}": Row(flop=_decomposition(*terms)) for names, terms in rows.items() for name in names}
+    return {f"aten.{name}": OperatorRow(flop=_decomposition(*terms)) for names, terms in rows.items() for name in names}
 
 
 PASSES = """
@@ -350,9 +350,12 @@ ATTENTION = (
     "_scaled_dot_product_attention_math_for_mps",
 )
 
-TABLE: dict[str, Row] = {
+CONVOLUTIONS = ("convolution", "_convolution", "convolution_overrideable", "cudnn_convolution")
+EMBEDDINGS = ("embedding", "_embedding_bag", "_embedding_bag_forward_only")
+
+TABLE: dict[str, OperatorRow] = {
     **{f"aten.{name}": MEMORY_BOUND for name in PASSES.split()},
-    **{f"aten.{name}": Row(reads_part=True) for name in ("index", "_unsafe_index", "index_select", "gather", "take")},
+    **{f"aten.{name}": OperatorRow(reads_part=True) for name in ("index", "_unsafe_index", "index_select", "gather", "take")},
     **{f"aten.{name}": _by_shape(_mm) for name in ("mm", "addmm", "_scaled_mm", "_int_mm")},
     **{f"aten.{name}": _by_shape(_bmm) for name in ("bmm", "baddbmm", "addbmm")},
     **{f"aten.{name}": _by_shape(_grouped) for name in ("_grouped_mm", "_scaled_grouped_mm")},
@@ -361,20 +364,25 @@ TABLE: dict[str, Row] = {
     **{f"aten.{name}": _by_shape(_distances) for name in ("_cdist_forward", "_pdist_forward")},
     "aten.linear": _by_shape(_linear),
     "aten.addr": _by_shape(_outer),
-    "aten._trilinear": Row(pieces=_trilinear),
-    **{f"aten.{name}": Row(pieces=_convolution) for name in ("convolution", "_convolution", "convolution_overrideable")},
-    **{f"aten.{name}": Row(pieces=_attention) for name in ATTENTION},
-    **{f"aten.{name}": Row(pieces=_embedding) for name in ("embedding", "_embedding_bag", "_embedding_bag_forward_only")},
-    "aten.mkldnn_rnn_layer": Row(pieces=_rnn_layer),
-    **{f"aten.{name}": Row(pieces=_rnn) for name in ("_cudnn_rnn", "miopen_rnn")},
+    "aten._trilinear": OperatorRow(pieces=_trilinear),
+    **{
+        f"aten.{name}": OperatorRow(pieces=_convolution) for name in ("convolution", "_convolution", "convolution_overrideable")
+    },
+    **{f"aten.{name}": OperatorRow(pieces=_attention) for name in ATTENTION},
+    **{
+        f"aten.{name}": OperatorRow(pieces=_embedding)
+        for name in ("embedding", "_embedding_bag", "_embedding_bag_forward_only")
+    },
+    "aten.mkldnn_rnn_layer": OperatorRow(pieces=_rnn_layer),
+    **{f"aten.{name}": OperatorRow(pieces=_rnn) for name in ("_cudnn_rnn", "miopen_rnn")},
     **{f"aten.{name}": TRANSFORM for name in ("_fft_c2c", "_fft_r2c", "_fft_c2r")},
-    **{f"aten.{name}": Row(flop=_grid_sample) for name in ("grid_sampler_2d", "grid_sampler_3d")},
+    **{f"aten.{name}": OperatorRow(flop=_grid_sample) for name in ("grid_sampler_2d", "grid_sampler_3d")},
     **_decompositions(),
 }
 """By the name of the operator as torch prints its packet. Add rows for operators of your own."""
 
 
-def row_of(name: str) -> Row | None:
+def row_of(name: str) -> OperatorRow | None:
     """The row of an operator; the in-place form shares that of its base. None: the table lacks it."""
     row = TABLE.get(name)
     return TABLE.get(name.removesuffix("_")) if row is None else row

@@ -92,6 +92,11 @@ class KernelModel:
             by_source[source] = by_source.get(source, 0.0) + seconds
         efficiency, spread = self.efficiency
         shares = ", ".join(f"{by_source[name] / total:.0%} {name}" for name in sorted(by_source))
+        if efficiency and efficiency[0].value > 1:  # whole models were faster than their kernels
+            least_s = sum(
+                entry.count * kernel_roofline_s(entry, self.device, self.precision) for entry in self._kernels(request)
+            )
+            efficiency = (*efficiency, Term("roofline", "at least", least_s, "published"))
         return Estimate.of(
             (*terms, *efficiency),
             source=max(sorted(by_source), key=lambda name: by_source[name]),

@@ -10,7 +10,8 @@ A matrix product of `problems` independent (rows x depth) by (depth x columns), 
 
 so that a size of `half_x` halves the efficiency, a product with fewer outputs than `wave_outputs` does not fill the device,
 and t grows with every size within a family. Families: "dense" (matmul, 1x1 filters), "3x3" (3x3 at stride 1, where Winograd
-kernels exceed the peak's count of multiplications), "other". Memory-bound kernels have c = 0; arithmetic that they do all the same bounds them from below (`parsim.costs.compute.roofline`).
+kernels exceed the peak's count of multiplications), "other". Memory-bound kernels have c = 0. No kernel is
+priced below its roofline (`parsim.costs.compute.roofline`).
 
 What stands behind each kind: a convolution's forward has rows = samples x output pixels, columns = output channels and
 depth = input channels; its backward_input exchanges the channels; its backward_weight has the channels as rows and columns

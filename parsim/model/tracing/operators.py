@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from parsim.model.component import Operator
-from parsim.model.operator_table import UNLISTED, Dims, OperatorCall, Piece, Row, row_of
+from parsim.model.operator_table import UNLISTED, Dims, KernelPiece, OperatorCall, OperatorRow, row_of
 from parsim.model.tracing.recorder import storage_key, tensors_in
 
 aten = torch.ops.aten
@@ -77,7 +77,9 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def operators_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, state: set[int], op: int) -> list[RawOperator]:
+def operators_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, state: set[int], op: int
+) -> list[RawOperator]:
     """The kernels of one aten call by the operator table.
 
     Args:
@@ -97,11 +99,11 @@ def operators_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
     activations, parameters = _moved_bytes(call, row, given, made)
     counted = int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else None
     whole = (("elements", _elements(given, made)),)
-    pieces: tuple[Piece, ...] = (Piece(kind="memory_bound", shape=whole, flop=0),)
+    pieces: tuple[KernelPiece, ...] = (KernelPiece(kind="memory_bound", shape=whole, flop=0),)
     if row is not None and row.pieces is not None:
         pieces = row.pieces(call)
     elif row is not None and row.flop is not None:
-        pieces = (Piece(kind="memory_bound", shape=whole, flop=int(row.flop(call))),)
+        pieces = (KernelPiece(kind="memory_bound", shape=whole, flop=int(row.flop(call))),)
     name = call.name if row is not None or counted is not None or _is_tagged(func) else f"{UNLISTED}{call.name}"
     if packet is aten.gelu and kwargs.get("approximate") == "tanh":
         name = "aten.gelu_tanh"
@@ -121,7 +123,7 @@ def operators_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
     ]
 
 
-def _moved_bytes(call: OperatorCall, row: Row | None, given: list[Tensor], made: list[Tensor]) -> tuple[int, int]:
+def _moved_bytes(call: OperatorCall, row: OperatorRow | None, given: list[Tensor], made: list[Tensor]) -> tuple[int, int]:
     """Of activations, read and written, and of parameters read; every tensor once."""
     written = sum(map(_size_bytes, made))
     read = {True: 0, False: 0}
