@@ -151,9 +151,9 @@ class Recorder(TorchFunctionMode):
         if tensor.layout != torch.strided:
             line = at_line(traceback.extract_stack()) if self.stack else ""
             raise TraceError(
-                f"{self.where} holds or makes a tensor of layout {tensor.layout}{line}, and only dense ones can be recorded; keep "
-                "indices and values as dense tensors (index_select, index_add), or put the product into an operator of your own "
-                "(torch.library.custom_op, parsim.model.operator_table)"
+                f"{self.where} holds or makes a tensor of layout {tensor.layout}{line}, and only dense ones can be recorded; "
+                "keep indices and values as dense tensors (index_select, index_add), or put the product into an operator of "
+                "your own (torch.library.custom_op, parsim.model.operator_table)"
             )
         number = len(self.recording.tensors)
         self.recording.tensors.append(tensor)
@@ -326,8 +326,8 @@ def value_message(where: str, what: object, line: str = "") -> str:
         experts = " (a mixture of experts: give each expert a fixed number of rows by topk and gather, or use grouped_mm)"
     line = line or at_line(traceback.extract_stack())
     return (
-        f"{where} looks at the values of a tensor ({what}){line}, so what it does depends on the data and cannot be recorded; rewrite that step with torch.where or masks{experts}, or keep the value outside "
-        f"the forward"
+        f"{where} looks at the values of a tensor ({what}){line}, so what it does depends on the data and cannot be recorded; "
+        f"rewrite that step with torch.where or masks{experts}, or keep the value outside the forward"
     )
 
 
