@@ -312,31 +312,32 @@ def _decompositions() -> dict[str, OperatorRow]:
 
 
 PASSES = """
-_adaptive_avg_pool2d _adaptive_avg_pool3d _batch_norm_with_update _batch_norm_no_update _chunk_cat _conj _ctc_loss
+_adaptive_avg_pool2d _adaptive_avg_pool3d _batch_norm_no_update _batch_norm_with_update _chunk_cat _conj _ctc_loss
 _fused_dropout _fused_rms_norm _histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors
 _linalg_check_errors _local_scalar_dense _log_softmax _log_softmax_backward_data _native_batch_norm_legit
 _native_batch_norm_legit_functional _neg_view _pack_padded_sequence _pad_packed_sequence _prelu_kernel _reshape_alias
-_reshape_copy _safe_softmax _softmax _softmax_backward_data _standard_gamma _sample_dirichlet _thnn_fused_gru_cell
-_thnn_fused_lstm_cell _to_copy _unique2 _unsafe_index _unsafe_index_put _unsafe_masked_index
-_unsafe_masked_index_put_accumulate _unsafe_view _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
-_upsample_nearest_exact2d _upsample_nearest_exact3d _weight_norm_interface adaptive_max_pool2d adaptive_max_pool3d
-affine_grid_generator alias_copy allclose arange argsort as_strided as_strided_copy as_strided_scatter avg_pool2d avg_pool3d
-bernoulli binary_cross_entropy bincount block_diag bucketize cat cauchy channel_shuffle clone col2im complex
-constant_pad_nd copy count_nonzero cudnn_batch_norm cummax cummin cumprod cumsum diag_embed diagonal_copy diagonal_scatter dist
-equal exponential eye fill flip fractional_max_pool2d fractional_max_pool3d full full_like gather geometric glu histc histogram
-huber_loss im2col index index_add index_copy index_fill index_put index_reduce index_select isin kthvalue linalg_cross
-linalg_vector_norm linspace log_normal log_sigmoid_forward logcumsumexp logspace logsumexp lu_unpack masked_fill
-masked_scatter masked_select max_pool2d_with_indices max_pool3d_with_indices max_unpool2d max_unpool3d median mish mode mse_loss
-multi_margin_loss multilabel_margin_loss_forward multinomial nanmedian nansum narrow_copy native_batch_norm native_dropout
-native_group_norm native_layer_norm new_full new_ones new_zeros nll_loss2d_forward nll_loss_forward nonzero nonzero_static norm
-normal ones ones_like permute_copy pixel_shuffle pixel_unshuffle polar prod put rand rand_like randint randint_like randn
-randn_like randperm reflection_pad1d reflection_pad2d reflection_pad3d renorm repeat repeat_interleave replication_pad1d
-replication_pad2d replication_pad3d resize resize_as roll rot90 rrelu_with_noise rrelu_with_noise_functional scalar_tensor
-scatter scatter_add scatter_reduce searchsorted segment_reduce select_backward select_scatter slice_backward slice_scatter
-smooth_l1_loss soft_margin_loss sort split_with_sizes_copy stack take topk trace transpose transpose_copy tril tril_indices
-triu triu_indices unbind_copy unfold unfold_copy uniform unique_consecutive unsqueeze_copy unsqueeze squeeze
-upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
-upsample_trilinear3d var_mean view_as_complex view_as_real view_copy zero zeros zeros_like
+_reshape_copy _safe_softmax _sample_dirichlet _softmax _softmax_backward_data _standard_gamma _thnn_fused_gru_cell
+_thnn_fused_lstm_cell _to_copy _unique2 _unsafe_index_put _unsafe_masked_index _unsafe_masked_index_put_accumulate _unsafe_view
+_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+_weight_norm_interface adaptive_max_pool2d adaptive_max_pool3d affine_grid_generator alias_copy allclose arange argsort
+as_strided as_strided_copy as_strided_scatter avg_pool2d avg_pool3d bernoulli binary_cross_entropy
+binary_cross_entropy_with_logits bincount block_diag bucketize cat cauchy channel_shuffle clone col2im complex constant_pad_nd
+copy count_nonzero cudnn_batch_norm cummax cummin cumprod cumsum diag_embed diagonal_copy diagonal_scatter dist equal
+expand_copy exponential eye fill flip floor_divide fractional_max_pool2d fractional_max_pool3d full full_like geometric glu
+hardswish hash_tensor histc histogram huber_loss im2col index_add index_copy index_fill index_put index_reduce isin kthvalue
+linalg_cross linalg_vector_norm linspace log_normal log_sigmoid_forward logcumsumexp logspace logsumexp lu_unpack masked_fill
+masked_scatter masked_select max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d_with_indices max_unpool2d
+max_unpool3d median mish mode mse_loss multi_margin_loss multilabel_margin_loss_forward multinomial nanmedian nansum
+narrow_copy native_batch_norm native_dropout native_group_norm native_layer_norm new_full new_ones new_zeros nll_loss2d_forward
+nll_loss_forward nonzero nonzero_static norm normal ones ones_like permute_copy pixel_shuffle pixel_unshuffle polar prod put
+rand rand_like randint randint_like randn randn_like randperm reflection_pad1d reflection_pad2d reflection_pad3d renorm repeat
+repeat_interleave replication_pad1d replication_pad2d replication_pad3d resize resize_as roll rot90 rrelu_with_noise
+rrelu_with_noise_functional rsub scalar_tensor scatter scatter_add scatter_reduce searchsorted segment_reduce select_backward
+select_scatter slice_backward slice_scatter smooth_l1_loss soft_margin_loss sort split_with_sizes_copy squeeze squeeze_copy
+stack t_copy topk trace transpose transpose_copy tril tril_indices triu triu_indices unbind_copy unfold unfold_copy uniform
+unique_consecutive unsqueeze unsqueeze_copy upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
+upsample_nearest2d upsample_nearest3d upsample_trilinear3d var_mean view_as_complex view_as_real view_copy zero zeros
+zeros_like
 """
 """Names in aten of operators that pass over their arrays: normalisations, pooling, gathers, scatters, sorts, copies. Those that
 torch tags as point-wise or reductions are not listed; the trailing underscore of an in-place form is left out."""
@@ -350,6 +351,7 @@ ATTENTION = (
     "_scaled_dot_product_attention_math_for_mps",
 )
 
+LINEAR_LOSSES = ("_linear_cross_entropy_batch_chunked", "_linear_cross_entropy_batch_chunked_no_reduction")
 CONVOLUTIONS = ("convolution", "_convolution", "convolution_overrideable", "cudnn_convolution")
 EMBEDDINGS = ("embedding", "_embedding_bag", "_embedding_bag_forward_only")
 
@@ -363,6 +365,7 @@ TABLE: dict[str, OperatorRow] = {
     **{f"aten.{name}": _by_shape(_dot) for name in ("dot", "vdot")},
     **{f"aten.{name}": _by_shape(_distances) for name in ("_cdist_forward", "_pdist_forward")},
     "aten.linear": _by_shape(_linear),
+    **{f"torch_nn.{name}": _by_shape(_linear) for name in LINEAR_LOSSES},
     "aten.addr": _by_shape(_outer),
     "aten._trilinear": OperatorRow(pieces=_trilinear),
     **{

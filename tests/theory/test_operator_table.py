@@ -123,25 +123,24 @@ def test_the_database_agrees_with_torchs_counter(op: Any) -> None:
     assert check(op, 12)
 
 
-def grown_input(sample: Sample) -> Sample | None:
-    """The same call on twice the batch; None where the input has no batch."""
+def repeated(sample: Sample, times: int) -> Sample | None:
+    """The same call on so many times the batch, contiguous; None where the input has no batch."""
     given, args, kwargs = sample
     if not isinstance(given, torch.Tensor) or given.dim() == 0 or given.numel() == 0:
         return None
-    return torch.cat([given, given]), args, kwargs
+    return torch.cat([given] * times), args, kwargs
 
 
 @pytest.mark.parametrize("op", FEW, ids=lambda op: f"{op.name}{op.variant_test_name}")
 def test_more_samples_never_compute_or_move_less(op: Any) -> None:
     for sample in samples(op, 3):
-        larger = grown_input(sample)
-        if larger is None:
+        smaller, larger = repeated(sample, 1), repeated(sample, 2)
+        if smaller is None or larger is None:
             continue
-        before = operators(op, sample)
         try:
-            after = operators(op, larger)
+            before, after = operators(op, smaller), operators(op, larger)
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
-            continue  # the other arguments belong to the smaller batch
+            continue  # the other arguments belong to the sample as it was
         for name in ("flop", "activation_bytes"):
             assert total(after, name) >= total(before, name), (op.name, name)
 
@@ -155,3 +154,97 @@ def test_the_table_lacks_few_operators_of_the_database() -> None:
             for sample in samples(op, 1):
                 lacking |= {raw.function for raw in operators(op, sample) if raw.function.startswith(UNLISTED)}
     assert lacking == set()
+
+
+def sized(name: str, s: dict[str, int]) -> Any:
+    """A call of the function on fresh tensors of these sizes; returns nothing of interest."""
+    b, m, n, k = s["b"], s["m"], s["n"], s["k"]
+    make = torch.randn
+    match name:
+        case "linear":
+            F.linear(make(b, m, k), make(n, k))
+        case "bmm":
+            torch.bmm(make(b, m, k), make(b, k, n))
+        case "einsum":
+            torch.einsum("bmk,kn->bnm", make(b, m, k), make(k, n))
+        case "convolution":
+            F.conv2d(make(b, 2 * k, m + 3, m + 3), make(2 * n, k, 3, 3), groups=2)
+        case "transposed convolution":
+            F.conv_transpose2d(make(b, k, m, m), make(k, n, 2, 2), stride=2)
+        case "attention":
+            F.scaled_dot_product_attention(make(b, k, m, 8), make(b, k, n, 8), make(b, k, n, 8))
+        case "lstm":
+            torch.nn.LSTM(k, n, batch_first=True)(make(b, m, k))
+        case "gru":
+            torch.nn.GRU(k, n, batch_first=True)(make(b, m, k))
+        case "bilinear":
+            F.bilinear(make(b, m), make(b, k), make(n, m, k))
+        case "fft":
+            torch.fft.fft(make(b, m, k, dtype=torch.complex64), dim=1)
+        case "distances":
+            torch.cdist(make(b, m, k), make(b, n, k))
+        case "solve":
+            torch.linalg.solve(make(b, m, m), make(b, m, n))
+        case "singular values":
+            torch.linalg.svd(make(b, m, n), full_matrices=False)
+        case "sort":
+            make(b, m, k).sort(-1)
+        case "scatter":
+            torch.zeros(b, m).scatter_add(1, torch.zeros(b, n, dtype=torch.long), make(b, n))
+        case "index_add":
+            torch.zeros(m, k).index_add(0, torch.zeros(n, dtype=torch.long), make(n, k))
+        case "bag":
+            F.embedding_bag(torch.zeros(b, m, dtype=torch.long), make(k, n))
+
+
+SIZED = (
+    "linear",
+    "bmm",
+    "einsum",
+    "convolution",
+    "transposed convolution",
+    "attention",
+    "lstm",
+    "gru",
+    "bilinear",
+    "fft",
+    "distances",
+    "solve",
+    "singular values",
+    "sort",
+    "scatter",
+    "index_add",
+    "bag",
+)
+
+
+def recorded(name: str, sizes: dict[str, int]) -> tuple[int, int, int]:
+    mode = OperatorMode(lambda: 0, set())
+    with torch.no_grad(), mode:
+        sized(name, sizes)
+    kept = [raw for raw in mode.operators if raw.function not in ("aten.randn", "aten.zeros", "aten.uniform_")]
+    return total(kept, "flop"), total(kept, "activation_bytes"), len(kept)
+
+
+@pytest.mark.parametrize("name", SIZED)
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.fixed_dictionaries({size: st.integers(1, 6) for size in "bmnk"}),
+    grown=st.sampled_from("bmnk"),
+    more=st.integers(1, 4),
+)
+def test_flop_and_bytes_grow_with_every_size(name: str, sizes: dict[str, int], grown: str, more: int) -> None:
+    before, after = recorded(name, sizes), recorded(name, {**sizes, grown: sizes[grown] + more})
+    assert after[0] >= before[0]
+    assert after[1] >= before[1]
+
+
+@pytest.mark.parametrize("name", [name for name in SIZED if name not in ("sort", "scatter", "index_add", "bag")])
+def test_arithmetic_is_counted(name: str) -> None:
+    assert recorded(name, {"b": 2, "m": 4, "n": 3, "k": 5})[0] > 0
+
+
+def test_rows_have_no_two_meanings() -> None:
+    for name, row in TABLE.items():
+        assert row.pieces is None or row.flop is None, name
+        assert name.partition(".")[2], name

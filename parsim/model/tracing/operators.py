@@ -45,7 +45,20 @@ class RawOperator:
 # The dim a sample multiplies, in the order tried, and what Operator.batch calls that. The dim "batch" leaves the shape.
 _GROWTH = (("batch", "batch"), ("problems", "batch"), ("m", "rows"), ("rows", "rows"), ("elements", "batch"))
 _PASSES_OVER = tuple(getattr(torch.Tag, name) for name in ("pointwise", "reduction") if hasattr(torch.Tag, name))
-_NO_KERNEL = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach, aten.lift_fresh, aten.alias)
+_NO_KERNEL = tuple(
+    getattr(aten, name)
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "detach",
+        "lift_fresh",
+        "alias",
+    )
+)
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
