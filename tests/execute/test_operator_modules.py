@@ -157,7 +157,11 @@ def _mix_backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, t
     return gradient @ weight.T, x.flatten(0, -2).T @ gradient.flatten(0, -2)
 
 
-mix.register_autograd(_mix_backward, setup_context=lambda context, inputs, output: context.save_for_backward(*inputs))
+def _keep_inputs(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+mix.register_autograd(_mix_backward, setup_context=_keep_inputs)
 
 
 class Mixer(torch.nn.Module):

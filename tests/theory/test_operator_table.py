@@ -8,15 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 pytest.importorskip("expecttest", reason="torch's operator database needs it (the dev extra)")
 
+import torch.nn.functional as F  # noqa: E402
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode, flop_registry  # noqa: E402
 
-from parsim.model.operator_table import UNLISTED, row_of  # noqa: E402
+from parsim.model.operator_table import TABLE, UNLISTED, row_of  # noqa: E402
 from parsim.model.tracing.operators import OperatorMode, RawOperator  # noqa: E402
 from parsim.model.tracing.recorder import tensors_in  # noqa: E402
 
