@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parsim.costs.estimate import Estimate, Term
+from parsim.costs.estimate import QUEUEING, Estimate, Term
 from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.costs.feedback.updates import updates_of
 from parsim.hardware.cluster import Cluster
@@ -169,7 +169,7 @@ def _queueing(subject: Subject, context: PriceContext) -> Term | None:
         return None
     device = format_seconds(subject.so_far_s)
     why = f"the host takes longer to queue it than the device to run it ({device})"
-    return Term("queueing", "at least", subject.base.issue_s, "measured", why)
+    return Term(QUEUEING, "at least", subject.base.issue_s, "measured", why)
 
 
 def _host_overhead(subject: Subject, context: PriceContext) -> Term | None:
@@ -216,7 +216,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         source="`today` over `noise.probe` of the profile; measured by `parsim calibrate --refresh PROFILE`",
     ),
     Adjustment(
-        name="queueing",
+        name=QUEUEING,
         applies_to=COMPUTATION,
         term=_queueing,
         sentence="A GPU cannot compute faster than the host queues its kernels.",

@@ -18,6 +18,9 @@ TermOrigin = Literal["measured", "fitted", "published", "updated", "observed", "
 """Where the number of a term comes from. `observed`: a running job has shown it. `assumed`: nobody has measured it."""
 
 
+QUEUEING = "queueing"
+"""The term that lifts a price to the host's time."""
+
 Detail = str | tuple[str | float, ...]
 """A text, or a template of `str.format` and its values: most details are never read."""
 
@@ -157,7 +160,7 @@ class Estimate:
     @property
     def host_bound(self) -> bool:
         """The host takes longer to queue the work on a GPU than the device to run it, and the price is the host's."""
-        return any(term.operation == "at least" for term in self.terms)
+        return any(term.name == QUEUEING for term in self.terms)
 
     def recompute(self) -> float:
         """Seconds from the terms alone; equal to `median_s`, bit for bit."""

@@ -32,6 +32,7 @@ from parsim.graph.taskgraph import TaskGraph
 from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import Interval, IntervalCorrection, PlanResult
+from parsim.predict.unlisted import unlisted_warnings
 from parsim.timeline import Timeline
 from parsim.work import Work, ranks_of_work
 
@@ -140,7 +141,7 @@ def evaluate(
         fits=all(entry.fits for entry in memory),
         cost_sources=_sources(estimates, seconds),
         plan=plan,
-        warnings=_warnings(estimates, seconds, memory),
+        warnings=(*_warnings(estimates, seconds, memory), *unlisted_warnings(problem, columns.units, estimates, seconds)),
         reason=reason,
         cluster=problem.cluster.name,
         lower_bound_s=busiest_resource_s(compiled, medians),

@@ -251,7 +251,7 @@ def test_an_adjusted_price_is_the_formula_of_the_list(
     host, computes = profile.host, isinstance(work, COMPUTATION)
     base_s = base.median_s
     if base.host_bound:  # what the device takes, before it waits for the host
-        base_s = folded_s(term for term in base.terms if term.operation != "at least")
+        base_s = folded_s(term for term in base.terms if term.name != "queueing")
     expected_s, on_gpu = base_s, costs.cluster.devices[0].type.kind == "cuda"
     cores = len({entry.core if entry.core is not None else -1 - entry.index for entry in profile.devices})
     ranks = costs.cluster.size if costs.ranks is None else costs.ranks

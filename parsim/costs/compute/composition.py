@@ -16,13 +16,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from parsim.costs.compute.cuda_launches import cuda_operators
+from parsim.costs.compute.kernel_model import HALVES, component_kernels
 from parsim.costs.compute.launches import Launch, component_launches
 from parsim.costs.compute.operator_model import EXTRAPOLATED_SHARE, ComputeRequest, drift_of
 from parsim.costs.compute.operators import operator_times
+from parsim.costs.compute.roofline import component_roofline_s
 from parsim.costs.compute.surfaces import Price, SurfaceModel
-from parsim.costs.estimate import Detail, Estimate, TermOrigin, Terms, folded_s, summed
+from parsim.costs.estimate import Detail, Estimate, Term, TermOrigin, Terms, folded_s, summed
 from parsim.errors import CostError
 from parsim.hardware.compute_records import Composition
+from parsim.hardware.device import DeviceType
 from parsim.hardware.profile import Profile
 from parsim.model.component import Component
 from parsim.units import format_seconds
@@ -136,13 +140,13 @@ class LaunchModel:
     """
 
     profile: Profile
-    device_type: str
+    device: DeviceType
     precision: str
     surfaces: SurfaceModel
 
     def seconds(self, request: ComputeRequest) -> float:
         """Of the launches and of what the component adds."""
-        return composed_s(self._parts(request), self._composition(request.phase))
+        return folded_s(self._bounded(request, composed_terms(self._parts(request), self._composition(request.phase))))
 
     def estimate(self, request: ComputeRequest) -> Estimate:
         """What `composed_terms` gives, and on which uncertain parameters it rests.
@@ -152,7 +156,7 @@ class LaunchModel:
         its kind. Raises CostError as `component_parts`.
         """
         parts, composition = self._parts(request), self._composition(request.phase)
-        terms, total = composed_terms(parts, composition), parts.total_s
+        terms, total = self._bounded(request, composed_terms(parts, composition)), parts.total_s
         seconds = folded_s(terms)
         shares = {kind: value / total for kind, value in parts.seconds.items()} if total else {}
         own = parts.widening if composition is not None else {kind: parts.sigma[kind] + parts.widening[kind] for kind in shares}
@@ -173,13 +177,26 @@ class LaunchModel:
             issue_s=composed_issue_s(parts, composition),
         )
 
+    def _bounded(self, request: ComputeRequest, terms: Terms) -> Terms:
+        """With a last term that lifts the sum to what arithmetic and memory allow at least."""
+        operators = request.component.operators
+        if self.device.kind == "cuda":
+            operators = cuda_operators(operators)
+        kernels = component_kernels(request, self.precision, self.device.kind)
+        share = 0.5 if request.phase in HALVES else 1.0
+        least_s = component_roofline_s(kernels, operators, request.samples, self.device, self.precision, share=share)
+        if least_s <= folded_s(terms):
+            return terms
+        what = "flop at the peak, bytes at the bandwidth"
+        return (*terms, Term("roofline", "at least" if terms else "start", least_s, "published", what))
+
     def _parts(self, request: ComputeRequest) -> Parts:
         return component_parts(
             request.component, request.phase, request.samples, self.surfaces, input_gradient=request.input_gradient
         )
 
     def _composition(self, phase: Phase) -> Composition | None:
-        return composition_of(self.profile.compute.compositions, phase, self.device_type, self.precision)
+        return composition_of(self.profile.compute.compositions, phase, self.device.name, self.precision)
 
 
 def _price(launch: Launch, model: SurfaceModel) -> Price:

@@ -163,7 +163,7 @@ class ComputeCosts:
             self._models[device.name] = (
                 KernelModel(self.profile, device, self.precision)
                 if surfaces is None
-                else LaunchModel(self.profile, device.name, self.precision, surfaces)
+                else LaunchModel(self.profile, device, self.precision, surfaces)
             )
         return self._models[device.name]
 

@@ -4,7 +4,8 @@
 
 The seconds of a launch are `parsim.costs.compute.operators.kernel_seconds` where its kind has a fit. Elsewhere they are a
 roofline: max(flop / (50% of the peak), bytes / (75% of the bandwidth)). The efficiency is what whole models were found to
-reach of the throughput of their operators, 1 where the profile has none.
+reach of the throughput of their operators, 1 where the profile has none. No launch is below
+`parsim.costs.compute.roofline.kernel_roofline_s`.
 
 Leaves out: launch gaps between the kernels of one component, cache reuse across operators, clock changes under load. The
 roofline also leaves out the launches themselves, so small kernels come out too fast.
@@ -21,6 +22,7 @@ from typing import NamedTuple
 from parsim.costs.compute.cuda_launches import cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
 from parsim.costs.compute.operator_model import EXTRAPOLATED_SHARE, ComputeRequest, drift_of
 from parsim.costs.compute.operators import Kernel, forward_kernels, halved_backward_kernels, kernel_seconds
+from parsim.costs.compute.roofline import kernel_roofline_s, peak_of
 from parsim.costs.estimate import Detail, Estimate, Source, Term, TermOrigin, Terms, folded_s, summed
 from parsim.errors import CostError
 from parsim.hardware.compute_records import OperatorFit
@@ -90,6 +92,11 @@ class KernelModel:
             by_source[source] = by_source.get(source, 0.0) + seconds
         efficiency, spread = self.efficiency
         shares = ", ".join(f"{by_source[name] / total:.0%} {name}" for name in sorted(by_source))
+        if efficiency and efficiency[0].value > 1:  # whole models were faster than their kernels
+            least_s = sum(
+                entry.count * kernel_roofline_s(entry, self.device, self.precision) for entry in self._kernels(request)
+            )
+            efficiency = (*efficiency, Term("roofline", "at least", least_s, "published"))
         return Estimate.of(
             (*terms, *efficiency),
             source=max(sorted(by_source), key=lambda name: by_source[name]),
@@ -103,16 +110,23 @@ class KernelModel:
         fit = self._fits.get((kernel.kind, kernel.phase))
         if fit is not None:
             doublings = 0.0
-            if kernel.flop > 0 and fit.max_flop > 0:
+            if kernel.flop > 0 and fit.max_flop > 0 and kernel.kind != "memory_bound":
                 doublings = max(0.0, math.log2(kernel.flop / fit.max_flop), math.log2(max(fit.min_flop, 1.0) / kernel.flop))
             sigma = fit.relative_sigma + FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings
-            return KernelPrice(kernel.count * kernel_seconds(kernel, fit.coefficients), sigma, "fitted", doublings > 0)
-        compute = 0.0
-        peak = self.device.peak_flop_per_s.get(self.precision)
-        if kernel.flop > 0 and peak is not None:
-            compute = kernel.flop / (peak * ROOFLINE_COMPUTE_EFFICIENCY)
+            seconds = kernel_seconds(kernel, fit.coefficients)
+            if kernel.kind == "memory_bound" and kernel.flop > 0:
+                bound = self._arithmetic_s(kernel)
+                if bound > seconds:
+                    return KernelPrice(kernel.count * bound, ROOFLINE_SIGMA, "published", False)
+            least = kernel_roofline_s(kernel, self.device, self.precision)
+            return KernelPrice(kernel.count * max(seconds, least), sigma, "fitted", doublings > 0)
         memory = kernel.size_bytes / (self.device.memory_bandwidth_bytes_per_s * ROOFLINE_BANDWIDTH_EFFICIENCY)
-        return KernelPrice(kernel.count * max(compute, memory), ROOFLINE_SIGMA, "published", False)
+        return KernelPrice(kernel.count * max(self._arithmetic_s(kernel), memory), ROOFLINE_SIGMA, "published", False)
+
+    def _arithmetic_s(self, kernel: Kernel) -> float:
+        """Of one launch at the stated efficiency; 0 where nobody published a peak of the precision."""
+        peak = peak_of(kernel, self.device, self.precision)
+        return 0.0 if peak is None or not kernel.flop else kernel.flop / (peak * ROOFLINE_COMPUTE_EFFICIENCY)
 
     @cached_property
     def efficiency(self) -> tuple[tuple[Term, ...], tuple[tuple[str, float], ...]]:

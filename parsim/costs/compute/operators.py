@@ -10,7 +10,8 @@ A matrix product of `problems` independent (rows x depth) by (depth x columns), 
 
 so that a size of `half_x` halves the efficiency, a product with fewer outputs than `wave_outputs` does not fill the device,
 and t grows with every size within a family. Families: "dense" (matmul, 1x1 filters), "3x3" (3x3 at stride 1, where Winograd
-kernels exceed the peak's count of multiplications), "other". Memory-bound kernels have c = 0.
+kernels exceed the peak's count of multiplications), "other". Memory-bound kernels have c = 0. No kernel is
+priced below its roofline (`parsim.costs.compute.roofline`).
 
 What stands behind each kind: a convolution's forward has rows = samples x output pixels, columns = output channels and
 depth = input channels; its backward_input exchanges the channels; its backward_weight has the channels as rows and columns
@@ -34,6 +35,7 @@ from dataclasses import dataclass, replace
 from parsim.errors import CostError
 from parsim.model.component import Operator
 from parsim.model.number_formats import number_format
+from parsim.model.operator_table import backward_flop_of
 
 FAMILIES = ("dense", "3x3", "other")
 BACKWARD_BYTES = 3 / 2
@@ -77,7 +79,7 @@ def kernel_seconds(kernel: Kernel, coefficients: Mapping[str, float]) -> float:
     try:
         bandwidth = coefficients["memory_bandwidth_bytes_per_s"] * coefficients["bandwidth_fraction"]
         memory = kernel.size_bytes / bandwidth
-        if kernel.flop == 0:
+        if kernel.flop == 0 or kernel.kind == "memory_bound":
             return coefficients["floor_s"] + memory
         outputs = (
             kernel.problems * (kernel.rows + coefficients["half_rows"]) * (kernel.columns + coefficients["half_columns"])
@@ -111,7 +113,8 @@ def forward_kernels(operator: Operator, samples: int, precision: str) -> tuple[K
                 operator.count, element_bytes(precision) / 4 * operator.activation_bytes * operator_times(operator, samples)
             ),
         )
-    return (_moved(operator.count, (NORMALISATION_FORWARD_BYTES if operator.parameter_bytes else 1) * size_bytes),)
+    passes = NORMALISATION_FORWARD_BYTES if operator.parameter_bytes else 1
+    return (_moved(operator.count, passes * size_bytes, operator.forward_flop * operator_times(operator, samples)),)
 
 
 def halved_backward_kernels(
@@ -137,7 +140,10 @@ def backward_kernels(operator: Operator, samples: int, precision: str, *, input_
         if operator.batch == "none":
             return ()
         arrays = NORMALISATION_BACKWARD_BYTES if operator.parameter_bytes else BACKWARD_BYTES
-        return (_moved(operator.count, arrays * _operand_bytes(operator, samples, precision)),)
+        flop = operator.forward_flop * operator_times(operator, samples)
+        if flop:
+            flop *= backward_flop_of(operator.function)
+        return (_moved(operator.count, arrays * _operand_bytes(operator, samples, precision), flop),)
     kernels: list[Kernel] = []
     for kernel in forward_kernels(operator, samples, precision):
         if kernel.kind == "memory_bound":
@@ -186,9 +192,9 @@ def _convolution(operator: Operator, samples: int, size_bytes: float) -> Kernel:
         kind="convolution",
         phase="forward",
         count=operator.count,
-        flop=operator.forward_flop * samples,
+        flop=operator.forward_flop * operator_times(operator, samples),
         size_bytes=size_bytes,
-        rows=samples * out_h * out_w,
+        rows=operator_times(operator, samples) * out_h * out_w,
         columns=k / groups,
         depth=c / groups,
         problems=groups,
@@ -218,8 +224,8 @@ def _attention(operator: Operator, samples: int, width: int) -> tuple[Kernel, ..
     return (scores, passes, replace(scores, columns=d, depth=keys))
 
 
-def _moved(count: int, size_bytes: float) -> Kernel:
-    return Kernel(kind="memory_bound", phase="forward", count=count, flop=0.0, size_bytes=size_bytes)
+def _moved(count: int, size_bytes: float, flop: float = 0.0) -> Kernel:
+    return Kernel(kind="memory_bound", phase="forward", count=count, flop=flop, size_bytes=size_bytes)
 
 
 def _operand_bytes(operator: Operator, samples: int, precision: str) -> float:

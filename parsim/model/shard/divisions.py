@@ -75,7 +75,7 @@ def divide(
     for key, operator in grown:
         mark = tuple(divided.cuts.get(key) for divided in found)
         counts[operator, mark] = counts.get((operator, mark), 0) + 1
-    operators = tuple(replace(operator, count=count) for (operator, _), count in counts.items())
+    operators = tuple(replace(operator, count=count * operator.count) for (operator, _), count in counts.items())
     shardings = tuple(
         _sharding(
             small.program,

@@ -1,12 +1,12 @@
 """The kernel-sized operations below a forward: a dispatch mode that writes down every aten call that moves data.
 
-Views and other calls that copy nothing are not operators. Shapes are those of the whole batch here; `grow` of two
-recordings at different batches says how each operator grows. Source of the flop formulas: torch.utils.flop_counter.
+What a call computes and moves stands in `parsim.model.operator_table`; torch's own flop counter decides the flop wherever it
+has the operator. Views and other calls that copy nothing are not operators. Shapes are those of the whole batch here; `grow` of
+two recordings at different batches says how each operator grows.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from parsim.model.component import Operator
+from parsim.model.operator_table import UNLISTED, Dims, KernelPiece, OperatorCall, OperatorRow, row_of
 from parsim.model.tracing.recorder import storage_key, tensors_in
 
-Dims = tuple[tuple[str, int], ...]
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class RawOperator:
-    """One aten call over the whole batch; `op` is the recorded torch-level call it happened in."""
+    """One kernel over the whole batch, or `count` equal ones; `op` is the recorded torch-level call it happened in.
+
+    Attributes:
+        flop, activation_bytes, parameter_bytes: of one. made_elements: of its largest output.
+    """
 
     op: int
     function: str
@@ -34,86 +38,27 @@ class RawOperator:
     flop: int
     activation_bytes: int
     parameter_bytes: int
+    count: int = 1
+    made_elements: int = 0
 
 
-def _matmul(args: tuple[Any, ...], out: Any) -> Dims:
-    left, right = args[0], args[1]
-    return (("m", left.shape[0]), ("n", right.shape[1]), ("k", left.shape[1]))
-
-
-def _addmm(args: tuple[Any, ...], out: Any) -> Dims:
-    return _matmul(args[1:], out)
-
-
-def _bmm(args: tuple[Any, ...], out: Any) -> Dims:
-    left, right = args[0], args[1]
-    return (("m", left.shape[1]), ("n", right.shape[2]), ("k", left.shape[2]), ("problems", left.shape[0]))
-
-
-def _baddbmm(args: tuple[Any, ...], out: Any) -> Dims:
-    return _bmm(args[1:], out)
-
-
-def _linear(args: tuple[Any, ...], out: Any) -> Dims:
-    given, weight = args[0], args[1]
-    return (("m", given.numel() // given.shape[-1]), ("n", weight.shape[0]), ("k", weight.shape[1]))
-
-
-def _convolution(args: tuple[Any, ...], out: Any) -> Dims:
-    """One and three spatial dims are folded into two (height 1; depth times height)."""
-    given, weight, stride, groups = args[0], args[1], args[3], args[8]
-
-    def two(sizes: Any) -> tuple[int, int]:
-        sizes = list(sizes)
-        return (1, sizes[0]) if len(sizes) == 1 else (math.prod(sizes[:-1]), sizes[-1])
-
-    (h, w), (r, s), (out_h, out_w) = two(given.shape[2:]), two(weight.shape[2:]), two(out.shape[2:])
-    strides = [*stride] * (given.dim() - 2) if len(stride) == 1 else [*stride]
-    stride_h, stride_w = two(strides)
-    sizes = {"c": given.shape[1], "h": h, "w": w, "k": out.shape[1], "r": r, "s": s, "stride_h": stride_h}
-    sizes |= {"stride_w": stride_w, "groups": groups, "out_h": out_h, "out_w": out_w, "batch": given.shape[0]}
-    return tuple(sizes.items())
-
-
-def _attention(args: tuple[Any, ...], out: Any) -> Dims:
-    query, key = args[0], args[1]
-    sizes = {"heads": query.shape[1], "q": query.shape[2], "kv": key.shape[2], "d": query.shape[3], "batch": query.shape[0]}
-    return tuple(sizes.items())
-
-
-def _flash_attention(args: tuple[Any, ...], out: Any) -> Dims:
-    """Arguments: query, key, value, dropout, is_causal; trailing defaults may be missing."""
-    return (*_attention(args, out), ("causal", int(len(args) > 4 and bool(args[4]))))
-
-
-def _embedding(args: tuple[Any, ...], out: Any) -> Dims:
-    return (("rows", args[1].numel()), ("width", args[0].shape[1]))
-
-
-# kind and shape by aten packet: what is not listed is memory-bound.
-_RULES: dict[Any, tuple[str, Callable[[tuple[Any, ...], Any], Dims]]] = {
-    aten.mm: ("matmul", _matmul),
-    aten.addmm: ("matmul", _addmm),
-    aten.bmm: ("matmul", _bmm),
-    aten.baddbmm: ("matmul", _baddbmm),
-    aten.linear: ("matmul", _linear),
-    aten.convolution: ("convolution", _convolution),
-    aten.embedding: ("embedding", _embedding),
-    **{
-        getattr(aten, name): ("attention", _flash_attention if "flash" in name else _attention)
-        for name in (
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_efficient_attention",
-            "_scaled_dot_product_cudnn_attention",
-            "_scaled_dot_product_fused_attention_overrideable",
-        )
-        if hasattr(aten, name)
-    },
-}
 # The dim a sample multiplies, in the order tried, and what Operator.batch calls that. The dim "batch" leaves the shape.
 _GROWTH = (("batch", "batch"), ("problems", "batch"), ("m", "rows"), ("rows", "rows"), ("elements", "batch"))
-_NO_KERNEL = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach, aten.lift_fresh, aten.alias)
+_PASSES_OVER = tuple(getattr(torch.Tag, name) for name in ("pointwise", "reduction") if hasattr(torch.Tag, name))
+_NO_KERNEL = tuple(
+    getattr(aten, name)
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "detach",
+        "lift_fresh",
+        "alias",
+    )
+)
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -138,27 +83,83 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = {storage_key(tensor) for tensor in given}
         if given and not func._schema.is_mutable and all(storage_key(tensor) in known for tensor in made):
             return out
-        kind, shape_of = _RULES.get(packet, ("memory_bound", None))
         parameters = [tensor for tensor in given if storage_key(tensor) in self._state]
-        activations = [tensor for tensor in given if storage_key(tensor) not in self._state]
         if packet is aten._to_copy and parameters:
             self.casts.update((storage_key(tensor), tensor) for tensor in made)
-        moved = sum(map(_size_bytes, activations)) + sum(map(_size_bytes, made))
-        if kind == "embedding":  # reads the rows it gathers, not the table
-            moved += _size_bytes(made[0])
-            parameters = []
-        self.operators.append(
-            RawOperator(
-                op=self.current(),
-                function="aten.gelu_tanh" if packet is aten.gelu and kwargs.get("approximate") == "tanh" else str(packet),
-                kind=kind,
-                shape=shape_of(args, made[0]) if shape_of else (("elements", _elements(given, made, func)),),
-                flop=_flop(packet, args, kwargs, out),
-                activation_bytes=moved,
-                parameter_bytes=sum(map(_size_bytes, parameters)),
-            )
-        )
+        self.operators += operators_of(func, args, kwargs, out, self._state, self.current())
         return out
+
+
+def operators_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, state: set[int], op: int
+) -> list[RawOperator]:
+    """The kernels of one aten call by the operator table.
+
+    Args:
+        out: what the call returned. state: storages of parameters and buffers. op: the number to give the kernels.
+    """
+    packet = func._overloadpacket
+    given = _unique(tensor for _, tensor in tensors_in((args, kwargs)))
+    made = _unique(tensor for _, tensor in tensors_in(out))
+    call = OperatorCall(
+        name=str(packet),
+        arguments=_arguments(func, args, kwargs),
+        outputs=tuple(made),
+        size_bytes=_size_bytes,
+        is_state=lambda tensor: storage_key(tensor) in state,
+    )
+    row = row_of(call.name)
+    activations, parameters = _moved_bytes(call, row, given, made)
+    counted = int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else None
+    whole = (("elements", _elements(given, made)),)
+    pieces: tuple[KernelPiece, ...] = (KernelPiece(kind="memory_bound", shape=whole, flop=0),)
+    if row is not None and row.pieces is not None:
+        pieces = row.pieces(call)
+    elif row is not None and row.flop is not None:
+        pieces = (KernelPiece(kind="memory_bound", shape=whole, flop=int(row.flop(call))),)
+    name = call.name if row is not None or counted is not None or _is_tagged(func) else f"{UNLISTED}{call.name}"
+    if packet is aten.gelu and kwargs.get("approximate") == "tanh":
+        name = "aten.gelu_tanh"
+    return [
+        RawOperator(
+            op=op,
+            function=piece.function or name,
+            kind=piece.kind,
+            shape=piece.shape,
+            flop=counted if counted is not None and len(pieces) == 1 else piece.flop or 0,
+            activation_bytes=activations if piece.activation_bytes is None else piece.activation_bytes,
+            parameter_bytes=parameters if piece.parameter_bytes is None else piece.parameter_bytes,
+            count=piece.count,
+            made_elements=max(tensor.numel() for tensor in made),
+        )
+        for piece in pieces
+    ]
+
+
+def _moved_bytes(call: OperatorCall, row: OperatorRow | None, given: list[Tensor], made: list[Tensor]) -> tuple[int, int]:
+    """Of activations, read and written, and of parameters read; every tensor once."""
+    written = sum(map(_size_bytes, made))
+    read = {True: 0, False: 0}
+    for tensor in given:
+        part = row is not None and row.reads_part and tensor is given[0]
+        read[call.is_state(tensor) and not part] += min(_size_bytes(tensor), written) if part else _size_bytes(tensor)
+    return written + read[False], read[True]
+
+
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """By the names of the schema."""
+    found = {}
+    for number, argument in enumerate(func._schema.arguments):
+        if number < len(args):
+            found[argument.name] = args[number]
+        else:
+            found[argument.name] = kwargs.get(argument.name, argument.default_value)
+    return found
+
+
+def _is_tagged(func: Any) -> bool:
+    """Torch says that it works element by element or reduces."""
+    return any(tag in func.tags for tag in _PASSES_OVER)
 
 
 def _unique(tensors: Any) -> list[Tensor]:
@@ -170,19 +171,11 @@ def _size_bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _elements(given: list[Tensor], made: list[Tensor], func: Any) -> int:
+def _elements(given: list[Tensor], made: list[Tensor]) -> int:
     """Of the output; of the largest input for a reduction to less than a tenth."""
     largest = max((tensor.numel() for tensor in made), default=0)
     read = max((tensor.numel() for tensor in given), default=0)
     return largest if 10 * largest >= read else read
-
-
-def _flop(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=out))
-    if packet in _RULES and _RULES[packet][0] == "attention":
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))  # type: ignore[no-untyped-call]
-    return 0
 
 
 def grow(small: list[RawOperator], large: list[RawOperator], step: int) -> list[tuple[RawOperator | None, Operator]]:
@@ -204,19 +197,45 @@ def grow(small: list[RawOperator], large: list[RawOperator], step: int) -> list[
 
 
 def _lump(ones: list[RawOperator], others: list[RawOperator], step: int) -> Operator:
-    moved = max(0, sum(raw.activation_bytes for raw in others) - sum(raw.activation_bytes for raw in ones)) // step
+    """What the larger batch has more of. Equal products become independent problems, all else one memory-bound operator."""
+    more = others[len(ones) :]
+    alike = {(raw.kind, raw.shape, raw.flop, raw.count) for raw in (*ones, *others)}
+    if len(alike) == 1 and others[0].kind == "matmul" and more and len(more) % step == 0:
+        first, per_sample = others[0], len(more) // step
+        shape = dict(first.shape)
+        shape["problems"] = per_sample * shape.get("problems", 1)
+        return Operator(
+            kind="matmul",
+            shape=tuple(shape.items()),
+            batch="batch",
+            forward_flop=float(per_sample * first.flop),
+            activation_bytes=per_sample * (first.activation_bytes + first.parameter_bytes),
+            parameter_bytes=0,
+            count=first.count,
+        )
+    moved = max(0, _total(others, "activation_bytes") - _total(ones, "activation_bytes")) // step
+    function = others[0].function if others else ones[0].function
     return Operator(
         kind="memory_bound",
         shape=(("elements", max(1, moved // 8)),),
         batch="batch",
-        forward_flop=float(max(0, sum(raw.flop for raw in others) - sum(raw.flop for raw in ones)) // step),
+        forward_flop=float(max(0, _total(others, "flop") - _total(ones, "flop")) // step),
         activation_bytes=moved,
         parameter_bytes=0,
+        function=function if function.startswith(UNLISTED) else "",
     )
 
 
+def _total(operators: list[RawOperator], name: str) -> int:
+    return sum(raw.count * int(getattr(raw, name)) for raw in operators)
+
+
 def _grown(one: RawOperator, other: RawOperator, step: int) -> Operator:
+    if one.count != other.count or dict(one.shape).keys() != dict(other.shape).keys():
+        return _lump([one], [other], step)
     before, after = dict(one.shape), dict(other.shape)
+    if one.kind == "memory_bound" and _counts_output(one) != _counts_output(other):
+        before["elements"], after["elements"] = one.made_elements, other.made_elements
     rates = {name: (after[name] - before[name]) // step for name in before}
     shape = dict(before)
     batch = "none"
@@ -236,8 +255,13 @@ def _grown(one: RawOperator, other: RawOperator, step: int) -> Operator:
         kind=one.kind,
         shape=tuple(shape.items()),
         batch=batch,
-        forward_flop=float((other.flop - one.flop) // step),
+        forward_flop=float((other.flop - one.flop) // step if grown else one.flop),
         activation_bytes=(other.activation_bytes - one.activation_bytes) // step if grown else one.activation_bytes,
         parameter_bytes=one.parameter_bytes,
+        count=one.count,
         function=one.function.removeprefix("aten.") if one.kind == "memory_bound" else causal,
     )
+
+
+def _counts_output(raw: RawOperator) -> bool:
+    return dict(raw.shape)["elements"] == raw.made_elements

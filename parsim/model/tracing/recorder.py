@@ -6,8 +6,10 @@ real, so that code which looks at *their* values goes the way it goes outside th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec
 
+import parsim.model.shard
+import parsim.model.tracing
 from parsim.errors import TraceError
 from parsim.model.runnable import PLAIN, Context, Nested, Ref, StateKey
 
@@ -143,7 +147,14 @@ class Recorder(TorchFunctionMode):
             pass
 
     def add(self, tensor: Tensor) -> int:
-        """Give a tensor a value number; it is kept alive, so its identity stays its own."""
+        """Give a tensor a value number; it is kept alive, so its identity stays its own. Raises TraceError for a sparse one."""
+        if tensor.layout != torch.strided:
+            line = at_line(traceback.extract_stack()) if self.stack else ""
+            raise TraceError(
+                f"{self.where} holds or makes a tensor of layout {tensor.layout}{line}, and only dense ones can be recorded; "
+                "keep indices and values as dense tensors (index_select, index_add), or put the product into an operator of "
+                "your own (torch.library.custom_op, parsim.model.operator_table)"
+            )
         number = len(self.recording.tensors)
         self.recording.tensors.append(tensor)
         self._number[id(tensor)] = number
@@ -303,9 +314,31 @@ def _compute_exactly(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     return result
 
 
-def value_message(where: str, what: object) -> str:
+_EXPERTS = ("nonzero", "masked_select", "unique")
+_STANDARD = str(Path(traceback.__file__).parent)
+_LIBRARIES = tuple(str(Path(module.__path__[0])) for module in (torch, parsim.model.tracing, parsim.model.shard))
+
+
+def value_message(where: str, what: object, line: str = "") -> str:
     """Why a forward that looks at tensor values cannot be recorded."""
+    experts = ""
+    if any(name in str(what) for name in _EXPERTS):
+        experts = " (a mixture of experts: give each expert a fixed number of rows by topk and gather, or use grouped_mm)"
+    line = line or at_line(traceback.extract_stack())
     return (
-        f"{where} looks at the values of a tensor ({what}), so what it does depends on the data and cannot be recorded; "
-        f"rewrite that step with torch.where or masks, or keep the value outside the forward"
+        f"{where} looks at the values of a tensor ({what}){line}, so what it does depends on the data and cannot be recorded; "
+        f"rewrite that step with torch.where or masks{experts}, or keep the value outside the forward"
     )
+
+
+def _is_standard(filename: str) -> bool:
+    """Python's own library, what is installed beside it apart."""
+    return filename.startswith(_STANDARD) and "site-packages" not in filename
+
+
+def at_line(frames: Iterable[traceback.FrameSummary]) -> str:
+    """ " at FILE:LINE `code`" of the innermost frame that is the user's; "" if none is."""
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<")) and not _is_standard(frame.filename)]
+    if not own:
+        return ""
+    return f" at {own[-1].filename}:{own[-1].lineno} `{(own[-1].line or '').strip()}`"

@@ -8,6 +8,7 @@ Left out: state that a module keeps in plain attributes from one forward to the 
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from parsim.errors import TraceError
 from parsim.model.losses import CLASSES, LOSSES, loss_sum
 from parsim.model.runnable import Ref, StateKey
-from parsim.model.tracing.recorder import Recorder, Recording, tensors_in, value_message
+from parsim.model.tracing.recorder import Recorder, Recording, at_line, tensors_in, value_message
 
 
 @contextlib.contextmanager
@@ -160,10 +161,11 @@ def run_recorded(
 
 
 def _explain(recorder: Recorder, error: Exception) -> str:
-    kind = type(error).__name__
+    kind, line = type(error).__name__, at_line(traceback.extract_tb(error.__traceback__))
     if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
-        return value_message(recorder.where, error)
-    return f"the forward of {recorder.where} failed on the example inputs: {kind}: {error}"
+        return value_message(recorder.where, error, line)
+    under = " under autocast to half precision, which is recorded too" if torch.is_autocast_enabled("cpu") else ""
+    return f"the forward of {recorder.where} failed on the example inputs{under}{line}: {kind}: {error}"
 
 
 def _fake_input(recorder: Recorder, leaf: Any) -> Any:

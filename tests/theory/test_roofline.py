@@ -1,0 +1,216 @@
+"""No price from operators is below what arithmetic and memory allow, whatever the operators, the fits and the surfaces say."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parsim.costs.compute.composition import LaunchModel
+from parsim.costs.compute.compute import ComputeCosts
+from parsim.costs.compute.kernel_model import KernelModel
+from parsim.costs.compute.launches import component_launches
+from parsim.costs.compute.operator_model import ComputeRequest
+from parsim.costs.compute.roofline import CACHED_BYTES, WINOGRAD_REDUCTION
+from parsim.costs.compute.surfaces import SurfaceModel
+from parsim.costs.estimate import Estimate
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compute_records import OperatorSurface
+from parsim.hardware.device import DeviceType
+from parsim.hardware.profile import Profile, load_profile
+from parsim.model.component import Component, Operator
+from parsim.work import Phase
+
+PROFILES = ("dgx1-v100-32gb", "pcie-8xv100", "summit-v100")
+
+
+@cache
+def machine(name: str) -> tuple[Profile, DeviceType]:
+    profile = load_profile(name)
+    return profile, cluster_from_profile(profile).devices[0].type
+
+
+COUNTS = st.integers(1, 4)
+SIZES = st.integers(0, 13).map(lambda power: 2**power) | st.integers(1, 9000)
+EPSILON = 1e-12
+
+
+@st.composite
+def products(draw: st.DrawFn) -> Operator:
+    m, n, k, problems = draw(SIZES), draw(SIZES), draw(SIZES), draw(st.integers(0, 16))
+    batch = draw(st.sampled_from(["rows", "batch", "none"]))
+    shape = (("m", m), ("n", n), ("k", k), *((("problems", problems),) if problems else ()))
+    times = max(1, problems)
+    return Operator(
+        kind="matmul",
+        shape=shape,
+        batch=batch if problems or batch != "batch" else "rows",
+        forward_flop=2.0 * m * n * k * times,
+        activation_bytes=4 * times * m * (n + k),
+        parameter_bytes=draw(st.sampled_from([0, 4 * n * k * times])),
+        count=draw(COUNTS),
+    )
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> Operator:
+    groups = draw(st.sampled_from([1, 2, 8]))
+    c, k = (groups * draw(st.integers(1, 128)) for _ in range(2))
+    r, stride, size = draw(st.sampled_from([1, 3, 5, 7])), draw(st.integers(1, 2)), draw(st.integers(7, 120))
+    out = max(1, size // stride)
+    sizes = {"c": c, "h": size, "w": size, "k": k, "r": r, "s": r, "stride_h": stride, "stride_w": stride}
+    sizes |= {"groups": groups, "out_h": out, "out_w": out}
+    return Operator(
+        kind="convolution",
+        shape=tuple(sizes.items()),
+        batch="batch",
+        forward_flop=2.0 * out * out * k * (c // groups) * r * r,
+        activation_bytes=4 * (c * size * size + k * out * out),
+        parameter_bytes=4 * k * (c // groups) * r * r,
+        count=draw(COUNTS),
+    )
+
+
+@st.composite
+def others(draw: st.DrawFn) -> Operator:
+    elements = draw(SIZES) * draw(SIZES)
+    kind = draw(st.sampled_from(["memory_bound", "embedding", "attention"]))
+    if kind == "memory_bound":
+        shape: tuple[tuple[str, int], ...] = (("elements", elements),)
+        flop = float(draw(st.sampled_from([0, 5, 1000, 100_000])) * elements)
+        function = draw(st.sampled_from(["_fft_c2c", "linalg_matrix_exp", "unlisted:mylib.op", "mysterious"]))
+        moved = 8 * elements
+    elif kind == "embedding":
+        rows, width = draw(SIZES), draw(SIZES)
+        shape, flop, function, moved = (("rows", rows), ("width", width)), 0.0, "", 8 * rows * width
+    else:
+        heads, q, d = draw(st.integers(1, 32)), draw(st.integers(1, 2048)), draw(st.integers(1, 128))
+        shape, flop = (("heads", heads), ("q", q), ("kv", q), ("d", d)), 4.0 * heads * q * q * d
+        function, moved = draw(st.sampled_from(["", "causal"])), 16 * heads * q * d
+    return Operator(
+        kind=kind,
+        shape=shape,
+        batch="rows" if kind == "embedding" else "batch",
+        forward_flop=flop,
+        activation_bytes=moved,
+        parameter_bytes=0,
+        count=draw(COUNTS),
+        function=function,
+    )
+
+
+def least_s(operator: Operator, samples: int, phase: Phase, peak: float, vector_peak: float, bandwidth: float) -> float:
+    """By hand. A forward computes its flop; a backward at least as much again, and twice where a product has two operands."""
+    times = operator.count * (1 if operator.batch == "none" else samples)
+    flop = operator.forward_flop * times * (2 if phase is Phase.BACKWARD and operator.kind in ("matmul", "convolution") else 1)
+    if operator.kind == "convolution" and dict(operator.shape)["r"] > 1:
+        flop /= WINOGRAD_REDUCTION
+    moved = operator.activation_bytes * times + operator.parameter_bytes * operator.count
+    arithmetic = flop / (vector_peak if operator.kind == "memory_bound" else peak)
+    return max(arithmetic, 0.0 if bandwidth == float("inf") else moved / bandwidth)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    operator=products() | convolutions() | others(),
+    samples=st.integers(1, 512),
+    phase=st.sampled_from([Phase.FORWARD, Phase.BACKWARD]),
+    name=st.sampled_from(PROFILES),
+)
+def test_a_fitted_or_published_price_is_not_below_the_roofline(
+    operator: Operator, samples: int, phase: Phase, name: str
+) -> None:
+    profile, device = machine(name)
+    if phase is Phase.BACKWARD and operator.batch == "none" and operator.kind == "memory_bound":
+        return  # work on parameters alone that nothing differentiates
+    component = Component(name="c", inputs=("x",), outputs=("y",), operators=(operator,))
+    request = ComputeRequest(component=component, phase=phase, samples=samples)
+    estimate = KernelModel(profile, device, "fp32").estimate(request)
+    peak = device.peak_flop_per_s["fp32"]
+    bound = least_s(operator, samples, phase, peak, peak, device.memory_bandwidth_bytes_per_s)
+    assert estimate.median_s >= bound * (1 - EPSILON)
+
+
+def free_surfaces(component: Component, samples: int) -> SurfaceModel:
+    """A machine on which every launch takes no time to speak of."""
+    keys = {
+        (launch.kind, launch.function, launch.phase)
+        for phase in Phase
+        if phase in (Phase.FORWARD, Phase.BACKWARD)
+        for launch in component_launches(component, phase, samples)
+    }
+    surfaces = tuple(
+        OperatorSurface(
+            kind=kind,  # type: ignore[arg-type]
+            function=function,
+            phase=phase,  # type: ignore[arg-type]
+            device_type="cpu",
+            precision="fp32",
+            seconds_per_term={"launch": 1e-15},
+            relative_sigma=0.1,
+            reach_doublings=1.0,
+            sigma_per_doubling=0.1,
+            points=1,
+            source="s",
+        )
+        for kind, function, phase in keys
+    )
+    return SurfaceModel(surfaces=surfaces, points=())
+
+
+def surface_estimate(operator: Operator, samples: int, phase: Phase) -> Estimate:
+    profile, device = machine("dgx1-v100-32gb")
+    component = Component(name="c", inputs=("x",), outputs=("y",), operators=(operator,))
+    model = LaunchModel(profile, device, "fp32", free_surfaces(component, samples))
+    request = ComputeRequest(component=component, phase=phase, samples=samples)
+    estimate = model.estimate(request)
+    assert model.seconds(request) == estimate.median_s
+    return estimate
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    operator=products() | convolutions() | others(),
+    samples=st.integers(1, 512),
+    phase=st.sampled_from([Phase.FORWARD, Phase.BACKWARD]),
+)
+def test_a_price_from_surfaces_is_not_below_the_roofline_of_what_no_cache_holds(
+    operator: Operator, samples: int, phase: Phase
+) -> None:
+    if phase is Phase.BACKWARD and operator.batch == "none" and operator.kind == "memory_bound":
+        return
+    _, device = machine("dgx1-v100-32gb")
+    peak = device.peak_flop_per_s["fp32"]
+    estimate = surface_estimate(operator, samples, phase)
+    times = 1 if operator.batch == "none" else samples
+    beyond = max(0.0, operator.activation_bytes * times + operator.parameter_bytes - CACHED_BYTES) * operator.count
+    bound = max(
+        least_s(operator, samples, phase, peak, peak, float("inf")),
+        beyond / device.memory_bandwidth_bytes_per_s,
+    )
+    assert estimate.median_s >= bound * (1 - EPSILON)
+    assert not estimate.host_bound
+
+
+def test_the_term_of_the_roofline_stands_only_where_it_decides() -> None:
+    large = Operator(
+        kind="matmul",
+        shape=(("m", 4096), ("n", 4096), ("k", 4096)),
+        batch="rows",
+        forward_flop=2.0 * 4096**3,
+        activation_bytes=4 * 2 * 4096**2,
+        parameter_bytes=4 * 4096**2,
+    )
+    lifted = surface_estimate(large, 8, Phase.FORWARD)
+    assert [term.name for term in lifted.terms][-1] == "roofline"
+    assert lifted.median_s == pytest.approx(8 * 2 * 4096**3 / 15.7e12, rel=1e-9)
+    profile, device = machine("dgx1-v100-32gb")
+    component = Component(name="c", inputs=("x",), outputs=("y",), operators=(large,))
+    fitted = (
+        ComputeCosts(profile)
+        .operator_model(device)
+        .estimate(ComputeRequest(component=component, phase=Phase.FORWARD, samples=8))
+    )
+    assert "roofline" not in [term.name for term in fitted.terms]
