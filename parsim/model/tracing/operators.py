@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from parsim.model.component import Operator
-from parsim.model.operator_table import UNLISTED, Dims, KernelPiece, TracedCall, OperatorRow, row_of
+from parsim.model.operator_table import UNLISTED, Dims, KernelPiece, OperatorRow, TracedCall, row_of
 from parsim.model.tracing.recorder import storage_key, tensors_in
 
 aten = torch.ops.aten
