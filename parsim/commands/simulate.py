@@ -28,7 +28,7 @@ def simulate(
     """Simulate one step of the best plan of a strategy: step time, breakdown, memory, critical path."""
     from parsim.report.tables import breakdown_table, memory_table, strategy_table
     from parsim.workflow.public.functions import simulate as predict
-    from parsim.workflow.question import assumed_text
+    from parsim.workflow.question import assumed_text, loss_text
     from parsim.workflow.run_folder import new_folder, write_json
     from parsim.workflow.simulation import scenario_tables
     from parsim.workflow.write_prediction import write_prediction
@@ -44,8 +44,10 @@ def simulate(
         whole_run=whole_run,
         overrides=overrides or [],
     )
+    problem = found.problem
     document, labels, happening = found.to_dict(), found.critical_path(), found.scenario
     document |= {"engine": engine, "critical_path": labels, "assumed": dict(found.assumed)}
+    document["loss"] = problem.model.loss or None
     if happening is not None:
         document["scenario"] = happening
     if folder is not None:
@@ -55,7 +57,6 @@ def simulate(
     if as_json:
         print_json(document)
         return
-    problem = found.problem
     title = f"{problem.model.name} on {problem.cluster.name}, batch {problem.global_batch}"
     print_tables(
         [
@@ -68,6 +69,7 @@ def simulate(
     evaluation = found.evaluation
     print(f"Critical path: {len(labels)} of {len(evaluation.graph.tasks)} tasks, from {', '.join(labels[:3])}")
     print(f"One step alone: {format_seconds(evaluation.timeline.makespan_s)}; in a row, steps overlap")
+    print(loss_text(problem.model))
     if found.assumed:
         print(assumed_text(found.assumed))
     if folder is not None:

@@ -24,11 +24,12 @@ class Operator:
             embedding (rows, width); memory_bound: (elements,) of its output.
         batch: how the kernel grows with the samples: "rows" (m is multiplied), "batch" (one more independent problem per
             sample, as in convolution, attention and batched matmul), "none" (work on parameters alone).
-        forward_flop: per sample, multiply and add counted as two.
+        forward_flop: per sample, multiply and add counted as two; with batch "none" once, whatever the samples.
         activation_bytes: activations read and written, per sample.
         parameter_bytes: parameters read, whatever the samples.
         count: how often it occurs.
-        function: of a memory-bound one its name in aten, such as "gelu"; of an attention "causal" or nothing; "" where unknown.
+        function: of a memory-bound one its name in aten, such as "gelu", or "unlisted:NAME" where the operator table has no row
+            for it; of an attention "causal" or nothing; "" where unknown.
     """
 
     kind: str
@@ -241,8 +242,8 @@ class Component:
 
     @property
     def forward_flop(self) -> float:
-        """Per sample."""
-        return sum(operator.forward_flop * operator.count for operator in self.operators)
+        """Per sample; work on parameters alone is none of a sample's."""
+        return sum(operator.forward_flop * operator.count for operator in self.operators if operator.batch != "none")
 
     @property
     def parameter_bytes(self) -> int:

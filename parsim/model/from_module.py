@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError
+from parsim.model.losses import usual_loss
 from parsim.model.model import Model
 from parsim.model.tracing.trace import require_torch, split_inputs
 
@@ -28,10 +28,11 @@ def model_from_module(
         example_inputs: a batch as the module takes it (a Tensor, a tuple or a dict; dim 0 is the batch).
         input_shape: of one sample, instead of `example_inputs`; integers below the table's size where the sample has one dim
             and the module an nn.Embedding, else floats.
-        loss: "cross_entropy" or "mse"; left out: mse for one number per sample, else cross_entropy over the last dim.
+        loss: a row of `parsim.model.losses.LOSSES`; left out: the usual one of such an output (`usual_loss`).
 
     Raises:
-        ModelError: not a module, or neither inputs nor a shape. TraceError: the module cannot be cut into components.
+        ModelError: not a module, neither inputs nor a shape, or an output that leaves the loss open. TraceError: the module
+            cannot be cut into components.
         MissingDependencyError: without torch.
     """
     require_torch("trace a module")
@@ -56,7 +57,8 @@ def model_from_module(
         recording = run_recorded(module, args, kwargs, loss="mse")
         assert recording.logits_value is not None, "a recording with a loss has logits"
         output = tuple(recording.tensors[recording.logits_value].shape[1:])
-        loss = "mse" if math.prod(output) == 1 else "cross_entropy"
+        tokens = not recording.tensors[recording.inputs[0][1]].is_floating_point()
+        loss = usual_loss(name or type(module).__name__, output, tokens=tokens)
     return model_of(module, args, kwargs, granularity=granularity, name=name, loss=loss)
 
 

@@ -63,6 +63,28 @@ LOSSES: Registry[Loss] = Registry(
 )
 
 
+def usual_loss(name: str, output: tuple[int, ...], *, tokens: bool) -> str:
+    """The loss that the shape of an output calls for, where nobody chose one.
+
+    Args:
+        name: of the model, for the message. output: of one sample. tokens: the sample is a row of token numbers.
+
+    One number per sample is a regression, a vector holds the logits of classes, and tokens in, [seq, vocabulary] out is a
+    language model.
+
+    Raises:
+        ModelError: any other shape leaves the loss open, e.g. an image.
+    """
+    if math.prod(output) == 1:
+        return "mse"
+    if len(output) == 1 or (tokens and len(output) == 2):
+        return "cross_entropy"
+    raise ModelError(
+        f'{name} returns {list(output)} per sample, which leaves the loss open; in [model] choose loss = "mse" (targets like '
+        f'the output), "cross_entropy" (classes along the last dim, {output[-1]}) or "package.module:ROW", a loss of your own'
+    )
+
+
 def loss_sum(kind: str, output: Tensor, target: Tensor) -> Tensor:
     """The sum over the samples (dim 0) of each sample's mean loss; a scalar.
 

@@ -37,6 +37,7 @@ class Model:
     Attributes:
         granularity: one of GRANULARITIES. inputs, outputs: names of Values.
         source: how it was made, e.g. "trace of parsim.model.zoo.resnet.resnet50(num_classes=100)".
+        loss: a row of `parsim.model.losses.LOSSES`, by which it trains; "": unknown, or none.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Model:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     source: str = ""
+    loss: str = ""
 
     def __repr__(self) -> str:
         """One line: its components and sizes."""
@@ -117,7 +119,10 @@ class Model:
 
     def to_json(self) -> str:
         """Numbers are per sample; every key that holds bytes says so."""
-        return json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, indent=1)
+        document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        if not self.loss:
+            del document["loss"]
+        return json.dumps(document, indent=1)
 
     def save(self, path: Path) -> None:
         path.write_text(self.to_json())

@@ -32,7 +32,7 @@ UNLISTED = "unlisted:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorCall:
+class TracedCall:
     """One call below a forward.
 
     Attributes:
@@ -87,50 +87,50 @@ class OperatorRow:
         reads_part: of its first tensor it reads as many bytes as it writes, whatever the size of that tensor.
     """
 
-    pieces: Callable[[OperatorCall], tuple[KernelPiece, ...]] | None = None
-    flop: Callable[[OperatorCall], float] | None = None
+    pieces: Callable[[TracedCall], tuple[KernelPiece, ...]] | None = None
+    flop: Callable[[TracedCall], float] | None = None
     backward_flop: float = 2.0
     reads_part: bool = False
 
 
 def _product(
-    shape: Callable[[OperatorCall], Dims], flop: Callable[[OperatorCall], int] | None = None
-) -> Callable[[OperatorCall], tuple[KernelPiece, ...]]:
+    shape: Callable[[TracedCall], Dims], flop: Callable[[TracedCall], int] | None = None
+) -> Callable[[TracedCall], tuple[KernelPiece, ...]]:
     return lambda call: (KernelPiece(kind="matmul", shape=shape(call), flop=None if flop is None else flop(call)),)
 
 
-def _mm(call: OperatorCall) -> Dims:
+def _mm(call: TracedCall) -> Dims:
     """Of the last two tensor arguments that are matrices: addmm has a sum before them."""
     skip = 1 if call.name == "aten.addmm" else 0
     left, right = call.first(skip), call.first(skip + 1)
     return (("m", left.shape[0]), ("n", right.shape[1]), ("k", left.shape[1]))
 
 
-def _bmm(call: OperatorCall) -> Dims:
+def _bmm(call: TracedCall) -> Dims:
     skip = 1 if call.name in ("aten.baddbmm", "aten.addbmm") else 0
     left, right = call.first(skip), call.first(skip + 1)
     return (("m", left.shape[1]), ("n", right.shape[2]), ("k", left.shape[2]), ("problems", left.shape[0]))
 
 
-def _linear(call: OperatorCall) -> Dims:
+def _linear(call: TracedCall) -> Dims:
     given, weight = call.first(0), call.first(1)
     return (("m", given.numel() // given.shape[-1]), ("n", weight.shape[0]), ("k", weight.shape[1]))
 
 
-def _matrix_vector(call: OperatorCall) -> Dims:
+def _matrix_vector(call: TracedCall) -> Dims:
     matrix = call.first(1 if call.name == "aten.addmv" else 0)
     return (("m", matrix.shape[0]), ("n", 1), ("k", matrix.shape[1]))
 
 
-def _dot(call: OperatorCall) -> Dims:
+def _dot(call: TracedCall) -> Dims:
     return (("m", 1), ("n", 1), ("k", call.first(0).numel()))
 
 
-def _outer(call: OperatorCall) -> Dims:
+def _outer(call: TracedCall) -> Dims:
     return (("m", call.first(1).numel()), ("n", call.first(2).numel()), ("k", 1))
 
 
-def _grouped(call: OperatorCall) -> Dims:
+def _grouped(call: TracedCall) -> Dims:
     """Rows go to one group each: a [rows, depth] by [groups, depth, columns]; or depth or columns are split among groups."""
     left, right = call.first(0), call.first(1)
     if left.dim() == right.dim() == 3:
@@ -138,7 +138,7 @@ def _grouped(call: OperatorCall) -> Dims:
     return (("m", left.shape[-2]), ("n", right.shape[-1]), ("k", left.shape[-1]))
 
 
-def _distances(call: OperatorCall) -> Dims:
+def _distances(call: TracedCall) -> Dims:
     """Pairwise distances as a product: [.., rows, depth] by [.., columns, depth]."""
     left = call.first(0)
     right = call.first(1) if call.name == "aten._cdist_forward" else left
@@ -150,7 +150,7 @@ def _distances(call: OperatorCall) -> Dims:
     )
 
 
-def _trilinear(call: OperatorCall) -> tuple[KernelPiece, ...]:
+def _trilinear(call: TracedCall) -> tuple[KernelPiece, ...]:
     """out[b, o] = sum over i, j of x[b, i] W[o, i, j] y[b, j], as nn.Bilinear calls it: one product of depth i j."""
     left, weight, right = call.first(0), call.first(1), call.first(2)
     if (left.dim(), weight.dim(), right.dim()) == (2, 3, 2):
@@ -164,12 +164,12 @@ def _flop_of(shape: Dims) -> int:
     return 2 * math.prod(size for _, size in shape)
 
 
-def _by_shape(shape: Callable[[OperatorCall], Dims]) -> OperatorRow:
+def _by_shape(shape: Callable[[TracedCall], Dims]) -> OperatorRow:
     """A product that torch's counter may lack: 2 m n k."""
     return OperatorRow(pieces=_product(shape, lambda call: _flop_of(shape(call))))
 
 
-def _convolution(call: OperatorCall) -> tuple[KernelPiece, ...]:
+def _convolution(call: TracedCall) -> tuple[KernelPiece, ...]:
     """One and three spatial dims are folded into two (height 1; depth times height)."""
     given, weight, stride, groups = call.first(0), call.first(1), call.arguments["stride"], call.arguments["groups"]
     out = call.outputs[0]
@@ -186,7 +186,7 @@ def _convolution(call: OperatorCall) -> tuple[KernelPiece, ...]:
     return (KernelPiece(kind="convolution", shape=tuple(sizes.items())),)
 
 
-def _attention(call: OperatorCall) -> tuple[KernelPiece, ...]:
+def _attention(call: TracedCall) -> tuple[KernelPiece, ...]:
     """[batch, heads, length, depth]."""
     query, key, value = call.first(0), call.first(1), call.first(2)
     sizes = {"heads": query.shape[1], "q": query.shape[2], "kv": key.shape[2], "d": query.shape[3], "batch": query.shape[0]}
@@ -195,7 +195,7 @@ def _attention(call: OperatorCall) -> tuple[KernelPiece, ...]:
     return (KernelPiece(kind="attention", shape=shape, flop=flop),)
 
 
-def _embedding(call: OperatorCall) -> tuple[KernelPiece, ...]:
+def _embedding(call: TracedCall) -> tuple[KernelPiece, ...]:
     """Reads the rows it gathers, not the table."""
     table, rows = call.first(0), call.first(1)
     moved = call.size_bytes(rows) + rows.numel() * table.shape[1] * table.element_size() + call.size_bytes(call.outputs[0])
@@ -203,12 +203,12 @@ def _embedding(call: OperatorCall) -> tuple[KernelPiece, ...]:
     return (KernelPiece(kind="embedding", shape=shape, activation_bytes=moved, parameter_bytes=0),)
 
 
-def _rnn_layer(call: OperatorCall) -> tuple[KernelPiece, ...]:
+def _rnn_layer(call: TracedCall) -> tuple[KernelPiece, ...]:
     """One direction of one layer, input [length, batch, features]."""
     return _recurrence(call, call.first(0), call.first(1), call.first(2))
 
 
-def _rnn(call: OperatorCall) -> tuple[KernelPiece, ...]:
+def _rnn(call: TracedCall) -> tuple[KernelPiece, ...]:
     """All layers and directions of a fused kernel; `weight` lists, per layer and direction, `weight_stride0` arrays."""
     given = call.first(0)
     if call.arguments["batch_first"]:
@@ -221,7 +221,7 @@ def _rnn(call: OperatorCall) -> tuple[KernelPiece, ...]:
     )
 
 
-def _recurrence(call: OperatorCall, given: Any, towards_gates: Any, recurrent: Any) -> tuple[KernelPiece, ...]:
+def _recurrence(call: TracedCall, given: Any, towards_gates: Any, recurrent: Any) -> tuple[KernelPiece, ...]:
     """The product of all inputs at once, then one product and one pass over the gates per step.
 
     A step waits for the one before: `count` kernels of one step each.
@@ -258,7 +258,7 @@ def _recurrence(call: OperatorCall, given: Any, towards_gates: Any, recurrent: A
     return inputs, steps, cells
 
 
-def _fft(call: OperatorCall) -> float:
+def _fft(call: TracedCall) -> float:
     """5 n log2 n per transform of n points, half of it where input or output is real."""
     given, out = call.first(0), call.outputs[0]
     whole = out if call.name == "aten._fft_c2r" else given
@@ -268,10 +268,10 @@ def _fft(call: OperatorCall) -> float:
     return half * 5.0 * whole.numel() * math.log2(points) if points > 1 else 0.0
 
 
-def _decomposition(cubes: float, squares: float = 0.0) -> Callable[[OperatorCall], float]:
+def _decomposition(cubes: float, squares: float = 0.0) -> Callable[[TracedCall], float]:
     """`cubes` r s^2 + `squares` r s times right-hand sides, per matrix of r rows and s columns (s the smaller)."""
 
-    def flop(call: OperatorCall) -> float:
+    def flop(call: TracedCall) -> float:
         matrix = call.first(1 if call.name in ("aten.cholesky_solve", "aten.triangular_solve") else 0)
         if matrix.numel() == 0:
             return 0.0
@@ -284,7 +284,7 @@ def _decomposition(cubes: float, squares: float = 0.0) -> Callable[[OperatorCall
     return flop
 
 
-def _grid_sample(call: OperatorCall) -> float:
+def _grid_sample(call: TracedCall) -> float:
     """Two operations for each of the 4 or 8 neighbours of an output."""
     return 2.0 * (8 if call.name.endswith("3d") else 4) * float(call.outputs[0].numel())
 

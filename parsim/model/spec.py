@@ -6,7 +6,6 @@ Needs torch only to build a module, to make a batch, and for models without a pr
 from __future__ import annotations
 
 import importlib
-import math
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from parsim.errors import FactoryError, MissingDependencyError, ModelError, near_matches
 from parsim.files import parse_json
 from parsim.model.component import Component
-from parsim.model.losses import LOSSES, NUMBERS
+from parsim.model.losses import LOSSES, NUMBERS, usual_loss
 from parsim.model.model import GRANULARITIES, Model
 from parsim.model.presets import PRESETS, load_preset
 from parsim.model.tracing.trace import require_torch
@@ -227,7 +226,7 @@ def interface_of(spec: ModelSpec) -> Interface:
 def _foreign_interface(spec: ModelSpec) -> Interface:
     """One fake forward tells the output. Inputs are tokens if the sample has one dim and the module an nn.Embedding.
 
-    Unless the spec says, the loss is cross_entropy, or mse if the output has one number per sample.
+    Unless the spec says, the loss is the usual one of such an output. Raises ModelError where the output leaves it open.
     """
     import torch
     from torch import nn
@@ -245,7 +244,7 @@ def _foreign_interface(spec: ModelSpec) -> Interface:
     assert recording.logits_value is not None
     output = tuple(recording.tensors[recording.logits_value].shape[1:])
     bound = getattr(getattr(module, "config", None), "vocab_size", tables[0] if tables else 0)
-    loss = spec.loss or ("mse" if math.prod(output) == 1 else "cross_entropy")
+    loss = spec.loss or usual_loss(spec.name, output, tokens=tokens)
     return Interface(inputs="tokens" if tokens else "image", input_shape=shape, bound=bound, output=output, loss=loss)
 
 
@@ -338,7 +337,7 @@ def _load(spec: ModelSpec, granularity: str) -> Model:
         raise ModelError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
     for stem, (name, args) in PRESETS.items():
         if name == spec.name and resolve(ModelSpec(name=name, args=tuple(args.items()))) == spec:
-            return load_preset(stem, granularity)
+            return replace(load_preset(stem, granularity), loss=loss_of(spec))
     return trace_spec(spec, granularity)
 
 

@@ -73,6 +73,11 @@ def assumed_text(assumed: Sequence[tuple[str, Any]]) -> str:
     return f"assumed: {', '.join(told)}" if told else ""
 
 
+def loss_text(model: Model) -> str:
+    """`loss: cross_entropy`."""
+    return f"loss: {model.loss or 'as the saved Model was traced'}"
+
+
 def _told(key: str, value: Any, texts: Mapping[str, str]) -> str:
     if key == DEVICES:
         return f"all {value} devices" if value != 1 else "1 device"
@@ -142,7 +147,7 @@ def question_of(
         _check_untouched("cluster", config.cluster.model_fields_set - {"profile"}, "was given as a Cluster")
     if given == "module":
         _check_untouched(
-            "model", config.model.model_fields_set - {"name", "input_shape", "granularity"}, "was given as a module"
+            "model", config.model.model_fields_set - {"name", "input_shape", "granularity", "loss"}, "was given as a module"
         )
         value = traced_model(model, example_inputs, config)
         _check_weights(model, config.training.precision)
@@ -175,6 +180,7 @@ def traced_model(module: Any, example_inputs: Any, config: RunConfig) -> Model:
         example_inputs,
         input_shape=config.model.input_shape,
         granularity=config.model.granularity,
+        loss=config.model.loss,
     )
 
 

@@ -212,11 +212,11 @@ def test_torchs_own_registration_of_a_formula_counts(monkeypatch: pytest.MonkeyP
 
 def test_the_flop_of_a_gpu_kernel_of_all_layers_equal_those_layer_by_layer() -> None:
     """aten._cudnn_rnn holds what aten.mkldnn_rnn_layer holds layer by layer; the table sees only shapes."""
-    from parsim.model.operator_table import OperatorCall
+    from parsim.model.operator_table import TracedCall
 
     module = Recurrent(torch.nn.LSTM).stack
     given = torch.randn(3, LENGTH, FEATURES)
-    call = OperatorCall(
+    call = TracedCall(
         name="aten._cudnn_rnn",
         arguments={"input": given, "weight": list(module.parameters()), "weight_stride0": 4, "batch_first": True},
         outputs=(torch.empty(3, LENGTH, 128),),

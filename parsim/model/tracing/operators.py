@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from parsim.model.component import Operator
-from parsim.model.operator_table import UNLISTED, Dims, KernelPiece, OperatorCall, OperatorRow, row_of
+from parsim.model.operator_table import UNLISTED, Dims, KernelPiece, OperatorRow, TracedCall, row_of
 from parsim.model.tracing.recorder import storage_key, tensors_in
 
 aten = torch.ops.aten
@@ -101,7 +101,7 @@ def operators_of(
     packet = func._overloadpacket
     given = _unique(tensor for _, tensor in tensors_in((args, kwargs)))
     made = _unique(tensor for _, tensor in tensors_in(out))
-    call = OperatorCall(
+    call = TracedCall(
         name=str(packet),
         arguments=_arguments(func, args, kwargs),
         outputs=tuple(made),
@@ -136,7 +136,7 @@ def operators_of(
     ]
 
 
-def _moved_bytes(call: OperatorCall, row: OperatorRow | None, given: list[Tensor], made: list[Tensor]) -> tuple[int, int]:
+def _moved_bytes(call: TracedCall, row: OperatorRow | None, given: list[Tensor], made: list[Tensor]) -> tuple[int, int]:
     """Of activations, read and written, and of parameters read; every tensor once."""
     written = sum(map(_size_bytes, made))
     read = {True: 0, False: 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ def model_of(
         for part, mode in modes:
             part.training = mode
     model = combine(small, large, name=name or kind, granularity=granularity, source=source or f"trace of {kind}")
-    return with_half_precision(model, small_half, large_half)
+    return replace(with_half_precision(model, small_half, large_half), loss=loss or "")
 
 
 def with_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
