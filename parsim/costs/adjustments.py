@@ -120,7 +120,17 @@ class Adjustment:
 
 
 def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -> Estimate:
-    """The estimate with the term of every adjustment that applies to the work, in the order of `ADJUSTMENTS`."""
+    """Apply every adjustment that concerns the work, in the order of `ADJUSTMENTS`.
+
+    Args:
+        estimate: the price of the work alone, as the profile knows it.
+        work, rank: what is priced, and the rank that runs it.
+        context: the numbers that the adjustments read.
+
+    Returns:
+        The estimate with one more term per adjustment; the same object if none applies. Leaves out what changes a whole step
+        and no single task (overlap, noise of ranks).
+    """
     terms: list[Term] = []
     subject = Subject(work, rank, estimate, estimate.median_s)
     for adjustment in ADJUSTMENTS:

@@ -39,7 +39,11 @@ def moving_terms(
 
 
 def hops_text(base_s: float, *hops: tuple[int, float]) -> str:
-    """`10 us + 14 hops of 1.2 us`."""
+    """Describe a latency, e.g. `10 us + 14 hops of 1.2 us`.
+
+    Args:
+        base_s: seconds before the hops. hops: (count, seconds of one).
+    """
     return " + ".join(
         [format_seconds(base_s), *(f"{count} hops of {format_seconds(seconds)}" for count, seconds in hops if count)]
     )
