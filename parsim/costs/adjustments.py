@@ -96,8 +96,9 @@ def price_context(
 
 
 def _core_sharing_factor(cluster: Cluster, ranks: int) -> float:
-    """How many times as long computation takes as with one rank per core: as measured with all ranks of the profile, for fewer
-    in proportion to the ranks beyond the cores."""
+    """How many times as long computation takes as with one rank per core. The factor was measured with all ranks of the
+    profile. For fewer ranks it scales with the ranks beyond the cores.
+    """
     host, most = cluster.profile.host, len(cluster.profile.devices)
     cores = len(set(cluster.core_of_rank(cluster.size)))
     if host is None or not cores < min(ranks, most):

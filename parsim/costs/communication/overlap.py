@@ -1,4 +1,6 @@
-"""How much computation and communication of a program slow each other: what was measured, by what the program sends."""
+"""How much computation and communication of a program slow each other: measured factors, chosen by the sizes the program
+sends.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Three sources, never mixed silently:
     measured   the profile holds this component (by fingerprint), phase, device type and precision; between two measured
-               sample counts the time is interpolated linearly. A shard has a fingerprint of its own; where it was not
-               measured, but the whole or a larger shard of it was, its time is that times the ratio the operators give.
+               sample counts the time is interpolated linearly. A shard has its own fingerprint. If only the whole or a
+               larger shard was measured, that time is multiplied by the ratio of the operators' times.
     fitted     the sum over the component's operators of fitted times, by one of two operator models: surfaces measured on this
                machine (`parsim.costs.compute.composition.LaunchModel`), or the formula fitted to published kernels, over the
                efficiency of whole models (`parsim.costs.compute.kernel_model.KernelModel`).

@@ -65,7 +65,16 @@ def measured_optimizer(
     ranks_active: int | None,
     drift: tuple[str, float],
 ) -> Estimate:
-    """Seconds per step, element and tensor through the points of this optimizer, at least one; `ranks_active` as above."""
+    """Price an optimizer step: seconds per step, element and tensor through the measured points of this optimizer.
+
+    Args:
+        work: elements and tensors of the step. optimizer: its name.
+        points: at least one. ranks_active: ranks that compute at once; points under that load are preferred.
+        drift: name and relative sigma of the cost parameter shared by all computation.
+
+    Returns:
+        An Estimate. Leaves out that small tensors may stay in a cache.
+    """
     load = _loads(points, ranks_active)[0]
     points = [point for point in points if point.ranks_active == load]
     exact = [point for point in points if (point.elements, point.tensors) == (work.elements, work.tensors)]

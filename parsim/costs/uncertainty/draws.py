@@ -13,7 +13,14 @@ STEPS_AVERAGED = 20
 
 
 def medians_s(estimates: Sequence[Estimate]) -> NDArray[np.float64]:
-    """float64 [n] seconds."""
+    """Medians of estimates.
+
+    Args:
+        estimates: n of them.
+
+    Returns:
+        float64 [n] seconds.
+    """
     return np.array([estimate.median_s for estimate in estimates], dtype=np.float64)
 
 
@@ -67,7 +74,14 @@ def sampled_durations_by_rows(
 def repeat_sigmas(
     estimates: Sequence[Estimate], unit: NDArray[np.int64], steps_averaged: int = STEPS_AVERAGED
 ) -> NDArray[np.float64]:
-    """float64 [n]: the relative spread of each task's own noise in the mean of so many steps."""
+    """Relative spread of each task's own noise in the mean of several steps.
+
+    Args:
+        estimates: of the distinct units. unit: int64 [n], the unit of each task. steps_averaged: steps in the mean.
+
+    Returns:
+        float64 [n].
+    """
     sigmas: NDArray[np.float64] = np.array([estimate.repeat_sigma for estimate in estimates])[unit] / np.sqrt(steps_averaged)
     return sigmas
 
