@@ -299,7 +299,11 @@ def _load(live: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
 
 
 def largest_difference(expected: dict[str, Tensor], actual: dict[str, Tensor], names: Sequence[str] | None = None) -> float:
-    """max |a - b| over the named tensors (all of `expected` if None); a missing tensor counts as infinite."""
+    """max |a - b| over tensors; a missing tensor counts as infinite.
+
+    Args:
+        expected, actual: by name. names: those to compare (None: all of `expected`).
+    """
     worst = 0.0
     for name in names if names is not None else expected:
         if name not in actual:

@@ -1,4 +1,4 @@
-"""What one rank holds of a model under a plan: its components, their parameters, gradient buckets, optimizer."""
+"""The part of a model that one rank holds under a plan: its components, their parameters, gradient buckets and optimizer."""
 
 from __future__ import annotations
 
@@ -398,7 +398,11 @@ def _chunk_name(bucket: int) -> str:
 
 
 def seeded_module(spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The module in training mode with weights that depend on the seed alone."""
+    """The module in training mode with weights that depend on the seed alone.
+
+    Args:
+        spec: of the model. seed: of torch's generators. dtype, device: of the weights.
+    """
     torch.manual_seed(seed)
     module = build_module(spec).to(device=device, dtype=dtype)
     return module.train()
@@ -437,7 +441,12 @@ def recorded_programs(
     device: str,
     autocast: torch.dtype | None = None,
 ) -> dict[str, CallProgram]:
-    """The components of a model in training mode at so many samples, under autocast to a type or none; recorded once."""
+    """The recorded components of a model in training mode; recorded once per set of arguments.
+
+    Args:
+        spec: of the model. samples: of one microbatch. granularity: "block" or "layer".
+        dtype, device: of weights and values. autocast: the type of autocast, or None.
+    """
     module = seeded_module(spec, 0, dtype, torch.device(device))
     inputs, _ = example_batch(spec, samples, dtype=dtype, device=device)
     with Numerics(autocast=autocast).computing(torch.device(device)):

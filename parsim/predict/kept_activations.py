@@ -1,7 +1,7 @@
-"""What a rank keeps for the backward under a plan: precision and recomputation change that, and nothing else here does.
+"""The activations that a rank keeps for the backward under a plan; precision and recomputation change them.
 
-A recomputed component keeps its inputs as it reads them (and copies of its buffers), and what it would have saved is there only
-from its second forward to the end of its backward. So its inputs have one keeper more, and what it saves has one fewer.
+A recomputed component keeps its inputs as it reads them, and copies of its buffers. Its saved activations live only from
+its second forward to the end of its backward. So its inputs have one keeper more, and its saved values one fewer.
 
 Leaves out: values that share one storage (each counts by itself where a recomputed component reads it).
 """

@@ -112,8 +112,9 @@ class PlanningProblem:
         return {}
 
     def costs(self, ranks: int) -> Costs:
-        """Prices under the load of `ranks` ranks that compute at once, or of as many as have cores of their own: how ranks
-        on one core take turns is the engines' part."""
+        """Prices under the load of `ranks` ranks that compute at once, but of at most one rank per core. The engines
+        model how ranks on one core take turns.
+        """
         if ranks not in self._costs:
             self._costs[ranks] = Costs(
                 model=self.model,

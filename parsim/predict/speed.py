@@ -1,4 +1,4 @@
-"""A plan's step at the speed that the machine had beside a run (`parsim.hardware.speed_factor`)."""
+"""A plan's step at the speed that the machine had during a run (`parsim.hardware.speed_factor`)."""
 
 from __future__ import annotations
 

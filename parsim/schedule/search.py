@@ -1,4 +1,4 @@
-"""Choose among plans: every family's members are priced and simulated, ranked, and told why they lost."""
+"""Choose among plans: price and simulate every family's members, rank them, and record why each lost."""
 
 from __future__ import annotations
 
@@ -263,7 +263,11 @@ def _reason(entry: Evaluation, first: Evaluation, recompute: Recompute) -> str:
 
 
 def same_program(one: Plan, other: Plan) -> bool:
-    """Whether two plans differ in the name of their strategy at most."""
+    """Whether two plans differ at most in the name of their strategy.
+
+    Args:
+        one, other: plans of one model.
+    """
     return replace(one, strategy=other.strategy) == other
 
 

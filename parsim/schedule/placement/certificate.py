@@ -27,7 +27,7 @@ MOST_LABELS = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverRun:
-    """What one solver answered, and the seconds it took."""
+    """The answer of one solver, and the seconds it took."""
 
     solution: Solution
     taken_s: float
@@ -107,7 +107,11 @@ def _timed(solve: Callable[[], Solution]) -> SolverRun:
 
 
 def certificate_text(certificate: dict[str, Any]) -> str:
-    """`Certificate.to_dict()` for people; or why there is none (`reason`)."""
+    """`Certificate.to_dict()` as text for people, or the reason why there is none.
+
+    Args:
+        certificate: the dictionary.
+    """
     if "exact" not in certificate:
         return f"Certificate: none. {certificate['reason']}"
     lines = [

@@ -4,10 +4,10 @@
          + what of the gradient synchronisation the last microbatch's backward does not hide
     s.t. memory of every tp rank; components that share a parameter hold it alike; pins and forbids of the problem
 
-A value with several readers is converted for the first from its maker's layout, and for each later one from the layout in which
-the one before has it: readers that agree share one conversion, as in the program.
+A value with several readers is converted for the first reader from its maker's layout. For each later reader it is
+converted from the layout of the reader before. So readers that agree share one conversion, as in the program.
 
-Leaves out: overlap of conversions with computation, and pipelines (a stage is placed for itself).
+Leaves out: overlap of conversions with computation, and pipelines (each stage is placed alone).
 """
 
 from __future__ import annotations

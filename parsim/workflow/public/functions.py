@@ -258,10 +258,14 @@ def validate(
 
 
 def open_run(folder: str | Path) -> Measured:
-    """Read what a run has left, and judge it again with the profile, history and plan that lie in its folder.
+    """Read the results of an earlier run, and compare them with the profile, history and plan in its folder.
+
+    Args:
+        folder: a run folder, as `parsim.run` made it.
 
     Raises:
-        ConfigError: it is no run folder. ExecutionError: it was simulated and never run.
+        ConfigError: it is no run folder.
+        ExecutionError: it was simulated and never run.
     """
     from parsim.workflow.train import open_measured
 

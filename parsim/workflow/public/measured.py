@@ -1,4 +1,4 @@
-"""A Measured run: what a plan did for real, beside what was predicted of it."""
+"""A Measured run: the measured step, tasks and memory of a plan, next to its prediction."""
 
 from __future__ import annotations
 
