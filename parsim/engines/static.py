@@ -10,7 +10,7 @@ communicates at once, its computation runs at rate 1 / compute and its communica
 or a transfer goes at the rate of its slowest rank. Ranks that share a core slow one another as if they were one rank, and k
 of them that compute at once run at 1 / k each (processor sharing).
 
-Leaves out: links shared by several transfers, and anything that decides at run time (the dynamic engine's part).
+Leaves out: links shared by several transfers, and decisions at run time (see the dynamic engine).
 """
 
 from __future__ import annotations
@@ -53,7 +53,18 @@ def simulate(graph: AnyGraph, durations_s: ArrayLike, *, overlap: OverlapFactors
 
 
 def makespans_s(graph: AnyGraph, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> NDArray[np.float64]:
-    """float64 [S]: the end of the last task, for every row of `durations_s` (float64 [S, n]). Raises as `simulate`."""
+    """The end of the last task, for every row of durations.
+
+    Args:
+        graph: a TaskGraph or its compiled form. durations_s: float64 [S, n].
+        overlap: slowdown of computation and communication that run at once (None: none).
+
+    Returns:
+        float64 [S] seconds. Leaves out links shared by several transfers.
+
+    Raises:
+        GraphError, DeadlockError: as `simulate`.
+    """
     return step_times_s(graph, durations_s, steps=1, overlap=overlap)
 
 

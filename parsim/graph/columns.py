@@ -135,7 +135,11 @@ class Columns:
 
 
 def columns_of(graph: TaskGraph) -> Columns:
-    """The columns of a graph that exists as tasks."""
+    """The columns of a graph that exists as tasks.
+
+    Args:
+        graph: of one step.
+    """
     number = {resource: place for place, resource in enumerate(graph.resources)}
     units: dict[Unit, int] = {}
     unit = [units.setdefault(Unit(task.work, task.resources[0].rank), len(units)) for task in graph.tasks]

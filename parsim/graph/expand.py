@@ -239,7 +239,7 @@ def _table(pairs: list[tuple[Ints, Ints]], n: int) -> RaggedTable:
 
 
 def _moved_resource(resource: Resource, step: int) -> Resource:
-    """The same queue of another replica; `pp>3` names a rank of its own replica."""
+    """The same queue of another replica; `pp>3` names a rank of the same replica."""
     match = re.fullmatch(r"(pp[<>])(\d+)", resource.stream)
     stream = f"{match[1]}{int(match[2]) + step}" if match else resource.stream
     return Resource(resource.rank + step, stream)
