@@ -1,4 +1,4 @@
-"""Nonsense is said, not averaged in: which timings cannot be, and which points contradict the others."""
+"""Find implausible timings and points that contradict the others. They are discarded and listed, not averaged in."""
 
 from __future__ import annotations
 

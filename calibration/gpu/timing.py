@@ -66,7 +66,7 @@ class Timing:
 def time_calls(
     driver: QueueDriver, calls: Sequence[TimedCall], *, least_s: float = 1.0, warm_s: float = 0.2, behind_sleep: bool = True
 ) -> Timing:
-    """Seconds of one call, where `calls` are taken in turns (each on operands of its own, see `pools`).
+    """Seconds of one call, with `calls` taken in turns (each on its own operands, see `pools`).
 
     Args:
         least_s: device seconds of timed calls at least. warm_s: of calls before them, on the host's clock.

@@ -73,7 +73,7 @@ class Case:
 
     Attributes:
         number: of the model in the request. graph: of the one-rank plan. data, order: of the samples, read as in training.
-        optimizers: by name, each with a state of its own over the same parameters; the stage steps with one at a time.
+        optimizers: by name, each with separate state over the same parameters; the stage steps with one at a time.
     """
 
     number: int

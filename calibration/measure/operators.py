@@ -92,7 +92,7 @@ class Pool:
         return found
 
     def rewriting(self) -> Callable[[], None]:
-        """Writes what was taken as fresh since this was last asked for."""
+        """Rewrites the arrays that were taken as fresh since the last call."""
         written, self.written = self.written, []
 
         def rewrite() -> None:

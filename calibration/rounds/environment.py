@@ -81,7 +81,7 @@ def doubts(raw: Mapping[str, Any], request: CalibrationRequest) -> list[str]:
 
 
 def _of_gpus(raw: Mapping[str, Any]) -> list[str]:
-    """Where what was measured of a device may hold the host's time, or nothing could be told of its memory."""
+    """Warnings if device times may contain the host's time, or if the device's memory could not be measured."""
     found = []
     for kind in ("sweeps", "operators"):
         hidden = [entry["hidden"] for _, entry in entries_of(raw, kind) if "hidden" in entry]

@@ -86,8 +86,8 @@ def step_times_s(
 
     Memory: 24 n bytes beside the arguments and the compiled graph, whatever S and `steps` are.
 
-    What it measures: all resources are free at 0, the graph is issued `steps` times, and the answer is the end of the
-    very last task divided by `steps`. Nothing but its own queue (and those `together` with it) holds a resource back between
+    All resources are free at 0, and the graph is issued `steps` times. The result is the end of the very last task
+    divided by `steps`. Nothing but its own queue (and those `together` with it) holds a resource back between
     repeats: the first task of a resource in a repeat waits for the resource's last task of the repeat before (and for its
     dependencies in its own repeat), so that what is done early begins the next repeat early.
     The fill and drain of the whole run are divided among the steps; `steps=1` gives the makespan. Nothing is unrolled:

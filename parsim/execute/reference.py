@@ -1,8 +1,9 @@
 """Single-process training that every synchronous plan must equal: plain autograd over the whole batch, one optimizer.
 
-It replays what a plan leaves to choice: microbatches as normalisation groups, and running statistics per replica. Where
-placements let components see different samples (and the model normalises over them), the forward goes component by component:
-each runs once per group of samples that shares its statistics, on slices of whole values; there is one autograd graph.
+It replays what a plan leaves to choice: microbatches as normalisation groups, and running statistics per replica. If
+placements let components see different samples, and the model normalises over them, the forward goes component by
+component. Each runs once per group of samples that share statistics, on slices of whole values. There is one autograd
+graph.
 """
 
 from __future__ import annotations

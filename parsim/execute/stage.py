@@ -129,7 +129,7 @@ class StageReplica:
         self._optimizer = optimizer
 
     def another_optimizer(self, name: str, learning_rate: float) -> torch.optim.Optimizer | None:
-        """Of this stage's parameters, with a state of its own; None for a stage without any."""
+        """Another optimizer of this stage's parameters, with separate state; None for a stage without parameters."""
         updated = self._updated() if self._masters is None else self._masters.copies
         return make_optimizer(name, updated, learning_rate) if updated else None
 
@@ -222,7 +222,9 @@ class StageReplica:
         return {name: tensor for name, tensor in self.module.named_buffers() if name in names}
 
     def state(self) -> RankState:
-        """What this rank contributes to the whole: of weights and optimizer state what it is the first to hold, all buffers."""
+        """This rank's part of the whole state: the weights and optimizer state that it is the first to hold, and all its
+        buffers.
+        """
         weights: dict[str, Tensor] = {}
         optimizer: dict[str, Mapping[str, Any]] = {}
         fragments: dict[str, dict[str, Fragment]] = {"weights": {}, "buffers": self._buffer_fragments(), "optimizer": {}}

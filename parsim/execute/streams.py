@@ -1,4 +1,4 @@
-"""How one rank issues its tasks: computation in the calling thread, communication on streams of its own, in issue order.
+"""How one rank issues its tasks: computation in the calling thread, communication on separate streams, in issue order.
 
 CPU ranks have threads (`ThreadStreams`), GPU ranks CUDA streams (`parsim.execute.cuda.streams`). Both give the same contract.
 `submit` never waits; `compute` runs the operation after its dependencies; `finish` returns when everything submitted has

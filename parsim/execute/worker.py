@@ -295,8 +295,8 @@ def main(job_path: Path) -> None:
 
 
 def _measure(job: Job, runs: Sequence[RankRun | None], place: ProcessPlace, probe: SpeedProbe | None) -> None:
-    """Warm every run up, then rounds in which every run in turn does its steps, so that drift meets all alike; before and after
-    them its ranks look how fast their cores are, those with a `probe`.
+    """Warm every run up, then measure rounds in which the runs take turns, so drift affects all equally. Before and after
+    its steps, ranks with a `probe` measure the speed of their cores.
     """
     for entry in runs:
         if entry is not None:

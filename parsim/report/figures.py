@@ -75,7 +75,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One rectangle of a timeline: one span, or many that are too short to be told apart."""
+    """One rectangle of a timeline: one span, or many that are too short to be drawn apart."""
 
     row: int
     kind: str

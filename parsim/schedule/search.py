@@ -71,8 +71,8 @@ def search(
     """The best plan of each named family, ranked; the fastest that fits is chosen.
 
     Args:
-        strategies: keys of FAMILIES or "package.module:ROW"; "adaptive" stands for all of FAMILIES. Its candidate is the best
-            of all plans judged, so no candidate beside it is predicted faster.
+        strategies: keys of FAMILIES or "package.module:ROW"; "adaptive" stands for all of FAMILIES. Its candidate is the
+            best of all plans judged, so no other candidate is predicted faster.
         top: keep this many plans over all families instead of the best of each.
 
     Raises:

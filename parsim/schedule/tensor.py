@@ -273,8 +273,9 @@ def _within_memory(
 ) -> tuple[Solution, Plan | None]:
     """The best choice that fits as a whole, where the best one does so only by its parts.
 
-    What a plan needs beside its parts is mostly a communicator for every set of ranks that exchange anything, so it depends
-    on which ways of cutting it uses at all: each set of ways is solved for itself, with the room that its last solution left.
+    The overhead of a plan beyond its components is mostly one communicator per set of ranks that exchange data. So it
+    depends on the numbers of ways that the plan uses. Each set of ways is solved alone, with the memory that its last
+    solution left.
     """
     best: tuple[Solution, Plan] | None = None
     for choice in _evenly_cut(placing):

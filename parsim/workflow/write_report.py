@@ -59,7 +59,7 @@ def _results(asked: Prediction) -> Sequence[dict[str, object]]:
 
 
 def report_run(evaluation: Evaluation, seen: Measurement | None, comparison: Comparison | None) -> ReportRun:
-    """One plan for the report, with what was measured of it if anything was."""
+    """One plan for the report, with its measurement if there is one."""
     step = None if seen is None else seen.timelines[typical_step(seen)]
     return ReportRun(
         label=evaluation.result.strategy,

@@ -77,7 +77,7 @@ class Change:
 
 
 class WindowController(Protocol):
-    """Whatever decides after a window. It may keep state, and must depend on nothing but what it is shown."""
+    """Whatever decides after a window. It may keep state, and must depend only on the windows it receives."""
 
     def observe(self, seen: WindowSeen) -> Change | Probe | None:
         """A change, a wish to know more, or None to go on as before."""

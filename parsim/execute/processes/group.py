@@ -160,7 +160,9 @@ def _threads_of(backend: str) -> contextlib.AbstractContextManager[bool | None]:
 
 
 def urgent_options(backend: str) -> Any:
-    """NCCL launches transfers on streams of its own: they come before computation, as the rank's communication streams do."""
+    """NCCL launches transfers on its internal streams. They get priority over computation, like the rank's communication
+    streams.
+    """
     if backend != BACKENDS["cuda"]:
         return None
     from torch import distributed

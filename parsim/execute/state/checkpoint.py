@@ -1,13 +1,13 @@
 """Checkpoints that a killed process cannot spoil, and that another plan can resume.
 
-A checkpoint is a folder `step-00000020/` in which each rank writes two files of its own: `rank-0000.pt` with its tensors by
-*global* name (qualified parameter or buffer name, whatever the plan), then `rank-0000.json` with their size and digest. Each
-is written to a temporary file, forced to disk and renamed. The checkpoint exists once all ranks' pairs are there, agree and
-are whole; until then, or when one is damaged, the one before counts. No rank waits for another.
+A checkpoint is a folder `step-00000020/` with two files per rank. `rank-0000.pt` holds its tensors by *global* name (the
+qualified parameter or buffer name, whatever the plan). `rank-0000.json` holds their size and digest and is written
+second. Each is written to a temporary file, forced to disk and renamed. The checkpoint exists once the pairs of all ranks
+are complete and agree. Until then, or if one is damaged, the previous checkpoint counts. No rank waits for another.
 
-A rank that holds a piece of a tensor writes it under the name of the whole and says which piece
-(`parsim.execute.state.fragments`);
-reading puts the whole together, so that any plan of the model can resume from any other's checkpoint.
+A rank that holds a piece of a tensor writes it under the name of the whole, with its position
+(`parsim.execute.state.fragments`). Reading assembles the whole, so any plan of the model can resume from any other's
+checkpoint.
 
 Leaves out: the position in the data, which needs no state but step and seed (`parsim.data.BatchOrder`).
 """

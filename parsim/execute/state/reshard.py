@@ -53,7 +53,7 @@ class _Kind(NamedTuple):
 
 
 class _Holder(NamedTuple):
-    """The rank that sends a fragment, and what it is: a _Kind; of optimizer state a dict of such and of step counters."""
+    """The rank that sends a fragment, and its kind: a _Kind; for optimizer state a dict of kinds and step counters."""
 
     rank: int
     content: Any

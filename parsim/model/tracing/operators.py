@@ -90,7 +90,7 @@ def _embedding(args: tuple[Any, ...], out: Any) -> Dims:
     return (("rows", args[1].numel()), ("width", args[0].shape[1]))
 
 
-# kind and shape by aten packet: what is not listed is memory-bound.
+# kind and shape by aten packet: packets not listed are memory-bound.
 _RULES: dict[Any, tuple[str, Callable[[tuple[Any, ...], Any], Dims]]] = {
     aten.mm: ("matmul", _matmul),
     aten.addmm: ("matmul", _addmm),

@@ -41,7 +41,7 @@ class Solution:
         return max(0.0, 1 - self.lower_bound_s / self.seconds) if self.choice and self.seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; what is infinite is None."""
+        """Plain values; infinity becomes None."""
         seconds = self.seconds if np.isfinite(self.seconds) else None
         bound = self.lower_bound_s if np.isfinite(self.lower_bound_s) else None
         return {"status": self.status, "seconds": seconds, "lower_bound_s": bound, "gap": self.gap, "reason": self.reason}

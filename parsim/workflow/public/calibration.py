@@ -19,7 +19,7 @@ class Calibration:
     """What `parsim.calibrate` measured; give it to `parsim.plan` as the cluster.
 
     Attributes:
-        path: of the profile; the raw points lie beside it.
+        path: of the profile; the raw points lie in the same folder.
     """
 
     path: Path

@@ -66,7 +66,7 @@ def plan(
         top: keep so many plans over all strategies instead of the best of each.
 
     Returns:
-        The ranked plans. What was left open is in `assumed`. Where no plan fits, `fits` is False.
+        The ranked plans. `assumed` lists the defaults taken. Where no plan fits, `fits` is False.
 
     Raises:
         ParsimError: ConfigError for a wrong or missing key, ModelError, ProfileError, PlanError, ScheduleError, CostError.
