@@ -1,8 +1,8 @@
 """The clock and the queue of one device, so that every microbenchmark runs on a GPU, on a CPU and on a simulated device.
 
-A GPU works through a queue while the host goes on. Work is timed by events in that queue, and a sleep kernel at its head lets
-the host enqueue everything before the first timed call starts: then no launch of the host stands between two calls. A CPU has
-no queue: a call has ended when it returns.
+A GPU works through a queue while the host goes on. Events in that queue time the work. A sleep kernel at its head lets
+the host enqueue everything before the first timed call starts. So no launch by the host delays a call. A CPU has no
+queue: a call has ended when it returns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What changes a price after the work itself is priced: one ordered list, and the only place that applies it.
+"""The adjustments of a price after the work itself is priced: one ordered list, and the only place that applies it.
 
 `parsim.costs.costs.Costs` prices a piece of work as the profile knows it (measured, fitted or published). Then every adjustment
 of `ADJUSTMENTS` that applies adds one term, in the order of the list:
@@ -7,9 +7,9 @@ of `ADJUSTMENTS` that applies adds one term, in the order of the list:
     GPU: price = (max(base * core sharing * GPU speed factor, queueing) + host overhead) * update * correction + post-wait
 
 The order matters. On a slower CPU the host overhead and everything before it is slower. On a GPU the speed factor is the
-device's: it changes what the device computes, and nothing of the host's or the links'. The post-wait seconds are scaled by the
-speed factor alone. What changes a step and no single task comes later: the engines apply overlap, `parsim.predict.evaluate` the
-noise of single ranks and the seconds between steps.
+device's: it changes what the device computes, and nothing of the host's or the links'. The post-wait seconds are scaled
+by the speed factor alone. Effects on a step rather than on a task come later. The engines apply overlap;
+`parsim.predict.evaluate` applies the noise of single ranks and the seconds between steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank interprets its part of a TaskGraph. Nothing here decides anything: order and overlap are the graph's.
+"""One rank interprets its part of a TaskGraph. The graph alone decides order and overlap.
 
 The autograd graph is cut at component boundaries: the forward of a component runs on detached inputs, its backward task
 calls autograd on its own outputs only. A gradient bucket is a flat array whose views are the parameters' gradients.

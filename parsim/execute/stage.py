@@ -31,9 +31,9 @@ from parsim.plans.redistribution import ValueLayout
 class StageReplica:
     """What `rank` has of its stage, with weights from `seed` (equal on every rank), ready to run.
 
-    Components are recorded at the samples this rank sees of a microbatch, in training mode, on `device`; of a sharded one the
-    rank has its shard, with its pieces of parameters and buffers under their names. Parameters that the rank does not hold
-    are emptied, so that its memory is its own.
+    Components are recorded with the samples of a microbatch on this rank, in training mode, on `device`. Of a sharded
+    component the rank has its shard, whose pieces of parameters and buffers keep their names. Parameters that the rank
+    does not hold are emptied, so that its memory is its own.
 
     Attributes:
         runnables: by component name.

@@ -1,4 +1,5 @@
-"""What a collective or a transfer costs: closed forms over the links of the machine, or piecewise lines measured per group.
+"""The price of a collective or a transfer: closed forms over the links of the machine, or piecewise lines measured per
+group.
 
 The profile decides. If it holds a link model (NCCL on NVLink or PCIe), times follow from rings packed on the links of a
 node (`parsim.costs.communication.intranode`). Across nodes they also follow from the network

@@ -10,8 +10,8 @@ Three sources, never mixed silently:
     published  an operator kind without a fit, on a device whose peaks come from a datasheet or paper: a roofline at a stated
                efficiency and a large uncertainty.
 
-A shard's time from that of a larger one keeps what does not divide (launches, uncut operators) as far as the operator model
-knows it: without fits, the roofline has no launches, so shards of small components come out too fast.
+The time of a shard, derived from a larger one, keeps what does not divide (launches, uncut operators) if the operator
+model has it. Without fits, the roofline has no launches, so shards of small components come out too fast.
 """
 
 from __future__ import annotations

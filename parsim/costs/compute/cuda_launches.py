@@ -1,4 +1,4 @@
-"""What torch launches on a GPU for the operators of a component, which were recorded on a CPU, and what autocast adds.
+"""The launches of torch on a GPU for operators that were recorded on a CPU, and those that autocast adds.
 
 A trace knows each memory-bound operator by its aten name. On a GPU some of them are other kernels, and each has a backward of
 its own; `PASSES` says how often the launch reads or writes its array. Matmuls, convolutions, embeddings and fused attention are
@@ -10,10 +10,11 @@ those of `parsim.costs.compute.operators`.
     scaling and copies   have a backward like their forward.
 
 Under autocast matmuls and convolutions take half-precision copies of their weights (read 4 bytes, write 2), made once per
-forward, and their gradients are widened again. Layer norm, group norm and the loss are computed in fp32: the norm's output is
-cast for the matmul that follows, the loss's input for the loss, and the backward casts the gradients back. What a residual adds
-to is the norm's fp32 stream. Batch norm, ReLU, GELU, dropout and the inside of scaled_dot_product_attention keep the width of
-their input. Loss scaling and its check for infinities are in the optimizer's step (`parsim.costs.compute.compute`).
+forward, and their gradients are widened again. Layer norm, group norm and the loss are computed in fp32. The norm's
+output is cast for the matmul that follows, and the loss's input for the loss. The backward casts the gradients back. What
+a residual adds to is the norm's fp32 stream. Batch norm, ReLU, GELU, dropout and the inside of
+scaled_dot_product_attention keep the width of their input. Loss scaling and its check for infinities are in the
+optimizer's step (`parsim.costs.compute.compute`).
 
 Sources: torch's list "CUDA Ops that can autocast" (torch.amp documentation); the passes of the norms and softmax as their CUDA
 kernels make them (aten/src/ATen/native/cuda: layer_norm_kernel, SoftMax, Dropout), rounded to what NeuSight's V100 timings of

@@ -1,4 +1,4 @@
-"""Intervals that hold: split-conformal correction of predicted intervals on a history of predicted and measured steps.
+"""Calibrated intervals: split-conformal correction of predicted intervals by a history of predicted and measured steps.
 
 A profile's draws say how wide an interval is *relative* to others; the history says by what factor all of them are too narrow
 or too wide. On the log scale, each side by its own half-width,
