@@ -1,8 +1,7 @@
 """Microbenchmarks of one device at the sizes a GPU is made for, and the programme that runs them within a budget.
 
-driver.py      the clock and the queue of a device: CUDA events, or the wall clock of a CPU
-timing.py      seconds per call: warm, queued behind a sleep kernel, sustained
-pools.py       operands that rotate through more memory than the L2 cache holds
+device.py      the device under test: a GPU timed by its events, or a CPU by the wall clock
+timing.py      seconds per call: warm, queued behind a kernel that waits, sustained
 products.py    matrix products per precision
 copies.py      copies on the device, and between host and device
 launches.py    what a launch, an event and a graph replay cost

@@ -8,9 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from calibration.gpu.driver import QueueDriver, UnsupportedError
-from calibration.gpu.pools import OperandPool
-from calibration.gpu.timing import TimedCall, time_calls
+from calibration.gpu.device import MeasuredDevice, UnsupportedError
+from calibration.gpu.timing import time_calls
+from calibration.operand_pool import operand_sets
+from parsim.execute.cuda.event_timing import QueuedCall
 from parsim.units import GIB, MIB, format_bytes
 
 Route = Literal["on_device", "to_device", "to_device_pageable", "to_host", "to_host_pageable"]
@@ -22,21 +23,21 @@ POOL_SHARE = 0.25
 """Of the device's memory that source and target arrays may take together."""
 
 
-def measure_copy(driver: QueueDriver, route: Route, size_bytes: int, *, least_s: float) -> dict[str, Any]:
+def measure_copy(device: MeasuredDevice, route: Route, size_bytes: int, *, least_s: float) -> dict[str, Any]:
     """Bytes per second of a copy: on the device bytes read plus bytes written, otherwise the bytes that cross.
 
     Raises: UnsupportedError for a route to a host where the device is the host.
     """
     if route == "on_device":
-        calls, sets, beyond = _on_device(driver, size_bytes)
+        calls, sets, beyond = _on_device(device, size_bytes)
         moved = 2 * size_bytes
-    elif driver.device.type == "cpu":
+    elif device.device.type == "cpu":
         raise UnsupportedError("a copy between host and device needs a device of its own (CUDA)")
     else:
-        calls, sets, beyond = [_crossing(driver, route, size_bytes)], 1, True
+        calls, sets, beyond = [_crossing(device, route, size_bytes)], 1, True
         moved = size_bytes
     # a copy of pageable memory waits for the device, so nothing can be queued before it
-    timing = time_calls(driver, calls, least_s=least_s, behind_sleep=not route.endswith(PAGEABLE))
+    timing = time_calls(device.clock, calls, least_s=least_s, held=not route.endswith(PAGEABLE))
     return {
         "route": route,
         "size_bytes": size_bytes,
@@ -48,31 +49,31 @@ def measure_copy(driver: QueueDriver, route: Route, size_bytes: int, *, least_s:
     }
 
 
-def _on_device(driver: QueueDriver, size_bytes: int) -> tuple[list[TimedCall], int, bool]:
-    pool = OperandPool(
+def _on_device(device: MeasuredDevice, size_bytes: int) -> tuple[list[QueuedCall], int, bool]:
+    operands = operand_sets(
         (size_bytes, size_bytes),
-        cache_bytes=driver.cache_bytes,
-        limit_bytes=int(POOL_SHARE * driver.memory_bytes),
-        device=driver.device,
+        cache_bytes=device.cache_bytes,
+        limit_bytes=int(POOL_SHARE * device.memory_bytes),
+        device=device.device,
     )
-    calls: list[TimedCall] = []
-    for number in range(pool.sets):
-        source, target = (pool.operand(number, place, (size_bytes,), torch.uint8) for place in (0, 1))
+    calls: list[QueuedCall] = []
+    for _ in range(operands.sets):
+        source, target = (operands.pool.take((size_bytes,), torch.uint8) for _ in range(2))
         _scramble(source)
         target.zero_()
         calls.append(partial(target.copy_, source))
-    return calls, pool.sets, pool.beyond_cache
+    return calls, operands.sets, operands.beyond_cache
 
 
-def _crossing(driver: QueueDriver, route: Route, size_bytes: int) -> TimedCall:
+def _crossing(device: MeasuredDevice, route: Route, size_bytes: int) -> QueuedCall:
     pinned = not route.endswith(PAGEABLE)
     host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
     _scramble(host)
-    device = torch.empty(size_bytes, dtype=torch.uint8, device=driver.device)
-    _scramble(device)
+    there = torch.empty(size_bytes, dtype=torch.uint8, device=device.device)
+    _scramble(there)
     if route.startswith("to_device"):
-        return partial(device.copy_, host, non_blocking=pinned)
-    return partial(host.copy_, device, non_blocking=pinned)
+        return partial(there.copy_, host, non_blocking=pinned)
+    return partial(host.copy_, there, non_blocking=pinned)
 
 
 def _scramble(tensor: Tensor) -> None:

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from calibration.gpu.driver import QueueDriver, UnsupportedError
-from calibration.gpu.pools import OperandPool, fill_random
-from calibration.gpu.timing import TimedCall, time_calls
+from calibration.gpu.device import MeasuredDevice, UnsupportedError
+from calibration.gpu.timing import time_calls
+from calibration.operand_pool import fill_random, operand_sets
 from parsim.errors import ExecutionError
+from parsim.execute.cuda.event_timing import QueuedCall
 
 POOL_SHARE = 0.25
 """Of the device's memory that rotating operands may take."""
@@ -99,7 +100,7 @@ def matrix_precision(precision: ProductPrecision) -> Iterator[None]:
 
 
 def measure_product(
-    driver: QueueDriver, product: Product, precision: ProductPrecision, *, least_s: float, seed: int = 0
+    device: MeasuredDevice, product: Product, precision: ProductPrecision, *, least_s: float, seed: int = 0
 ) -> dict[str, Any]:
     """Flop per second of one product on random operands from beyond the cache.
 
@@ -107,19 +108,20 @@ def measure_product(
 
     Raises: UnsupportedError for a precision that this device cannot multiply in, ExecutionError for a result that is wrong.
     """
-    if precision.name in ("tf32", "fp8") and driver.device.type != "cuda":
+    if precision.name in ("tf32", "fp8") and device.device.type != "cuda":
         raise UnsupportedError(f"{precision.name} products need CUDA")
     sizes = product.array_bytes(precision)
-    pool = OperandPool(
-        sizes, cache_bytes=driver.cache_bytes, limit_bytes=int(POOL_SHARE * driver.memory_bytes), device=driver.device
+    operands = operand_sets(
+        sizes, cache_bytes=device.cache_bytes, limit_bytes=int(POOL_SHARE * device.memory_bytes), device=device.device
     )
-    generator = torch.Generator(driver.device).manual_seed(seed)
-    calls: list[TimedCall] = []
-    for number in range(pool.sets):
-        left = pool.operand(number, 0, (product.rows, product.depth), precision.operand)
+    take = operands.pool.take
+    generator = torch.Generator(device.device).manual_seed(seed)
+    calls: list[QueuedCall] = []
+    for number in range(operands.sets):
+        left = take((product.rows, product.depth), precision.operand)
         # fp8 kernels take the second operand by columns
-        transposed = pool.operand(number, 1, (product.columns, product.depth), precision.operand)
-        result = pool.operand(number, 2, (product.rows, product.columns), precision.result)
+        transposed = take((product.columns, product.depth), precision.operand)
+        result = take((product.rows, product.columns), precision.result)
         fill_random(left, generator)
         fill_random(transposed, generator)
         calls.append(_call(precision, left, transposed.t(), result))
@@ -133,7 +135,7 @@ def measure_product(
                 f"the {precision.name} product {product} is off by {error:.2g} of its norm, more than "
                 f"{TOLERANCES[precision.name]:.2g}; its time says nothing"
             )
-        timing = time_calls(driver, calls, least_s=least_s)
+        timing = time_calls(device.clock, calls, least_s=least_s)
     return {
         "rows": product.rows,
         "columns": product.columns,
@@ -142,8 +144,8 @@ def measure_product(
         "precision": precision.name,
         "flop": product.flop,
         "bytes": sum(sizes),
-        "sets": pool.sets,
-        "beyond_cache": pool.beyond_cache,
+        "sets": operands.sets,
+        "beyond_cache": operands.beyond_cache,
         "relative_error": error,
         "flop_per_s": product.flop / timing.median_s,
         **timing.to_dict(),
@@ -164,7 +166,7 @@ def relative_error(left: torch.Tensor, transposed: torch.Tensor, result: torch.T
     return float(difference.norm() / exact.norm())
 
 
-def _call(precision: ProductPrecision, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> TimedCall:
+def _call(precision: ProductPrecision, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> QueuedCall:
     if precision.name == "fp8":
         one = torch.ones((), device=left.device)
         scaled: Any = torch._scaled_mm

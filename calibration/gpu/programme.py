@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibration.gpu.driver import UnsupportedError
+from calibration.gpu.device import UnsupportedError
 from calibration.gpu.journal import CASE, DONE, FAILED, SKIPPED, STATUS, Journal, JournalRow
 
 TRACEBACK_LINES = 12

@@ -1,9 +1,9 @@
-"""Seconds per call of short work on a device: warm, queued behind a sleep kernel, sustained.
+"""Seconds per call of short work on a device: warm, queued behind a kernel that waits, sustained.
 
 1. The calls run until the device has been busy for `warm_s`: clocks rise, libraries choose their kernels.
-2. A burst is a sleep kernel and then groups of calls with a mark between the groups. The sleep is as long as the host needs to
-   enqueue the burst. If the device had left the sleep before the host was done, the burst is thrown away; the next one is half
-   as long, behind a sleep twice as long.
+2. A burst is groups of calls behind a hold, as in `parsim.execute.cuda.event_timing`. The hold is as long as the host needs to
+   enqueue the burst. If the device had left it before the host was done, the burst is thrown away; the next one has half as
+   many groups, behind a longer hold.
 3. Bursts follow one another until the timed calls alone have taken `least_s`.
 
 A group holds so many calls that the cost of its mark, about a microsecond, does not count. Leaves out what the host takes for a
@@ -13,17 +13,15 @@ launch, which `launches` measures.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from calibration.gpu.driver import QueueDriver
 from parsim.errors import ExecutionError
-
-TimedCall = Callable[[], object]
+from parsim.execute.cuda.event_timing import DeviceClock, Group, QueuedCall, longer_hold, timed_once
 
 QUEUE_CALLS = 512
 """Calls of a burst at most: a CUDA queue holds about a thousand launches, and beyond them the host waits."""
@@ -32,9 +30,6 @@ GROUP_S = 200e-6
 """Least time of a group; 200 times the cost of a mark."""
 
 MIN_GROUPS = 8
-SLEEP_MARGIN = 2.0
-MIN_SLEEP_S = 200e-6
-MAX_SLEEP_S = 0.25
 MAX_TRIES = 6
 
 
@@ -45,7 +40,7 @@ class Timing:
     Attributes:
         calls, groups: how many were timed. sustained_s: device seconds of the timed calls together.
         queued: every kept burst was enqueued before its first call started; False where a device has no queue.
-        repeated_bursts: thrown away, since the sleep before them was too short.
+        repeated_bursts: thrown away, since the hold before them was too short.
     """
 
     median_s: float
@@ -64,39 +59,41 @@ class Timing:
 
 
 def time_calls(
-    driver: QueueDriver, calls: Sequence[TimedCall], *, least_s: float = 1.0, warm_s: float = 0.2, behind_sleep: bool = True
+    clock: DeviceClock, calls: Sequence[QueuedCall], *, least_s: float = 1.0, warm_s: float = 0.2, held: bool = True
 ) -> Timing:
-    """Seconds of one call, with `calls` taken in turns (each on its own operands, see `pools`).
+    """Seconds of one call, with `calls` taken in turns (each on its own operands, see `calibration.operand_pool`).
 
     Args:
         least_s: device seconds of timed calls at least. warm_s: of calls before them, on the host's clock.
-        behind_sleep: False for calls that wait for the device (copies of pageable memory): no sleep can precede them.
+        held: False for calls that wait for the device (copies of pageable memory): no hold can precede them.
 
-    Raises: ExecutionError without a call, or if no sleep is long enough for the host to enqueue a burst.
+    Raises: ExecutionError without a call, or if no hold is long enough for the host to enqueue a burst.
     """
     if not calls:
         raise ExecutionError("nothing to time: give at least one call")
     turns = _Turns(calls)
-    estimate_s, enqueue_s = _warm(driver, turns, warm_s)
+    estimate_s, enqueue_s = _warm(clock, turns, warm_s)
     group = min(QUEUE_CALLS // MIN_GROUPS, max(1, math.ceil(GROUP_S / estimate_s)))
     most = QUEUE_CALLS // group
     seconds: list[float] = []
-    spent_s, sleep_s, repeated = 0.0, _sleep_s(enqueue_s * group * most), 0
+    spent_s, hold_s, repeated = 0.0, longer_hold(enqueue_s * group * most), 0
+    queued = held and clock.queues
+    burst = partial(turns.run, group)
     while spent_s < least_s or len(seconds) < MIN_GROUPS:
         groups = min(most, max(MIN_GROUPS, math.ceil((least_s - spent_s) / (estimate_s * group))))
-        found, late = _burst(driver, turns, group, groups, sleep_s if behind_sleep else None)
-        if late:
+        found = timed_once(clock, [Group([burst])] * groups, hold_s if held else None)
+        if queued and not found.hidden:
             repeated += 1
             most = max(MIN_GROUPS, most // 2)
             if repeated > MAX_TRIES:
                 raise ExecutionError(
-                    f"the device left a sleep of {sleep_s:.3g} s before the host had enqueued {group * groups} calls, "
+                    f"the device left a hold of {hold_s:.3g} s before the host had enqueued {group * groups} calls, "
                     f"{repeated} times; the host is too busy to time this call"
                 )
-            sleep_s = min(MAX_SLEEP_S, 2 * sleep_s)
+            hold_s = longer_hold(max(hold_s, found.spent_s))
             continue
-        spent_s += sum(found)
-        seconds += [value / group for value in found]
+        spent_s += sum(found.seconds)
+        seconds += [value / group for value in found.seconds]
     table = np.array(seconds, dtype=np.float64)
     p05, median, p95 = np.quantile(table, (0.05, 0.5, 0.95))
     return Timing(
@@ -108,7 +105,7 @@ def time_calls(
         calls=group * len(seconds),
         groups=len(seconds),
         sustained_s=spent_s,
-        queued=driver.queues and behind_sleep,
+        queued=queued,
         repeated_bursts=repeated,
     )
 
@@ -116,7 +113,7 @@ def time_calls(
 class _Turns:
     """Calls one after the other, from the first again after the last."""
 
-    def __init__(self, calls: Sequence[TimedCall]) -> None:
+    def __init__(self, calls: Sequence[QueuedCall]) -> None:
         self._calls = calls
         self._next = 0
 
@@ -126,38 +123,13 @@ class _Turns:
             self._next = (self._next + 1) % len(self._calls)
 
 
-def _warm(driver: QueueDriver, turns: _Turns, warm_s: float) -> tuple[float, float]:
+def _warm(clock: DeviceClock, turns: _Turns, warm_s: float) -> tuple[float, float]:
     """Seconds of a call on the device, and of enqueuing it, from the last round of warming up."""
     turns.run(1)
-    driver.wait()
-    begin_s, count = driver.host_s(), 1
+    clock.synchronize()
+    begin_s, count = clock.host_s(), 1
     while True:
-        start, start_s = driver.mark(), driver.host_s()
-        turns.run(count)
-        enqueued_s = driver.host_s() - start_s
-        end = driver.mark()
-        driver.wait()
-        taken_s = driver.seconds(start, end)
-        driver.forget()
-        if driver.host_s() - begin_s >= warm_s:
-            return max(taken_s / count, 1e-9), enqueued_s / count
+        found = timed_once(clock, [Group([partial(turns.run, count)])], None)
+        if clock.host_s() - begin_s >= warm_s:
+            return max(found.seconds[0] / count, 1e-9), found.issue_s[0] / count
         count = min(2 * count, QUEUE_CALLS)
-
-
-def _burst(driver: QueueDriver, turns: _Turns, group: int, groups: int, sleep_s: float | None) -> tuple[list[float], bool]:
-    """Seconds of every group, and whether the device began before the host was done. None: without a sleep."""
-    if sleep_s is not None:
-        driver.sleep(sleep_s)
-    marks = [driver.mark()]
-    for _ in range(groups):
-        turns.run(group)
-        marks.append(driver.mark())
-    late = sleep_s is not None and driver.queues and driver.passed(marks[0])
-    driver.wait()
-    seconds = [driver.seconds(begin, end) for begin, end in pairwise(marks)]
-    driver.forget()
-    return seconds, late
-
-
-def _sleep_s(enqueue_s: float) -> float:
-    return min(MAX_SLEEP_S, max(MIN_SLEEP_S, SLEEP_MARGIN * enqueue_s))

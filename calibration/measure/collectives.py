@@ -26,8 +26,8 @@ from calibration.rounds.turns import WARM_UP, CalibrationSection, Entries
 from parsim.collectives import COLLECTIVE_KINDS
 from parsim.costs.communication.collectives import ON_ONE_CORE, packed_operation
 from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
+from parsim.execute.cuda.driver import driver_of
 from parsim.execute.processes.environment import memory_limit_bytes
-from parsim.execute.processes.event_clock import driver_of
 from parsim.execute.processes.group import make_groups
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.streams import TaskTime, make_streams

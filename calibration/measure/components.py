@@ -33,8 +33,9 @@ from calibration.rounds.turns import CalibrationSection, Entries
 from parsim.data import BatchOrder, Dataset
 from parsim.data.for_model import dataset_for
 from parsim.errors import DataError
+from parsim.execute.cuda.driver import driver_of
+from parsim.execute.cuda.event_timing import warm_gpu
 from parsim.execute.loading import batch_values
-from parsim.execute.processes.event_clock import driver_of, products, warm_up
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica
@@ -259,9 +260,7 @@ def component_section(
 
     def measure(number: int) -> Entries:
         found: Entries = {"sweeps": [], "optimizers": []}
-        driver = driver_of(device)
-        if driver is not None:
-            warm_up(driver, products(DTYPES[request.precision], device))
+        warm_gpu(device, DTYPES[request.precision])
         with contextlib.closing(pausing_streams(device)) as streams:
             for turn, case in enumerate(cases, start=number + 1):
                 choices = parts[case.number]

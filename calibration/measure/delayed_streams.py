@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parsim.execute.processes.event_clock import EventDriver, EventMark, longer_hold
+from parsim.execute.cuda.event_timing import DeviceClock, longer_hold
 from parsim.execute.streams import Operation, Streams, TaskTime
 from parsim.graph.task import COMPUTE
 
@@ -24,7 +24,7 @@ class Pausing:
         computed_s: processor seconds of each computation of the step at hand or just finished, and of handing over the call
             before it.
         holding: each computation is queued on an idle device behind a kernel that waits, so that none of its time is the host's
-            (`parsim.execute.processes.event_clock`); nothing without a driver.
+            (`parsim.execute.cuda.event_timing`); nothing without a driver.
         issue_s: of the step at hand or just finished, by task: seconds of the host in each computation. On a GPU it queues
             kernels meanwhile, and under `holding` it waits for nothing.
         hidden: whether every computation held so far in this step was queued before the device began with it.
@@ -32,7 +32,7 @@ class Pausing:
 
     loads_ahead = False
 
-    def __init__(self, streams: Streams, driver: EventDriver | None = None) -> None:
+    def __init__(self, streams: Streams, driver: DeviceClock | None = None) -> None:
         self._streams = streams
         self._driver = driver
         self._last: int | None = None
@@ -74,7 +74,7 @@ class Pausing:
         self._streams.compute(task, stream, dependencies, counted)
         self._last = task
 
-    def _hold(self, task: int) -> list[EventMark]:
+    def _hold(self, task: int) -> list[Any]:
         """Let the device wait, on the stream that computes, for about as long as the host will need to queue this task.
 
         Returns: the event behind the wait; nothing where nothing waits.
@@ -82,7 +82,7 @@ class Pausing:
         driver = self._driver
         if driver is None or not self.holding:
             return []
-        held: list[EventMark] = []
+        held: list[Any] = []
 
         def wait() -> None:
             driver.hold(longer_hold(self._known_s.get(task, 0.0)))
@@ -92,7 +92,7 @@ class Pausing:
         self._streams.compute(self._extra(), COMPUTE, [], wait)
         return held
 
-    def _queued(self, task: int, held: Sequence[EventMark]) -> None:
+    def _queued(self, task: int, held: Sequence[Any]) -> None:
         if not held or self._driver is None:
             return
         # a first call loads libraries and takes long; what is known of a task falls by half a step

@@ -1,6 +1,6 @@
 """What one device can do at best, with every rank busy: arithmetic, memory, and what the framework takes of it.
 
-On a GPU by events behind a hold (`parsim.execute.processes.event_clock`), after a second of work, and at sizes that fill it:
+On a GPU by events behind a hold (`parsim.execute.cuda.event_timing`), after a second of work, and at sizes that fill it:
 the products and copies of a CPU core would measure its launches and its L2 cache.
 """
 
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parsim.execute.cuda.driver import driver_of
+from parsim.execute.cuda.event_timing import Group, timed_groups, warm_gpu
 from parsim.execute.processes.environment import memory_limit_bytes, resident_bytes
-from parsim.execute.processes.event_clock import Group, driver_of, products, timed_groups, warm_up
 from parsim.execute.streams import make_streams
 from parsim.units import GIB, MIB
 
@@ -49,9 +50,7 @@ def measure_device(device: torch.device, dtype: torch.dtype, *, name: str) -> De
     """Facts of this rank's device; every rank calls it at the same time."""
     context = context_bytes(device)
     dist.barrier()
-    driver = driver_of(device)
-    if driver is not None:
-        warm_up(driver, products(dtype, device))
+    warm_gpu(device, dtype)
     flop_per_s = matmul_flop_per_s(device, dtype)
     dist.barrier()
     copy = copy_bytes_per_s(device)

@@ -9,8 +9,8 @@ on a GPU batch normalisation, go through autograd, because autograd chooses thei
 so that a drift of the machine falls on all of them and is seen.
 
 On a CPU one call is timed at a time by the clock. On a GPU calls are timed by events behind a hold
-(`parsim.execute.processes.event_clock`), several small ones between two events. The pool is larger than twice the L2 cache, and
-the device works for a second before each round, so that its clocks are those of sustained work.
+(`parsim.execute.cuda.event_timing`), several small ones between two events. The pool is four times as large as the L2 cache,
+and the device works for a second before each round, so that its clocks are those of sustained work.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from calibration.measure.operator_shapes import CPU_REACH, Reach, Sizes, gpu_reach, operator_launches
+from calibration.operand_pool import CACHE_MULTIPLE, OperandPool, last_cache_bytes
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.speed_probe import paced
 from calibration.rounds.turns import CalibrationSection, Entries
 from parsim.costs.compute.launches import Launch
-from parsim.execute.processes.event_clock import EventDriver, Group, driver_of, products, timed_groups, warm_up
+from parsim.execute.cuda.driver import driver_of
+from parsim.execute.cuda.event_timing import DeviceClock, Group, timed_groups, warm_gpu
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.units import MIB
 
@@ -40,12 +42,6 @@ KEPT_CALLS = 2
 PACED = 12
 """Launches between two looks at the core's pace: a tenth of a second."""
 
-ALIGNMENT_BYTES = 256
-"""Where arrays of CUDA's allocator begin, and more than those of a CPU's do."""
-CACHES = 2.5
-"""The pool of a GPU over its L2 cache: what comes round again has left the cache."""
-ASSUMED_L2_BYTES = 64 * MIB
-"""Where the driver does not tell; an H100 has 50 MiB."""
 LARGEST_ARRAYS = 5
 """The pool holds so many of the largest array of any launch (the input of a pooling alone is four)."""
 FREE_SHARE = 0.7
@@ -60,30 +56,26 @@ OperatorCall = Callable[[], object]
 
 
 class Pool:
-    """Arrays for the calls of one visit, taken in turns from one stretch of memory filled with numbers between -1 and 1."""
+    """Arrays of one dtype for the calls of one visit: an `OperandPool` filled with numbers between -1 and 1."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int, size_bytes: int = POOL_BYTES) -> None:
         self.dtype, self.device = dtype, device
-        count = size_bytes // dtype.itemsize
+        self._operands = OperandPool(size_bytes, device)
+        self.written: list[Tensor] = []
+        whole = self._operands.whole(dtype)
         if device.type == "cuda":
-            self._memory = torch.empty(count, dtype=dtype, device=device).uniform_(-1, 1)
+            whole.uniform_(-1, 1)
         else:
             generator = torch.Generator().manual_seed(seed)
-            self._memory = (2 * torch.rand(count, generator=generator, dtype=torch.float32) - 1).to(device, dtype)
-        self._next = 0
-        self.taken_bytes = 0
-        self.written: list[Tensor] = []
+            whole.copy_(2 * torch.rand(len(whole), generator=generator, dtype=torch.float32) - 1)
+
+    @property
+    def taken_bytes(self) -> int:
+        return self._operands.taken_bytes
 
     def take(self, *shape: int) -> Tensor:
-        """Not touched since the pool was last here; begins at a multiple of ALIGNMENT_BYTES."""
-        count = math.prod(shape)
-        if self._next + count > len(self._memory):
-            self._next = 0
-        found = self._memory[self._next : self._next + count].view(shape)
-        step = ALIGNMENT_BYTES // self.dtype.itemsize
-        self._next += -(-count // step) * step
-        self.taken_bytes += count * self.dtype.itemsize
-        return found
+        """Not touched since the pool was last here."""
+        return self._operands.take(shape, self.dtype)
 
     def fresh(self, *shape: int) -> Tensor:
         """Just written, as the output of the operator before."""
@@ -372,8 +364,7 @@ def operator_section(
             return {}
         dist.barrier(group=group)
         pool = kept or Pool(dtype, device, seed, pool_bytes(reach, dtype, device))
-        if driver is not None:
-            warm_up(driver, products(dtype, device))
+        warm_gpu(device, dtype)
         blocks = [partial(_visits, launches[first : first + PACED], pool, driver) for first in range(0, len(launches), PACED)]
         with torch.no_grad():
             found = list(paced(blocks, probe))
@@ -404,16 +395,15 @@ def reach_on(device: torch.device, dtype: torch.dtype) -> Reach:
 
 def pool_bytes(reach: Reach, dtype: torch.dtype, device: torch.device) -> int:
     """Room for the operands of the largest launch, and more than the L2 cache keeps."""
-    found = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
-    cache_bytes = found or ASSUMED_L2_BYTES
-    return max(POOL_BYTES, int(CACHES * cache_bytes), LARGEST_ARRAYS * reach.max_elements * dtype.itemsize)
+    cache_bytes = last_cache_bytes(device)
+    return max(POOL_BYTES, CACHE_MULTIPLE * cache_bytes, LARGEST_ARRAYS * reach.max_elements * dtype.itemsize)
 
 
-def _visits(launches: Sequence[Launch], pool: Pool, driver: EventDriver | None) -> list[dict[str, Any]]:
+def _visits(launches: Sequence[Launch], pool: Pool, driver: DeviceClock | None) -> list[dict[str, Any]]:
     return [_visit(launch, pool, driver) for launch in launches]
 
 
-def _visit(launch: Launch, pool: Pool, driver: EventDriver | None) -> dict[str, Any]:
+def _visit(launch: Launch, pool: Pool, driver: DeviceClock | None) -> dict[str, Any]:
     named = {"kind": launch.kind, "function": launch.function, "phase": launch.phase}
     sizes = {name: int(size) for name, size in launch.sizes}
     make = partial(VISITS[launch.function], sizes, launch.phase, pool)
@@ -434,7 +424,7 @@ def _timed(make: Callable[[], OperatorCall], pool: Pool) -> float:
     return seconds
 
 
-def by_events(make: Callable[[], OperatorCall], pool: Pool, driver: EventDriver) -> dict[str, Any]:
+def by_events(make: Callable[[], OperatorCall], pool: Pool, driver: DeviceClock) -> dict[str, Any]:
     """Seconds of the device per call, and of the host to queue one (`issue_s`), after one call that is not kept.
 
     Of small launches several calls, on operands of their own, stand between two events.

@@ -21,7 +21,7 @@ from calibration.measure.arithmetic import DTYPES, autocast
 from calibration.measure.components import Case, pausing_streams
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.turns import WARM_UP, CalibrationSection, Entries
-from parsim.execute.processes.event_clock import driver_of, products, warm_up
+from parsim.execute.cuda.event_timing import warm_gpu
 from parsim.execute.state.optimizer import flat_gradients
 from parsim.execute.streams import Streams
 from parsim.graph.task import COMPUTE
@@ -134,9 +134,7 @@ def shard_section(
         if group is None:
             return {}
         found = []
-        driver = driver_of(device)
-        if driver is not None:
-            warm_up(driver, products(DTYPES[request.precision], device))
+        warm_gpu(device, DTYPES[request.precision])
         with contextlib.closing(pausing_streams(device)) as streams:
             streams.holding = True
             for case, sweeps in prepared:

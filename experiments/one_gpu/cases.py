@@ -18,7 +18,7 @@ from rounds import build_all, interleaved
 
 from calibration.gpu.board import find_reader
 from calibration.gpu.copies import Route, measure_copy
-from calibration.gpu.driver import QueueDriver
+from calibration.gpu.device import MeasuredDevice
 from calibration.gpu.journal import JournalRow
 from calibration.gpu.launches import event_cost, graph_cost, launch_cost, synchronisation_cost
 from calibration.gpu.products import PRECISIONS, Product, measure_product
@@ -50,8 +50,8 @@ Rows = Mapping[str, JournalRow]
 class Programme:
     """The cases of one scope on one device, writing into one folder."""
 
-    def __init__(self, driver: QueueDriver, scope: Scope, out: Path, *, seed: int, say: Callable[[str], None]) -> None:
-        self.driver, self.scope, self.out, self.seed, self.say = driver, scope, out, seed, say
+    def __init__(self, device: MeasuredDevice, scope: Scope, out: Path, *, seed: int, say: Callable[[str], None]) -> None:
+        self.device, self.scope, self.out, self.seed, self.say = device, scope, out, seed, say
 
     def cases(self) -> list[BenchmarkCase]:
         """In order of value."""
@@ -60,10 +60,10 @@ class Programme:
         first = scope.precisions[0]
         return [
             self._case("machine", 10, self._machine),
-            self._case("cost of a launch", 8, lambda *_: launch_cost(self.driver)),
-            self._case("cost of an event", 8, lambda *_: event_cost(self.driver)),
-            self._case("cost of waiting", 2, lambda *_: synchronisation_cost(self.driver)),
-            self._case("cost of a graph replay", 8, lambda *_: graph_cost(self.driver)),
+            self._case("cost of a launch", 8, lambda *_: launch_cost(self.device)),
+            self._case("cost of an event", 8, lambda *_: event_cost(self.device.clock)),
+            self._case("cost of waiting", 2, lambda *_: synchronisation_cost(self.device)),
+            self._case("cost of a graph replay", 8, lambda *_: graph_cost(self.device)),
             *self._products(core),
             *(self._copy("on_device", size) for size in scope.copy_sizes),
             *(self._copy(route, size) for route in HOST_ROUTES[:2] for size in scope.host_sizes),
@@ -95,7 +95,7 @@ class Programme:
         after: tuple[str, ...] = (),
     ) -> BenchmarkCase:
         def tidied(rows: Rows, remaining_s: float) -> dict[str, Any]:
-            let_go(self.driver.device)
+            let_go(self.device.device)
             return measure(rows, remaining_s)
 
         return BenchmarkCase(name=name, estimate_s=self.scope.patience * estimate_s, measure=tidied, needs=needs, after=after)
@@ -105,20 +105,20 @@ class Programme:
     def _machine(self, _: Rows, __: float) -> dict[str, Any]:
         reader, source = find_reader()
         facts: dict[str, Any] = {
-            "device": self.driver.name,
-            "cache_bytes": self.driver.cache_bytes,
-            "memory_bytes": self.driver.memory_bytes,
+            "device": self.device.name,
+            "cache_bytes": self.device.cache_bytes,
+            "memory_bytes": self.device.memory_bytes,
             "environment": describe_environment(),
             "board_now": reader() if reader is not None else {"absent": source},
         }
-        if self.driver.device.type == "cuda":
-            properties = torch.cuda.get_device_properties(self.driver.device)
+        if self.device.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device.device)
             facts |= {
                 "multiprocessors": properties.multi_processor_count,
                 "compute_capability": [properties.major, properties.minor],
-                "free_bytes": torch.cuda.mem_get_info(self.driver.device)[0],
+                "free_bytes": torch.cuda.mem_get_info(self.device.device)[0],
             }
-        return {**facts, "headline": f"{self.driver.name}, {format_bytes(self.driver.memory_bytes)}"}
+        return {**facts, "headline": f"{self.device.name}, {format_bytes(self.device.memory_bytes)}"}
 
     def _products(self, products: tuple[Product, ...]) -> list[BenchmarkCase]:
         """By shape, and within a shape by precision: after a few cases each precision has its largest square."""
@@ -128,11 +128,11 @@ class Programme:
     def _product(self, product: Product, precision: str) -> BenchmarkCase:
         large = product.flop >= LARGE_FLOP
         least_s = self.scope.sustained_s if large else self.scope.short_s
-        measure = partial(measure_product, self.driver, product, PRECISIONS[precision], least_s=least_s, seed=self.seed)
+        measure = partial(measure_product, self.device, product, PRECISIONS[precision], least_s=least_s, seed=self.seed)
         return self._case(f"product {precision} {product}", 6 if large else 3, lambda *_: measure())
 
     def _copy(self, route: Route, size_bytes: int) -> BenchmarkCase:
-        measure = partial(measure_copy, self.driver, route, size_bytes, least_s=self.scope.short_s)
+        measure = partial(measure_copy, self.device, route, size_bytes, least_s=self.scope.short_s)
         return self._case(f"copy {route} {format_bytes(size_bytes)}", 6, lambda *_: measure())
 
     # --- calibration and predictions --------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Programme:
         components_s, operators_s = scope.calibration_s
         request = CalibrationRequest(
             models=scope.calibrated,
-            device=self.driver.device.type,
+            device=self.device.device.type,
             nproc=1,
             optimizers=("sgd_momentum", "adamw"),
             precision=precision,
@@ -168,7 +168,7 @@ class Programme:
             within_s = remaining_s if timeout_s is None else min(timeout_s, remaining_s)
             launch(job_path, nproc, module=module, timeout_s=within_s, on_line=on_line)
 
-        held_bytes = used_bytes(self.driver)
+        held_bytes = used_bytes(self.device)
         profile = without_held(calibrate(request, calibrated, on_line=self.say, launcher=launcher), held_bytes)
         raw_path(path).write_bytes(raw_path(calibrated).read_bytes())
         profile = with_machine_facts(profile, rows.values(), command=COMMAND)
@@ -214,7 +214,7 @@ class Programme:
         """The executor, eager torch and a CUDA graph. They wait for the predictions, whatever came of them."""
 
         def measure(rows: Rows, remaining_s: float) -> dict[str, Any]:
-            device = self.driver.device
+            device = self.device.device
             builders = [
                 ("executor", lambda: ExecutorStep(question, device).as_program()),
                 ("eager", lambda: EagerStep(question, device).as_program()),
@@ -229,7 +229,7 @@ class Programme:
         """The executor alone, against itself: nobody else recomputes or cuts the batch by the same plan."""
 
         def measure(rows: Rows, remaining_s: float) -> dict[str, Any]:
-            builders = [("executor", lambda: ExecutorStep(question, self.driver.device).as_program())]
+            builders = [("executor", lambda: ExecutorStep(question, self.device.device).as_program())]
             return self._interleaved(question, builders, rows, remaining_s)
 
         return self._case(
@@ -240,7 +240,7 @@ class Programme:
         """torch.compile against eager torch."""
 
         def measure(rows: Rows, remaining_s: float) -> dict[str, Any]:
-            device = self.driver.device
+            device = self.device.device
             builders = [
                 ("eager", lambda: EagerStep(question, device).as_program()),
                 ("torch.compile", lambda: compiled(question, device)),
@@ -252,7 +252,7 @@ class Programme:
     def _interleaved(self, question: Question, builders: list[Any], rows: Rows, remaining_s: float) -> dict[str, Any]:
         programs, failed = build_all(builders)
         try:
-            found = interleaved(self.driver, programs, self.scope, seed=self.seed, remaining_s=remaining_s)
+            found = interleaved(self.device.clock, programs, self.scope, seed=self.seed, remaining_s=remaining_s)
         finally:
             close_all(programs)
         first = found["rounds_s"][programs[0].name]
@@ -264,21 +264,21 @@ class Programme:
         """The peak of one step of the executor alone in memory: counted by line, and as the allocator saw it."""
 
         def measure(rows: Rows, _: float) -> dict[str, Any]:
-            device = self.driver.device
+            device = self.device.device
             before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
             executor = ExecutorStep(question, device)
             try:
                 executor.step()
                 found: dict[str, Any] = {"question": question.name, "held_out": question.held_out}
                 if device.type == "cuda":
-                    self.driver.wait()
+                    self.device.clock.synchronize()
                     torch.cuda.reset_peak_memory_stats(device)
                     executor.step()
-                    self.driver.wait()
+                    self.device.clock.synchronize()
                     found |= {
                         "allocated_bytes": torch.cuda.max_memory_allocated(device) - before,
                         "reserved_bytes": torch.cuda.max_memory_reserved(device),
-                        "used_bytes": used_bytes(self.driver),
+                        "used_bytes": used_bytes(self.device),
                     }
                 lines, counting = counted_lines(executor)
             finally:
@@ -307,11 +307,11 @@ def rounds_name(question: Question) -> str:
     return f"step {question.name}"
 
 
-def used_bytes(driver: QueueDriver) -> int:
+def used_bytes(device: MeasuredDevice) -> int:
     """Of the GPU, by all processes, as its driver tells it; 0 for a CPU, whose processes are counted one by one."""
-    if driver.device.type != "cuda":
+    if device.device.type != "cuda":
         return 0
-    free, total = torch.cuda.mem_get_info(driver.device)
+    free, total = torch.cuda.mem_get_info(device.device)
     return total - free
 
 

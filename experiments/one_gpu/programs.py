@@ -16,7 +16,7 @@ import torch
 from questions import GRANULARITY, LEARNING_RATE, Question
 from torch import Tensor
 
-from calibration.gpu.driver import UnsupportedError
+from calibration.gpu.device import UnsupportedError
 from parsim.execute.job import RunSpec
 from parsim.execute.memory_lines import StepWatch, watching
 from parsim.execute.numerics import numerics_of, set_switches

@@ -14,8 +14,8 @@ from typing import Any
 from programs import Program
 from questions import Scope
 
-from calibration.gpu.driver import QueueDriver
 from calibration.gpu.programme import failure
+from parsim.execute.cuda.event_timing import DeviceClock
 
 AGAIN = " again"
 WARM_STEPS = 3
@@ -24,7 +24,7 @@ LONG_STEP_S, LONG_STEPS = 0.1, 2
 
 
 def interleaved(
-    driver: QueueDriver, programs: Sequence[Program], scope: Scope, *, seed: int, remaining_s: float
+    clock: DeviceClock, programs: Sequence[Program], scope: Scope, *, seed: int, remaining_s: float
 ) -> dict[str, Any]:
     """Step seconds of every program in every round, and its first losses.
 
@@ -33,7 +33,7 @@ def interleaved(
     Returns: `rounds_s` by program (each a list, one mean step per round), `losses` of the first steps.
     """
     losses = {program.name: [_stepped(program) for _ in range(WARM_STEPS)] for program in programs}
-    step_s = {program.name: _turn(driver, program, 1) for program in programs}
+    step_s = {program.name: _turn(clock, program, 1) for program in programs}
     turns = [*programs, programs[0]]
     long = max(step_s.values()) > LONG_STEP_S
     untimed, steps = (0, min(LONG_STEPS, scope.steps)) if long else (1, scope.steps)
@@ -50,7 +50,7 @@ def interleaved(
             name = program.name + (AGAIN if place == len(programs) else "")
             for _ in range(untimed):
                 program.step()
-            found[name].append(_turn(driver, program, steps))
+            found[name].append(_turn(clock, program, steps))
     return {"rounds": rounds, "steps": steps, "untimed": untimed, "rounds_s": found, "losses": losses}
 
 
@@ -59,14 +59,14 @@ def _stepped(program: Program) -> float:
     return program.loss()
 
 
-def _turn(driver: QueueDriver, program: Program, steps: int) -> float:
+def _turn(clock: DeviceClock, program: Program, steps: int) -> float:
     """Mean seconds of a step, by the host's clock between two waits."""
-    driver.wait()
-    begin_s = driver.host_s()
+    clock.synchronize()
+    begin_s = clock.host_s()
     for _ in range(steps):
         program.step()
-    driver.wait()
-    return (driver.host_s() - begin_s) / steps
+    clock.synchronize()
+    return (clock.host_s() - begin_s) / steps
 
 
 def build_all(builders: Sequence[tuple[str, Any]]) -> tuple[list[Program], dict[str, Any]]:

@@ -28,7 +28,7 @@ from predictions import unpacked_profile  # noqa: E402
 from questions import ON_A_GPU, REHEARSED, Scope  # noqa: E402
 
 from calibration.gpu.board import BoardWatch, find_reader  # noqa: E402
-from calibration.gpu.driver import make_driver  # noqa: E402
+from calibration.gpu.device import open_device  # noqa: E402
 from calibration.gpu.journal import CASE, DONE, FAILED, SKIPPED, STATUS, Journal, JournalRow, read_rows  # noqa: E402
 from calibration.gpu.programme import BenchmarkCase, run_programme  # noqa: E402
 from parsim.errors import ParsimError  # noqa: E402
@@ -86,7 +86,7 @@ def measure(asked: argparse.Namespace) -> int:
     scope: Scope = REHEARSED if asked.quick else ON_A_GPU
     if asked.list:
         return list_cases(asked, scope)
-    driver = make_driver(asked.device)
+    device = open_device(asked.device)
     if asked.device == "cpu":
         torch.set_num_threads(1)
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def measure(asked: argparse.Namespace) -> int:
     if asked.retry:
         journal.forget(name for name, row in journal.rows.items() if failed(row))
     restore_files(journal, asked.out, scope)
-    programme = Programme(driver, scope, asked.out, seed=asked.seed, say=progress)
+    programme = Programme(device, scope, asked.out, seed=asked.seed, say=progress)
     cases = chosen(programme, asked)
     reader, source = find_reader() if asked.device == "cuda" else (None, "a CPU has no board")
 
@@ -130,7 +130,7 @@ def list_cases(asked: argparse.Namespace, scope: Scope) -> int:
     """On any machine: nothing is run."""
     path = asked.out / ROWS_FILE
     known = {row[CASE] for file in (path, asked.done) if file is not None and file.is_file() for row in read_rows(file)}
-    programme = Programme(make_driver("cpu"), scope, asked.out, seed=asked.seed, say=progress)
+    programme = Programme(open_device("cpu"), scope, asked.out, seed=asked.seed, say=progress)
     cases = chosen(programme, asked)
     for case in cases:
         print(f"{case.estimate_s:6.1f} s  {case.name}{'  (done)' if case.name in known else ''}")

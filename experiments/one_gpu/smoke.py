@@ -92,30 +92,31 @@ def own_modules() -> str:
 
 
 def driver_works(device: str) -> str:
-    from calibration.gpu.driver import make_driver
+    from calibration.gpu.device import open_device
     from parsim.units import format_bytes
 
-    driver = make_driver(device)
-    begin = driver.mark()
-    driver.sleep(0.02)
-    end = driver.mark()
-    early = driver.passed(end)
-    driver.wait()
-    seconds = driver.seconds(begin, end)
-    if driver.queues and (early or not 0.01 < seconds < 0.06):
+    opened = open_device(device)
+    clock = opened.clock
+    begin = clock.mark()
+    clock.hold(0.02)
+    end = clock.mark()
+    early = clock.passed(end)
+    clock.synchronize()
+    seconds = clock.elapsed_s(begin, end)
+    if clock.queues and (early or not 0.01 < seconds < 0.06):
         raise RuntimeError(
-            f"a sleep of 20 ms took {1e3 * seconds:.1f} ms, and had{'' if early else ' not'} ended when it was queued"
+            f"a hold of 20 ms took {1e3 * seconds:.1f} ms, and had{'' if early else ' not'} ended when it was queued"
         )
-    return f"{driver.name}, {format_bytes(driver.memory_bytes)}, cache {format_bytes(driver.cache_bytes)}"
+    return f"{opened.name}, {format_bytes(opened.memory_bytes)}, cache {format_bytes(opened.cache_bytes)}"
 
 
 def product_timed(device: str, precision: str = "bf16", side: int = 2048) -> str:
-    from calibration.gpu.driver import make_driver
+    from calibration.gpu.device import open_device
     from calibration.gpu.products import PRECISIONS, Product, measure_product
 
     side = side if device == "cuda" else 64
     product = Product(rows=side, columns=side, depth=side)
-    row = measure_product(make_driver(device), product, PRECISIONS[precision], least_s=0.1)
+    row = measure_product(open_device(device), product, PRECISIONS[precision], least_s=0.1)
     rate, queued = 1e-12 * row["flop_per_s"], "queued" if row["queued"] else "not queued"
     return f"{precision} {product}: {rate:.4g} TFLOP/s, {queued}, off by {row['relative_error']:.1e}"
 
@@ -125,10 +126,10 @@ def fp8_works(device: str) -> str:
 
 
 def graph_works(device: str) -> str:
-    from calibration.gpu.driver import make_driver
+    from calibration.gpu.device import open_device
     from calibration.gpu.launches import graph_cost
 
-    return f"{1e6 * graph_cost(make_driver(device))['device_per_kernel_s']:.2f} us per kernel"
+    return f"{1e6 * graph_cost(open_device(device))['device_per_kernel_s']:.2f} us per kernel"
 
 
 def board_read(device: str) -> str:

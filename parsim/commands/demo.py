@@ -1,14 +1,15 @@
 """`parsim demo`: the main job, end to end, on whatever this machine has.
 
 (a) Which way of training ResNet-50 and ViT-B/16 on eight V100s is fastest, and why the others lose. (b) The same question
-for a small ResNet and a small ViT on this machine: calibrate, plan, and train for real with the chosen plan and two
-others. It shows the error of the prediction and the noise floor of the measurement. (c) A report.
+for a small ResNet and a small ViT on this machine (its GPUs, or else its CPU): calibrate, plan, and train for real with
+the chosen plan and two others. It shows the error of the prediction and the noise floor of the measurement. (c) A report.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,12 +21,15 @@ from parsim.workflow.config import RunConfig, parse_config
 from parsim.workflow.progress import progress
 
 if TYPE_CHECKING:
+    from calibration.rounds.request import CalibrationRequest
     from parsim.execute.measurement import Measurement
     from parsim.hardware.profile import Profile
+    from parsim.plans.plan import Plan
     from parsim.predict.evaluate import Evaluation
     from parsim.report.compare import Comparison
     from parsim.report.html import ReportSection
     from parsim.schedule.search import Search
+    from parsim.workflow.calibration import ChosenRanks
     from parsim.workflow.public.answer import Answer
     from parsim.workflow.run_folder import RunFolder
 
@@ -62,6 +66,7 @@ REAL_MODELS: tuple[tuple[str, dict[str, int], str, float], ...] = (
 )
 GLOBAL_BATCH = 32
 LOCAL_BATCHES = (32, 16, 8, 4)
+CPU_RANKS, MOST_RANKS = 2, 8
 PLANS_RUN = 3
 ROUNDS = 12
 STEPS_PER_ROUND = 6
@@ -73,6 +78,7 @@ class RealRun:
     """One plan of part (b) with what was measured of it."""
 
     model: str
+    name: str
     evaluation: Evaluation
     seen: Measurement
     comparison: Comparison
@@ -90,7 +96,10 @@ class RealRun:
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the profile, the runs and report.html.")] = Path("parsim-demo"),
-    nproc: Annotated[int, typer.Option(min=2, max=8, help="Processes of the real runs.")] = 2,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST_RANKS, help="Ranks of the real runs; left out: one per GPU, or 2 processes on a CPU."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """The main job, end to end, on whatever this machine has."""
@@ -99,13 +108,16 @@ def demo(
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("the demo trains for real and needs torch; pip install 'parsim[torch]'")
     from parsim.report.tables import validation_table
+    from parsim.workflow.calibration import choose_ranks
 
+    ranks = choose_ranks(nproc, most=MOST_RANKS, cpu_ranks=CPU_RANKS)
+    print(f"Training for real on {ranks}", file=sys.stderr, flush=True)
     what_if = [_what_if(model, optimizer) for model, optimizer in WHAT_IF_MODELS]
     if not as_json:
         for config, found in what_if:
             _print_strategies(config, found, f"{config.model.name} on 8 V100s, global batch 1024")
     profile_path = out / "profile.json"
-    profile = _calibrate(profile_path, nproc)
+    profile = _calibrate(profile_path, ranks)
     real: list[tuple[Answer, list[RealRun]]] = []
     for model, args, optimizer, learning_rate in REAL_MODELS:
         asked = _plan_here(
@@ -113,24 +125,26 @@ def demo(
                 model=model,
                 args="{ " + ", ".join(f"{name} = {value}" for name, value in args.items()) + " }",
                 profile=profile_path.resolve(),
-                devices=nproc,
+                devices=ranks.count,
                 optimizer=optimizer,
                 learning_rate=learning_rate,
             ),
             model,
         )
         if not as_json and asked.search is not None:
-            _print_strategies(asked.config, asked.search, f"{model} on this machine, global batch {GLOBAL_BATCH}")
+            _print_strategies(asked.config, asked.search, f"{model} on {ranks.count_text}, global batch {GLOBAL_BATCH}")
         real.append((asked, _run_plans(asked, out / model)))
     rows = [run for _, runs in real for run in runs]
     report = out / "report.html"
-    _write_report(report, what_if, real, profile)
+    _write_report(report, what_if, real, profile, ranks)
     if as_json:
         strategies = {config.model.name: found.to_dict()["candidates"] for config, found in what_if}
         strategies |= {
             asked.config.model.name: asked.search.to_dict()["candidates"] for asked, _ in real if asked.search is not None
         }
-        print_json({"strategies": strategies, "runs": [run.to_dict() for run in rows], "report": str(report)})
+        print_json(
+            {"strategies": strategies, "runs": [run.to_dict() for run in rows], "report": str(report), "ranks": asdict(ranks)}
+        )
         return
     print_tables(
         [validation_table([(run.model, run.evaluation.result.plan.summary(), run.comparison.to_dict()) for run in rows])]
@@ -138,7 +152,7 @@ def demo(
     for run in rows:
         if run.seen.losses:
             first, last = run.seen.losses[0], run.seen.losses[-1]
-            print(f"{run.model} under {run.evaluation.result.strategy}: loss {first:.3f} -> {last:.3f}")
+            print(f"{run.model} under {run.name}: loss {first:.3f} -> {last:.3f}")
     print(f"report: {report}")
 
 
@@ -167,20 +181,25 @@ def _print_strategies(config: RunConfig, found: Search, title: str) -> None:
     print(f"chosen: {first.plan.summary()}{why}\n")
 
 
-def _calibrate(path: Path, nproc: int) -> Profile:
-    from calibration.rounds.calibrate import calibrate
+def calibration_of_demo(ranks: ChosenRanks) -> CalibrationRequest:
+    """What part (b) measures."""
     from calibration.rounds.request import CalibrationRequest
     from parsim.model.spec import ModelSpec
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    request = CalibrationRequest(
+    return CalibrationRequest(
         models=tuple((ModelSpec(name=name, args=tuple(args.items())), LOCAL_BATCHES) for name, args, _, _ in REAL_MODELS),
         optimizers=tuple(dict.fromkeys(optimizer for _, _, optimizer, _ in REAL_MODELS)),
-        nproc=nproc,
-        device="cpu",
+        nproc=ranks.count,
+        device=ranks.kind,
     )
-    with progress(f"Calibrating this machine with {nproc} processes") as say:
-        return calibrate(request, path, on_line=say, leftover="discard")
+
+
+def _calibrate(path: Path, ranks: ChosenRanks) -> Profile:
+    from calibration.rounds.calibrate import calibrate
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with progress(f"Calibrating this machine on {ranks.count_text}") as say:
+        return calibrate(calibration_of_demo(ranks), path, on_line=say, leftover="discard")
 
 
 def _plan_here(text: str, model: str) -> Answer:
@@ -191,6 +210,34 @@ def _plan_here(text: str, model: str) -> Answer:
         return answer(config)
 
 
+def plans_to_run(asked: Answer) -> list[Evaluation]:
+    """The chosen plan and the best of other families, each program once; on one device the plan with other numbers of
+    microbatches, since there is nothing to distribute."""
+    from dataclasses import replace
+
+    from parsim.predict.evaluate import evaluate
+
+    assert asked.search is not None, "the demo's file leaves the plan to the search"
+    programs = {  # two families may meet in one plan: it runs once
+        replace(entry.result.plan, strategy="custom"): entry for entry in reversed(asked.search.candidates) if entry.result.fits
+    }
+    found = list(reversed(programs.values()))[:PLANS_RUN]
+    if asked.problem.cluster.size > 1 or not found:
+        return found
+    chosen = found[0].result.plan
+    for batch in LOCAL_BATCHES:
+        count = GLOBAL_BATCH // batch
+        if len(found) < PLANS_RUN and count != chosen.microbatches:
+            plan = replace(chosen, strategy="single", microbatches=count)
+            found.append(evaluate(asked.problem, plan, reason=f"to compare, with {count} microbatches"))
+    return found
+
+
+def run_name(plan: Plan, devices: int) -> str:
+    """The strategy; on one device with the number of microbatches, which tells its plans apart."""
+    return plan.strategy if devices > 1 else f"{plan.strategy}-mb{plan.microbatches}"
+
+
 def _run_plans(asked: Answer, path: Path) -> list[RealRun]:
     """Train under the chosen plan and the best of other families, interleaved in one launch."""
     from dataclasses import replace
@@ -199,14 +246,10 @@ def _run_plans(asked: Answer, path: Path) -> list[RealRun]:
     from parsim.workflow.ask import device_kind, every_rank, judge, launch_job, measured, run_spec
     from parsim.workflow.run_folder import RunFolder
 
-    assert asked.search is not None, "the demo's file leaves the plan to the search"
-    programs = {  # two families may meet in one plan: it runs once
-        replace(entry.result.plan, strategy="custom"): entry for entry in reversed(asked.search.candidates) if entry.result.fits
-    }
-    evaluations = [every_rank(asked.problem, entry) for entry in reversed(programs.values())][:PLANS_RUN]
+    evaluations = [every_rank(asked.problem, entry) for entry in plans_to_run(asked)]
     folder: RunFolder = RunFolder(path)
     folder.write_question(asked.config, asked.problem.model, evaluations[0].result.plan, asked.problem.cluster.profile)
-    names = [entry.result.strategy for entry in evaluations]
+    names = [run_name(entry.result.plan, asked.problem.cluster.size) for entry in evaluations]
     job = Job(
         output=str(path.resolve()),
         mode="measure",
@@ -225,7 +268,13 @@ def _run_plans(asked: Answer, path: Path) -> list[RealRun]:
     for name, entry in zip(names, evaluations, strict=True):
         seen = measured(folder, name, entry)
         runs.append(
-            RealRun(model=asked.config.model.name, evaluation=entry, seen=seen, comparison=judge(asked.problem, entry, seen))
+            RealRun(
+                model=asked.config.model.name,
+                name=name,
+                evaluation=entry,
+                seen=seen,
+                comparison=judge(asked.problem, entry, seen),
+            )
         )
     return runs
 
@@ -235,6 +284,7 @@ def _write_report(
     what_if: Sequence[tuple[RunConfig, Search]],
     real: Sequence[tuple[Answer, list[RealRun]]],
     profile: Profile,
+    ranks: ChosenRanks,
 ) -> None:
     from parsim.report.html import ReportData, write_report
     from parsim.report.profile_table import calibration_table
@@ -242,7 +292,7 @@ def _write_report(
 
     with progress("Writing the report"):
         sections = [_what_if_section(config, found) for config, found in what_if]
-        sections += [_real_section(asked, runs) for asked, runs in real]
+        sections += [_real_section(asked, runs, ranks) for asked, runs in real]
         data = ReportData(
             title="parsim demo",
             facts=report_facts(),
@@ -285,14 +335,14 @@ def _what_if_section(config: RunConfig, found: Search) -> ReportSection:
     )
 
 
-def _real_section(asked: Answer, runs: Sequence[RealRun]) -> ReportSection:
+def _real_section(asked: Answer, runs: Sequence[RealRun], ranks: ChosenRanks) -> ReportSection:
     from parsim.report.html import ReportSection
     from parsim.workflow.write_report import report_run
 
     assert asked.search is not None, "the demo's file leaves the plan to the search"
     return ReportSection(
         model=asked.config.model.name,
-        title=f"{asked.config.model.name} on this machine (run for real)",
+        title=f"{asked.config.model.name} on {ranks.count_text} of this machine (run for real)",
         text=f"Global batch {asked.config.training.global_batch}, digits; every plan ran {ROUNDS} interleaved rounds of "
         f"{STEPS_PER_ROUND} steps.",
         results=[entry.result.to_dict() for entry in asked.search.candidates],

@@ -290,7 +290,7 @@ def _build_fake(spec: ModelSpec) -> nn.Module:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return build_module(spec)
-    except FactoryError:  # perhaps it looks at its weights' values: build it for real
+    except (FactoryError, RuntimeError):  # perhaps it looks at its weights' values: build it for real
         return build_module(spec)
 
 

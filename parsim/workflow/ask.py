@@ -27,6 +27,7 @@ from parsim.predict.speed import step_at_speed
 from parsim.report.compare import Comparison, PaceComparison, compare, kind_intervals_s, relative_error
 from parsim.report.tables import format_error
 from parsim.units import format_bytes, format_seconds
+from parsim.workflow.calibration import visible_gpus
 from parsim.workflow.config import RunConfig
 from parsim.workflow.load import cluster_of, fixed_plan, is_saved_model, problem_of, search_plans
 from parsim.workflow.progress import Say
@@ -191,13 +192,6 @@ def levels_of(asked: Prediction, seen: Measurement) -> list[dict[str, Any]]:
     from parsim.report.memory_levels import memory_levels
 
     return [row.to_dict() for row in memory_levels(asked.evaluation.memory, seen.memory)]
-
-
-def visible_gpus() -> int:
-    """How many GPUs torch sees on this host."""
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def nearest_that_fits(asked: Prediction) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -96,21 +97,67 @@ def local_batches(global_batch: int) -> set[int]:
     return {global_batch // part for part in parts if global_batch % part == 0}
 
 
+def visible_gpus() -> int:
+    """How many GPUs torch sees on this host."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def device_here() -> CalibratedDevice:
     """ "cuda" where torch sees a GPU."""
     if importlib.util.find_spec("torch") is None:
         return "cpu"
-    import torch
+    return "cuda" if visible_gpus() else "cpu"
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenRanks:
+    """Where a command computes that leaves the choice to parsim.
+
+    Attributes: kind: of the devices. count: ranks, one per device. why: the kind, in words.
+    """
+
+    kind: CalibratedDevice
+    count: int
+    why: str
+
+    @property
+    def count_text(self) -> str:
+        one, more = ("GPU", "GPUs") if self.kind == "cuda" else ("CPU process", "CPU processes")
+        return f"{self.count} {one if self.count == 1 else more}"
+
+    def __str__(self) -> str:
+        return f"{self.count_text} ({self.why})"
+
+
+def choose_ranks(asked: int | None, *, most: int, cpu_ranks: int) -> ChosenRanks:
+    """A rank on every GPU where torch sees some and has NCCL, else processes on the CPU.
+
+    Args:
+        asked: ranks; None: as many as there are GPUs, at most `most`; on the CPU `cpu_ranks`.
+
+    Raises: ConfigError for more ranks than GPUs.
+    """
+    from torch import distributed
+
+    gpus = visible_gpus()
+    if gpus and distributed.is_available() and distributed.is_nccl_available():
+        if asked is not None and asked > gpus:
+            raise ConfigError(
+                f"{asked} ranks need a GPU each, and torch sees {gpus}; ask for at most {gpus}, or set CUDA_VISIBLE_DEVICES to "
+                "nothing to compute on the CPU"
+            )
+        count = asked or min(gpus, most)
+        return ChosenRanks(kind="cuda", count=count, why=f"NCCL; torch sees {gpus}")
+    why = "gloo; torch sees no GPU" if not gpus else f"gloo; torch sees {gpus} GPUs but was built without NCCL"
+    return ChosenRanks(kind="cpu", count=asked or cpu_ranks, why=why)
 
 
 def ranks_here(device: CalibratedDevice) -> int:
     """One per GPU or core."""
     if device == "cuda":
-        import torch
-
-        return max(1, torch.cuda.device_count())
+        return max(1, visible_gpus())
     from parsim.execute.processes.pinning import available_cores
 
     return len(available_cores())

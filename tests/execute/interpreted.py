@@ -23,7 +23,7 @@ from parsim.execute.stage import StageReplica
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from tests.execute.equality import Case
-from tests.execute.virtual_cuda import VirtualDriver
+from tests.virtual_cuda import VirtualDriver
 
 CPU = torch.device("cpu")
 

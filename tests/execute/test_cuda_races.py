@@ -14,7 +14,7 @@ from tests.execute.equality import Case
 from tests.execute.interpreted import interpret
 from tests.execute.mixed import random_case
 from tests.execute.test_equality import GPT, MLP, RESNET, VIT, case
-from tests.execute.virtual_cuda import Hazard, VirtualDriver
+from tests.virtual_cuda import Hazard, VirtualDriver
 
 PLANS = {
     "single": case(MLP, Mesh()),

@@ -20,8 +20,8 @@ from parsim.graph.columns import columns_of
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.work import Collective, Compute, LoadBatch, Phase
-from tests.execute.virtual_cuda import VirtualDriver
 from tests.strategies import random_durations_s
+from tests.virtual_cuda import VirtualDriver
 
 NO_SLOWDOWN = OverlapFactors()
 
@@ -58,7 +58,7 @@ def issue(streams: CudaStreams, graph: TaskGraph, seconds: Sequence[float], driv
 def test_tasks_run_when_the_simulator_says_if_issuing_takes_no_time(random: Random) -> None:
     graph = one_rank_graph(random)
     seconds = random_durations_s(random, len(graph.tasks), on_grid=True)
-    driver = VirtualDriver()
+    driver = VirtualDriver(clock_s=100.0)
     times = {entry.task: entry for entry in issue(CudaStreams(driver), graph, seconds, driver)}
     expected = static.simulate(graph, seconds)
     assert len(times) == len(graph.tasks)
@@ -70,7 +70,7 @@ def test_bookkeeping_is_linear_in_the_tasks_of_a_step() -> None:
     """Every computation releases one of many waiting communications; each is looked at once."""
 
     def work(n: int) -> int:
-        driver = VirtualDriver()
+        driver = VirtualDriver(clock_s=100.0)
         streams = CudaStreams(driver)
         looked = 0
         look_at = streams._look_at
@@ -93,7 +93,7 @@ def test_bookkeeping_is_linear_in_the_tasks_of_a_step() -> None:
 
 def test_the_host_waits_for_its_own_events_alone() -> None:
     """Work of somebody else on the device goes on: nothing asks for the whole device."""
-    driver = VirtualDriver()
+    driver = VirtualDriver(clock_s=100.0)
     other = driver.stream(urgent=False)
     with driver.on(other):
         driver.launch(50.0)
@@ -108,7 +108,7 @@ def test_the_host_waits_for_its_own_events_alone() -> None:
 
 
 def test_communication_comes_first_and_copies_do_not() -> None:
-    driver = VirtualDriver()
+    driver = VirtualDriver(clock_s=100.0)
     streams = CudaStreams(driver)
     streams.load(0, HOST, [], lambda: driver.launch(1.0))
     streams.submit(1, "dp", [0], lambda: driver.launch(1.0))
@@ -118,7 +118,7 @@ def test_communication_comes_first_and_copies_do_not() -> None:
 
 
 def test_a_dependency_on_the_same_stream_needs_no_event() -> None:
-    driver = VirtualDriver()
+    driver = VirtualDriver(clock_s=100.0)
     streams = CudaStreams(driver)
     streams.compute(0, COMPUTE, [], lambda: driver.launch(1.0))
     streams.compute(1, COMPUTE, [0], lambda: driver.launch(1.0))
@@ -128,7 +128,7 @@ def test_a_dependency_on_the_same_stream_needs_no_event() -> None:
 
 
 def test_what_can_never_begin_is_an_error_and_no_hang() -> None:
-    driver = VirtualDriver()
+    driver = VirtualDriver(clock_s=100.0)
     streams = CudaStreams(driver)
     streams.submit(1, "dp", [7], lambda: driver.launch(1.0))
     with pytest.raises(AssertionError, match=r"tasks \[1\] depend on tasks that were never issued"):
@@ -156,7 +156,7 @@ def loading_graph() -> TaskGraph:
 @pytest.mark.parametrize(("load_s", "compute_s"), [(2.0, 5.0), (5.0, 5.0), (7.0, 5.0), (0.0, 3.0)])
 def test_steps_in_a_row_take_as_long_as_the_simulator_says(load_s: float, compute_s: float) -> None:
     """A shorter load is hidden behind the computation, a longer one is all that counts."""
-    driver = VirtualDriver()
+    driver = VirtualDriver(clock_s=100.0)
     streams = CudaStreams(driver)
     ends, spans = [], []
     for step in range(6):
@@ -179,7 +179,7 @@ def test_steps_in_a_row_take_as_long_as_the_simulator_says(load_s: float, comput
 
 
 def test_the_first_step_loads_its_own_batch_and_shows_that() -> None:
-    driver = VirtualDriver()
+    driver = VirtualDriver(clock_s=100.0)
     streams = CudaStreams(driver)
     streams.load(0, HOST, [], lambda: driver.launch(2.0))
     streams.compute(1, COMPUTE, [0], lambda: driver.launch(5.0))

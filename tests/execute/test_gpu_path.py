@@ -6,7 +6,6 @@ are timed by the driver's events, both paces are looked at, and what is measured
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from calibration.fit.build_profile import build_profile
+from calibration.gpu.device import WallClock
 from calibration.measure import collectives, components, device, operators, overlap, shards
 from calibration.measure.arithmetic import arithmetic_settings
 from calibration.measure.components import Case, component_section, make_case
@@ -48,36 +48,22 @@ REQUEST = CalibrationRequest(
 )
 
 
-class HostDriver:
+class HostDriver(WallClock):
     """A device that runs what it is given while it is given it: its events are moments of the host's clock."""
 
-    def now_s(self) -> float:
-        return time.perf_counter()
+    queues = True
 
-    def hold(self, seconds: float) -> None:
-        """Nothing to wait for: nothing is queued."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def passed(self, mark: float) -> bool:
+    def passed(self, event: float) -> bool:
         return False
-
-    def synchronize(self) -> None:
-        """Everything has run."""
-
-    def seconds_between(self, start: float, end: float) -> float:
-        return end - start
 
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     driver = HostDriver()
-    for module in (collectives, components, device, operators, shards, speed_probe):
+    for module in (collectives, components, device, operators, speed_probe):
         monkeypatch.setattr(module, "driver_of", lambda _: driver)
     for module in (components, device, operators, shards):
-        monkeypatch.setattr(module, "warm_up", lambda *_: None)
-        monkeypatch.setattr(module, "products", lambda *_: None)
+        monkeypatch.setattr(module, "warm_gpu", lambda *_: None)
     monkeypatch.setattr(Case, "on_gpu", True)
     monkeypatch.setattr(Case, "_settle", lambda self: None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

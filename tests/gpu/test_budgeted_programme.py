@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calibration.gpu.board import BoardReading, BoardWatch, find_reader, parse_smi, summarised
-from calibration.gpu.driver import UnsupportedError
+from calibration.gpu.device import UnsupportedError
 from calibration.gpu.journal import Journal, JournalRow, read_rows
 from calibration.gpu.programme import BenchmarkCase, Outcome, run_programme
 from parsim.errors import ConfigError

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calibration.gpu.copies import measure_copy
-from calibration.gpu.driver import UnsupportedError, WallDriver
-from calibration.gpu.pools import ALIGNMENT_BYTES, CACHE_MULTIPLE, MAX_SETS, OperandPool, fill_random, set_count
+from calibration.gpu.device import MeasuredDevice, UnsupportedError, cpu_device
 from calibration.gpu.products import (
     PRECISIONS,
     TOLERANCES,
@@ -22,16 +21,23 @@ from calibration.gpu.products import (
     relative_error,
     transformer_products,
 )
+from calibration.operand_pool import (
+    ALIGNMENT_BYTES,
+    CACHE_MULTIPLE,
+    MAX_SETS,
+    OperandPool,
+    fill_random,
+    operand_sets,
+    set_count,
+)
 from parsim.errors import ExecutionError
 
 CPU = torch.device("cpu")
 
 
-def small_driver() -> WallDriver:
+def small_device() -> MeasuredDevice:
     """A CPU with a small cache and little memory, so that pools are small."""
-    driver = WallDriver()
-    driver.cache_bytes, driver.memory_bytes = 1 << 20, 1 << 28
-    return driver
+    return replace(cpu_device(), cache_bytes=1 << 20, memory_bytes=1 << 28)
 
 
 @given(set_bytes=st.integers(256, 1 << 24), cache=st.integers(1 << 16, 1 << 24), limit=st.integers(1 << 20, 1 << 30))
@@ -48,16 +54,23 @@ def test_the_sets_are_several_times_the_cache_or_as_many_as_may_be(set_bytes: in
 
 @given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=4))
 def test_every_operand_is_aligned_and_none_overlap(sizes: list[int]) -> None:
-    pool = OperandPool(sizes, cache_bytes=1 << 14, limit_bytes=1 << 20, device=CPU)
+    operands = operand_sets(sizes, cache_bytes=1 << 14, limit_bytes=1 << 20, device=CPU)
     spans = []
-    for number in range(pool.sets):
-        for place, size in enumerate(sizes):
-            operand = pool.operand(number, place, (size,), torch.uint8)
+    for _ in range(operands.sets):
+        for size in sizes:
+            operand = operands.pool.take((size,), torch.uint8)
             assert operand.data_ptr() % ALIGNMENT_BYTES == 0
             spans.append((operand.data_ptr(), operand.data_ptr() + size))
     spans.sort()
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
-    assert pool.beyond_cache == (pool.sets * pool.set_bytes >= CACHE_MULTIPLE * (1 << 14))
+    assert operands.beyond_cache == (operands.sets * operands.set_bytes >= CACHE_MULTIPLE * (1 << 14))
+    assert operands.pool.take((sizes[0],), torch.uint8).data_ptr() == spans[0][0], "the first comes round after the last"
+
+
+def test_an_operand_larger_than_its_pool_is_refused() -> None:
+    pool = OperandPool(1024, CPU)
+    with pytest.raises(ExecutionError, match="operand of 2048 bytes does not fit into a pool of 1024"):
+        pool.take((512,), torch.float32)
 
 
 def test_random_operands_are_no_zeros_in_any_precision() -> None:
@@ -72,7 +85,7 @@ def test_random_operands_are_no_zeros_in_any_precision() -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_a_product_is_right_and_has_a_rate(name: str) -> None:
-    row = measure_product(small_driver(), Product(rows=96, columns=64, depth=128), PRECISIONS[name], least_s=0.005)
+    row = measure_product(small_device(), Product(rows=96, columns=64, depth=128), PRECISIONS[name], least_s=0.005)
     assert row["flop"] == 2 * 96 * 64 * 128
     assert row["flop_per_s"] == pytest.approx(row["flop"] / row["median_s"])
     assert row["relative_error"] < TOLERANCES[name]
@@ -93,13 +106,13 @@ def test_a_wrong_product_is_found() -> None:
 def test_a_wrong_product_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TOLERANCES, "bf16", 1e-9)
     with pytest.raises(ExecutionError, match="its time says nothing"):
-        measure_product(small_driver(), Product(rows=32, columns=32, depth=32), PRECISIONS["bf16"], least_s=0.001)
+        measure_product(small_device(), Product(rows=32, columns=32, depth=32), PRECISIONS["bf16"], least_s=0.001)
 
 
 @pytest.mark.parametrize("name", ["tf32", "fp8"])
 def test_precisions_of_gpus_are_skipped_elsewhere(name: str) -> None:
     with pytest.raises(UnsupportedError, match="need CUDA"):
-        measure_product(small_driver(), Product(rows=32, columns=32, depth=32), PRECISIONS[name], least_s=0.001)
+        measure_product(small_device(), Product(rows=32, columns=32, depth=32), PRECISIONS[name], least_s=0.001)
 
 
 def test_the_precision_of_products_is_as_it_was_afterwards() -> None:
@@ -119,9 +132,9 @@ BLOCK = ("qkv", "projection", "widen", "narrow")
 
 
 def test_a_copy_counts_bytes_read_and_written() -> None:
-    row = measure_copy(small_driver(), "on_device", 1 << 16, least_s=0.002)
+    row = measure_copy(small_device(), "on_device", 1 << 16, least_s=0.002)
     assert row["bytes_per_s"] == pytest.approx(2 * (1 << 16) / row["median_s"])
     assert row["sets"] >= 2
     assert row["beyond_cache"]
     with pytest.raises(UnsupportedError, match="device of its own"):
-        measure_copy(small_driver(), "to_device", 1 << 16, least_s=0.002)
+        measure_copy(small_device(), "to_device", 1 << 16, least_s=0.002)

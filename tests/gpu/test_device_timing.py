@@ -1,4 +1,4 @@
-"""The harness on a simulated device, where the right answer is known exactly."""
+"""The harness on a virtual device, where the right answer is known exactly."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_device import SimulatedDevice
 
-from calibration.gpu.driver import WallDriver
+from calibration.gpu.device import WallClock, cpu_device
 from calibration.gpu.launches import event_cost, launch_cost, synchronisation_cost
 from calibration.gpu.timing import QUEUE_CALLS, time_calls
 from parsim.errors import ExecutionError
+from tests.virtual_cuda import VirtualDriver
+
+
+def virtual(*, launch_s: float = 10e-6) -> VirtualDriver:
+    return VirtualDriver(launch_s=launch_s, record_s=1e-6)
 
 
 @given(kernel_s=st.floats(1e-7, 1e-2), launch_s=st.floats(1e-6, 3e-5))
 def test_a_call_takes_what_the_device_takes_however_slow_the_host_is(kernel_s: float, launch_s: float) -> None:
-    device = SimulatedDevice(launch_s=launch_s)
+    device = virtual(launch_s=launch_s)
     timing = time_calls(device, [device.kernel(kernel_s)], least_s=0.01, warm_s=0.001)
     assert timing.median_s == pytest.approx(kernel_s, rel=1e-6)
     assert timing.p95_s == pytest.approx(kernel_s, rel=1e-6)
@@ -27,38 +31,38 @@ def test_a_call_takes_what_the_device_takes_however_slow_the_host_is(kernel_s: f
     assert timing.sustained_s >= 0.01
 
 
-def test_without_the_sleep_the_host_would_be_timed() -> None:
-    device = SimulatedDevice(launch_s=10e-6)
+def test_without_the_hold_the_host_would_be_timed() -> None:
+    device = virtual()
     kernel = device.kernel(2e-6)
     begin = device.mark()
     for _ in range(100):
         kernel()
     end = device.mark()
-    device.wait()
-    assert device.seconds(begin, end) / 100 == pytest.approx(10e-6, rel=0.05)
+    device.synchronize()
+    assert device.elapsed_s(begin, end) / 100 == pytest.approx(10e-6, rel=0.05)
 
 
-def test_a_burst_that_the_device_began_too_early_is_repeated_behind_a_longer_sleep() -> None:
-    """The host becomes eight times slower after warming up, so that the first sleep is too short."""
-    device = SimulatedDevice(launch_s=10e-6)
+def test_a_burst_that_the_device_began_too_early_is_repeated_behind_a_longer_hold() -> None:
+    """The host becomes eight times slower after warming up, so that the first hold is too short."""
+    device = virtual()
     kernel = device.kernel(2e-6)
 
     def slower_once_measuring() -> None:
-        device.launch_s = 80e-6 if device.sleeps else 10e-6
+        device.launch_s = 80e-6 if device.holds_s else 10e-6
         kernel()
 
     timing = time_calls(device, [slower_once_measuring], least_s=0.005, warm_s=0.001)
     assert timing.repeated_bursts > 0
     assert timing.median_s == pytest.approx(2e-6, rel=1e-6)
-    assert device.sleeps == sorted(device.sleeps)
+    assert device.holds_s == sorted(device.holds_s)
 
 
-def test_a_host_that_no_sleep_outlasts_is_an_error() -> None:
-    device = SimulatedDevice(launch_s=10e-6)
+def test_a_host_that_no_hold_outlasts_is_an_error() -> None:
+    device = virtual()
     kernel = device.kernel(2e-6)
 
     def hopeless() -> None:
-        device.launch_s = 1.0 if device.sleeps else 10e-6
+        device.launch_s = 1.0 if device.holds_s else 10e-6
         kernel()
 
     with pytest.raises(ExecutionError, match="the host is too busy"):
@@ -66,7 +70,7 @@ def test_a_host_that_no_sleep_outlasts_is_an_error() -> None:
 
 
 def test_calls_take_turns_and_the_queue_never_overflows() -> None:
-    device, count = SimulatedDevice(), Counter[int]()
+    device, count = virtual(), Counter[int]()
 
     def call(number: int, kernel: Callable[[], None]) -> None:
         count[number] += 1
@@ -75,12 +79,12 @@ def test_calls_take_turns_and_the_queue_never_overflows() -> None:
     calls = [partial(call, number, device.kernel(3e-6)) for number in range(7)]
     time_calls(device, calls, least_s=0.02, warm_s=0.001)
     assert max(count.values()) - min(count.values()) <= 1
-    assert device.largest_queue <= QUEUE_CALLS + 1  # the calls and the sleep
+    assert device.largest_queue <= QUEUE_CALLS + 1  # the calls and the hold
 
 
 @pytest.mark.parametrize("kernel_s", [1e-6, 1e-3, 0.4])
 def test_timed_calls_are_sustained(kernel_s: float) -> None:
-    device = SimulatedDevice()
+    device = virtual()
     timing = time_calls(device, [device.kernel(kernel_s)], least_s=1.0, warm_s=0.01)
     assert timing.sustained_s >= 1.0
     assert timing.sustained_s == pytest.approx(timing.calls * kernel_s, rel=1e-6)
@@ -88,11 +92,11 @@ def test_timed_calls_are_sustained(kernel_s: float) -> None:
 
 def test_nothing_to_time_is_an_error() -> None:
     with pytest.raises(ExecutionError, match="nothing to time"):
-        time_calls(SimulatedDevice(), [])
+        time_calls(virtual(), [])
 
 
 def test_the_wall_clock_driver_times_what_a_call_takes() -> None:
-    driver, spent = WallDriver(), []
+    driver, spent = WallClock(), []
 
     def busy() -> None:
         begin_s = driver.host_s()
@@ -107,10 +111,10 @@ def test_the_wall_clock_driver_times_what_a_call_takes() -> None:
 
 
 def test_launches_and_events_cost_the_host_what_they_cost_it() -> None:
-    """On the simulated device torch's own operators are free, so the launch costs nothing and the event its mark."""
-    device = SimulatedDevice(mark_s=1e-6)
+    """On the virtual device torch's own operators are free, so the launch costs nothing and the event its record."""
+    device = virtual()
     assert event_cost(device)["host_s"] == pytest.approx(1e-6, rel=1e-3)
-    assert event_cost(device)["between_s"] == pytest.approx(0.0, abs=1e-12)  # both marks lie behind the sleep
-    wall = WallDriver()
+    assert event_cost(device)["between_s"] == pytest.approx(0.0, abs=1e-12)  # both events lie behind the hold
+    wall = cpu_device()
     assert launch_cost(wall, least_s=0.002)["host_s"] > 0
     assert synchronisation_cost(wall)["round_trip_s"] > 0

@@ -1,4 +1,4 @@
-"""On a real GPU: the driver's queue, products of every precision, the executor against eager torch. Skipped without one."""
+"""On a real GPU: the device's queue, products of every precision, the executor against eager torch. Skipped without one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from calibration.gpu.copies import measure_copy
-from calibration.gpu.driver import CudaQueueDriver
+from calibration.gpu.device import MeasuredDevice, cuda_device
 from calibration.gpu.launches import event_cost, graph_cost, launch_cost
 from calibration.gpu.products import PRECISIONS, Product, measure_product
 from calibration.gpu.timing import time_calls
@@ -26,54 +26,55 @@ LARGE = Product(rows=4096, columns=4096, depth=4096)
 
 
 @pytest.fixture(scope="module")
-def driver() -> CudaQueueDriver:
-    return CudaQueueDriver()
+def device() -> MeasuredDevice:
+    return cuda_device()
 
 
-def test_a_sleep_takes_its_time_and_holds_the_queue(driver: CudaQueueDriver) -> None:
-    begin = driver.mark()
-    driver.sleep(0.05)
-    end = driver.mark()
-    assert not driver.passed(end)
-    driver.wait()
-    assert driver.passed(end)
-    assert driver.seconds(begin, end) == pytest.approx(0.05, rel=0.3)
+def test_a_hold_takes_its_time_and_holds_the_queue(device: MeasuredDevice) -> None:
+    clock = device.clock
+    begin = clock.mark()
+    clock.hold(0.05)
+    end = clock.mark()
+    assert not clock.passed(end)
+    clock.synchronize()
+    assert clock.passed(end)
+    assert clock.elapsed_s(begin, end) == pytest.approx(0.05, rel=0.3)
 
 
-def test_a_small_kernel_takes_less_than_the_host_needs_to_launch_it(driver: CudaQueueDriver) -> None:
-    cost = launch_cost(driver)
+def test_a_small_kernel_takes_less_than_the_host_needs_to_launch_it(device: MeasuredDevice) -> None:
+    cost = launch_cost(device)
     assert cost["queued"]
     assert 1e-7 < cost["device_s"] < 1e-4
     assert 1e-7 < cost["host_s"] < 1e-3
-    assert 0 < event_cost(driver)["between_s"] < 1e-4
-    assert graph_cost(driver)["device_per_kernel_s"] < 2 * cost["device_s"]
+    assert 0 < event_cost(device.clock)["between_s"] < 1e-4
+    assert graph_cost(device)["device_per_kernel_s"] < 2 * cost["device_s"]
 
 
 @pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "fp16"])
-def test_products_are_right_queued_and_from_beyond_the_cache(driver: CudaQueueDriver, name: str) -> None:
-    row = measure_product(driver, LARGE, PRECISIONS[name], least_s=0.1)
+def test_products_are_right_queued_and_from_beyond_the_cache(device: MeasuredDevice, name: str) -> None:
+    row = measure_product(device, LARGE, PRECISIONS[name], least_s=0.1)
     assert row["queued"]
     assert row["beyond_cache"]
     assert row["flop_per_s"] > 1e12
 
 
-def test_half_precision_is_faster_than_ieee(driver: CudaQueueDriver) -> None:
-    rates = [measure_product(driver, LARGE, PRECISIONS[name], least_s=0.1)["flop_per_s"] for name in ("bf16", "fp32")]
+def test_half_precision_is_faster_than_ieee(device: MeasuredDevice) -> None:
+    rates = [measure_product(device, LARGE, PRECISIONS[name], least_s=0.1)["flop_per_s"] for name in ("bf16", "fp32")]
     assert rates[0] > 2 * rates[1]
 
 
-def test_twice_the_bytes_take_twice_as_long(driver: CudaQueueDriver) -> None:
-    small, large = (measure_copy(driver, "on_device", size, least_s=0.1) for size in (2**28, 2**29))
+def test_twice_the_bytes_take_twice_as_long(device: MeasuredDevice) -> None:
+    small, large = (measure_copy(device, "on_device", size, least_s=0.1) for size in (2**28, 2**29))
     assert large["median_s"] / small["median_s"] == pytest.approx(2.0, rel=0.15)
 
 
-def test_timing_twice_gives_the_same(driver: CudaQueueDriver) -> None:
-    tensor = torch.randn(2**26, device=driver.device)
-    one, other = (time_calls(driver, [lambda: tensor.neg_()], least_s=0.3).median_s for _ in range(2))
+def test_timing_twice_gives_the_same(device: MeasuredDevice) -> None:
+    tensor = torch.randn(2**26, device=device.device)
+    one, other = (time_calls(device.clock, [lambda: tensor.neg_()], least_s=0.3).median_s for _ in range(2))
     assert one == pytest.approx(other, rel=0.1)
 
 
-def test_the_executor_trains_what_plain_training_on_the_cpu_does(driver: CudaQueueDriver) -> None:
+def test_the_executor_trains_what_plain_training_on_the_cpu_does(device: MeasuredDevice) -> None:
     """float64, four steps of a small model, samples of the same order."""
     from parsim.data import BatchOrder
     from parsim.data.for_model import dataset_for
@@ -94,17 +95,17 @@ def test_the_executor_trains_what_plain_training_on_the_cpu_does(driver: CudaQue
         learning_rate=1e-2,
         dtype=torch.float64,
         seed=0,
-        device=driver.device,
+        device=device.device,
     )
-    streams = make_streams(driver.device)
+    streams = make_streams(device.device)
     program = RankProgram(lower(plan, model), stage, streams, {})
     order = BatchOrder(n=len(data), global_batch=batch, seed=0)
     losses = []
     for step in range(steps):
         inputs, targets = data.batch(order.indices(step))
         values = {
-            "input:0": torch.from_numpy(inputs).to(driver.device, torch.float64),
-            "target": torch.from_numpy(targets).to(driver.device),
+            "input:0": torch.from_numpy(inputs).to(device.device, torch.float64),
+            "target": torch.from_numpy(targets).to(device.device),
         }
         losses.append(program.step(lambda _, values=values: values)[0] / batch)
     streams.close()

@@ -251,10 +251,10 @@ def test_every_package_that_is_carried_is_pinned(own: Any) -> None:
 
 
 def test_every_case_has_a_name_of_its_own_and_follows_what_it_needs(own: Any, tmp_path: Path) -> None:
-    from calibration.gpu.driver import WallDriver
+    from calibration.gpu.device import cpu_device
 
     for scope in (own("questions").ON_A_GPU, own("questions").REHEARSED):
-        cases = own("cases").Programme(WallDriver(), scope, tmp_path, seed=0, say=print).cases()
+        cases = own("cases").Programme(cpu_device(), scope, tmp_path, seed=0, say=print).cases()
         names = [case.name for case in cases]
         assert len(set(names)) == len(names)
         for place, case in enumerate(cases):
@@ -264,11 +264,11 @@ def test_every_case_has_a_name_of_its_own_and_follows_what_it_needs(own: Any, tm
 
 
 def test_a_step_that_was_measured_is_not_predicted_any_more(own: Any, tmp_path: Path) -> None:
-    from calibration.gpu.driver import WallDriver
+    from calibration.gpu.device import cpu_device
     from parsim.hardware.profile import load_profile
 
     scope, predictions = own("questions").REHEARSED, own("predictions")
-    programme = own("cases").Programme(WallDriver(), scope, tmp_path, seed=0, say=print)
+    programme = own("cases").Programme(cpu_device(), scope, tmp_path, seed=0, say=print)
     (case,) = (case for case in programme.cases() if case.name == "predictions fp32")
     v100 = predictions.packed_profile(load_profile("dgx1-v100-32gb"))
     rows: dict[str, Any] = {"calibration fp32": {"status": "done", "profile": v100}}

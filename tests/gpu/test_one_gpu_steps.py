@@ -1,4 +1,4 @@
-"""Programs train the same, and rounds time each of them exactly on a simulated device."""
+"""Programs train the same, and rounds time each of them exactly on a virtual device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_device import SimulatedDevice
 
-from calibration.gpu.driver import UnsupportedError
+from calibration.gpu.device import UnsupportedError
+from tests.virtual_cuda import VirtualDriver
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def test_what_needs_cuda_says_so(own: Any) -> None:
         own("programs").graphed(own("questions").REHEARSED.held_out[0], CPU)
 
 
-def program(own: Any, device: SimulatedDevice, name: str, seconds: float, steps: list[str]) -> Any:
+def program(own: Any, device: VirtualDriver, name: str, seconds: float, steps: list[str]) -> Any:
     kernel = device.kernel(seconds)
 
     def step() -> None:
@@ -44,7 +44,7 @@ def program(own: Any, device: SimulatedDevice, name: str, seconds: float, steps:
 
 @pytest.mark.parametrize("slow_s", [0.01, 0.3])
 def test_rounds_time_every_program_for_itself(own: Any, slow_s: float) -> None:
-    device, steps = SimulatedDevice(), list[str]()
+    device, steps = VirtualDriver(launch_s=10e-6, record_s=1e-6), list[str]()
     scope = own("questions").ON_A_GPU
     programs = [program(own, device, "executor", slow_s, steps), program(own, device, "eager", 0.005, steps)]
     begin_s = device.host_s()
@@ -65,7 +65,7 @@ def test_rounds_time_every_program_for_itself(own: Any, slow_s: float) -> None:
 
 
 def test_the_order_of_turns_is_drawn_anew_for_every_round(own: Any) -> None:
-    device, steps = SimulatedDevice(), list[str]()
+    device, steps = VirtualDriver(launch_s=10e-6, record_s=1e-6), list[str]()
     programs = [program(own, device, name, 0.01, steps) for name in ("executor", "eager", "cuda graph")]
     found = own("rounds").interleaved(device, programs, own("questions").ON_A_GPU, seed=1, remaining_s=1000.0)
     each = found["steps"] + found["untimed"]

@@ -21,13 +21,13 @@ from calibration.measure.delayed_streams import Pausing
 from calibration.rounds.pace import HOST_PACE, PACE, Pace, at_one_pace, usual_pace
 from calibration.rounds.request import PRECISIONS, CalibrationRequest
 from parsim.errors import ConfigError
-from parsim.execute.processes.event_clock import FIRST_HOLD_S
+from parsim.execute.cuda.event_timing import FIRST_HOLD_S
 from parsim.execute.processes.speed_probe import CORE_SIZE, SpeedProbe
 from parsim.execute.streams import Operation, TaskTime
 from parsim.graph.task import COMPUTE
 from parsim.model.spec import ModelSpec, load_model
 from parsim.units import MIB
-from tests.device_clock import VirtualDevice
+from tests.virtual_cuda import VirtualDriver, VirtualEvent
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 8, 8))
 
@@ -35,9 +35,9 @@ MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 8, 8))
 class EventStreams:
     """Streams of the virtual device: computation is timed by its events, as those of a GPU are."""
 
-    def __init__(self, device: VirtualDevice) -> None:
+    def __init__(self, device: VirtualDriver) -> None:
         self._device = device
-        self._marks: list[tuple[int, str, int, int]] = []
+        self._marks: list[tuple[int, str, VirtualEvent, VirtualEvent]] = []
 
     def submit(self, task: int, stream: str, dependencies: object, operation: Operation) -> None:
         self.compute(task, stream, dependencies, operation)
@@ -52,14 +52,14 @@ class EventStreams:
     def finish(self) -> list[TaskTime]:
         self._device.synchronize()
         found, self._marks = self._marks, []
-        at_s = partial(self._device.seconds_between, found[0][2])
+        at_s = partial(self._device.elapsed_s, found[0][2])
         return [TaskTime(task, stream, at_s(start), at_s(end)) for task, stream, start, end in found]
 
     def close(self) -> None:
         """Nothing is open."""
 
 
-def run(streams: Pausing, kernels: list[list[float]], device: VirtualDevice, *, holding: bool) -> dict[int, float]:
+def run(streams: Pausing, kernels: list[list[float]], device: VirtualDriver, *, holding: bool) -> dict[int, float]:
     """Seconds of every computation, each of so many kernels."""
 
     def queue(seconds: list[float]) -> None:
@@ -77,7 +77,7 @@ def run(streams: Pausing, kernels: list[list[float]], device: VirtualDevice, *, 
     launch_s=st.floats(1e-6, FIRST_HOLD_S / 10),
 )
 def test_held_computation_takes_the_devices_seconds_however_slow_the_host(kernels: list[list[float]], launch_s: float) -> None:
-    device = VirtualDevice(launch_s=launch_s)
+    device = VirtualDriver(launch_s=launch_s)
     streams = Pausing(EventStreams(device), device)  # type: ignore[arg-type]
     held = run(streams, kernels, device, holding=True)
     assert held == {number: pytest.approx(sum(seconds)) for number, seconds in enumerate(kernels)}
@@ -87,8 +87,8 @@ def test_held_computation_takes_the_devices_seconds_however_slow_the_host(kernel
 
 
 def test_what_the_host_could_not_queue_in_time_is_noticed_and_held_longer_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = VirtualDevice(launch_s=0.5 * FIRST_HOLD_S)
-    monkeypatch.setattr("calibration.measure.delayed_streams.time.perf_counter", device.now_s)
+    device = VirtualDriver(launch_s=0.5 * FIRST_HOLD_S)
+    monkeypatch.setattr("calibration.measure.delayed_streams.time.perf_counter", device.host_s)
     streams = Pausing(EventStreams(device), device)  # type: ignore[arg-type]
     kernels = [[1e-6] * 8]
     found = run(streams, kernels, device, holding=True)
@@ -169,7 +169,7 @@ def test_the_usual_pace_of_the_host_is_its_own() -> None:
 
 def test_the_probe_of_a_gpu_is_timed_by_its_events() -> None:
     """The virtual device's clock stands still while torch computes, so what is found is what the kernels were made to take."""
-    device = VirtualDevice()
+    device = VirtualDriver(launch_s=10e-6)
     probe = SpeedProbe(torch.device("cpu"), driver=device, size=CORE_SIZE)
     step = probe._step
 
@@ -179,8 +179,8 @@ def test_the_probe_of_a_gpu_is_timed_by_its_events() -> None:
 
     probe._step = launching  # type: ignore[method-assign]
     assert probe.seconds() == pytest.approx(7e-3)
-    assert device.log[-1] == "synchronize"
-    assert device.log.index("hold") < len(device.log) - 1 - device.log[::-1].index("step")
+    assert device.asked[-1] == "synchronize"
+    assert device.asked.index("hold") < len(device.asked) - 1 - device.asked[::-1].index("step")
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------

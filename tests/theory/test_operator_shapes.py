@@ -12,12 +12,13 @@ pytest.importorskip("torch")
 import torch
 
 from calibration.measure.operator_shapes import CPU_REACH, GPU_MAX_FLOP, Reach, gpu_reach, operator_launches
-from calibration.measure.operators import ALIGNMENT_BYTES, CHAINED, KEPT_CALLS, VISITS, Pool, by_events
+from calibration.measure.operators import CHAINED, KEPT_CALLS, VISITS, Pool, by_events
+from calibration.operand_pool import ALIGNMENT_BYTES
 from parsim.costs.compute.launches import Launch, component_launches
 from parsim.costs.compute.surfaces import distances, log_sizes
 from parsim.model.spec import ModelSpec, load_model
 from parsim.work import Phase
-from tests.device_clock import VirtualDevice
+from tests.virtual_cuda import VirtualDriver
 
 GIB = 2**30
 MODELS = (
@@ -128,7 +129,7 @@ def test_attention_backward_is_that_of_the_public_function(function: str) -> Non
 
 @pytest.mark.parametrize(("elements", "chained"), [(1000, CHAINED), (2**21, 1)])
 def test_small_calls_are_timed_several_at_once_on_operands_of_their_own(elements: int, chained: int) -> None:
-    device = VirtualDevice(launch_s=20e-6)
+    device = VirtualDriver(launch_s=20e-6)
     pool = Pool(torch.float32, torch.device("cpu"), 0)
     operands = []
 

@@ -139,6 +139,12 @@ def test_trace_is_a_function_whatever_is_imported() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_a_zoo_model_that_looks_at_its_weights_is_built_for_real() -> None:
+    """`trunc_normal_` asks whether any number lies outside its bounds, which a fake tensor cannot say."""
+    spec = ModelSpec(name="vit_small", args=(("hidden", 72), ("heads", 3)))
+    assert load_model(spec).parameter_count > 0
+
+
 def test_json() -> None:
     spec = ModelSpec(name="gpt", args=(("hidden", 64), ("heads", 2)), input_shape=(32,))
     assert ModelSpec.from_dict(spec.to_dict()) == spec

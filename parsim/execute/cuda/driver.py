@@ -1,19 +1,84 @@
-"""The driver of a real GPU: torch.cuda's streams and events."""
+"""What the executor and the calibration ask of a GPU: its streams, its events, and a kernel that only waits.
+
+`EventClock` is the part that times work on the stream at hand; `Driver` adds streams. `TorchCudaDriver` is a real GPU by
+torch.cuda. Tests have a driver with virtual time in its place, so that launches, waits and timings are checked without a GPU.
+"""
 
 from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+S = TypeVar("S")
+E = TypeVar("E")
+
 URGENT, USUAL = -1, 0
 """torch.cuda's priorities: the lower the number, the sooner."""
 
+CYCLES = 20_000_000
+"""Of the sleep kernel that tells how many cycles one second has: about 10 ms."""
+
+
+class EventClock(Protocol[E]):
+    """Times work by events of the device, E. All but `host_s`, `passed` and `synchronize` only queue, on the current stream."""
+
+    @property
+    def queues(self) -> bool:
+        """Whether the device works through a queue while the host goes on; a CPU does not."""
+
+    def hold(self, seconds: float) -> None:
+        """Queue a kernel that does nothing for about so long."""
+
+    def mark(self) -> E:
+        """Queue an event that notes the device's time."""
+
+    def passed(self, event: E) -> bool:
+        """Whether the device has come past the event."""
+
+    def synchronize(self) -> None:
+        """Wait until everything that was queued on the device has ended."""
+
+    def elapsed_s(self, start: E, end: E) -> float:
+        """Seconds by the device's clock between two events that have passed."""
+
+    def host_s(self) -> float:
+        """The host's monotonic clock, which all ranks of a host share."""
+
+
+class Driver(EventClock[E], Protocol[S, E]):
+    """A GPU with streams, S."""
+
+    def current(self) -> S:
+        """The stream that launches go to now."""
+
+    def stream(self, *, urgent: bool) -> S:
+        """A new stream; the kernels of an urgent one come before those of others that wait for the same processors."""
+
+    def on(self, stream: S) -> AbstractContextManager[object]:
+        """Inside, launches and allocations go to the stream."""
+
+    def record(self, stream: S) -> E:
+        """A new event, reached when all that the stream was given so far has ended. It knows its time."""
+
+    def wait(self, stream: S, event: E) -> None:
+        """What the stream is given from now on begins after the event."""
+
+    def finish(self, event: E) -> None:
+        """The host waits for the event."""
+
+    def used(self, tensor: Tensor, stream: S) -> None:
+        """The stream reads memory that another may have allocated: it is free only when that has ended too."""
+
 
 class TorchCudaDriver:
-    """See `parsim.execute.cuda.streams.Driver`."""
+    """One GPU, by torch.cuda."""
+
+    queues = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -38,12 +103,52 @@ class TorchCudaDriver:
     def finish(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
+    def used(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+
+    def hold(self, seconds: float) -> None:
+        torch.cuda._sleep(max(1, int(seconds * self.cycles_per_s())))  # type: ignore[no-untyped-call]
+
+    def mark(self) -> torch.cuda.Event:
+        return self.record(self.current())
+
+    def passed(self, event: torch.cuda.Event) -> bool:
+        return bool(event.query())  # type: ignore[no-untyped-call]
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
     def elapsed_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return float(start.elapsed_time(end)) / 1e3
 
     def host_s(self) -> float:
         return time.perf_counter()
 
-    def used(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        if tensor.is_cuda:
-            tensor.record_stream(stream)
+    def cycles_per_s(self) -> float:
+        """Of the sleep kernel; the first call on a GPU measures it and waits for the device."""
+        return _cycles_per_s(self._device)
+
+
+@cache
+def _cycles_per_s(device: torch.device) -> float:
+    """The second of two measurements: the first loads the kernel and raises the clocks."""
+    driver = TorchCudaDriver(device)
+    seconds = 1.0
+    for _ in range(2):
+        start = driver.mark()
+        torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
+        end = driver.mark()
+        driver.finish(end)
+        seconds = driver.elapsed_s(start, end)
+    return CYCLES / seconds
+
+
+@cache
+def driver_of(device: torch.device) -> Driver[Any, Any] | None:
+    """The driver of a GPU, ready to hold it; None on a CPU, whose calls end before they return."""
+    if device.type != "cuda":
+        return None
+    driver = TorchCudaDriver(device)
+    driver.cycles_per_s()
+    return driver

@@ -2,8 +2,8 @@
 
 Events carry the dependencies, so the host runs ahead of the GPU.
 
-Every call goes to a `StreamDriver`, so tests can check the order of launches, waits and records without a GPU. The real
-driver is `parsim.execute.cuda.driver`. The tests' driver has virtual time and feeds torch's CUDA sanitizer.
+Every call goes to a `Driver` (`parsim.execute.cuda.driver`), so tests can check the order of launches, waits and records
+without a GPU. The tests' driver has virtual time and feeds torch's CUDA sanitizer.
 
 A communication may be submitted before what it needs has been enqueued: it waits here, first in first out per stream, until
 the last of its dependencies is enqueued. Every task is looked at once per dependency, so a step costs time linear in its tasks
@@ -19,47 +19,16 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from parsim.execute.cuda.driver import Driver
 from parsim.execute.task_time import Operation, TaskTime
 from parsim.graph.task import HOST
 
 S = TypeVar("S")
 E = TypeVar("E")
-
-
-class StreamDriver(Protocol[S, E]):
-    """The operations needed of a GPU: S is a stream, E an event."""
-
-    def current(self) -> S:
-        """The stream that launches go to now."""
-
-    def stream(self, *, urgent: bool) -> S:
-        """A new stream; the kernels of an urgent one come before those of others that wait for the same processors."""
-
-    def on(self, stream: S) -> AbstractContextManager[object]:
-        """Inside, launches and allocations go to the stream."""
-
-    def record(self, stream: S) -> E:
-        """A new event, reached when all that the stream was given so far has ended. It knows its time."""
-
-    def wait(self, stream: S, event: E) -> None:
-        """What the stream is given from now on begins after the event."""
-
-    def finish(self, event: E) -> None:
-        """The host waits for the event."""
-
-    def elapsed_s(self, start: E, end: E) -> float:
-        """Seconds between two events that were reached."""
-
-    def host_s(self) -> float:
-        """The host's monotonic clock, which all ranks of a host share."""
-
-    def used(self, tensor: Tensor, stream: S) -> None:
-        """The stream reads memory that another may have allocated: it is free only when that has ended too."""
 
 
 class _Waiting(NamedTuple):
@@ -93,7 +62,7 @@ class CudaStreams(Generic[S, E]):
 
     loads_ahead = True
 
-    def __init__(self, driver: StreamDriver[S, E]) -> None:
+    def __init__(self, driver: Driver[S, E]) -> None:
         self._driver = driver
         self._compute = driver.current()
         self._streams: dict[str, S] = {}

@@ -9,8 +9,8 @@ through the interpreter and autograd, and an update with momentum. All ranks tha
 share caches or a memory slow one another. Of ranks that share a core the first makes it, while the others wait.
 
 The speeds of cores and GPUs are independent. The probe step of a GPU is large enough to keep it busy. Its own events
-behind a hold time it (`parsim.execute.processes.event_clock`), so a slow host does not make it longer. It runs under
-autocast to fp16, so that whether this process rounds fp32 to TF32 does not change it.
+behind a hold time it (`parsim.execute.cuda.event_timing`), so a slow host does not make it longer. It runs under autocast
+to fp16, so that whether this process rounds fp32 to TF32 does not change it.
 
 Leaves out that a machine may be slower at one kind of work only.
 """
@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parsim.execute.processes.event_clock import EventDriver, Group, driver_of, timed_groups
+from parsim.execute.cuda.driver import driver_of
+from parsim.execute.cuda.event_timing import DeviceClock, Group, timed_groups
 
 STEPS, WARM_STEPS = 3, 1
 HEADS, CLASSES = 4, 10
@@ -54,7 +55,7 @@ class SpeedProbe:
         driver: times it by events; None: by the host's clock, as on a CPU. Left out: that of the device.
     """
 
-    def __init__(self, device: torch.device, *, driver: EventDriver | None = None, size: ProbeSize | None = None) -> None:
+    def __init__(self, device: torch.device, *, driver: DeviceClock | None = None, size: ProbeSize | None = None) -> None:
         on_gpu = device.type == "cuda"
         size = size or (GPU_SIZE if on_gpu else CORE_SIZE)
         with torch.random.fork_rng(devices=[]):

@@ -1,6 +1,7 @@
 """A stand-in for a GPU: streams and events in virtual time, and torch's CUDA sanitizer told of every launch, wait and record.
 
-Time passes by `launch` (seconds on the current stream) and by `host_takes`; what torch computes meanwhile takes none. Under
+The host queues, which takes its time; each stream runs in order what it was given. Time passes by `launch` (seconds on the
+current stream), by `host_takes` and by waiting; what torch computes meanwhile takes none. Under
 `watch_tensors` every torch call is a launch on the current stream that reads and writes its tensors: those of the CPU stand
 for those of the GPU. The sanitizer (torch.cuda._sanitizer) then says which accesses nothing orders. Beside it, a tensor that
 dies is checked as the caching allocator would: each stream that touched it has been waited for by the stream it was allocated
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,15 +45,18 @@ class Hazard(Exception):
 
 @dataclass
 class VirtualDriver:
-    """See `parsim.execute.cuda.streams.Driver`.
+    """See `parsim.execute.cuda.driver.Driver`.
 
     Attributes:
-        record_s: what the host takes to issue anything. log: what was asked, in order.
+        clock_s: of the host. launch_s, record_s: what the host takes for each kernel and each event. log: what was asked, in
+            order. holds_s: of the holds. largest_queue: most kernels between two waits for the device.
         skipped_waits: the numbers of waits that are left out, counted from 0: planted faults. careless: the numbers of streams
             that never wait.
         forgotten_uses: `used` does nothing: another planted fault.
     """
 
+    clock_s: float = 0.0
+    launch_s: float = 0.0
     record_s: float = 0.0
     skipped_waits: frozenset[int] = frozenset()
     careless: frozenset[int] = frozenset()
@@ -61,7 +65,8 @@ class VirtualDriver:
     errors: list[SynchronizationError | Hazard] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.clock_s = 100.0
+        self.holds_s: list[float] = []
+        self.queued = self.largest_queue = 0
         self.main = VirtualStream(0, urgent=False)
         self.streams = [self.main]
         self._current = [self.main]
@@ -111,7 +116,27 @@ class VirtualDriver:
         self.handler._handle_event_synchronization(event.number)
 
     def elapsed_s(self, start: VirtualEvent, end: VirtualEvent) -> float:
+        if not (self.passed(start) and self.passed(end)):
+            raise AssertionError("an event was read before the device had come past it")
         return end.at_s - start.at_s
+
+    queues = True
+
+    def hold(self, seconds: float) -> None:
+        self.holds_s.append(seconds)
+        self.launch(seconds, "hold")
+
+    def mark(self) -> VirtualEvent:
+        return self.record(self.current())
+
+    def passed(self, event: VirtualEvent) -> bool:
+        return event.at_s <= self.clock_s
+
+    def synchronize(self) -> None:
+        self.clock_s = max(self.clock_s, self.free_s)
+        self.queued = 0
+        self.log.append(("synchronize",))
+        self.handler._handle_device_synchronization()
 
     def host_s(self) -> float:
         return self.clock_s
@@ -122,11 +147,28 @@ class VirtualDriver:
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
-    def launch(self, seconds: float) -> None:
-        """A kernel on the current stream."""
+    def launch(self, seconds: float, name: str = "kernel") -> None:
+        """A kernel on the current stream, which starts it when it is free and told."""
+        self.clock_s += self.launch_s
         stream = self.current()
         stream.free_s = max(stream.free_s, self.clock_s) + seconds
-        self.log.append(("launch", stream.number))
+        self.queued += 1
+        self.largest_queue = max(self.largest_queue, self.queued)
+        self.log.append(("launch", stream.number, name))
+
+    def kernel(self, seconds: float, name: str = "kernel") -> Callable[[], None]:
+        """A call that launches it."""
+        return lambda: self.launch(seconds, name)
+
+    @property
+    def free_s(self) -> float:
+        """When all streams will have run what they were given so far."""
+        return max(stream.free_s for stream in self.streams)
+
+    @property
+    def asked(self) -> list[str]:
+        """The log by name: what was launched, and "record", "wait", "finish" and "synchronize"."""
+        return [entry[2] if entry[0] == "launch" else entry[0] for entry in self.log]
 
     def host_takes(self, seconds: float) -> None:
         self.clock_s += seconds

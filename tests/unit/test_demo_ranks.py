@@ -1,0 +1,106 @@
+"""Where `parsim demo` trains: on every GPU that torch sees, if it has NCCL, else on the CPU. Told GPUs stand for real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import distributed
+
+from calibration.rounds import calibrate
+from calibration.rounds.request import CalibrationRequest
+from parsim.commands import demo as command
+from parsim.errors import ConfigError
+from parsim.execute.job import Job
+from parsim.hardware.profile import Profile, load_profile, save_profile
+from parsim.workflow import ask
+from parsim.workflow.calibration import ChosenRanks, choose_ranks
+
+See = Callable[..., None]
+
+
+@pytest.fixture
+def see(monkeypatch: pytest.MonkeyPatch) -> See:
+    """Lets torch see so many GPUs, with or without NCCL."""
+
+    def told(gpus: int, *, nccl: bool = True) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(distributed, "is_nccl_available", lambda: nccl)
+
+    return told
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "asked", "kind", "count", "text"),
+    [
+        (0, False, None, "cpu", 2, "2 CPU processes (gloo; torch sees no GPU)"),
+        (0, True, 1, "cpu", 1, "1 CPU process (gloo; torch sees no GPU)"),
+        (2, False, None, "cpu", 2, "2 CPU processes (gloo; torch sees 2 GPUs but was built without NCCL)"),
+        (1, True, None, "cuda", 1, "1 GPU (NCCL; torch sees 1)"),
+        (4, True, None, "cuda", 4, "4 GPUs (NCCL; torch sees 4)"),
+        (16, True, None, "cuda", 8, "8 GPUs (NCCL; torch sees 16)"),
+        (4, True, 3, "cuda", 3, "3 GPUs (NCCL; torch sees 4)"),
+    ],
+)
+def test_gpus_come_first(see: See, gpus: int, nccl: bool, asked: int | None, kind: str, count: int, text: str) -> None:
+    see(gpus, nccl=nccl)
+    found = choose_ranks(asked, most=8, cpu_ranks=2)
+    assert (found.kind, found.count, str(found)) == (kind, count, text)
+
+
+def test_more_ranks_than_gpus_are_refused(see: See) -> None:
+    see(2)
+    with pytest.raises(ConfigError, match="3 ranks need a GPU each, and torch sees 2; ask for at most 2"):
+        choose_ranks(3, most=8, cpu_ranks=2)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("cuda", 1), ("cuda", 4), ("cpu", 2)])
+def test_the_calibration_measures_those_ranks(kind: Any, count: int) -> None:
+    request = command.calibration_of_demo(ChosenRanks(kind=kind, count=count, why=""))
+    assert (request.device, request.nproc, request.precision) == (kind, count, "fp32")
+    assert [spec.name for spec, _ in request.models] == ["resnet_small", "vit_small"]
+
+
+class Told(Exception):
+    """Ends the demo where training would begin."""
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_demo_calibrates_and_trains_on_the_gpus_it_finds(
+    see: See, gpus: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The calibration gives V100s; the first job is kept instead of being launched."""
+    see(gpus)
+    requests: list[CalibrationRequest] = []
+    jobs: list[Job] = []
+
+    def calibrated(request: CalibrationRequest, path: Path, **_: object) -> Profile:
+        requests.append(request)
+        save_profile(load_profile("dgx1-v100-32gb"), path)
+        return load_profile(str(path))
+
+    def kept(job: Job, *_: object) -> None:
+        jobs.append(job)
+        raise Told
+
+    monkeypatch.setattr(calibrate, "calibrate", calibrated)
+    monkeypatch.setattr(ask, "launch_job", kept)
+    monkeypatch.setattr(command, "WHAT_IF_MODELS", ())
+    with pytest.raises(Told):
+        command.demo(out=tmp_path, nproc=None, as_json=True)
+    assert [(request.device, request.nproc) for request in requests] == [("cuda", gpus)]
+    (job,) = jobs
+    assert (job.device, job.world_size) == ("cuda", gpus)
+    names = [run.name for run in job.runs]
+    assert len(set(names)) == len(names) >= 2
+    if gpus == 1:
+        assert sorted(run.plan.microbatches for run in job.runs) == [1, 2, 4]
+        assert all(run.plan.world_size == 1 for run in job.runs)
+    assert f"Training for real on {gpus} GPU" in capsys.readouterr().err
