@@ -12,9 +12,11 @@ from parsim.execute.processes.machine_state import clocks_text, share_text, stol
 from parsim.units import format_percent
 
 SEEN_LAUNCHES = 0.1
-"""Of what was timed on a GPU: from here on it is said that launches were not hidden."""
+"""Share of device times above which a warning reports that launches were not hidden."""
 BUSY_SHARE, STOLEN_SHARE, CLOCK_CHANGE = 0.05, 0.02, 0.1
-"""Said from here on: what others took of the cores, what the host of a virtual machine took, how much a clock changed."""
+"""Warnings start at these values: share of the cores used by others, share taken by the host of a virtual machine,
+relative change of a clock.
+"""
 
 
 def core_count(pinnings: Sequence[Mapping[str, Any]]) -> int:

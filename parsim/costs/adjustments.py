@@ -74,9 +74,10 @@ def price_context(
     ranks_active: int | None = None,
     corrections: RunCorrections = NO_RUN_CORRECTIONS,
 ) -> PriceContext:
-    """What the cluster's profile and a running job say of every price.
+    """Collect the numbers of the cluster's profile and of a running job that adjust every price.
 
     Args:
+        cluster: the machine. corrections: learnt from the running job.
         ranks: of the plan (None: all of the cluster). ranks_active: how many compute at once (None: a rank on every core).
     """
     profile = cluster.profile

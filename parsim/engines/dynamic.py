@@ -51,7 +51,7 @@ def simulate(
     """The Timeline of one step that starts at 0 with every resource free.
 
     Args:
-        durations_s: float64 [n], seconds each task takes alone.
+        graph: a TaskGraph or its compiled form. durations_s: float64 [n], seconds each task takes alone.
         overlap: slowdown while one rank computes and communicates at once; None for none.
         conditions: of the world; None for none.
 

@@ -64,7 +64,9 @@ def train_reference(
     """`steps` steps in this process, on the same samples in the same order as any plan with this global batch.
 
     Args:
-        model: the Model the plan was made for; needed where placements and normalisation meet.
+        spec: of the module. plan: its batch, microbatches and placements are replayed. data: the samples.
+        optimizer, learning_rate: of the update. dtype: of the weights. seed: of weights and order.
+        model: the Model the plan was made for; needed if placements and normalisation meet.
         numerics: autocast, a scaled loss or master weights; None: everything in `dtype`.
     """
     numerics = numerics if numerics is not None else Numerics(weights=dtype)

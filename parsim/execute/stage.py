@@ -134,7 +134,7 @@ class StageReplica:
         return make_optimizer(name, updated, learning_rate) if updated else None
 
     def local_shape(self, value: str, layout: ValueLayout) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of what a rank that holds any has of one microbatch of a value in that layout."""
+        """Shape and dtype of one microbatch of a value, in that layout, on a rank that holds any of it."""
         samples, tp = self.layout.plan.microbatch_samples, self.layout.plan.mesh.tp
         entry = self.layout.model.value[value]
         if not (entry.batch_first and entry.bytes_per_sample):  # such a value is never cut: here it is as recorded here

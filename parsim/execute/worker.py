@@ -64,7 +64,7 @@ class ProcessGroups:
         self._made: set[Stream] = set()
 
     def make(self, graph: TaskGraph, precision: str) -> None:
-        """Make what the graph, trained in that precision, needs and nobody has made yet."""
+        """Make the groups that the graph needs in that precision and that do not exist yet."""
         needed = required_groups(graph)
         if number_format(precision).scales_loss:
             needed.append(agreement(graph.world_size))

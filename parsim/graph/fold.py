@@ -92,10 +92,14 @@ WorkSeconds = Callable[[Work], float]
 
 
 def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = None) -> Folding:
-    """Which ranks stand for which under these prices. Raises CostError as `Costs.estimate` does.
+    """Find the ranks that represent others under these prices.
 
     Args:
-        seconds: median of a communication, for whoever remembers what has been asked (None: asks `costs`).
+        layout: the plan and its model. costs: prices of the cluster.
+        seconds: median of a communication, to share a cache of prices (None: asks `costs`).
+
+    Raises:
+        CostError: as `Costs.estimate`.
     """
     seconds = seconds or (lambda work: costs.estimate(work, 0).median_s)
     mesh = layout.plan.mesh

@@ -88,13 +88,14 @@ def evaluate(
     """Simulate one step of `plan`.
 
     Args:
-        fold: simulate interchangeable ranks once (`parsim.graph.fold`); None: where there are more than `MANY_RANKS`. Not done
-            where whole ranks are noisy, each by itself (`noise.rank_sigma`), nor where ranks share cores.
+        problem: model, cluster, batch and prices. engine: "static" or "dynamic".
+        samples: draws for the interval (0: the interval is the median). reason: why the plan was kept.
+        fold: simulate interchangeable ranks once (`parsim.graph.fold`); None: with more than `MANY_RANKS` ranks. Not done if
+            whole ranks are noisy, each by itself (`noise.rank_sigma`), nor if ranks share cores.
 
-    The step time is the mean of `REPEATED_STEPS` steps in a row (`parsim.engines.steps`). If the profile holds the noise
-    of single ranks, it is the mean of `NOISY_STEPS` steps with that noise, in which ranks wait for the slowest. Work of
-    the host between steps, if the profile holds it, is added to the step; no task records it. The interval comes from
-    `samples` draws of the cost parameters (none: the interval is the median). Discrete choices stay as at the medians.
+    The step time is the mean of `REPEATED_STEPS` steps in a row (`parsim.engines.steps`). If the profile holds the noise of
+    single ranks, it is the mean of `NOISY_STEPS` steps with that noise, in which ranks wait for the slowest. Work of the host
+    between steps, if the profile holds it, is added to the step; no task records it. Discrete choices stay as at the medians.
     The timeline and the breakdown are those of a step without noise.
 
     Raises:

@@ -46,7 +46,7 @@ class KeptActivations:
         return replace(value, savers=tuple(sorted(keepers, key=lambda name: order[name])), saved=bool(keepers))
 
     def component(self, name: str) -> Component:
-        """What a rank that runs the component has of it, with what it saves under this plan."""
+        """The part of the component on a rank that runs it, with its saved activations under this plan."""
         if name not in self._components:
             self._components[name] = self._component(name)
         return self._components[name]
@@ -70,7 +70,7 @@ class KeptActivations:
         return replace(own, saved_activation_bytes=max(0, rate), saved_fixed_bytes=max(0, fixed))
 
     def again(self, name: str) -> Again:
-        """What the second forward of a recomputed component changes.
+        """The changes of memory by the second forward of a recomputed component.
 
         An input that its backward does not need is let go before that, if nobody else keeps it.
         """

@@ -83,9 +83,8 @@ class PlanningProblem:
         return {}
 
     def remembered(self, kind: type[KeptPrices]) -> KeptPrices:
-        """The problem's one object of this class, made empty when first asked for.
-
-        Parts of a search keep there what they have worked out for the problem and may need again.
+        """The problem's one object of this class, made empty at the first request. Parts of a search cache their results
+        for the problem in it.
         """
         found = self._stores.setdefault(kind, kind())
         assert isinstance(found, kind)

@@ -15,14 +15,16 @@ def step_at_speed(problem: PlanningProblem, evaluation: Evaluation, speed: Speed
     """Seconds of the mean step of an evaluated plan, not folded, with the measured speed of its ranks.
 
     It is the mean over moments. In each moment a rank's tasks are multiplied by its factor, and communication by the mean
-    factor of its ranks. On GPUs the factor is the GPU's: it changes computation, but neither communication, nor loading,
-    nor tasks that wait for the host to queue them.
+    factor of its ranks. On GPUs the factor is the GPU's: it changes computation, but neither communication, nor loading, nor
+    tasks that wait for the host to queue them.
 
     Args:
+        problem, evaluation: of one plan.
         speed: of every rank, from `parsim.hardware.speed_factor.speed_beside`.
 
-    The noise of single ranks is what the speed leaves of it. Leaves out that some work depends less on the speed than other,
-    and the profile's interval.
+    Returns:
+        Seconds, with the noise of single ranks that the speed does not explain. Leaves out that some work depends less on the
+        speed than other, and the profile's interval.
     """
     slow = speed.by_rank
     noise, compiled = problem.cluster.profile.noise, evaluation.compiled

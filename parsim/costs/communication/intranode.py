@@ -1,4 +1,7 @@
-"""Collectives inside one node: rings packed on its links or trees, under the protocol that the library's tuner takes."""
+"""Collectives inside one node: rings packed on its links or trees, under the protocol that the library's tuner takes.
+
+Leaves out: the pipelining of chunks, and copies to pack parts of an array.
+"""
 
 from __future__ import annotations
 

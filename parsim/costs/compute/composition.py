@@ -174,11 +174,11 @@ class LaunchModel:
     surfaces: SurfaceModel
 
     def seconds(self, request: ComputeRequest) -> float:
-        """Of the launches and of what the component adds."""
+        """Seconds of the launches and of the component's addition."""
         return composed_s(self._parts(request), self._composition(request.phase))
 
     def estimate(self, request: ComputeRequest) -> Estimate:
-        """What `composed_terms` gives, and on which uncertain parameters it rests.
+        """The terms of `composed_terms`, with the uncertain parameters of the price.
 
         With a composition: its spread over whole steps, which all components share, and over single components, each its own;
         the surfaces' own spread is in both. Without one: the surfaces' spread by kind. Lying beyond a surface's reach widens

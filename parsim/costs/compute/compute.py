@@ -10,8 +10,10 @@ Three sources, never mixed silently:
     published  an operator kind without a fit, on a device whose peaks come from a datasheet or paper: a roofline at a stated
                efficiency and a large uncertainty.
 
-The time of a shard, derived from a larger one, keeps what does not divide (launches, uncut operators) if the operator
-model has it. Without fits, the roofline has no launches, so shards of small components come out too fast.
+The time of a shard, derived from a larger one, keeps what does not divide (launches, uncut operators) if the operator model
+has it. Without fits, the roofline has no launches, so shards of small components come out too fast.
+
+Leaves out: the state of caches between components, and clock changes within a run.
 """
 
 from __future__ import annotations
@@ -157,7 +159,7 @@ class ComputeCosts:
         )
 
     def operator_model(self, device: DeviceType) -> OperatorModel:
-        """What prices components that were never measured on this type of device: surfaces where the profile has them."""
+        """The model that prices components never measured on this type of device: surfaces if the profile has them."""
         if device.name not in self._models:
             surfaces = surface_models(self.profile).get((device.name, self.precision))
             self._models[device.name] = (

@@ -59,7 +59,7 @@ class KernelModel:
     precision: str
 
     def seconds(self, request: ComputeRequest) -> float:
-        """Without the efficiency, and by the roofline also where the profile has no published peaks."""
+        """Seconds without the efficiency of whole models; a roofline also serves profiles without published peaks."""
         return sum(self.price(kernel).seconds for kernel in self._kernels(request))
 
     def estimate(self, request: ComputeRequest) -> Estimate:

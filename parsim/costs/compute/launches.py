@@ -63,10 +63,11 @@ class Launch:
 
 
 def component_launches(component: Component, phase: Phase, samples: int, *, input_gradient: bool = True) -> tuple[Launch, ...]:
-    """All launches of a component's forward, backward, or half of a backward, over `samples` samples.
+    """All launches of a component's forward, backward, or half of a backward.
 
     Args:
-        input_gradient: False for a component whose inputs want no gradient: its first operator makes none.
+        component: whole or a shard. phase: forward, backward or a half of it. samples: of one microbatch.
+        input_gradient: False for a component whose inputs need no gradient: its first operator makes none.
     """
     launches: list[Launch] = []
     for number, operator in enumerate(component.operators):

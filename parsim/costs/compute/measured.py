@@ -25,11 +25,16 @@ EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.10
 def measured_component(
     request: ComputeRequest, points: Sequence[ComponentPoint], ranks_active: int | None, drift: tuple[str, float]
 ) -> Estimate:
-    """From the points of this component in this phase, at least one.
+    """Price a component from its measured points in this phase.
 
     Args:
-        ranks_active: how many ranks of the machine compute at once; measurements taken under that load are preferred, else
-            those under the heaviest load.
+        request: component, phase and samples. points: at least one.
+        ranks_active: ranks of the machine that compute at once; points under that load are preferred, else those under the
+            heaviest load.
+        drift: name and relative sigma of the cost parameter shared by all computation.
+
+    Returns:
+        An Estimate. Leaves out that a library may change its algorithm between two measured sample counts.
     """
     chosen = _in_range_under_load(points, request.samples, ranks_active)
     curve: dict[int, list[ComponentPoint]] = {}
@@ -73,7 +78,7 @@ def measured_optimizer(
         drift: name and relative sigma of the cost parameter shared by all computation.
 
     Returns:
-        An Estimate. Leaves out that small tensors may stay in a cache.
+        An Estimate. Leaves out effects that are not affine in elements and tensors, such as caches.
     """
     load = _loads(points, ranks_active)[0]
     points = [point for point in points if point.ranks_active == load]

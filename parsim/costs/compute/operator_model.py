@@ -43,13 +43,13 @@ class OperatorModel(Protocol):
     """
 
     def seconds(self, request: ComputeRequest) -> float:
-        """Seconds for comparing parts of one component: what all of them share may be left out.
+        """Seconds for comparing parts of one component; a common factor may be left out.
 
         Raises CostError where an operator has no price.
         """
 
     def estimate(self, request: ComputeRequest) -> Estimate:
-        """The price, its terms, and the uncertain parameters it rests on.
+        """The price, its terms, and its uncertain parameters.
 
         Raises CostError where an operator has no price.
         """

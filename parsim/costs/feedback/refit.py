@@ -72,7 +72,8 @@ def refit(evidence: Evidence, before: RunCorrections) -> RunCorrections:
     """The factors that hold after the run.
 
     Args:
-        before: those that held until now; what the run has not seen stays.
+        evidence: the run against the profile as calibrated.
+        before: the previous factors; those of classes that the run did not show stay.
     """
     shared = evidence.shared()
     compute = [key for key in shared if isinstance(key, ComputeClass)]

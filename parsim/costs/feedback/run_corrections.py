@@ -115,7 +115,7 @@ class RunCorrections:
         return observed[rank] if rank in observed else _median(observed.values())
 
     def communication_factor(self, key: CommunicationClass) -> float:
-        """Of a class of communication, by the rules of this module, the first that says anything:
+        """The factor of a class of communication, by the first rule of this module that has data:
 
         as observed; the slowest observed class among some of its ranks; the fastest observed class among its ranks and
         others; the median of all observed; 1.
@@ -125,7 +125,7 @@ class RunCorrections:
         return self._known[key]
 
     def factor(self, work: Work, rank: int) -> float:
-        """What the profile's seconds of a piece of work are multiplied by; 1 for loading."""
+        """The factor on the profile's seconds of a piece of work; 1 for loading."""
         match class_of(work, rank):
             case ComputeClass() as key:
                 return self.rank_factor(rank) * self._by_phase.get(key.phase, 1.0)

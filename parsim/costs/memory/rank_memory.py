@@ -238,8 +238,10 @@ def rank_memory(
     """Peak memory of a rank on a device.
 
     Args:
+        rank: global number. step: what it runs and keeps. device: its limit and allocator.
+        optimizer: a key of `OPTIMIZERS`. traffic: communicators and buffers of the rank.
         precision: decides which copies of the weights are kept.
-        master_weights: where weights are stored in half precision, the optimizer updates copies in fp32.
+        master_weights: with weights stored in half precision, the optimizer updates copies in fp32.
 
     Returns:
         Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, unsharded (buckets while whole),

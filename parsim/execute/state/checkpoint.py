@@ -155,8 +155,9 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
     """The weights, buffers and optimizer state of `names` (all if left out), wherever ranks wrote them, on the CPU.
 
     Args:
-        rank: under the same plan, this rank's number: its own buffers and random state come first. Under another plan leave
-            it out: buffers are then those of the lowest rank that has them, and there is no random state.
+        checkpoint: of `latest_checkpoint`. names: of parameters and buffers. rank: under the same plan, this rank's
+            number, whose own buffers and random state come first. Under another plan leave it out: buffers are then those
+            of the lowest rank that has them, and there is no random state.
 
     Raises:
         ExecutionError: a name that no rank wrote as weight or buffer, or a file that has been damaged since.

@@ -86,7 +86,8 @@ def certify(placing: PlacementProblem, microbatches: int, *, hints: Sequence[Seq
     """Solve the problem twice. A solver that fails is a result: its status is "inaccurate", with the reason.
 
     Args:
-        hints: choices that the exact solver may begin with.
+        placing: the problem. microbatches: of its plan.
+        hints: choices from which the exact solver may begin.
     """
     return Certificate(
         microbatches=microbatches,

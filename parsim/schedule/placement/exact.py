@@ -41,7 +41,11 @@ def solve_exactly(
     """The choice with the shortest step that fits, proven; "feasible" with its bound if that takes too many labels.
 
     Args:
-        hints: choices worth knowing from the start (the uniform ones); those that do not fit are ignored.
+        placing: the problem. most_labels: kept at once.
+        hints: known choices to start from (the uniform ones); those that do not fit are ignored.
+
+    Returns:
+        A Solution. Leaves out what `PlacementProblem` leaves out: pipelines, and overlap of conversions with computation.
     """
     frontiers = Frontiers(_with_distinct_ranks(placing))
     placing = frontiers.placing

@@ -83,9 +83,10 @@ class PlacementProblem:
 def placement_problem_of(
     prices: Prices, options: Sequence[Sequence[Placement]], *, microbatches: int, limit_bytes: Sequence[float]
 ) -> PlacementProblem:
-    """The figures of the problem.
+    """Price every option and every pair of options, and collect the figures of the problem.
 
     Args:
+        prices: of the model on its mesh. microbatches: per step.
         options: per component, in the model's order; none may be empty. limit_bytes: per tp rank.
     """
     model = prices.problem.model

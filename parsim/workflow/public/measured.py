@@ -30,7 +30,7 @@ KIND_COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """What `parsim.run`, `parsim.validate` and `parsim.open_run` return.
+    """The result of `parsim.run`, `parsim.validate` and `parsim.open_run`.
 
     Attributes:
         folder: of the run: report.html, trace.json for Perfetto, result.json, checkpoints.
