@@ -1,4 +1,4 @@
-"""WHAT is done: a small closed set of frozen records.
+"""Work: a small closed set of frozen records.
 
 Calibration measures work, Costs prices it, graphs carry it, the executor runs it. An operation on Work plugs in by
 `functools.singledispatch`, so a new consumer needs no change here. No record holds a duration.

@@ -1,4 +1,4 @@
-"""What a rank holds beside its live tensors and the framework's context, at the peak of its training steps.
+"""Memory of a rank beyond its live tensors and the framework's context, at the peak of its training steps.
 
 Before anything else is in memory one case after the other is built, trained for a few steps and let go, each in a heap that
 was given back before. Live tensors are counted alike on both kinds of device, operator by operator. On a CPU they are compared

@@ -1,4 +1,4 @@
-"""Measure this machine and write its profile: starts the measuring ranks, builds the profile from what they leave."""
+"""Measure this machine and write its profile: starts the measuring ranks, builds the profile from their files."""
 
 from __future__ import annotations
 

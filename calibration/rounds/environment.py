@@ -1,4 +1,4 @@
-"""In what surroundings a calibration was made: what was pinned, what the machine did meanwhile, and what of it casts doubt."""
+"""The environment of a calibration: pinning, the state of the machine meanwhile, and warnings about it."""
 
 from __future__ import annotations
 

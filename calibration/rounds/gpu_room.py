@@ -1,4 +1,4 @@
-"""Whether this machine's GPUs can take a calibration: asked before ranks are started, answered with what to change."""
+"""Check before ranks start that this machine's GPUs can run a calibration; errors name the change to make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to measure: plain data that the parent process and the measuring ranks share as JSON."""
+"""The request of a calibration: plain data that the parent process and the measuring ranks share as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one launch does: one or more plans, trained, or measured in interleaved rounds. JSON between parent and ranks."""
+"""The job of one launch: one or more plans, trained, or measured in interleaved rounds. JSON between parent and ranks."""
 
 from __future__ import annotations
 

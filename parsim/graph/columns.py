@@ -1,4 +1,4 @@
-"""A program as columns: what the simulator and the scheduler read, made from a TaskGraph or directly from a plan.
+"""A program as columns, read by the simulator and the scheduler; made from a TaskGraph or directly from a plan.
 
 Tasks that do the same work on the same rank are one *unit*, priced once.
 """

@@ -1,4 +1,4 @@
-"""Questions every lowering pass (and the executor) asks about one plan of one model: who holds, makes and reads what.
+"""An index of one plan of one model: which rank holds, makes and reads each value; used by lowering and the executor.
 
 "Stage" here is a place on the pp axis, because the place decides which ranks exchange values. All chunks of a rank are
 one stage here. Only the pipeline's actions (`Plan.stages`) distinguish them.

@@ -1,4 +1,5 @@
-"""The kinds of device by name: what depends on the kind of a device alone, not on its profile. A new one is one row.
+"""The kinds of device by name, with the properties that depend on the kind alone and not on a profile. A new one is one
+row.
 
 A profile names a kind per device type: one of these, or "package.module:ROW". A kind without a backend is planned and
 simulated; only those that PyTorch and the executor can drive are run.

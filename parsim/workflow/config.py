@@ -1,4 +1,4 @@
-"""RUN.toml: what a user asks for, checked at the boundary.
+"""RUN.toml: the user's question, checked at the boundary.
 
 Precedence: `--set a.b=c` on the command line, then the file, then the defaults below. Every wrong key is reported with its
 path, its value and the fix, as ConfigError. Inside the library the sections are read-only.

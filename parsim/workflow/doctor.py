@@ -1,4 +1,4 @@
-"""What this machine has, which commands will therefore work, and how to get what is missing.
+"""The abilities of this machine, the commands that therefore work, and how to get the missing parts.
 
 `look` asks the machine and torch once; `checks_of` and `commands_of` judge what it found, without asking again.
 """

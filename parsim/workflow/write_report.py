@@ -1,4 +1,4 @@
-"""What a run leaves for people: both timelines, the Perfetto trace, report.html."""
+"""The report of a run: both timelines, the Perfetto trace, report.html."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a topology to what collectives need: the rings of a group, and the busiest link of a set of transfers."""
+"""Quantities that collectives need of a topology: the rings of a group, and the busiest link of a set of transfers."""
 
 from __future__ import annotations
 

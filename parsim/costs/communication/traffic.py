@@ -1,4 +1,4 @@
-"""Who loads which link: what each group sends through its nodes, and how much groups that run at once slow one another.
+"""Loads of links: the bytes each group sends through its nodes, and how much groups that run at once slow one another.
 
 A group is seen node by node as a Part: which devices of the node belong to it, and the way its bytes go. All loads are
 shares of the bytes that the collective moves through its slowest hop (so a ring loads every hop with 1, two rings with

@@ -1,4 +1,4 @@
-"""Training under a scenario with a controller in the loop: after every window of steps it may change what runs.
+"""Training under a scenario with a controller in the loop: after every window of steps it may change the plan.
 
 The controller is a value handed in; this module knows its protocol and nothing of plans. A step is simulated once for every
 state of the machine in which something runs, and a window moves from change to change of the machine, not from task to task.

@@ -1,4 +1,4 @@
-"""What every rank does around its work: find its place, join the process group, make sub-groups, leave; and say why it failed.
+"""The frame of every rank's work: find its place, join the process group, make sub-groups, leave, and report a failure.
 
 torch is imported where it is used: a rank that only reports an error does not pay for it.
 """

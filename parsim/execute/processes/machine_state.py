@@ -1,4 +1,4 @@
-"""What the machine does while something is measured on it: clocks, governor, load, time that others took. Read, never changed.
+"""The state of the machine during a measurement: clocks, governor, load, time taken by others. Read, never changed.
 
 Linux tells all of it below /proc and /sys, a virtual machine only some; elsewhere most of it is left out.
 """

@@ -1,4 +1,4 @@
-"""One rank, one core, one thread: how every worker process is set up, so that calibration measures what execution runs.
+"""One rank, one core, one thread: the setup of every worker process, the same in calibration and execution.
 
 Threads made later (gloo's, autograd's) inherit the affinity: call `prepare_rank` before `init_process_group`.
 """

@@ -1,4 +1,4 @@
-"""Forward of a component that keeps only its inputs, and the same forward again when its backward needs what it did not save.
+"""Forward of a component that keeps only its inputs, and the same forward again when its backward needs saved tensors.
 
 The second run has the same inputs, generator states (so dropout draws the same mask) and buffers as the first. Its
 changes to buffers are discarded, so running statistics are updated once.

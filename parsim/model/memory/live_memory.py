@@ -1,4 +1,4 @@
-"""Peak bytes of live tensors of this process, by watching every operator: what an allocator would call allocated."""
+"""Peak bytes of live tensors of this process, by watching every operator; an allocator calls these allocated."""
 
 from __future__ import annotations
 

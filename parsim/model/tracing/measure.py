@@ -1,4 +1,4 @@
-"""What each component of a module costs per sample, counted on fake tensors at two batches.
+"""Work and memory of each component of a module per sample, counted on fake tensors at two batches.
 
 Saved activations are the tensors that autograd keeps for the backward, found by saved-tensor hooks on the real autograd
 nodes. Each storage counts once, in the first component that saves it. Parameters and buffers are not activations. Leaves
