@@ -56,8 +56,8 @@ def calibrate(
 ) -> Profile:
     """Measure on `request.nproc` ranks of this machine; save the profile at `out` and the raw points in the same folder.
 
-    Every finished turn is kept in a folder beside `out` until the profile is written, whole or not at all: stopped at any
-    moment, a calibration goes on from there when it is called again with the same request.
+    Every finished turn is kept in a folder next to `out` until the profile is written, whole or not at all. A calibration
+    that was stopped at any moment goes on from there when it is called again with the same request.
 
     Args:
         on_line: receives progress, one line at a time.

@@ -6,7 +6,7 @@ what happens in one instant never depends on which event is looked at first.
 
 Every task is a countdown of what blocks it, then a timer; every resource an in-order queue that hands its turn on when
 its head ends. While one rank computes and communicates at once (`overlap`), its computation runs at rate 1 / compute and
-its communication at 1 / communication; a collective or a transfer goes at the rate of its slowest rank. Ranks on one core
+its communication at 1 / communication. A collective or a transfer runs at the rate of its slowest rank. Ranks on one core
 share it. Under `conditions` (a scenario) stragglers and links slow tasks too: `parsim.engines.scenario.paces`. Tasks that
 are not slowed match the static engine bit for bit.
 

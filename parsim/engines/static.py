@@ -4,10 +4,10 @@ Same-instant rule (both engines): each resource runs its tasks in issue order; a
 ended and it is at the head of every resource it needs, which are then all free; it holds them all until it ends. So
 what happens in one instant never depends on which event is looked at first.
 
-Without slowdown the schedule is the longest path over dependencies and issue orders: start = max(ends before),
-end = start + duration. With overlap factors the rates are followed from instant to instant: while a rank computes and
-communicates at once, its computation runs at rate 1 / compute and its communication at 1 / communication; a collective
-or a transfer goes at the rate of its slowest rank. Ranks that share a core slow one another as if they were one rank, and k
+Without slowdown the schedule is the longest path over dependencies and issue orders: start = max(ends before), end =
+start + duration. With overlap factors the engine follows the rates from instant to instant. While a rank computes and
+communicates at once, its computation runs at rate 1 / compute and its communication at 1 / communication. A collective or
+a transfer runs at the rate of its slowest rank. Ranks that share a core slow one another as if they were one rank, and k
 of them that compute at once run at 1 / k each (processor sharing).
 
 Leaves out: links shared by several transfers, and decisions at run time (see the dynamic engine).
@@ -88,10 +88,10 @@ def step_times_s(
 
     All resources are free at 0, and the graph is issued `steps` times. The result is the end of the very last task
     divided by `steps`. Nothing but its own queue (and those `together` with it) holds a resource back between
-    repeats: the first task of a resource in a repeat waits for the resource's last task of the repeat before (and for its
-    dependencies in its own repeat), so that what is done early begins the next repeat early.
-    The fill and drain of the whole run are divided among the steps; `steps=1` gives the makespan. Nothing is unrolled:
-    only the resources' frontiers are carried over.
+    repeats: the first task of a resource in a repeat waits for the resource's last task of the repeat before, and for its
+    dependencies in its own repeat. So a resource that is done early begins the next repeat early. The fill and drain of
+    the whole run are divided among the steps; `steps=1` gives the makespan. Nothing is unrolled: only the resources'
+    frontiers are carried over.
 
     Leaves out: dependencies between tasks of different repeats beyond issue order, the slowdown (`overlap`) between
     tasks of different repeats, and noise from step to step (a row holds for all its repeats).

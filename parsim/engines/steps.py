@@ -1,6 +1,6 @@
-"""Steps in a row, as the executor makes them: a rank begins one when all that it did in the one before has ended.
+"""Steps in a row, as the executor runs them: a rank begins a step when all its tasks of the step before have ended.
 
-So the parameters that ZeRO gathers at a step's end are there before the next one reads them, while a rank that is done early
+So the parameters that ZeRO gathers at a step's end are there before the next step reads them. A rank that is done early
 does not wait for the others. Loading alone may run ahead (`OverlapFactors.loads_ahead`).
 """
 

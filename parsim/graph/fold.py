@@ -3,8 +3,8 @@
 Why it is exact. Call two tasks alike if they take equally long, wait for tasks that are alike, and hold resources that
 queue tasks alike. The schedule is the only solution of "start = latest end before". The solution of the program with one
 task per kind, copied to all of a kind, solves that equation too, so it is the schedule. The same holds with overlap
-slowdowns, as alike ranks are busy alike. It rests on equal durations: with noise per rank or task, ranks that wait for
-one another wait for the slowest, and whoever simulates refuses to fold.
+slowdowns, as alike ranks are busy alike. It rests on equal durations. With noise per rank, ranks that wait for one
+another wait for the slowest, and the simulation refuses to fold.
 
 Two kinds of ranks are folded:
 

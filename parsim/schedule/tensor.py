@@ -86,8 +86,9 @@ def uniform_plans(
 def useful_plans(
     problem: PlanningProblem, strategy: str, mesh: Mesh, *, microbatches: Sequence[int], best: Best | None = None
 ) -> Iterator[Plan]:
-    """Plans of one mesh: from as many microbatches as stages upwards, and downwards, each way until those that fit are slower
-    by a closed form; then the other pipeline orders with the best count. With a tp axis placements are uniform.
+    """Plans of one mesh. The number of microbatches starts at the number of stages and goes up and down, until plans that
+    fit are slower by a closed form. Then come the other pipeline orders with the best count. With a tp axis placements
+    are uniform.
 
     Without a pipeline, more microbatches than memory asks for only cost. Counts whose computation alone, perfectly balanced,
     takes HOPELESS times as long as the family's best so far are passed over.

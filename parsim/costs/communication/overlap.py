@@ -18,10 +18,10 @@ def overlap_of(measured: Overlap, works: Sequence[Work], seconds: Iterable[float
     """One pair of slowdown factors for a whole program, as the engines take it: means over its communication, weighted by
     time.
 
-    A small message leaves the processor to the computation while it waits for its peer; a large one keeps the processor busy.
-    So each message has the factors of its size, interpolated over log(size) between the measured sizes of its operation (of
-    all_reduce for operations without points). Sizes outside the range take the nearest. Of computation, the interpolated and
-    averaged quantity is the lost share of time, 1 - 1/factor.
+    A small message leaves the processor to the computation while it waits for its peer; a large one keeps the processor
+    busy. So each message has the factors of its size, interpolated over log(size) between the measured sizes of its
+    operation (of all_reduce for operations without points). Sizes outside the range take the nearest. Of computation, the
+    interpolated and averaged quantity is the lost share of time, 1 - 1/factor.
 
     Args:
         measured: the profile's factors, with or without points by size.
