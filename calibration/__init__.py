@@ -1,4 +1,4 @@
-"""Measuring a machine, and fitting what was measured. Imports parsim; parsim never imports it (the command line apart).
+"""Measuring a machine, and fitting the measurements. Imports parsim; parsim never imports it (the command line apart).
 
 `calibration.rounds.calibrate.calibrate` is the way in; `python -m calibration JOB.json` is one rank of the measuring job.
 """

@@ -1,7 +1,7 @@
 """One measuring rank: `torchrun ... -m calibration JOB.json`.
 
-JOB.json is a CalibrationRequest; the models lie beside it as `model-N.json`. Rank 0 writes what does not change (START),
-and one file for every turn (see `calibration.rounds.turns`).
+JOB.json is a CalibrationRequest; the models lie in the same folder as `model-N.json`. Rank 0 writes what does not change
+(START), and one file for every turn (see `calibration.rounds.turns`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main(job_path: Path) -> None:
 
 
 def _pinnings(own: Pinning, place: ProcessPlace) -> list[dict[str, Any]]:
-    """How every rank is pinned, and on which host: hosts are numbered, their names are nobody's business."""
+    """How every rank is pinned, and on which host: hosts are numbered, so their names stay private."""
     found: list[Any] = [None] * place.world_size
     dist.all_gather_object(found, (socket.gethostname(), asdict(own)))
     hosts = list(dict.fromkeys(host for host, _ in found))

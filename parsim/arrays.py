@@ -1,4 +1,4 @@
-"""The arrays that pass between functions, by what they hold; shapes stand in docstrings."""
+"""Types of the arrays that pass between functions; shapes stand in docstrings."""
 
 from __future__ import annotations
 

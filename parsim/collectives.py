@@ -1,4 +1,5 @@
-"""The collectives by name: what each moves, which algorithms run it, and how it is measured. A new one is one row.
+"""The collectives by name: the bytes each moves, the algorithms that run it, and how it is measured. A new one is one
+row.
 
 The size S of a collective is the whole array, as in nccl-tests. Cost models read hops and traffic; with `call` a collective of
 one's own is measured by `parsim calibrate --collective package.module:ROW` and priced from what was measured.

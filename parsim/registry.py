@@ -1,9 +1,9 @@
 """Tables of rows by name, and the one way to add a row from outside: the name "package.module:ROW".
 
-parsim ships a fixed table per kind of extension (optimizers, pipeline orders, ...). Wherever a name of such a table may
-stand, in a run file, a plan, a profile or a call, "package.module:ROW" may stand too: the module is imported and the
-attribute is the row. Nothing registers itself, so a launched rank finds the row by the same text as the process that
-planned. docs/extending.md shows one of each kind.
+parsim ships a fixed table per kind of extension (optimizers, pipeline orders, ...). Wherever a name of such a table is
+allowed (run file, plan, profile, call), "package.module:ROW" is allowed too. The module is imported, and the attribute is
+the row. Nothing registers itself, so a launched rank finds the row by the same text as the process that planned.
+docs/extending.md shows one of each kind.
 """
 
 from __future__ import annotations

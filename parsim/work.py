@@ -1,4 +1,4 @@
-"""WHAT is done: a small closed set of frozen records.
+"""Work: a small closed set of frozen records.
 
 Calibration measures work, Costs prices it, graphs carry it, the executor runs it. An operation on Work plugs in by
 `functools.singledispatch`, so a new consumer needs no change here. No record holds a duration.
@@ -77,8 +77,8 @@ class Collective:
 
     `operation` is a row of `parsim.collectives`, or "package.module:ROW".
 
-    `packed`: the parts of an all_gather or a reduce_scatter lie in the array with gaps (along a dim other than its first), so
-    that they are copied together before they are sent, or apart after; else each lies in one piece.
+    `packed`: the parts of an all_gather or a reduce_scatter lie in the array with gaps (along a dim other than its
+    first). They are then packed before sending, or unpacked afterwards. Otherwise each part is contiguous.
     """
 
     operation: str

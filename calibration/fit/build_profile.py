@@ -184,9 +184,10 @@ def device_entries(pinnings: Sequence[Mapping[str, Any]], device_type: str) -> l
 
 
 def allocator_entry(seen: Sequence[Mapping[str, Any]], assumed: Allocator) -> AllocatorEntry | None:
-    """What is held beside tensors: the share that is lost as assumed, which small models do not tell, and what is left of the
-    cases seen. From the least of them, had their samples come without libraries that read them, to the most, and somewhat
-    beyond both, as other models may. None where none was seen."""
+    """Memory beyond tensors: the lost share is assumed, because small models do not show it; the rest is measured. From
+    the least of them, had their samples come without libraries that read them, to the most, and somewhat beyond both, as
+    other models may. None where none was seen.
+    """
     if not seen:
         return None
     lost = assumed.lost_share
@@ -232,9 +233,9 @@ def typical_step(table: Floats) -> tuple[Floats, Floats]:
     Args:
         table: seconds [repeat, task] of one step program.
 
-    Each task's median is scaled by a common factor, so that the tasks add up to the *mean* step, tails included: the mean of
-    many steps is what a prediction is for, and a slow step is slower than a fast one is fast. The spread is taken after
-    dividing out how slow its repeat was as a whole, which is drift, not noise of the task.
+    Each task's median is scaled by a common factor, so the tasks add up to the *mean* step, tails included. A prediction
+    is for the mean of many steps, and slow steps deviate more than fast ones. The spread is taken after dividing out how
+    slow its repeat was as a whole, which is drift, not noise of the task.
     """
     medians = np.median(table, axis=0)
     totals = table.sum(axis=1)

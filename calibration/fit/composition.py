@@ -109,7 +109,7 @@ def fit_compositions(measured: Sequence[MeasuredComponent], device_type: str, pr
 
 
 def without_model(measured: Sequence[MeasuredComponent], model: str) -> list[MeasuredComponent]:
-    """What is left when a model was never measured: nothing of its own, and nothing that does the same work."""
+    """The points left if a model was never measured: none of its own components, and none that do the same work."""
     own = {entry.fingerprint for entry in measured if entry.model == model}
     return [entry for entry in measured if entry.model != model and entry.fingerprint not in own]
 

@@ -1,7 +1,7 @@
 """A link model fitted to measured all_reduces: one rate per lane, and latencies per protocol, for every group at once.
 
-Which protocol a point was measured under is not in the tables: the library's own tuner decides (its constants are in
-the model), and with NCCL's constants of 2020 the sizes at which the measured times jump are reproduced.
+The tables do not name the protocol of a point, because the library's tuner chooses it (its constants are in the model).
+NCCL's constants of 2020 reproduce the sizes at which the measured times jump.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Nonsense is said, not averaged in: which timings cannot be, and which points contradict the others."""
+"""Find implausible timings and points that contradict the others. They are discarded and listed, not averaged in."""
 
 from __future__ import annotations
 
@@ -192,8 +192,8 @@ class Timed(NamedTuple):
 def contradicted(points: Sequence[Timed]) -> list[int]:
     """Places of the fewest points to leave out so that no more work takes less time, noise aside; `points` ascend in work.
 
-    Where several choices leave out equally many, that which needs the least superlinear growth between neighbours is taken,
-    then that which leaves out the slowest: what disturbs a measurement makes it longer.
+    Among choices that discard equally many points, the one with the least superlinear growth between neighbours is taken,
+    then the one that discards the slowest points, because disturbances make a measurement longer.
     """
     best: list[tuple[tuple[int, float, float], list[int]]] = []
     for place, point in enumerate(points):

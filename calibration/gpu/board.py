@@ -81,7 +81,7 @@ def _smi_reading(index: int) -> BoardReading:
 
 
 def parse_smi(text: str) -> BoardReading:
-    """One line of numbers in the order of FIELDS; what is not told ("[N/A]") is left out. Clocks come in MHz."""
+    """One line of numbers in the order of FIELDS; missing values ("[N/A]") are left out. Clocks come in MHz."""
     found: BoardReading = {}
     for name, cell in zip(FIELDS, text.strip().split(","), strict=False):
         with contextlib.suppress(ValueError):

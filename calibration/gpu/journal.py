@@ -1,5 +1,5 @@
-"""Rows of finished cases: one JSON line each, forced to the disk before the next case begins, so that a killed programme loses
-the case it was in and no more.
+"""Rows of finished cases: one JSON line each, forced to the disk before the next case begins. A killed programme loses
+only its current case.
 
 A journal is read back whole. A last line that was cut off is dropped, and the case it belonged to runs again.
 """

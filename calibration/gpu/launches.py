@@ -1,4 +1,4 @@
-"""What it costs to give a device work: a launch, an event, a synchronisation, a replay of a captured graph."""
+"""The host's cost of giving a device work: a launch, an event, a synchronisation, a replay of a captured graph."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Cases in order of value within a budget of time: each runs at most once, leaves one row, and never stops the others.
 
-A case begins if what it is estimated to take fits into what is left. One that does not fit is passed over, and a later, shorter
-one may still run. A case that raises, or runs out of memory, leaves a row that says so. The next call goes on with the cases
-that have no row.
+A case begins if its estimated time fits into the remaining budget. One that does not fit is passed over, and a later,
+shorter one may still run. A case that raises, or runs out of memory, leaves a row that says so. The next call goes on
+with the cases that have no row.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run_programme(
 
     Args:
         clock: monotonic seconds. begin_s: when the budget began; None: now.
-        around: runs a case's function, and may add to what it returns (clocks and power beside it).
+        around: runs a case's function, and may extend its result (with clocks and power).
     """
     start_s = clock() if begin_s is None else begin_s
     ran: list[str] = []

@@ -61,7 +61,7 @@ class Timing:
 def time_calls(
     clock: DeviceClock, calls: Sequence[QueuedCall], *, least_s: float = 1.0, warm_s: float = 0.2, held: bool = True
 ) -> Timing:
-    """Seconds of one call, where `calls` are taken in turns (each on operands of its own, see `calibration.operand_pool`).
+    """Seconds of one call, with `calls` taken in turns (each on its own operands, see `calibration.operand_pool`).
 
     Args:
         least_s: device seconds of timed calls at least. warm_s: of calls before them, on the host's clock.

@@ -1,4 +1,4 @@
-"""What a rank holds beside its live tensors and the framework's context, at the peak of its training steps.
+"""Memory of a rank beyond its live tensors and the framework's context, at the peak of its training steps.
 
 Before anything else is in memory one case after the other is built, trained for a few steps and let go, each in a heap that
 was given back before. Live tensors are counted alike on both kinds of device, operator by operator. On a CPU they are compared
@@ -86,8 +86,9 @@ def _on_gpu(case: Case, context_bytes: int) -> dict[str, Any] | None:
 
 
 class GpuMemory(NamedTuple):
-    """Peaks of one process: what its tensors asked for, what torch's allocator gave out for them, what it holds, and what the
-    driver says is taken, of the context nothing."""
+    """Peaks of one process without the context: bytes that tensors requested, that torch's allocator gave out, that it
+    holds, and that the driver reports as used.
+    """
 
     requested_bytes: int
     allocated_bytes: int

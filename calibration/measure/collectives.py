@@ -1,11 +1,11 @@
 """Seconds of collectives and transfers, on the streams of the executor and under its definition of measured time.
 
-A collective starts when its last rank is ready (its dependencies ended and its stream free) and ends when the last rank goes on
-with what waited for it. Ranks of one host share a monotonic clock; several hosts are left out. Every call stands between two
-computations, as in training: the caches are not warm with the message, and a rank that is done computes on at once, on the core
-that its peer's message still needs. That is why some calls take several times as long as most (on a 2-core virtual machine one
-in ten waits a few milliseconds for the core), and why it is their mean that counts: each of them holds up the step. On GPUs the
-computation is a kernel that waits, and lasts until the host has queued the call.
+A collective starts when its last rank is ready (its dependencies ended and its stream free) and ends when the last rank
+goes on with what waited for it. Ranks of one host share a monotonic clock; several hosts are left out. Every call stands
+between two computations, as in training. So the message is not in the caches, and a rank that is done computes on at
+once, on the core that its peer's message still needs. Therefore some calls take several times as long as most: on a
+2-core virtual machine one in ten waits a few milliseconds for the core. The mean counts, because each of them delays the
+step. On GPUs the computation is a kernel that waits, and lasts until the host has queued the call.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def make_bench(device: torch.device, dtype: torch.dtype, cores: int, largest_byt
 
 
 def scratch_bytes(largest_bytes: int) -> int:
-    """What is given, or a chain of those that are issued in a row; nothing where nothing is sent."""
+    """The given call, or a chain of calls issued in a row; nothing if nothing is sent."""
     if largest_bytes == 0:
         return 0
     return max(largest_bytes, BACK_TO_BACK * min(largest_bytes, LARGE_BYTES)) + ROWS * 64 * ALIGNMENT

@@ -40,8 +40,8 @@ def communication_drift(entries: Sequence[Mapping[str, Any]]) -> Drift:
 
 
 def collective_points(raw: Mapping[str, Any]) -> list[CollectivePoint]:
-    """Mean over rounds, repeats and places in the chain, by operation, group and size; sorted. What was common to all that
-    was measured in a round is divided out.
+    """Mean over rounds, repeats and places in the chain, by operation, group and size; sorted. The common factor of a
+    round is divided out.
 
     Rare long calls count in the mean over all points (`stalling_s`), which one point has too few calls to tell.
     """

@@ -4,8 +4,8 @@ Each rank runs the one-rank plan of each model and local batch through the execu
 allocator and interpreter are in the state of real training. Visits to (model, batch, active ranks) are interleaved in
 rounds, so that a drift of the machine falls on all of them and is seen.
 
-On a GPU every step that is kept is made twice: as in training, for its wall time, and once with each computation queued before
-the device begins with it (`calibration.measure.delayed_streams`). The second gives the seconds of the device and, apart from
+On a GPU every kept step runs twice: once as in training, for its wall time, and once with each computation queued before
+the device begins it (`calibration.measure.delayed_streams`). The second gives the seconds of the device and, apart from
 them, those of the host that queues.
 """
 
@@ -74,7 +74,7 @@ class Case:
 
     Attributes:
         number: of the model in the request. graph: of the one-rank plan. data, order: of the samples, read as in training.
-        optimizers: by name, each with a state of its own over the same parameters; the stage steps with one at a time.
+        optimizers: by name, each with separate state over the same parameters; the stage steps with one at a time.
     """
 
     number: int

@@ -1,7 +1,8 @@
 """By how much computation takes longer where ranks share cores, beyond taking turns at them.
 
-Ranks that take turns find less of their own in the caches, the larger the more ranks there are: on a 2-core virtual machine
-training steps of four ranks took 0 to 8% more seconds of the processor each than of two ranks with a core each (2026-11-22).
+Ranks that take turns find less of their own data in the caches, the more ranks there are. On a 2-core virtual machine
+training steps of four ranks took 0 to 8% more processor seconds each than those of two ranks with a core each
+(2026-11-22).
 """
 
 from __future__ import annotations

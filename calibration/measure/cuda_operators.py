@@ -41,7 +41,7 @@ def cuda_kernels(path: Path = LIST_PATH) -> Mapping[str, str]:
         if line.startswith("["):
             key = line.strip("[]")
         elif line and not line.startswith("#"):
-            found = {**dict.fromkeys(line.split(), key), **found}  # the first key counts: a kernel of its own
+            found = {**dict.fromkeys(line.split(), key), **found}  # the first key counts: its own kernel
     return found
 
 

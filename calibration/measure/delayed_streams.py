@@ -1,5 +1,6 @@
-"""Streams of a calibration: computation can be made to wait for communication, as it does in tensor parallelism, and on a GPU
-to wait until the host has queued it, so that its events time the device alone."""
+"""Streams of a calibration. Computation can wait for communication, as in tensor parallelism. On a GPU it can wait until
+the host has queued it, so its events time the device alone.
+"""
 
 from __future__ import annotations
 

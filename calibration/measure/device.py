@@ -1,4 +1,4 @@
-"""What one device can do at best, with every rank busy: arithmetic, memory, and what the framework takes of it.
+"""The best rates of one device with every rank busy: arithmetic, memory, and the framework's own memory.
 
 On a GPU by events behind a hold (`parsim.execute.cuda.event_timing`), after a second of work, and at sizes that fill it:
 the products and copies of a CPU core would measure its launches and its L2 cache.

@@ -39,7 +39,7 @@ threads that communicate have gone to sleep by then, and what they touch has lef
 ALONE_STEPS, ALONE_CALLS = 2, 3
 MIN_CALLS, MAX_CALLS, MAX_STEPS = 3, 2000, 12
 MOST_HELD = 0.98
-"""Of a call's time: the most that computation beside it is said to stand still."""
+"""The largest share of a call's time during which computation may be counted as standing still."""
 
 
 def overlap_section(

@@ -1,8 +1,8 @@
 """By how much computation takes longer after its rank has waited for communication.
 
-What the computation works on has left the caches by then, and where the core was idle it has to wake up: on a 2-core virtual
-machine every component took 0.04 to 0.25 ms longer after an exchange (2026-11-21, six models, 4 KiB to 1 MiB), the more the
-larger the message. Tensor parallelism and pipelines wait before most of their components.
+Its data has left the caches by then, and an idle core has to wake up. On a 2-core virtual machine every component took
+0.04 to 0.25 ms longer after an exchange (2026-11-21, six models, 4 KiB to 1 MiB). Larger messages cost more. Tensor
+parallelism and pipelines wait before most of their components.
 
 On a CPU seconds of the processor count: ranks that share a core take turns at it, and how long one waits for it says nothing of
 its work. Handing the communication over is part of them, which the thread that computes does; the wait is the communication's.

@@ -3,9 +3,9 @@
     python -m calibration.published.v100 --data DIR --out hardware_profiles/
     python -m calibration.published.v100 --refit hardware_profiles/dgx1-v100-32gb.json
 
-DIR holds collectives.csv, datasheet.csv, operators.csv and throughput.csv (id, source, ... per row). The profiles keep every
-number that a fit of links or operators used, in SI units, with its source; `--refit` reads nothing else and says whether they
-come out the same: exactly on the processor that made them, within `REFIT_TOLERANCE` on others.
+DIR holds collectives.csv, datasheet.csv, operators.csv and throughput.csv (id, source, ... per row). The profiles keep
+every number that a fit of links or operators used, in SI units, with its source. `--refit` reads nothing else and reports
+whether the fits agree: exactly on the processor that made them, within `REFIT_TOLERANCE` on others.
 """
 
 from __future__ import annotations

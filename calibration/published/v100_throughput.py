@@ -1,4 +1,4 @@
-"""Whole-model training rows of one V100: which of them say what PyTorch does, what is predicted for them, and the efficiency.
+"""Whole-model training rows of one V100: those that measure PyTorch, the predictions for them, and the efficiency.
 
 `throughput.csv` is read whole. A row is a case's if it was measured with PyTorch (Megatron-LM and NVIDIA's examples are) on
 ResNet-50, BERT-base or GPT, in samples per second, at a stated batch, and not held back by data loading; every other row is

@@ -1,4 +1,4 @@
-"""Measure this machine and write its profile: starts the measuring ranks, builds the profile from what they leave."""
+"""Measure this machine and write its profile: starts the measuring ranks, builds the profile from their files."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def calibrate(
     leftover: Leftover = "use",
     launcher: Launcher = launch,
 ) -> Profile:
-    """Measure on `request.nproc` ranks of this machine; save the profile at `out` and the raw points beside it.
+    """Measure on `request.nproc` ranks of this machine; save the profile at `out` and the raw points in the same folder.
 
-    Every finished turn is kept in a folder beside `out` until the profile is written, whole or not at all: stopped at any
-    moment, a calibration goes on from there when it is called again with the same request.
+    Every finished turn is kept in a folder next to `out` until the profile is written, whole or not at all. A calibration
+    that was stopped at any moment goes on from there when it is called again with the same request.
 
     Args:
         on_line: receives progress, one line at a time.
@@ -130,7 +130,7 @@ def _calibrate(
 
 
 def refit(profile_path: Path, *, on_line: Callable[[str], None] | None = None) -> Profile:
-    """Make the profile anew from the raw points beside it, and save it: with the code that wrote it, the same numbers.
+    """Fit the profile again from its raw points, and save it. The code that wrote it gives the same numbers.
 
     Raises: ProfileError without raw points, or if too much of them contradicts itself.
     """

@@ -1,4 +1,4 @@
-"""In what surroundings a calibration was made: what was pinned, what the machine did meanwhile, and what of it casts doubt."""
+"""The environment of a calibration: pinning, the state of the machine meanwhile, and warnings about it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from parsim.execute.processes.machine_state import clocks_text, share_text, stol
 from parsim.units import format_percent
 
 SEEN_LAUNCHES = 0.1
-"""Of what was timed on a GPU: from here on it is said that launches were not hidden."""
+"""Share of device times above which a warning reports that launches were not hidden."""
 BUSY_SHARE, STOLEN_SHARE, CLOCK_CHANGE = 0.05, 0.02, 0.1
-"""Said from here on: what others took of the cores, what the host of a virtual machine took, how much a clock changed."""
+"""Warnings start at these values: share of the cores used by others, share taken by the host of a virtual machine,
+relative change of a clock.
+"""
 
 
 def core_count(pinnings: Sequence[Mapping[str, Any]]) -> int:
@@ -81,7 +83,7 @@ def doubts(raw: Mapping[str, Any], request: CalibrationRequest) -> list[str]:
 
 
 def _of_gpus(raw: Mapping[str, Any]) -> list[str]:
-    """Where what was measured of a device may hold the host's time, or nothing could be told of its memory."""
+    """Warnings if device times may contain the host's time, or if the device's memory could not be measured."""
     found = []
     for kind in ("sweeps", "operators"):
         hidden = [entry["hidden"] for _, entry in entries_of(raw, kind) if "hidden" in entry]

@@ -1,4 +1,4 @@
-"""Whether this machine's GPUs can take a calibration: asked before ranks are started, answered with what to change."""
+"""Check before ranks start that this machine's GPUs can run a calibration; errors name the change to make."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def check_gpus(request: CalibrationRequest, found: Found) -> None:
 
 
 def held_bytes(models: Sequence[Model], request: CalibrationRequest) -> int:
-    """What one rank holds from the first round to the last: every model once per local batch, with its gradients and the states
-    of every optimizer, and once more the arrays over which optimizers are timed apart (a whole and two halves).
+    """Memory of one rank from the first round to the last. It holds every model once per local batch, with its gradients
+    and the states of every optimizer. It also holds the arrays for timing optimizers alone (a whole and two halves).
 
     Args: models: in the order of `request.measured_models`.
     """

@@ -1,10 +1,10 @@
 """Measurements as if the cores had always been as fast, from how fast they were beside each (`calibration.rounds.speed_probe`).
 
-A core of a shared machine flips between speeds every few seconds (`parsim.execute.processes.speed_probe`). What is measured
-in a fast spell and what is measured in a slow one can be compared, and added up, once each is divided by the pace beside it.
+A core of a shared machine flips between speeds every few seconds (`parsim.execute.processes.speed_probe`). Times of a
+fast and of a slow period can be compared and added after each is divided by the speed factor measured next to it.
 
-Where a GPU computes, two paces are looked at, and each scales its own times alone: the GPU's what it computes, the host's what
-the host does (queue, load, and what else a step takes). What links carry goes at neither.
+With a GPU there are two speed factors. The GPU's scales its computation. The host's scales the host's work: queueing,
+loading, and the rest of a step. What links carry goes at neither.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class Pace(NamedTuple):
 
     Attributes:
         alone_s, together_s: mean, of one rank alone and with a rank on every core.
-        probe_reliability: which share of a probe's difference (of its logarithm) holds for the measurement beside it, from 0
-            (noise) to 1. Where probes before and after correlate by r, that of their mean is 2 r / (1 + r) (Spearman-Brown).
+        probe_reliability: the share of a probe's difference (of its logarithm) that holds for the measurement next to it,
+            from 0 (noise) to 1. Where probes before and after correlate by r, that of their mean is 2 r / (1 + r)
+            (Spearman-Brown).
     """
 
     alone_s: float
@@ -95,7 +96,8 @@ def at_one_pace(
 ) -> Mapping[str, Any]:
     """The raw points as if everything had gone at its usual pace; where nobody looked, as they are.
 
-    Of how far a look is from the usual pace counts what it tells: on a machine that is busy with other things it tells little.
+    A probe's deviation from the usual speed is weighted by its reliability, which is low on a machine that is busy with
+    other work.
 
     Args:
         usual: of the cores, or of the GPUs. host: of the cores that queue for GPUs.

@@ -1,8 +1,8 @@
 """Measure a machine's speed factor again, and nothing else: `python -m calibration.rounds.refresh JOB.json` is one rank of it.
 
-A machine that others share is a quarter faster or slower an hour later, at everything alike. The seconds of the probe now, over
-those of the calibration, are that factor (`parsim.hardware.speed_factor`). As in the calibration the probe looks before and
-after training steps of the models that were measured: looks one after the other find their own things in the caches, and took
+A machine that others share is a quarter faster or slower an hour later, at everything alike. The seconds of the probe
+now, over those of the calibration, are that factor (`parsim.hardware.speed_factor`). As in the calibration, the probe
+runs before and after training steps of the measured models. Probes in a row find their own data in the caches. They took
 12% less on an Intel Xeon with 2 MiB of cache per core (2026-11-22), as if the machine had become faster.
 """
 
@@ -45,8 +45,8 @@ def refresh(path: Path, *, seconds: float = SECONDS) -> Profile:
     """Look at the pace of the cores for so long, and save the profile with it.
 
     Raises:
-        ConfigError: no profile of this machine, or one without a pace. ProfileError: no profile, or no raw points beside it,
-            which say what was measured. ExecutionError: a rank failed.
+        ConfigError: no profile of this machine, or one without a pace. ProfileError: no profile, or no raw points in its
+            folder, which list the measurements. ExecutionError: a rank failed.
     """
     if not path.is_file():
         raise ConfigError(f"{path} is no file; --refresh takes a profile that `parsim calibrate` wrote on this machine")

@@ -1,4 +1,4 @@
-"""What to measure: plain data that the parent process and the measuring ranks share as JSON."""
+"""The request of a calibration: plain data that the parent process and the measuring ranks share as JSON."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class CalibrationRequest:
     nproc: ranks that measure at once. optimizers: rows of `parsim.model.optimizers.OPTIMIZERS`.
     precision: one of PRECISIONS of the device. quick: fewer rounds and sizes, for tests and first looks.
     sizes_bytes: of the collectives; empty: 1 KiB to 256 MiB.
-    compute_budget_s: rounds over all models and batches stop once this much time is spent, but not before `min_rounds`;
-        so do, with budgets of their own, rounds over shards, over collectives, and over both kinds of work side by side.
+    compute_budget_s: rounds over all models and batches stop once this much time is spent, but not before `min_rounds`.
+        Rounds over shards, over collectives, and over both kinds of work at once have their own budgets.
     granularities: of the components, as plans will run them; every model is measured at each.
     shard_ways: into how many shards components are cut that can be; of each shard number 0 is measured. Those that the ranks
         cannot hold side by side are left out.

@@ -1,4 +1,4 @@
-"""The folder in which a calibration works, beside its profile; what a stopped one leaves there, another goes on with.
+"""The folder of a running calibration, next to its profile; a later call resumes from its files.
 
 It belongs to one request on one device under one version of torch: times taken under different ones are never mixed.
 """

@@ -1,8 +1,9 @@
 """A calibration as turns: every section (components, shards, collectives, ...) measures one round at a time, and each finished
 turn is kept on disk.
 
-Who is next is who has used the least part of its time, so that all sections run through the whole calibration: a drift of
-the machine falls on all of them and is seen. A calibration stopped at any moment loses the turn it was in, no more.
+The section that has used the least share of its time comes next. So all sections run through the whole calibration, and a
+drift of the machine affects, and shows in, all of them. A calibration stopped at any moment loses the turn it was in, no
+more.
 """
 
 from __future__ import annotations

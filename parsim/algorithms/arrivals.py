@@ -1,4 +1,4 @@
-"""When the work of each worker reaches the global model, and what an epoch costs: the time side of epoch averaging.
+"""The times at which each worker's model reaches the global model, and the time of an epoch, in epoch averaging.
 
 Seconds are handed in; nothing here reads a clock. Synchronous rounds wait for the slowest worker. Asynchronous workers run on:
 an event queue gives the order in which they arrive, one merge at a time, first come first served, ties by worker number.

@@ -1,4 +1,4 @@
-"""DBench: how far replicas are apart, tensor by tensor, and what that says about the accuracy they reach.
+"""DBench: the distance of replicas, tensor by tensor, and how it relates to their accuracy.
 
 The profile of a moment is the L2 norm of every parameter tensor on every replica, taken before mixing. Metrics of inequality
 over the replicas are the rows of METRICS. Norms can agree while vectors differ, so the consensus distance stands beside them.

@@ -1,10 +1,10 @@
 """Decoupled backpropagation as a program: the ticks of `staleness`, written in the vocabulary every engine reads.
 
 S groups of K modules; agent (s, k) is rank s*K + k-1. Per tick an agent forwards, backwards (both read the weights of the
-tick's beginning), averages its gradients with its peers and updates. With a barrier every tick waits for the exchange of the
-one before, as the published implementations do; without, an agent goes on as soon as its own inputs are there, and transfers
-hide behind computation. Where one tick forwards through all modules (ddg), its delayed backwards begin when the last forward
-has ended.
+tick's beginning), averages its gradients with its peers and updates. With a barrier every tick waits for the exchange of
+the tick before, as in the published implementations. Without one, an agent goes on as soon as its own inputs are there,
+and transfers hide behind computation. Where one tick forwards through all modules (ddg), its delayed backwards begin when
+the last forward has ended.
 
 An epoch is three parts: the ticks that fill the modules, one full tick with as many repeats as there are, the ticks that drain.
 What a tick hands to the next (activations, gradients, the barrier) is carried from repeat to repeat.

@@ -1,4 +1,4 @@
-"""Mixing graphs: who sends to whom in round t, and with what weight, as a matrix W_t of n workers.
+"""Mixing graphs: the weight with which each worker sends to each other in round t, as a matrix W_t of n workers.
 
 Row i of W_t holds what worker i takes of each: x_i <- sum_j W_ij x_j. Worker j sends to the i with W_ij > 0. A new graph is a
 function of (n, t, settings) and a row of GRAPHS; it repeats after `period` rounds, so training never unrolls it. Every row is

@@ -1,1 +1,1 @@
-"""What a Timeline says: where each rank's step went, what made it as long as it was, what it could not go below."""
+"""Analyses of a Timeline: the breakdown of each rank's step, its critical path, and its lower bounds."""

@@ -1,4 +1,4 @@
-"""What no order of the same tasks can go below."""
+"""Lower bounds of the step that hold for any order of the same tasks."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ At every moment of the step a rank is in the first of these that holds:
     host                   everything the next compute task needs has ended, and it has not started; and the time after
                            the last span of all ranks, when the step is longer than the timeline
 
-"Next" is by time: the span of the compute stream that ends the gap; of several in one instant the first issued. What it
-needs are its dependencies and the tasks issued just before it on its resources. A simulated timeline has no host time
-within its makespan. A measured one may overlap spans on one stream, or show an end slightly after the start that waited
-for it: such overlaps are cut, nothing counts twice.
+"Next" is by time: the span of the compute stream that ends the gap; of several in one instant the first issued. Its
+predecessors are its dependencies and the tasks issued just before it on its resources. A simulated timeline has no host
+time within its makespan. A measured one may overlap spans on one stream, or show an end slightly after the start that
+waited for it: such overlaps are cut, nothing counts twice.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from parsim.timeline import Timeline
 def critical_path(graph: AnyGraph, timeline: Timeline) -> tuple[int, ...]:
     """Task numbers from a task that waited for nothing to the one that ended last.
 
-    Walks back from the last end: each task's forerunner is the dependency, or the task issued just before it on one of
-    its resources, that ended last (of several the lowest number). On a simulated timeline each starts exactly when its
-    forerunner ends, so the spans of the path add up to the makespan; on a measured one there may be gaps between them,
-    which are host time or clock error. An empty timeline has an empty path.
+    It walks back from the last end. A task's predecessor is the dependency, or the task issued just before it on one of
+    its resources, that ended last. Ties go to the lowest number. On a simulated timeline each task starts exactly when
+    its predecessor ends, so the spans of the path add up to the makespan. A measured timeline may have gaps, which are
+    host time or clock error. An empty timeline has an empty path.
 
     Raises GraphError for a timeline of another graph, or one that lacks a task.
     """

@@ -1,4 +1,4 @@
-"""What changes a price after the work itself is priced: one ordered list, and the only place that applies it.
+"""The adjustments of a price after the work itself is priced: one ordered list, and the only place that applies it.
 
 `parsim.costs.costs.Costs` prices a piece of work as the profile knows it (measured, fitted or published). Then every adjustment
 of `ADJUSTMENTS` that applies adds one term, in the order of the list:
@@ -7,9 +7,9 @@ of `ADJUSTMENTS` that applies adds one term, in the order of the list:
     GPU: price = (max(base * core sharing * GPU speed factor, queueing) + host overhead) * update * correction + post-wait
 
 The order matters. On a slower CPU the host overhead and everything before it is slower. On a GPU the speed factor is the
-device's: it changes what the device computes, and nothing of the host's or the links'. The post-wait seconds are scaled by the
-speed factor alone. What changes a step and no single task comes later: the engines apply overlap, `parsim.predict.evaluate` the
-noise of single ranks and the seconds between steps.
+device's: it changes what the device computes, and nothing of the host's or the links'. The post-wait seconds are scaled
+by the speed factor alone. Effects on a step rather than on a task come later. The engines apply overlap;
+`parsim.predict.evaluate` applies the noise of single ranks and the seconds between steps.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ def price_context(
     ranks_active: int | None = None,
     corrections: RunCorrections = NO_RUN_CORRECTIONS,
 ) -> PriceContext:
-    """What the cluster's profile and a running job say of every price.
+    """Collect the numbers of the cluster's profile and of a running job that adjust every price.
 
     Args:
+        cluster: the machine. corrections: learnt from the running job.
         ranks: of the plan (None: all of the cluster). ranks_active: how many compute at once (None: a rank on every core).
     """
     profile = cluster.profile
@@ -96,8 +97,9 @@ def price_context(
 
 
 def _core_sharing_factor(cluster: Cluster, ranks: int) -> float:
-    """How many times as long computation takes as with one rank per core: as measured with all ranks of the profile, for fewer
-    in proportion to the ranks beyond the cores."""
+    """How many times as long computation takes as with one rank per core. The factor was measured with all ranks of the
+    profile. For fewer ranks it scales with the ranks beyond the cores.
+    """
     host, most = cluster.profile.host, len(cluster.profile.devices)
     cores = len(set(cluster.core_of_rank(cluster.size)))
     if host is None or not cores < min(ranks, most):
@@ -120,7 +122,17 @@ class Adjustment:
 
 
 def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -> Estimate:
-    """The estimate with the term of every adjustment that applies to the work, in the order of `ADJUSTMENTS`."""
+    """Apply every adjustment that concerns the work, in the order of `ADJUSTMENTS`.
+
+    Args:
+        estimate: the price of the work alone, as the profile knows it.
+        work, rank: what is priced, and the rank that runs it.
+        context: the numbers that the adjustments read.
+
+    Returns:
+        The estimate with one more term per adjustment; the same object if none applies. Leaves out what changes a whole step
+        and no single task (overlap, noise of ranks).
+    """
     terms: list[Term] = []
     subject = Subject(work, rank, estimate, estimate.median_s)
     for adjustment in ADJUSTMENTS:

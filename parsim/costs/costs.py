@@ -120,8 +120,8 @@ class Costs:
         return cores if len(set(cores)) < len(cores) else ()
 
     def overlap(self, works: Sequence[Work], seconds: Iterable[float]) -> OverlapFactors:
-        """How much computation and communication slow each other while both run (not at all where it was not measured), which
-        ranks share a core, and what a core that loads and communicates cannot do at once.
+        """How much computation and communication slow each other while both run (not at all if it was not measured). Also
+        which ranks share a core, and whether loading and communication take turns at it.
 
         Args:
             works: of a program. seconds: of each, all its tasks together; what communicates longest counts most.
@@ -177,9 +177,13 @@ class Costs:
 
 
 def estimate_mix(work: Mix, device: Device) -> Estimate:
-    """A weighted sum of arrays in one pass, at the memory bandwidth: every array read and the sum written, 4 bytes per element.
+    """Price a weighted sum of arrays in one pass, at the memory bandwidth: every array is read and the sum written.
 
-    Leaves out the launch, and that few kernels reach the published bandwidth.
+    Args:
+        work: number of arrays and their elements (4 bytes each). device: its memory bandwidth counts.
+
+    Returns:
+        An Estimate. Leaves out the launch, and that few kernels reach the published bandwidth.
     """
     size_bytes = 4 * (work.copies + 1) * work.elements
     bandwidth = device.type.memory_bandwidth_bytes_per_s
@@ -192,11 +196,17 @@ def estimate_mix(work: Mix, device: Device) -> Estimate:
 
 
 def estimate_load(work: LoadBatch, device: Device, cluster: Cluster) -> Estimate:
-    """The copy of a batch to the device, part by part: as measured, or host seconds per part plus bytes over bandwidth.
+    """Price the copy of a batch to the device, part by part: as measured, or host seconds per part plus bytes over bandwidth.
 
-    The bandwidth is that of the slowest link from the device's socket where the topology names one (PCIe), otherwise the
-    device's memory bandwidth. Leaves out decoding and augmentation (data is taken to be ready in host memory), and other
-    devices that load through the same switch at the same time.
+    Without measurements, the bandwidth is that of the slowest link from the device's socket if the topology names one (PCIe),
+    otherwise the device's memory bandwidth.
+
+    Args:
+        work: parts and bytes of the batch. device: the destination. cluster: its profile and topology.
+
+    Returns:
+        An Estimate. Leaves out decoding and augmentation (data is assumed ready in host memory), and other devices that load
+        through the same switch at the same time.
     """
     host = cluster.profile.host
     if host is not None and host.load_s is not None:

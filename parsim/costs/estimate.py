@@ -72,7 +72,11 @@ Terms = tuple[Term, ...]
 
 
 def folded_s(terms: Iterable[Term]) -> float:
-    """Seconds: the terms applied from left to right; 0 without any."""
+    """Seconds of the terms, applied from left to right; 0 without any.
+
+    Args:
+        terms: of an Estimate.
+    """
     total = 0.0
     for term in terms:
         total = term.applied(total)
@@ -80,7 +84,11 @@ def folded_s(terms: Iterable[Term]) -> float:
 
 
 def running_totals_s(terms: Iterable[Term]) -> Iterator[tuple[Term, float]]:
-    """Every term with the seconds after it."""
+    """Yield every term with the seconds after it.
+
+    Args:
+        terms: of an Estimate.
+    """
     total = 0.0
     for term in terms:
         total = term.applied(total)
@@ -193,10 +201,10 @@ class OverlapFactors:
     Attributes:
         core_of_rank: the processor core each rank runs on; empty: a core each. Ranks on one core share it: k of them that
             compute at once take k times as long each, and what one communicates slows what another computes.
-        communications_share: what a rank communicates at once on several streams takes turns at its core: k operations take k
-            times as long each, as those of a library that works on the processor do.
-        loads_ahead: a step's batch is loaded while the step before still runs, as the copy engine of a GPU does it; where
-            loading is the work of the core that computes, it waits for its turn.
+        communications_share: operations that a rank communicates at once on several streams share its core. Each of k
+            operations takes k times as long, as in a library that works on the processor.
+        loads_ahead: a step's batch loads while the step before still runs, as the copy engine of a GPU does. If the
+            computing core also loads, loading waits for its turn.
     """
 
     compute: float = 1.0

@@ -1,4 +1,7 @@
-"""Price a whole graph: every distinct piece of work on every kind of device once."""
+"""Price a whole graph: every distinct piece of work on every kind of device once.
+
+Leaves out: how tasks slow one another while they overlap; the engines apply that.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRequest:
-    """What is asked of a dataset; the attributes are the arguments of `load_dataset`."""
+    """A request for a dataset; the attributes are the arguments of `load_dataset`."""
 
     input_shape: tuple[int, ...]
     target: Target

@@ -1,7 +1,7 @@
 """Samples in memory, and the order in which training reads them.
 
-Source of the idea that the order is a pure function of (seed, step): it makes every plan of one run see the same samples
-in the same step, and makes a checkpoint's data state two integers.
+The order is a pure function of (seed, step). So every plan of one run sees the same samples in the same step, and a
+checkpoint's data state is two integers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What both engines are given beside the graph, checked; and the Timeline both return."""
+"""The checked inputs of both engines besides the graph, and the Timeline both return."""
 
 from __future__ import annotations
 

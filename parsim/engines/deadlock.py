@@ -1,4 +1,4 @@
-"""What to say about a graph that cannot run to its end: the cycle, and who holds up whom on which rank."""
+"""The error for a graph that cannot run to its end: the cycle, and what each rank waits for."""
 
 from __future__ import annotations
 

@@ -6,13 +6,12 @@ what happens in one instant never depends on which event is looked at first.
 
 Every task is a countdown of what blocks it, then a timer; every resource an in-order queue that hands its turn on when
 its head ends. While one rank computes and communicates at once (`overlap`), its computation runs at rate 1 / compute and
-its communication at 1 / communication; a collective or a transfer goes at the rate of its slowest rank. Ranks on one core share
-it. Under `conditions`
-(a scenario) stragglers and links slow tasks too: `parsim.engines.scenario.paces`. A task that nothing slows ends exactly
-when the static engine says.
+its communication at 1 / communication. A collective or a transfer runs at the rate of its slowest rank. Ranks on one core
+share it. Under `conditions` (a scenario) stragglers and links slow tasks too: `parsim.engines.scenario.paces`. Tasks that
+are not slowed match the static engine bit for bit.
 
-Programs add repeats, of which one step after the other is opened and closed, and resources that serve by arrival: those who
-come in one instant are lined up when everything else of the instant has happened.
+Programs add repeats, whose steps open and close one after the other. They also add resources that serve by arrival.
+Requests of one instant are ordered after everything else of that instant has happened.
 
 Leaves out: failures, which stop whole steps and belong to `parsim.engines.scenario.whole_run`.
 """
@@ -52,7 +51,7 @@ def simulate(
     """The Timeline of one step that starts at 0 with every resource free.
 
     Args:
-        durations_s: float64 [n], seconds each task takes alone.
+        graph: a TaskGraph or its compiled form. durations_s: float64 [n], seconds each task takes alone.
         overlap: slowdown while one rank computes and communicates at once; None for none.
         conditions: of the world; None for none.
 

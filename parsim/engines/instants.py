@@ -1,4 +1,4 @@
-"""The end of an instant: what must wait until everything else that happens at one time has happened."""
+"""The end of an instant: work that must wait until all other events of one time have happened."""
 
 from __future__ import annotations
 

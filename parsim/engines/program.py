@@ -1,10 +1,11 @@
-"""A training run as repeated task graphs: what repeats is written once, and no engine unrolls it.
+"""A training run as repeated task graphs: each repeated graph is written once, and no engine unrolls it.
 
     Program = parts in order, `repeat` times over; a part is a task graph with its own repeats, or a program
 
-Between repeats two things are carried over. Each resource goes on where it stopped (its frontier), so a rank that is done early
-begins its next repeat early. And values carry dependencies from task to task: a part says after which tasks a value is there
-(`makes`) and which tasks wait for it (`reads`); a reader waits for the latest repeat that made it, in whatever part that was.
+Two things carry over between repeats. Each resource goes on where it stopped (its frontier), so a rank that is done early
+begins its next repeat early. And values carry dependencies from task to task. A part lists the tasks after which a value
+is ready (`makes`) and the tasks that wait for it (`reads`). A reader waits for the latest repeat that made the value, in
+any part.
 
 A resource has one of two disciplines. `issue`, the usual one: it runs its tasks in the written order, repeat after repeat.
 `arrival`: it is exclusive and serves first come, first served. Only the dynamic engine can decide that order; what it recorded
@@ -179,7 +180,11 @@ DurationsOf = Callable[[Part, int], ArrayLike]
 
 
 def by_step(rows_s: Floats) -> DurationsOf:
-    """Row t for step t, of float64 [steps, tasks]; for use with `varying`."""
+    """Durations that differ by step: row t for step t; for use with `varying`.
+
+    Args:
+        rows_s: float64 [steps, tasks] seconds.
+    """
 
     def row_s(part: Part, step: int) -> Floats:
         row: Floats = rows_s[step]
@@ -189,9 +194,17 @@ def by_step(rows_s: Floats) -> DurationsOf:
 
 
 def durations_by_step_s(program: Program, durations_s: DurationsOf, *, varying: bool = False) -> list[Floats]:
-    """Per step float64 [tasks] of its part, checked; asked once per part, unless `varying`: then for every step, in order.
+    """The checked durations of every step of a program.
 
-    Raises GraphError for a row of another shape, or for a negative or non-finite entry.
+    Args:
+        program: to price. durations_s: called once per part.
+        varying: call it for every step instead, in order.
+
+    Returns:
+        Per step float64 [tasks of its part] seconds.
+
+    Raises:
+        GraphError: a row of another shape, or a negative or non-finite entry.
     """
     known: dict[int, Floats] = {}
     rows: list[Floats] = []
@@ -239,13 +252,21 @@ def unrolled(program: Program, served: Served | None = None) -> TaskGraph:
 
 
 def resources_of(program: Program) -> tuple[Resource, ...]:
-    """Every resource that some task holds, once."""
+    """Every resource that some task holds, once.
+
+    Args:
+        program: of any parts.
+    """
     parts = {id(part): part for part in program.walk_once()}.values()
     return tuple(dict.fromkeys(resource for part in parts for resource in part.graph.resources))
 
 
 def waiting_tasks(reads: Carried) -> dict[int, list[str]]:
-    """Task -> the values it waits for."""
+    """Task -> the values it waits for.
+
+    Args:
+        reads: value -> the tasks that wait for it.
+    """
     waits: dict[int, list[str]] = {}
     for value, tasks in reads.items():
         for task in tasks:

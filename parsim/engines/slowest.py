@@ -1,24 +1,25 @@
-"""Noise of single tasks in a folded program: a rank that stands for many waits for the slowest of them.
+"""Noise of single tasks in a folded program: a rank that represents many waits for the slowest of them.
 
 A folded program runs one rank for each kind of rank. If every task of every rank is a little slower or faster by itself, a
 collective waits for the slowest of the ranks that it joins. That maximum is kept as an order statistic:
 
     max of m independent standard normals = g_m(Z), Z standard normal, g_m(z) = N^-1(N(z)^(1/m))        (exact in distribution)
 
-The noise of a rank adds up from task to task until a collective joins the ranks it stands for, so the maximum must be taken
-of the sum, not of each task. The sum B of the simulated rank's own draws has variance V along the path of tasks that wait for
-one another; the slowest of m such ranks is late by sqrt(V) g_m(B / sqrt(V)). A task gets the growth of that while it runs:
+The noise of a rank adds up from task to task until a collective joins the ranks it represents. So the maximum must be
+taken of the sum, not of each task. The sum B of the simulated rank's own draws has variance V along the path of tasks
+that wait for one another; the slowest of m such ranks is late by sqrt(V) g_m(B / sqrt(V)). A task gets the growth of that
+while it runs:
 
     late(task) = sqrt(V') g_m(B' / sqrt(V')) - sqrt(V) g_m(B / sqrt(V)),     V' = V + v(task),  B' = B + draw(task)
 
-For one task before a collective this is the exact maximum of log-normal durations. For m = 1 it is the task's own draw. There
-are two levels: the tp shards of a replica, which its own collectives join, and the replicas, which gradient collectives join.
-What the slowest shards have been late by adds up, with its mean and variance, to the noise of their replica. What a rank
-does after the last collective of a step counts towards the first one of the next.
+For one task before a collective this is the exact maximum of log-normal durations. For m = 1 it is the task's own draw.
+There are two levels: the tp shards of a replica, which its own collectives join, and the replicas, which gradient
+collectives join. The delay of the slowest shards, with its mean and variance, adds to the noise of their replica. Work of
+a rank after the last collective of a step counts towards the first one of the next step.
 
-Leaves out: the path is that of the medians, so what noise makes critical in another rank's place is missed. Sums are taken to
-be normal. What the first and the last of a few steps do differently is left to the steady state between. Side by side
-collectives over replicas, one per shard, are taken to wait for the slowest shard too.
+Leaves out: the path is that of the medians, so tasks that become critical only by noise are missed. Sums are assumed
+normal. The first and the last step count as steady ones. Side by side collectives over replicas, one per shard, are taken
+to wait for the slowest shard too.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ Same-instant rule (both engines): each resource runs its tasks in issue order; a
 ended and it is at the head of every resource it needs, which are then all free; it holds them all until it ends. So
 what happens in one instant never depends on which event is looked at first.
 
-Without slowdown the schedule is the longest path over dependencies and issue orders: start = max(ends before),
-end = start + duration. With overlap factors the rates are followed from instant to instant: while a rank computes and
-communicates at once, its computation runs at rate 1 / compute and its communication at 1 / communication; a collective
-or a transfer goes at the rate of its slowest rank. Ranks that share a core slow one another as if they were one rank, and k
+Without slowdown the schedule is the longest path over dependencies and issue orders: start = max(ends before), end =
+start + duration. With overlap factors the engine follows the rates from instant to instant. While a rank computes and
+communicates at once, its computation runs at rate 1 / compute and its communication at 1 / communication. A collective or
+a transfer runs at the rate of its slowest rank. Ranks that share a core slow one another as if they were one rank, and k
 of them that compute at once run at 1 / k each (processor sharing).
 
-Leaves out: links shared by several transfers, and anything that decides at run time (the dynamic engine's part).
+Leaves out: links shared by several transfers, and decisions at run time (see the dynamic engine).
 """
 
 from __future__ import annotations
@@ -53,7 +53,18 @@ def simulate(graph: AnyGraph, durations_s: ArrayLike, *, overlap: OverlapFactors
 
 
 def makespans_s(graph: AnyGraph, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> NDArray[np.float64]:
-    """float64 [S]: the end of the last task, for every row of `durations_s` (float64 [S, n]). Raises as `simulate`."""
+    """The end of the last task, for every row of durations.
+
+    Args:
+        graph: a TaskGraph or its compiled form. durations_s: float64 [S, n].
+        overlap: slowdown of computation and communication that run at once (None: none).
+
+    Returns:
+        float64 [S] seconds. Leaves out links shared by several transfers.
+
+    Raises:
+        GraphError, DeadlockError: as `simulate`.
+    """
     return step_times_s(graph, durations_s, steps=1, overlap=overlap)
 
 
@@ -75,12 +86,12 @@ def step_times_s(
 
     Memory: 24 n bytes beside the arguments and the compiled graph, whatever S and `steps` are.
 
-    What it measures: all resources are free at 0, the graph is issued `steps` times, and the answer is the end of the
-    very last task divided by `steps`. Nothing but its own queue (and those `together` with it) holds a resource back between
-    repeats: the first task of a resource in a repeat waits for the resource's last task of the repeat before (and for its
-    dependencies in its own repeat), so that what is done early begins the next repeat early.
-    The fill and drain of the whole run are divided among the steps; `steps=1` gives the makespan. Nothing is unrolled:
-    only the resources' frontiers are carried over.
+    All resources are free at 0, and the graph is issued `steps` times. The result is the end of the very last task
+    divided by `steps`. Nothing but its own queue (and those `together` with it) holds a resource back between
+    repeats: the first task of a resource in a repeat waits for the resource's last task of the repeat before, and for its
+    dependencies in its own repeat. So a resource that is done early begins the next repeat early. The fill and drain of
+    the whole run are divided among the steps; `steps=1` gives the makespan. Nothing is unrolled: only the resources'
+    frontiers are carried over.
 
     Leaves out: dependencies between tasks of different repeats beyond issue order, the slowdown (`overlap`) between
     tasks of different repeats, and noise from step to step (a row holds for all its repeats).

@@ -1,6 +1,6 @@
-"""Steps in a row, as the executor makes them: a rank begins one when all that it did in the one before has ended.
+"""Steps in a row, as the executor runs them: a rank begins a step when all its tasks of the step before have ended.
 
-So the parameters that ZeRO gathers at a step's end are there before the next one reads them, while a rank that is done early
+So the parameters that ZeRO gathers at a step's end are there before the next step reads them. A rank that is done early
 does not wait for the others. Loading alone may run ahead (`OverlapFactors.loads_ahead`).
 """
 
@@ -21,13 +21,28 @@ from parsim.graph.task import HOST
 def mean_step_s(
     compiled: CompiledGraph, durations_s: ArrayLike, overlap: OverlapFactors, *, steps: int, unit: Ints | None = None
 ) -> NDArray[np.float64]:
-    """float64 [S]: the mean of `steps` steps in a row, for every row of `durations_s`. Else as `static.step_times_s`."""
+    """The mean of several steps in a row, for every row of durations.
+
+    Args:
+        compiled: the graph of one step. durations_s: float64 [S, n], or [S, units] with `unit`.
+        overlap: slowdown factors. steps: in a row. unit: int64 [n], the unit of each task.
+
+    Returns:
+        float64 [S] seconds. Leaves out failures and changes of the machine between steps.
+    """
     together = waiting_together(compiled.columns, overlap)
     return static.step_times_s(compiled, durations_s, steps=steps, overlap=overlap, unit=unit, together=together)
 
 
 def waiting_together(columns: Columns, overlap: OverlapFactors) -> Ints:
-    """int64 [resources]: a number for each, equal for those that begin a step together, which are all of a rank."""
+    """A number per resource, equal for those that begin a step together: all of a rank, except loading that runs ahead.
+
+    Args:
+        columns: the program. overlap: tells whether loading runs ahead.
+
+    Returns:
+        int64 [resources].
+    """
     if not overlap.loads_ahead:
         return columns.resource_rank
     loads = np.array([resource.stream == HOST for resource in columns.resources], dtype=np.bool_)
@@ -35,7 +50,11 @@ def waiting_together(columns: Columns, overlap: OverlapFactors) -> Ints:
 
 
 def carried_by_steps(columns: Columns, overlap: OverlapFactors) -> tuple[Carried, Carried]:
-    """The same as values of a Program, its `Part.makes` and `Part.reads`: one for all that begins a step together."""
+    """The same as values of a Program (`Part.makes` and `Part.reads`): one value per group that begins a step together.
+
+    Args:
+        columns: the program. overlap: tells whether loading runs ahead.
+    """
     ends: dict[int, tuple[list[int], list[int]]] = {}
     for resource, number in enumerate(waiting_together(columns, overlap).tolist()):
         issued = columns.issued.row(resource)
@@ -49,6 +68,10 @@ def carried_by_steps(columns: Columns, overlap: OverlapFactors) -> tuple[Carried
 
 
 def steps_in_a_row(columns: Columns, overlap: OverlapFactors, *, steps: int) -> Program:
-    """So many steps of a graph as a Program."""
+    """Several steps of a graph as a Program.
+
+    Args:
+        columns: the program of one step. overlap: tells whether loading runs ahead. steps: in a row.
+    """
     makes, reads = carried_by_steps(columns, overlap)
     return Program(parts=(Part(graph=columns.graph, repeat=steps, makes=makes, reads=reads),))

@@ -1,7 +1,7 @@
 """Training that may change its plan on the way: the real executor drives the controller the simulator's scenarios drive.
 
-After every window of steps all ranks send rank 0 their task times; rank 0 shows them to the controller, and broadcasts what it
-decides; every rank changes plan at the same step, or none does (Algorithm 1 of the paper, with hysteresis).
+After every window of steps all ranks send rank 0 their task times. Rank 0 passes them to the controller and broadcasts
+its decision. Every rank changes plan at the same step, or none does (Algorithm 1 of the paper, with hysteresis).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REBUILD_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What was decided after `step` steps; `plan` is None where the plan was kept."""
+    """The decision after `step` steps; `plan` is None if the plan was kept."""
 
     step: int
     reason: str

@@ -1,4 +1,4 @@
-"""What the communicating hops of a conversion do to tensors, over plain torch.distributed collectives.
+"""The communicating hops of a conversion, applied to tensors by plain torch.distributed collectives.
 
 Nothing is changed in place: a tensor that comes in may be another's output or gradient as well. Point-to-point hops are sends
 and receives of whole tensors or pieces of the batch and need nothing from here.

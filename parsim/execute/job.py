@@ -1,4 +1,4 @@
-"""What one launch does: one or more plans, trained, or measured in interleaved rounds. JSON between parent and ranks."""
+"""The job of one launch: one or more plans, trained, or measured in interleaved rounds. JSON between parent and ranks."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class AdaptiveSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """Attributes:
-    mode: "train" runs `steps` steps of the only run; "measure" runs `rounds` rounds, in each of which every run in turn
-        does `steps` steps; in both the first `warmup_steps` of each run are left out of the times.
+    mode: "train" runs `steps` steps of the only run. "measure" runs `rounds` rounds, and in each of them every run does
+        `steps` steps. Both leave the first `warmup_steps` of each run out of the times.
     settle_steps: in mode "measure", steps at the beginning of a run's turn that are left out too: the caches still hold what
         the run before had there.
     keep_state: in mode "measure", leave a checkpoint of every run in its folder at the end.

@@ -1,7 +1,7 @@
 """Where a rank's batches come from, step by step: its part of every microbatch, as tensors on its device.
 
-A CPU rank reads a batch when its turn comes. On a GPU a thread gathers the samples of the next step into pinned memory while
-this step is issued; the copy from there runs on the copy engine, beside the computation (`RankProgram.step`).
+A CPU rank reads a batch when its turn comes. On a GPU a thread gathers the samples of the next step into pinned memory
+while this step is issued. The copy engine then copies them, in parallel with the computation (`RankProgram.step`).
 """
 
 from __future__ import annotations

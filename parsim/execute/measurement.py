@@ -1,4 +1,4 @@
-"""What a launch left behind, read back by its parent: timelines per step, step times per round, losses, memory."""
+"""The results of a launch, read back by its parent: timelines per step, step times per round, losses, memory."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ PASSING = ("workspace", "unsharded")
 
 
 class StepWatch:
-    """Told what a step of `RankProgram` does, for whoever counts memory. This one takes no notice."""
+    """Receives the events of a step of `RankProgram`, to count memory. This one takes no notice."""
 
     def begins(self, task: Task) -> None:
         """A computation or the loading of the batch begins in this thread."""

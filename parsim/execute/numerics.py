@@ -56,8 +56,9 @@ def numerics_of(run: RunSpec, device: torch.device) -> Numerics:
 
 
 def set_switches(*, tf32: bool) -> None:
-    """TF32 on or off for matmuls and convolutions alike; no search for the fastest convolution, which would differ from run to
-    run; algorithms that need not be deterministic, as the calibration uses them."""
+    """TF32 on or off for matmuls and convolutions alike. No search for the fastest convolution, because its result
+    differs from run to run. Algorithms need not be deterministic, as in the calibration.
+    """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32

@@ -1,8 +1,9 @@
 """Single-process training that every synchronous plan must equal: plain autograd over the whole batch, one optimizer.
 
-It replays what a plan leaves to choice: microbatches as normalisation groups, and running statistics per replica. Where
-placements let components see different samples (and the model normalises over them), the forward goes component by component:
-each runs once per group of samples that shares its statistics, on slices of whole values; there is one autograd graph.
+It replays what a plan leaves to choice: microbatches as normalisation groups, and running statistics per replica. If
+placements let components see different samples, and the model normalises over them, the forward goes component by
+component. Each runs once per group of samples that share statistics, on slices of whole values. There is one autograd
+graph.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def train_reference(
     """`steps` steps in this process, on the same samples in the same order as any plan with this global batch.
 
     Args:
-        model: the Model the plan was made for; needed where placements and normalisation meet.
+        spec: of the module. plan: its batch, microbatches and placements are replayed. data: the samples.
+        optimizer, learning_rate: of the update. dtype: of the weights. seed: of weights and order.
+        model: the Model the plan was made for; needed if placements and normalisation meet.
         numerics: autocast, a scaled loss or master weights; None: everything in `dtype`.
     """
     numerics = numerics if numerics is not None else Numerics(weights=dtype)
@@ -299,7 +302,11 @@ def _load(live: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
 
 
 def largest_difference(expected: dict[str, Tensor], actual: dict[str, Tensor], names: Sequence[str] | None = None) -> float:
-    """max |a - b| over the named tensors (all of `expected` if None); a missing tensor counts as infinite."""
+    """max |a - b| over tensors; a missing tensor counts as infinite.
+
+    Args:
+        expected, actual: by name. names: those to compare (None: all of `expected`).
+    """
     worst = 0.0
     for name in names if names is not None else expected:
         if name not in actual:

@@ -1,4 +1,4 @@
-"""One rank interprets its part of a TaskGraph. Nothing here decides anything: order and overlap are the graph's.
+"""One rank interprets its part of a TaskGraph. The graph alone decides order and overlap.
 
 The autograd graph is cut at component boundaries: the forward of a component runs on detached inputs, its backward task
 calls autograd on its own outputs only. A gradient bucket is a flat array whose views are the parameters' gradients.
@@ -40,7 +40,7 @@ class RankProgram:
         groups: process group by (stream, ranks in ascending order).
 
     Attributes:
-        watch: told what a step does, for whoever counts memory.
+        watch: receives the events of a step, for tools that count memory.
     """
 
     def __init__(
@@ -357,9 +357,15 @@ class RankProgram:
 
 
 def required_groups(graph: TaskGraph) -> list[tuple[str, tuple[int, ...]]]:
-    """(stream, ranks ascending) of every process group a graph needs; the same list on every rank.
+    """The process groups that a graph needs; the same list on every rank.
 
-    A transfer's group is named after its sending stream, so that both directions of a pair have one each.
+    A transfer's group is named after its sending stream, so both directions of a pair have one each.
+
+    Args:
+        graph: of all ranks.
+
+    Returns:
+        (stream, ranks ascending) of every group, in order of first use.
     """
     needed: dict[tuple[str, tuple[int, ...]], None] = {}
     for task in graph.tasks:

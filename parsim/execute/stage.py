@@ -1,4 +1,4 @@
-"""What one rank holds of a model under a plan: its components, their parameters, gradient buckets, optimizer."""
+"""The part of a model that one rank holds under a plan: its components, their parameters, gradient buckets and optimizer."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from parsim.plans.redistribution import ValueLayout
 class StageReplica:
     """What `rank` has of its stage, with weights from `seed` (equal on every rank), ready to run.
 
-    Components are recorded at the samples this rank sees of a microbatch, in training mode, on `device`; of a sharded one the
-    rank has its shard, with its pieces of parameters and buffers under their names. Parameters that the rank does not hold
-    are emptied, so that its memory is its own.
+    Components are recorded with the samples of a microbatch on this rank, in training mode, on `device`. Of a sharded
+    component the rank has its shard, whose pieces of parameters and buffers keep their names. Parameters that the rank
+    does not hold are emptied, so that its memory is its own.
 
     Attributes:
         runnables: by component name.
@@ -129,12 +129,12 @@ class StageReplica:
         self._optimizer = optimizer
 
     def another_optimizer(self, name: str, learning_rate: float) -> torch.optim.Optimizer | None:
-        """Of this stage's parameters, with a state of its own; None for a stage without any."""
+        """Another optimizer of this stage's parameters, with separate state; None for a stage without parameters."""
         updated = self._updated() if self._masters is None else self._masters.copies
         return make_optimizer(name, updated, learning_rate) if updated else None
 
     def local_shape(self, value: str, layout: ValueLayout) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of what a rank that holds any has of one microbatch of a value in that layout."""
+        """Shape and dtype of one microbatch of a value, in that layout, on a rank that holds any of it."""
         samples, tp = self.layout.plan.microbatch_samples, self.layout.plan.mesh.tp
         entry = self.layout.model.value[value]
         if not (entry.batch_first and entry.bytes_per_sample):  # such a value is never cut: here it is as recorded here
@@ -222,7 +222,9 @@ class StageReplica:
         return {name: tensor for name, tensor in self.module.named_buffers() if name in names}
 
     def state(self) -> RankState:
-        """What this rank contributes to the whole: of weights and optimizer state what it is the first to hold, all buffers."""
+        """This rank's part of the whole state: the weights and optimizer state that it is the first to hold, and all its
+        buffers.
+        """
         weights: dict[str, Tensor] = {}
         optimizer: dict[str, Mapping[str, Any]] = {}
         fragments: dict[str, dict[str, Fragment]] = {"weights": {}, "buffers": self._buffer_fragments(), "optimizer": {}}
@@ -398,7 +400,11 @@ def _chunk_name(bucket: int) -> str:
 
 
 def seeded_module(spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The module in training mode with weights that depend on the seed alone."""
+    """The module in training mode with weights that depend on the seed alone.
+
+    Args:
+        spec: of the model. seed: of torch's generators. dtype, device: of the weights.
+    """
     torch.manual_seed(seed)
     module = build_module(spec).to(device=device, dtype=dtype)
     return module.train()
@@ -437,7 +443,12 @@ def recorded_programs(
     device: str,
     autocast: torch.dtype | None = None,
 ) -> dict[str, CallProgram]:
-    """The components of a model in training mode at so many samples, under autocast to a type or none; recorded once."""
+    """The recorded components of a model in training mode; recorded once per set of arguments.
+
+    Args:
+        spec: of the model. samples: of one microbatch. granularity: "block" or "layer".
+        dtype, device: of weights and values. autocast: the type of autocast, or None.
+    """
     module = seeded_module(spec, 0, dtype, torch.device(device))
     inputs, _ = example_batch(spec, samples, dtype=dtype, device=device)
     with Numerics(autocast=autocast).computing(torch.device(device)):

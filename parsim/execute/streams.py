@@ -1,4 +1,4 @@
-"""How one rank issues its tasks: computation in the calling thread, communication on streams of its own, in issue order.
+"""How one rank issues its tasks: computation in the calling thread, communication on separate streams, in issue order.
 
 CPU ranks have threads (`ThreadStreams`), GPU ranks CUDA streams (`parsim.execute.cuda.streams`). Both give the same contract.
 `submit` never waits; `compute` runs the operation after its dependencies; `finish` returns when everything submitted has
@@ -30,9 +30,9 @@ __all__ = ["Operation", "Streams", "TaskTime", "ThreadStreams", "make_streams"]
 class Streams(Protocol):
     """What the interpreter needs of a device.
 
-    Where the device `loads_ahead`, a step's batch is copied by `load`, or was by `load_ahead` in the step before and is only
-    `loaded` now. `used`, `fence` and `after` are for whoever issues, from inside an operation: its stream reads a tensor that
-    another may have allocated; what it has launched so far; it goes on only after that.
+    Where the device `loads_ahead`, a step's batch is copied by `load`, or was by `load_ahead` in the step before and is
+    only `loaded` now. An operation calls three functions while it issues. `used`: its stream reads a tensor that another
+    stream may have allocated. `fence`: marks its launches so far. `after`: makes it wait for a fence.
     """
 
     @property

@@ -64,7 +64,7 @@ class ProcessGroups:
         self._made: set[Stream] = set()
 
     def make(self, graph: TaskGraph, precision: str) -> None:
-        """Make what the graph, trained in that precision, needs and nobody has made yet."""
+        """Make the groups that the graph needs in that precision and that do not exist yet."""
         needed = required_groups(graph)
         if number_format(precision).scales_loss:
             needed.append(agreement(graph.world_size))
@@ -74,7 +74,11 @@ class ProcessGroups:
 
 
 def agreement(world_size: int) -> Stream:
-    """The stream on which all ranks of a plan find out whether the gradients of any have overflowed."""
+    """The stream on which all ranks of a plan agree whether any gradient has overflowed.
+
+    Args:
+        world_size: ranks of the plan.
+    """
     return "scale", tuple(range(world_size))
 
 
@@ -242,12 +246,20 @@ def _bytes_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def run_dataset(run: RunSpec, split: str) -> Dataset:
-    """The run's data in the shape its model takes."""
+    """The run's data in the shape its model takes.
+
+    Args:
+        run: one run of the job. split: "train" or "test".
+    """
     return dataset_for(run.model, run.dataset, root=run.data_root, split=split, seed=run.seed)
 
 
 def main(job_path: Path) -> None:
-    """The whole life of a rank."""
+    """Run one rank from start to end: join the group, build every run of the job, train or measure, write the records.
+
+    Args:
+        job_path: the JSON file of the job.
+    """
     job = Job.load(job_path)
     started = read_place()
     pinning = prepare_rank(started.local_rank, started.local_world_size, device=job.device)
@@ -283,8 +295,8 @@ def main(job_path: Path) -> None:
 
 
 def _measure(job: Job, runs: Sequence[RankRun | None], place: ProcessPlace, probe: SpeedProbe | None) -> None:
-    """Warm every run up, then rounds in which every run in turn does its steps, so that drift meets all alike; before and after
-    them its ranks look how fast their cores are, those with a `probe`.
+    """Warm every run up, then measure rounds in which the runs take turns, so drift affects all equally. Before and after
+    its steps, ranks with a `probe` measure the speed of their cores.
     """
     for entry in runs:
         if entry is not None:

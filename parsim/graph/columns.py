@@ -1,4 +1,4 @@
-"""A program as columns: what the simulator and the scheduler read, made from a TaskGraph or directly from a plan.
+"""A program as columns, read by the simulator and the scheduler; made from a TaskGraph or directly from a plan.
 
 Tasks that do the same work on the same rank are one *unit*, priced once.
 """
@@ -135,7 +135,11 @@ class Columns:
 
 
 def columns_of(graph: TaskGraph) -> Columns:
-    """The columns of a graph that exists as tasks."""
+    """The columns of a graph that exists as tasks.
+
+    Args:
+        graph: of one step.
+    """
     number = {resource: place for place, resource in enumerate(graph.resources)}
     units: dict[Unit, int] = {}
     unit = [units.setdefault(Unit(task.work, task.resources[0].rank), len(units)) for task in graph.tasks]

@@ -1,12 +1,12 @@
 """Lowering by templates: every replica and microbatch repeats the same block of tasks, so each block is lowered once.
 
-A block is what one stage does in one replica for one phase of one microbatch, with the communication behind it. The passes
-write it for replica 0 and microbatch 0; its copies differ by ranks and task numbers alone, which is arithmetic on arrays. What
-replicas share (gradient buckets, optimizer steps) is written once at the end. The result is the same program as `lower` makes,
-task for task.
+A block is the work of one stage in one replica for one phase of one microbatch, with the communication behind it. The
+passes write it for replica 0 and microbatch 0; its copies differ by ranks and task numbers alone, which is arithmetic on
+arrays. What replicas share (gradient buckets, optimizer steps) is written once at the end. The result is the same program
+as `lower` makes, task for task.
 
-With a Folding only the ranks that stand for others are lowered. What they do together with ranks they stand for keeps its whole
-group (so that it has its price) and its place in their queues.
+With a Folding only the ranks that represent others are lowered. Their collectives with represented ranks keep the whole
+group, on which the price depends, and their place in the queues.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def _table(pairs: list[tuple[Ints, Ints]], n: int) -> RaggedTable:
 
 
 def _moved_resource(resource: Resource, step: int) -> Resource:
-    """The same queue of another replica; `pp>3` names a rank of its own replica."""
+    """The same queue of another replica; `pp>3` names a rank of the same replica."""
     match = re.fullmatch(r"(pp[<>])(\d+)", resource.stream)
     stream = f"{match[1]}{int(match[2]) + step}" if match else resource.stream
     return Resource(resource.rank + step, stream)

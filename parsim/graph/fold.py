@@ -1,10 +1,10 @@
 """Folding: ranks that are interchangeable under plan and cluster are simulated once.
 
-Why it is exact. Call two tasks alike if they take as long, wait for tasks that are alike in turn, and hold resources that queue
-tasks alike. The schedule is the only solution of "start = latest end before", and the solution of the program with one task per
-kind, copied to all of a kind, solves that too: so it is the schedule. The same holds with overlap slowdowns, as alike ranks are
-busy alike. It rests on equal durations: with noise per rank or task, ranks that wait for one another wait for the slowest, and
-whoever simulates refuses to fold.
+Why it is exact. Call two tasks alike if they take equally long, wait for tasks that are alike, and hold resources that
+queue tasks alike. The schedule is the only solution of "start = latest end before". The solution of the program with one
+task per kind, copied to all of a kind, solves that equation too, so it is the schedule. The same holds with overlap
+slowdowns, as alike ranks are busy alike. It rests on equal durations. With noise per rank, ranks that wait for one
+another wait for the slowest, and the simulation refuses to fold.
 
 Two kinds of ranks are folded:
 
@@ -79,7 +79,11 @@ class Folding:
 
 
 def unfolded(mesh: Mesh) -> Folding:
-    """Every rank stands for itself."""
+    """Every rank stands for itself.
+
+    Args:
+        mesh: of the plan.
+    """
     return Folding(mesh=mesh, replica_of=tuple(range(mesh.dp)), shards=tuple(range(mesh.tp)))
 
 
@@ -88,10 +92,14 @@ WorkSeconds = Callable[[Work], float]
 
 
 def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = None) -> Folding:
-    """Which ranks stand for which under these prices. Raises CostError as `Costs.estimate` does.
+    """Find the ranks that represent others under these prices.
 
     Args:
-        seconds: median of a communication, for whoever remembers what has been asked (None: asks `costs`).
+        layout: the plan and its model. costs: prices of the cluster.
+        seconds: median of a communication, to share a cache of prices (None: asks `costs`).
+
+    Raises:
+        CostError: as `Costs.estimate`.
     """
     seconds = seconds or (lambda work: costs.estimate(work, 0).median_s)
     mesh = layout.plan.mesh

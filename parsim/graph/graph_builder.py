@@ -1,4 +1,4 @@
-"""What lowering passes write into: tasks under speaking keys, resolved to numbers at the end.
+"""The builder that lowering passes write to: tasks under readable keys, resolved to numbers at the end.
 
 A pass may name a task that a later pass adds, so passes need no order among themselves beyond the order of issue.
 """

@@ -16,10 +16,16 @@ PASSES = (add_computation, *PASSES_AT_THE_END)
 
 
 def lower(plan: Plan, model: Model) -> TaskGraph:
-    """The task graph of one step. Raises PlanError if the plan does not fit the model.
+    """The task graph of one step.
 
-    A pass writes tasks in issue order: per rank loading and computation with the communication of values behind it, then
-    the gradient buckets in the order they fill, then the optimizer, then what gathers its result.
+    Each pass adds tasks in issue order. First come loading and computation per rank, with the communication of values behind
+    them. Then come the gradient buckets in the order they fill, the optimizer, and the collectives that gather its result.
+
+    Args:
+        plan: which components run on which ranks. model: that the plan is for.
+
+    Raises:
+        PlanError: the plan does not fit the model.
     """
     layout = PlanIndex(plan, model)
     draft = Draft(world_size=plan.world_size)

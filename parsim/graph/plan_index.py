@@ -1,7 +1,7 @@
-"""Questions every lowering pass (and the executor) asks about one plan of one model: who holds, makes and reads what.
+"""An index of one plan of one model: which rank holds, makes and reads each value; used by lowering and the executor.
 
-"Stage" here is a place on the pp axis, which is what decides who sends to whom; where a rank has several chunks, all of them
-are one stage here, and only the pipeline's actions (`Plan.stages`) tell them apart.
+"Stage" here is a place on the pp axis, because the place decides which ranks exchange values. All chunks of a rank are
+one stage here. Only the pipeline's actions (`Plan.stages`) distinguish them.
 """
 
 from __future__ import annotations
@@ -291,8 +291,10 @@ class PlanIndex:
         return self.zero_stage_of(bucket) >= 1
 
     def zero_stage_of(self, bucket: Bucket) -> int:
-        """What of a bucket is divided: as `Plan.zero_stage` says, but nothing where one rank holds it alone, and at most the
-        optimizer state where its parameters are used in several stages of the plan, or by no backward."""
+        """The ZeRO stage of a bucket: that of `Plan.zero_stage`, with two exceptions. It is 0 if one rank holds the
+        bucket alone. It is at most 1 (the optimizer state) if several stages of the plan, or no backward, use its
+        parameters.
+        """
         if len(bucket.group) == 1:
             return 0
         if self.plan.zero_stage < 2:

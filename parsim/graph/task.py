@@ -1,4 +1,4 @@
-"""One task of a program: what, where, after what, and from which part of the plan it came."""
+"""One task of a program: its work, resources, dependencies, and its origin in the plan."""
 
 from __future__ import annotations
 

@@ -71,7 +71,14 @@ class TaskGraph:
 
 @singledispatch
 def work_text(work: Work) -> str:
-    """The short text of a piece of work, as it stands in printed graphs; `parse_work` reads it back."""
+    """The short text of a piece of work in printed graphs; `parse_work` reads it back.
+
+    Args:
+        work: of any kind with a registered text form.
+
+    Raises:
+        GraphError: the kind has no text form.
+    """
     raise GraphError(f"no text form for {type(work).__name__}; register one with work_text.register")
 
 
@@ -109,7 +116,14 @@ def _(work: Mix) -> str:
 
 
 def parse_work(text: str) -> Work:
-    """Inverse of `work_text`."""
+    """Inverse of `work_text`.
+
+    Args:
+        text: of one piece of work.
+
+    Raises:
+        GraphError: the text is no work.
+    """
     if match := re.fullmatch(r"optimizer (\d+) elements in (\d+)", text):
         return OptimizerStep(elements=int(match[1]), tensors=int(match[2]))
     if match := re.fullmatch(r"(forward|recompute|backward(?:_input|_weight)?) (\S+)(?: (\S+)/(\d+))? x(\d+)", text):
@@ -145,6 +159,9 @@ def to_text(graph: TaskGraph) -> str:
     """One line per task: `3 r0.compute | forward layer1.0 x16 | 1,2 | stage=0 microbatch=1`.
 
     Issue orders that differ from the list order follow as lines `order r0.compute 2,1`.
+
+    Args:
+        graph: to print.
     """
     lines = [f"world_size {graph.world_size}"]
     listed: dict[Resource, list[int]] = {}
@@ -167,7 +184,14 @@ def to_text(graph: TaskGraph) -> str:
 
 
 def from_text(text: str) -> TaskGraph:
-    """Inverse of `to_text`. Raises GraphError with the line that cannot be read."""
+    """Inverse of `to_text`.
+
+    Args:
+        text: of a graph.
+
+    Raises:
+        GraphError: a line that cannot be read; the message shows it.
+    """
     tasks: list[Task] = []
     order: dict[Resource, tuple[int, ...]] = {}
     world_size = 0
@@ -208,7 +232,11 @@ def _parse_task(line: str) -> Task:
 
 
 def in_order(before: Sequence[Sequence[int]]) -> list[int]:
-    """Indices so that all of `before[i]` come earlier than i; what lies on a cycle, or behind one, is left out."""
+    """Sort indices so that all of `before[i]` come earlier than i; those on a cycle, or behind one, are left out.
+
+    Args:
+        before: per index the indices that precede it.
+    """
     waiting = [len(entry) for entry in before]
     after: list[list[int]] = [[] for _ in before]
     for index, entry in enumerate(before):

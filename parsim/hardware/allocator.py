@@ -1,4 +1,4 @@
-"""What a rank holds beyond its tensors and the framework's context: lost between an allocator's blocks, and taken by libraries.
+"""Memory of a rank beyond its tensors and the framework's context: lost in an allocator's blocks, or taken by libraries.
 
 Nobody can count it beforehand, so it is an interval. A calibration measures it (`calibration.measure.allocator`); for profiles
 without, the rows of `parsim.hardware.device_kinds` are assumptions: that of a CPU is read off one machine, that of CUDA rests

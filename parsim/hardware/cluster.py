@@ -152,7 +152,7 @@ def cluster_from_profile(
 
 @lru_cache(maxsize=8)
 def _first_equal(cluster: Cluster) -> Cluster:
-    """The first of equal clusters: what is remembered of one is found by identity, not by comparing thousands of links."""
+    """The first of equal clusters. Caches find it by identity, instead of comparing thousands of links."""
     return cluster
 
 

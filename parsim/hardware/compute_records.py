@@ -1,4 +1,4 @@
-"""The part of a hardware profile about computation: what was measured or published of it, and what was fitted to that."""
+"""The part of a hardware profile about computation: measured and published points, and the fits to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one device can do; every number comes from a profile, which keeps its source."""
+"""The rates and memory of one device; every number comes from a profile, which keeps its source."""
 
 from __future__ import annotations
 

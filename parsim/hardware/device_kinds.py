@@ -1,4 +1,5 @@
-"""The kinds of device by name: what depends on the kind of a device alone, not on its profile. A new one is one row.
+"""The kinds of device by name, with the properties that depend on the kind alone and not on a profile. A new one is one
+row.
 
 A profile names a kind per device type: one of these, or "package.module:ROW". A kind without a backend is planned and
 simulated; only those that PyTorch and the executor can drive are run.
@@ -26,8 +27,8 @@ class DeviceKind:
     Attributes:
         endpoint: what its devices are called among a profile's links: "gpu" (gpu3), "cpu" or "xpu" (any other accelerator).
         allocator: what is held beside tensors, for device types whose profile does not say.
-        on_cores: it computes on the host's cores, so communication and loading take their share of what it computes with;
-            else batches are loaded ahead, while it computes.
+        on_cores: it computes on the host's cores, which communication and loading share with it; else batches are loaded
+            ahead, while it computes.
         cuda_launches: operators are priced as the kernels CUDA launches for them; else as they were recorded.
         backend: of torch.distributed that its ranks communicate by; "": it cannot be run here.
     """

@@ -20,10 +20,10 @@ def cluster_links(profile: Profile, nodes: int, network: Network) -> tuple[Link,
     """The links of `nodes` copies of the machine, of their network cards, and of the switches that join them.
 
     Device d of node k is number k * (devices of the profile) + its place in the profile; every other end of node k is
-    called "node<k>/<end>". Card i of a node is "node<k>/nic<i>", plugged into slot i of the profile (over again where the
-    network has more cards than the profile has slots), or into host memory where the profile names no slots. All cards of a
-    node reach leaf k // nodes_per_leaf; with more than one leaf, each is joined to spine0 by uplinks that carry its cards'
-    bandwidth over the oversubscription. A leaf that serves fewer nodes has fewer uplinks.
+    called "node<k>/<end>". Card i of a node is "node<k>/nic<i>", plugged into slot i of the profile. Slots are reused if
+    the network has more cards than the profile has slots. Without slots in the profile, cards are plugged into host
+    memory. All cards of a node reach leaf k // nodes_per_leaf; with more than one leaf, each is joined to spine0 by
+    uplinks that carry its cards' bandwidth over the oversubscription. A leaf that serves fewer nodes has fewer uplinks.
 
     Leaves out how single flows are routed over several spine switches: those that collide share less than this.
 

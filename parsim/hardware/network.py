@@ -1,8 +1,8 @@
-"""What joins the nodes of a cluster: one JSON per network, every number with its source, as in a profile.
+"""The network between the nodes of a cluster: one JSON per network, every number with its source, as in a profile.
 
-A network says what one network card carries, how long a message takes, how the library's protocols fare over it, and how
-the switches are wired: leaf switches that serve `nodes_per_leaf` nodes each, joined by one spine (which stands for all spine
-switches). Pydantic checks the file at the boundary.
+A network file holds the bandwidth of one network card, the latency of a message, and the efficiency of the library's
+protocols. It also holds the switches: leaf switches that serve `nodes_per_leaf` nodes each, joined by one spine, which
+represents all spine switches. Pydantic checks the file at the boundary.
 """
 
 from __future__ import annotations
@@ -108,7 +108,14 @@ def shipped_networks() -> list[str]:
 
 
 def load_network(name_or_path: str) -> Network:
-    """A network by shipped name or by path. Raises ProfileError with near matches, or the path of the wrong key."""
+    """A network by shipped name or by path.
+
+    Args:
+        name_or_path: a name of `shipped_networks`, or the path of a JSON file.
+
+    Raises:
+        ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
+    """
     path = Path(name_or_path)
     if path.suffix == ".json" or os.sep in name_or_path:
         try:
@@ -122,7 +129,14 @@ def load_network(name_or_path: str) -> Network:
 
 
 def parse_network(text: str, where: str) -> Network:
-    """Check a network's JSON text. Raises ProfileError naming the first wrong keys and their values."""
+    """Check a network's JSON text.
+
+    Args:
+        text: the JSON. where: its name in messages.
+
+    Raises:
+        ProfileError: names the first wrong keys and their values.
+    """
     document = from_text(text, where, "network")
     if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):
         raise ProfileError(f"network {where}: {problem}; or write it as hardware_profiles/README.md says")

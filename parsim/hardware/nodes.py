@@ -1,7 +1,7 @@
-"""The nodes of a topology: what stays together when the switches of the network are taken away.
+"""The nodes of a topology: the parts that stay connected without the switches of the network.
 
-Nodes that are built alike share one NodeShape, with local names (gpu0, pcie1, nic0), so that what is worked out for one node
-holds for all of them, and a cluster of thousands is priced in the time of a few.
+Nodes that are built alike share one NodeShape, with local names (gpu0, pcie1, nic0). A result for one node holds for all
+of them, so pricing a cluster of thousands takes as long as a few nodes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The hardware profile: one JSON per machine, every number with its unit in the key and its source beside it.
+"""The hardware profile: one JSON per machine, every number with its unit in the key and its source next to it.
 
-A profile has four parts: what the machine is (device types, devices, links), what was measured or published about it
-(points), what was fitted to those points (fits), and where everything came from (sources, provenance). Refitting needs
-the profile alone. Pydantic checks it at the boundary; inside the library `parsim.hardware.cluster.Cluster` is used.
+A profile has four parts: the machine (device types, devices, links), measured or published points, fits to those points,
+and the sources and provenance of everything. Refitting needs the profile alone. Pydantic checks it at the boundary;
+inside the library `parsim.hardware.cluster.Cluster` is used.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Provenance(ProfileRecord):
     """Who made this profile, when, with what.
 
     Attributes:
-        environment: what the machine was set to and did while it was measured: threads, cores of the ranks, clocks, governor,
-            load, steal; plain JSON that names no host, user or path. Empty where nothing was measured.
-        warnings: what was found wrong with the measurements and therefore left out, and what casts doubt on the rest.
+        environment: settings and load of the machine during the measurement: threads, cores of the ranks, clocks,
+            governor, load, steal. Plain JSON without host, user or path. Empty if nothing was measured.
+        warnings: implausible measurements that were discarded, and doubts about the rest.
     """
 
     created: str
@@ -78,7 +78,7 @@ class Quantiles(ProfileRecord):
 
 
 class AllocatorEntry(ProfileRecord):
-    """What a rank holds beside its tensors and the context, as measured (`parsim.hardware.allocator.Allocator`)."""
+    """Memory of a rank beyond its tensors and the context, as measured (`parsim.hardware.allocator.Allocator`)."""
 
     library_bytes: Quantiles
     lost_share: Quantiles
@@ -86,7 +86,7 @@ class AllocatorEntry(ProfileRecord):
 
 
 class DeviceTypeEntry(ProfileRecord):
-    """`allocator`: None where nobody measured it, so that what is assumed of its kind holds."""
+    """`allocator`: None if it was not measured; the assumed value of the device kind holds then."""
 
     kind: Annotated[str, RowOf(DEVICE_KINDS)]
     memory_bytes: Sourced
@@ -202,7 +202,8 @@ class LinkModel(ProfileRecord):
 
     Attributes:
         link_kind: the links rings are packed on. protocols: over these rings.
-        relay_protocols: one ring that crosses other links (PCIe, the sockets) where the group has no ring of its own.
+        relay_protocols: one ring that crosses other links (PCIe, the sockets), for a group without a ring of direct
+        links.
         tuner_bandwidth_bytes_per_s: of one lane, as the tuner counts it.
         point_to_point_base_s: latency of one send_recv. measured_groups: the groups of devices that the points cover.
         relative_sigma: spread of the measured points around the fit, from min_size_bytes to max_size_bytes.
@@ -245,7 +246,7 @@ class OverlapPoint(ProfileRecord):
 class Overlap(ProfileRecord):
     """While computation and communication of one rank run together, each takes `factor` times as long as alone.
 
-    The two factors are those of everything measured; `points` say how they go with the size of what is sent.
+    The two factors cover all measurements; `points` hold them by size of the message.
     """
 
     compute_factor: Annotated[float, Field(ge=1)]
@@ -262,14 +263,15 @@ class ProbePace(ProfileRecord):
 
 
 class ProbeSeconds(ProbePace):
-    """The pace at which everything takes the seconds that the profile says. rank_sigma: what of `Noise.rank_sigma` the pace
-    beside each step does not explain."""
+    """The probe's seconds at the speed for which the profile's seconds hold. rank_sigma: the part of `Noise.rank_sigma`
+    that the speed measured next to each step does not explain.
+    """
 
     rank_sigma: NonNegative = 0.0
 
 
 class PaceToday(ProbePace):
-    """The pace as `parsim calibrate --refresh` found it since: everything takes as many times as long."""
+    """The speed that `parsim calibrate --refresh` found later; all times scale with it."""
 
     created: str
 
@@ -279,10 +281,11 @@ class Noise(ProfileRecord):
 
     Attributes:
         drift_sigma: relative spread from run to run, shared by all computation.
-        measured_drift_sigma: what of it the calibration saw from round to round (None: it did not look); the rest is assumed.
+        measured_drift_sigma: the part that the calibration measured from round to round (None: not measured); the rest is
+        assumed.
         rank_sigma: relative spread of one rank's step against the other ranks' in the same step. Ranks that wait for
             one another wait for the slowest, so it lengthens the mean step.
-        probe: how fast the cores were while the profile was measured; None: not asked.
+        probe: speed of the cores while the profile was measured; None: not measured.
     """
 
     drift_sigma: NonNegative
@@ -296,8 +299,8 @@ class HostOverhead(ProfileRecord):
     """Seconds that the interpreter adds to each task and to each step of a rank.
 
     Attributes:
-        post_wait_s: by which computation takes longer after its rank has waited for communication, which finds other things in
-            the caches.
+        post_wait_s: seconds that computation takes longer after its rank has waited for communication, because caches
+            hold other data.
         core_sharing: processor seconds of computation where all ranks of the profile share its cores, over those with one
             rank on each core; 1 where none is shared.
         load_s, load_seconds_per_byte: of bringing a batch from the data in memory to the rank; None: not measured.
@@ -345,13 +348,13 @@ class CommunicationFactor(ProfileRecord):
 
 
 class Update(ProfileRecord):
-    """What a validation showed this profile to be wrong by: factors on its numbers as they were measured.
+    """Errors of this profile that a validation showed: factors on its numbers as measured.
 
     Factors are never relative to an earlier update: the latest update holds, whole, and earlier ones are a record.
 
     Attributes:
-        run, plan, steps: what it was learnt from. aa_floor: relative difference of the halves of that measurement; what
-            explains less of the step than this is not learnt.
+        run, plan, steps: the measurement behind it. aa_floor: relative difference of the halves of that measurement;
+            smaller effects on the step are not learnt.
     """
 
     created: str
@@ -429,7 +432,11 @@ def _check_ends(profile: Profile) -> None:
 
 
 def source_keys(node: object) -> set[str]:
-    """All values under a key `source` or `..._source`, anywhere below `node`."""
+    """All values under a key `source` or `..._source`, anywhere below a node.
+
+    Args:
+        node: of a JSON document.
+    """
     if isinstance(node, dict):
         own = {value for key, value in node.items() if key.endswith("source") and isinstance(value, str)}
         return own.union(*(source_keys(value) for value in node.values()))
@@ -445,7 +452,14 @@ def shipped_profiles() -> list[str]:
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """A profile by shipped name or by path. Raises ProfileError with near matches, or the path of the wrong key."""
+    """A profile by shipped name or by path.
+
+    Args:
+        name_or_path: a name of `shipped_profiles`, or the path of a JSON file.
+
+    Raises:
+        ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
+    """
     path = Path(name_or_path)
     if path.suffix == ".json" or os.sep in name_or_path:
         if not path.is_file():
@@ -463,7 +477,14 @@ def load_profile(name_or_path: str) -> Profile:
 
 
 def parse_profile(text: str, where: str) -> Profile:
-    """Check a profile's JSON text. Raises ProfileError naming the first wrong keys and their values."""
+    """Check a profile's JSON text.
+
+    Args:
+        text: the JSON. where: its name in messages.
+
+    Raises:
+        ProfileError: names the first wrong keys and their values.
+    """
     document = from_text(text, where)
     if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):
         raise ProfileError(f"profile {where} is broken: {problem}; mend these or calibrate again")
@@ -475,7 +496,11 @@ def parse_profile(text: str, where: str) -> Profile:
 
 
 def problems_text(error: ValidationError, whole: str = "profile") -> str:
-    """The first three wrong keys, each with its path (`whole` for the document itself), the rule and the value."""
+    """The first three wrong keys, each with its path, the rule and the value.
+
+    Args:
+        error: of pydantic. whole: name of the document itself.
+    """
     problems = [
         f"{'.'.join(str(part) for part in problem['loc']) or whole}: {problem['msg'].removeprefix('Value error, ')} "
         f"(got {_short(problem['input'])})"
@@ -486,7 +511,11 @@ def problems_text(error: ValidationError, whole: str = "profile") -> str:
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write atomically: a stopped process leaves the old file or the new one."""
+    """Write a profile atomically: a stopped process leaves the old file or the new one.
+
+    Args:
+        profile: to write. path: of the JSON file.
+    """
     write_text_atomically(path, to_text(profile.model_dump(mode="json")))
 
 

@@ -1,4 +1,4 @@
-"""What all parts of a hardware profile have in common."""
+"""The common base of all parts of a hardware profile."""
 
 from __future__ import annotations
 

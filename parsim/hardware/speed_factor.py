@@ -4,10 +4,11 @@ One fixed training step, the probe (`parsim.execute.processes.speed_probe`), is 
 
     seconds of the probe now / seconds of the probe while calibrating      per rank
 
-Where it is measured. While calibrating, before and after every measurement; the profile keeps the mean (`noise.probe`: of one
-rank alone, and with a rank on every core; between the two in proportion to how many compute at once). "Now" is one of two:
-    since   `parsim calibrate --refresh PROFILE` looks again for 20 seconds; the profile keeps it (`today`). One factor for all.
-    beside  `parsim validate` and `parsim demo` look before and after every measured round. One factor per rank and round.
+Where it is measured. While calibrating, before and after every measurement. The profile keeps the means (`noise.probe`)
+of one rank alone and of a rank on every core. Between the two, the value is in proportion to the ranks that compute at
+once. "Now" is one of two:
+    since   `parsim calibrate --refresh PROFILE` measures again for 20 seconds; the profile keeps it (`today`): one factor.
+    beside  `parsim validate` and `parsim demo` measure before and after every round: one factor per rank and round.
 
 How it is applied. The factor `since` the calibration is the adjustment "speed factor" of every price
 (`parsim.costs.adjustments`). The factors `beside` a run change no price. They give a second prediction, of the step at the

@@ -52,7 +52,7 @@ class Link:
 class Topology:
     """The link graph; device i is the endpoint `parsim.hardware.device_kinds.device_name(i)`.
 
-    What is asked often is worked out once per topology and kept: the links at each end, and the hash.
+    The links at each end and the hash are computed once per topology and cached.
     """
 
     links: tuple[Link, ...]
@@ -149,12 +149,20 @@ class Topology:
 
 
 def role_of(end: str) -> str:
-    """What an endpoint is: "gpu" of gpu3, "pcie" of node7/pcie0."""
+    """The role of an endpoint: "gpu" of gpu3, "pcie" of node7/pcie0.
+
+    Args:
+        end: name of the endpoint.
+    """
     return end.rpartition("/")[2].rstrip("0123456789")
 
 
 def walk_of(path: tuple[Link, ...], start: str) -> tuple[tuple[str, str, Link], ...]:
-    """The links of a path from `start` on, each as (from, to, link)."""
+    """The links of a path, each as (from, to, link).
+
+    Args:
+        path: links in order. start: the endpoint where it begins.
+    """
     steps: list[tuple[str, str, Link]] = []
     here = start
     for link in path:

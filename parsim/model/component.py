@@ -1,4 +1,4 @@
-"""What a piece of a network costs per sample, independent of any device."""
+"""The work and memory of a piece of a network per sample, independent of any device."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class ParameterShard:
 class OperatorShard:
     """An operator that is divided: `number` in the component's operators, cut along `dim` of its shape.
 
-    Flop and parameter bytes of a shard are those of the whole / ways; its activation bytes are the whole's, less the divided
-    part `activation_bytes`, plus that part / ways (a column-parallel matmul reads its whole input).
+    Flop and parameter bytes of a shard are those of the whole / ways. Of the activation bytes, only the part
+    `activation_bytes` is divided by ways (a column-parallel matmul reads its whole input).
     """
 
     number: int
@@ -104,7 +104,7 @@ class ShardPeak(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfSharding:
-    """The fullest moments of a shard under autocast to half precision; the attributes mean what they mean in Sharding."""
+    """The fullest moments of a shard under autocast to half precision, with the attributes of Sharding."""
 
     forward_peaks: tuple[ShardPeak, ...] = ()
     backward_peaks: tuple[ShardPeak, ...] = ()
@@ -147,7 +147,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfComponent:
-    """What a Component keeps under autocast to half precision; the attributes mean what they mean there.
+    """What a Component keeps under autocast to half precision, with the attributes of Component.
 
     `cast_bytes`: half-precision copies of its weights that are kept for the backward, which saved_fixed_bytes leaves out.
     """
@@ -161,7 +161,7 @@ class HalfComponent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfValue:
-    """What a Value is under autocast to half precision; the attributes mean what they mean there."""
+    """A Value under autocast to half precision, with the attributes of Value."""
 
     bytes_per_sample: int
     fixed_bytes: int
@@ -211,10 +211,11 @@ class Component:
         buffer_bytes: running statistics and the like.
         saved_activation_bytes, saved_fixed_bytes: what its forward keeps for its backward, per sample and whatever the
             samples; a storage saved by two components belongs to the first.
-        forward_peaks: (bytes per sample, fixed bytes) of the moments of its forward that can be the fullest: what it has made
-            by then and is alive, what it saves included; empty: not counted.
-        backward_peaks: (bytes per sample, fixed bytes) of the moments of its backward that can be the fullest: what is alive
-            beyond all saved activations, gradients of outputs, inputs and parameters included; empty: not counted.
+        forward_peaks: (bytes per sample, fixed bytes) of the moments of its forward that can be the fullest. They count
+            live tensors it has made so far, saved ones included. Empty: not counted.
+        backward_peaks: (bytes per sample, fixed bytes) of the moments of its backward that can be the fullest. They count
+            live bytes beyond all saved activations, with the gradients of outputs, inputs and parameters. Empty: not
+            counted.
         shardings: the ways it can be tensor-sharded; none: it cannot.
         half: what it keeps under autocast; None: not recorded.
     """

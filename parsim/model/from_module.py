@@ -1,4 +1,4 @@
-"""The Model of an nn.Module that the caller already has, with its loss: what `parsim.plan(module, ...)` plans with."""
+"""The Model of an nn.Module that the caller already has, with its loss, as `parsim.plan(module, ...)` uses it."""
 
 from __future__ import annotations
 

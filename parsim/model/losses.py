@@ -42,8 +42,8 @@ class Loss:
     """One loss.
 
     Attributes:
-        total: (output [B, ...], target) -> the sum over the B samples of each one's mean loss; a scalar that depends on
-            samples one by one, so that microbatches and replicas add up.
+        total: (output [B, ...], target) -> the sum over the B samples of each one's mean loss. It is a scalar that
+            depends on samples one by one, so microbatches and replicas add up.
         targets: CLASSES (int64 [B, ...], below the output's last size) or NUMBERS (the shape and dtype of the output).
     """
 

@@ -1,4 +1,4 @@
-"""The precisions one can train in: what is stored in which type, what is computed in which, and where that can run.
+"""The precisions of training: the types of storage and of computation, and the devices that support them.
 
 A new one is one row. Its name, which may be "package.module:ROW", is the one under which profiles keep peaks and fits.
 

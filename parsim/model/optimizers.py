@@ -1,4 +1,5 @@
-"""The optimizers by name: what each keeps and moves per parameter scalar, and how torch makes it. A new one is one row.
+"""The optimizers by name: the state and traffic of each per parameter element, and how torch makes it. A new one is one
+row.
 
 Costs, memory, checkpoints, calibration and the executor read this table. It needs no torch; a row's `make` imports it.
 """

@@ -24,10 +24,11 @@ FULL_BYTES = 4
 
 @lru_cache(maxsize=65536)
 def component_in(component: Component, precision: str) -> Component:
-    """What it keeps under `precision`; its work is untouched. What a sharding divides of it shrinks in proportion.
+    """A component's kept bytes under `precision`; its work is unchanged. What a sharding divides of it shrinks in
+    proportion.
 
-    Of a Model that was not recorded under autocast, and at other than 2 bytes per element, everything is assumed to shrink in
-    proportion, and under autocast a cast of every weight.
+    If a Model was not recorded under autocast, or at other than 2 bytes per element, all its bytes are assumed to shrink
+    in proportion, with a cast of every weight under autocast.
     """
     size = _reduced_bytes(precision)
     if size is None:
@@ -93,7 +94,7 @@ def _reduced_bytes(precision: str) -> int | None:
 
 
 def _recorded(half: HalfSizes | None, element_bytes: int) -> HalfSizes | None:
-    """What was recorded under autocast, if it is of that many bytes per element."""
+    """The values recorded under autocast, if they have that many bytes per element."""
     return half if element_bytes == RECORDED_BYTES else None
 
 

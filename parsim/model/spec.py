@@ -1,4 +1,4 @@
-"""Which model: a name of the zoo, a factory of the user's, or a Hugging Face config; and its Model, module and batches.
+"""Model specs: a name of the zoo, a user's factory, or a Hugging Face config; and their Model, module and batches.
 
 Needs torch only to build a module, to make a batch, and for models without a preset.
 """
@@ -63,7 +63,11 @@ class ModelSpec:
 def resolve(spec: ModelSpec) -> ModelSpec:
     """The same model with every argument and the input shape spelled out (zoo), and the arguments in one order.
 
-    Raises ModelError for an unknown name or argument, or a shape that does not suit the model.
+    Args:
+        spec: as given.
+
+    Raises:
+        ModelError: an unknown name or argument, or a shape that does not suit the model.
     """
     if ":" in spec.name or is_config(spec.name):
         if any(size < 1 for size in spec.input_shape or ()):
@@ -98,12 +102,23 @@ def resolve(spec: ModelSpec) -> ModelSpec:
 
 
 def is_config(name: str) -> bool:
-    """True for the path of a Hugging Face config."""
+    """Whether a name is the path of a Hugging Face config.
+
+    Args:
+        name: of a ModelSpec.
+    """
     return name.endswith(".json")
 
 
 def zoo_row(name: str) -> ZooRow:
-    """Raises ModelError with near matches for a name that is not in the zoo."""
+    """The row of a model of the zoo.
+
+    Args:
+        name: a key of `ZOO`.
+
+    Raises:
+        ModelError: an unknown name; the message lists near matches.
+    """
     if name not in ZOO:
         raise ModelError(
             f"unknown model {name!r}{near_matches(name, ZOO)}; or give package.module:factory, or a Hugging Face config.json"
@@ -114,7 +129,12 @@ def zoo_row(name: str) -> ZooRow:
 def build_module(spec: ModelSpec) -> nn.Module:
     """A new module; its initial weights follow torch's random state (torch.manual_seed).
 
-    Raises ModelError if the factory cannot be found or refuses its arguments, MissingDependencyError without torch.
+    Args:
+        spec: of the model.
+
+    Raises:
+        ModelError: the factory cannot be found or refuses its arguments.
+        MissingDependencyError: torch is not installed.
     """
     require_torch(f"build {spec.name}")
     spec = resolve(spec)
@@ -212,7 +232,11 @@ class Interface:
 
 @lru_cache(maxsize=64)
 def interface_of(spec: ModelSpec) -> Interface:
-    """Shapes of one sample and of its output, and the loss. Needs torch for a factory or a Hugging Face config."""
+    """Shapes of one sample and of its output, and the loss. Needs torch for a factory or a Hugging Face config.
+
+    Args:
+        spec: of the model.
+    """
     spec = resolve(spec)
     if spec.name not in ZOO:
         return _foreign_interface(spec)
@@ -288,9 +312,16 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
 def example_batch(
     spec: ModelSpec, samples: int, seed: int = 0, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Random (inputs, target) of `samples` samples, the same for the same seed on every device.
+    """A random batch, the same for the same seed on every device.
 
-    Images and other float inputs are standard normal of `dtype` (default float32); tokens and classes are uniform int64.
+    Images and other float inputs are standard normal of `dtype`; tokens and classes are uniform int64.
+
+    Args:
+        spec: of the model. samples: B. seed: of the generator.
+        dtype: of float inputs (None: float32). device: of the result.
+
+    Returns:
+        (inputs, target), the first dim of each is B.
     """
     require_torch("make an example batch")
     import torch
@@ -310,7 +341,11 @@ def example_batch(
 
 
 def loss_of(spec: ModelSpec) -> str:
-    """The key of `parsim.model.losses.LOSSES` this model trains with."""
+    """The key of `parsim.model.losses.LOSSES` with which a model trains.
+
+    Args:
+        spec: of the model.
+    """
     if spec.name in ZOO:
         return spec.loss or ZOO[spec.name].loss
     return interface_of(resolve(spec)).loss
@@ -319,11 +354,16 @@ def loss_of(spec: ModelSpec) -> str:
 def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "float32") -> Model:
     """The Model of a spec, with the loss as its last component; the same object within one process.
 
-    A shipped preset serves where one matches; otherwise the module is traced on fake tensors. In "bfloat16" it always is: sizes
-    of values, weights and what is kept are those of that type, while operators stay in fp32, as costs take them.
+    A matching shipped preset is used; otherwise the module is traced on fake tensors. With "bfloat16" weights it is always
+    traced: the sizes of values, weights and saved activations are those of bfloat16. Operators stay in fp32, as costs take
+    them.
+
+    Args:
+        spec: of the model. granularity: "block" or "layer". weights: torch's name of their type.
 
     Raises:
-        ModelError: an unknown name, argument, shape or granularity. TraceError: a module that cannot be cut.
+        ModelError: an unknown name, argument, shape or granularity.
+        TraceError: a module that cannot be cut.
         MissingDependencyError: no preset matches and torch is not installed.
     """
     if weights == "float32":
@@ -362,7 +402,15 @@ def _load_as(spec: ModelSpec, granularity: str, weights: str) -> Model:
 
 
 def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -> Model:
-    """Trace the module of a spec with its loss, its weights in that type of torch's; needs torch."""
+    """Trace the module of a spec with its loss; needs torch.
+
+    Args:
+        spec: of the model. granularity: "block" or "layer". weights: torch's name of their type.
+
+    Raises:
+        TraceError: a module that cannot be cut.
+        MissingDependencyError: torch is not installed.
+    """
     require_torch(f"trace {spec.name}, which has no preset for these arguments")
     import torch
 

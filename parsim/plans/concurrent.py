@@ -1,11 +1,11 @@
 """Which groups of a mesh communicate at the same time, because the plan has them do the same thing in step.
 
-The ranks of one stage run the same program on other samples and shards. So whatever a group does, every shift of it along the
-dp and tp axes of its stages does too: the groups of other replicas where a group lies within its own, the neighbouring groups
-of shards where it does not span the tp axis.
+The ranks of one stage run the same program on other samples and shards. So every shift of a group along the dp and tp
+axes of its stages does the same at the same time. For a group inside one replica, these are the groups of other replicas.
+For a group that does not span the tp axis, these are the neighbouring groups of shards.
 
-Leaves out: other stages, which are at other points of the program at any instant, and different collectives that happen to
-overlap (a conversion on tp with a gradient sum on dp).
+Leaves out: other stages, which are at other points of the program, and different collectives that overlap (a conversion
+on tp with a gradient sum on dp).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _transfers(mesh: Mesh, source: int, destination: int, shards: tuple[tuple[in
 def _shifted(
     mesh: Mesh, stages: tuple[int, ...], replicas: tuple[tuple[int, ...], ...], shards: tuple[tuple[int, ...], ...]
 ) -> Groups:
-    """One value for all groups that run together, so that what is worked out for it is found by identity."""
+    """One value for all groups that run together, so caches find it by identity."""
     return Groups(
         tuple(
             mesh.rank(stage=stage, replica=replica, shard=shard)

@@ -36,7 +36,14 @@ class Mesh:
 
 
 def check_mesh(mesh: Mesh, devices: int) -> None:
-    """Raise PlanError unless the axes multiply to the number of devices."""
+    """Check that the axes multiply to the number of devices.
+
+    Args:
+        mesh: pp, dp and tp. devices: of the cluster.
+
+    Raises:
+        PlanError: they do not.
+    """
     if mesh.size != devices:
         raise PlanError(
             f"mesh pp ({mesh.pp}) * dp ({mesh.dp}) * tp ({mesh.tp}) = {mesh.size} must equal the devices ({devices}); "

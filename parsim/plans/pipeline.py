@@ -1,8 +1,8 @@
 """Pipeline orders: which action each rank of a pipeline runs next. A new order is one function and one row.
 
-Actions print as PyTorch's pipelining prints them: `1F0` is stage 1, forward, microbatch 0; B is a whole backward, I and W are
-its halves (gradients of inputs, gradients of weights). With V chunks per rank there are V * S stages; the order's row says on
-which rank of the pipeline each runs: in a loop (stage s on rank s % S) or in a V (there and back).
+Actions print as in PyTorch's pipelining: `1F0` is stage 1, forward, microbatch 0. B is a whole backward; I and W are its
+halves (gradients of inputs, gradients of weights). With V chunks per rank there are V * S stages. The order's row places
+each on a rank of the pipeline: in a loop (stage s on rank s % S) or in a V (there and back).
 """
 
 from __future__ import annotations
@@ -37,12 +37,20 @@ Actions = tuple[Action, ...]
 
 
 def in_a_loop(stage: int, ranks: int) -> int:
-    """Stage s on rank s % S."""
+    """Place stage s on rank s % S.
+
+    Args:
+        stage: s. ranks: S, of the pipeline.
+    """
     return stage % ranks
 
 
 def in_a_v(stage: int, ranks: int) -> int:
-    """Chunk after chunk there and back: of two chunks, rank r has the stages r and 2 S - 1 - r."""
+    """Place chunk after chunk there and back: with two chunks, rank r has the stages r and 2 S - 1 - r.
+
+    Args:
+        stage: number of the stage. ranks: S, of the pipeline.
+    """
     chunk, step = divmod(stage, ranks)
     return step if chunk % 2 == 0 else ranks - 1 - step
 
@@ -82,7 +90,14 @@ class PipelineOrder:
 
 
 def parse_action(text: str) -> Action:
-    """Inverse of `str(action)`."""
+    """Inverse of `str(action)`.
+
+    Args:
+        text: such as "1F0".
+
+    Raises:
+        PlanError: the text is no action.
+    """
     match = re.fullmatch(rf"(\d+)([{''.join(_PHASES)}])(\d+)", text)
     if match is None:
         raise PlanError(f"cannot read action {text!r}; write stage, one of {', '.join(_PHASES)}, microbatch, as in 1F0")
@@ -92,6 +107,9 @@ def parse_action(text: str) -> Action:
 def gpipe(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
     """All forwards, then all backwards: the least dependence on timing, all microbatches in flight.
 
+    Args:
+        rank, ranks: of the pipeline. microbatches, chunks: per rank (chunks is 1).
+
     Source: Huang et al., GPipe (2019); order of PyTorch's ScheduleGPipe.
     """
     del ranks, chunks
@@ -100,7 +118,11 @@ def gpipe(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
 
 
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
-    """Warm up with S - s - 1 forwards, then alternate, then drain: at most S - s microbatches in flight."""
+    """Warm up with S - s - 1 forwards, then alternate, then drain: at most S - s microbatches in flight.
+
+    Args:
+        rank, ranks: s and S, of the pipeline. microbatches, chunks: per rank (chunks is 1).
+    """
     del chunks
     forward = [Action(rank, Phase.FORWARD, number) for number in range(microbatches)]
     backward = [Action(rank, Phase.BACKWARD, number) for number in range(microbatches)]
@@ -110,7 +132,11 @@ def one_forward_one_backward(rank: int, ranks: int, microbatches: int, chunks: i
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
     """1F1B over V chunks per rank, earlier microbatches first: the fill is V times shorter, the transfers V times as many.
 
-    Microbatches go in rounds of as many as there are ranks (or somewhat more, where they do not divide evenly).
+    Microbatches run in rounds of as many as there are ranks, or somewhat more if they do not divide evenly.
+
+    Args:
+        rank, ranks: of the pipeline. microbatches: per step. chunks: V.
+
     Source: Narayanan et al., Megatron-LM (2021), section 2.2; order of PyTorch's ScheduleInterleaved1F1B.
     """
     per_round = microbatches_per_round(ranks, microbatches, chunks)
@@ -120,7 +146,10 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Action
 
 
 def zero_bubble(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
-    """ZB-H1: the backward in halves; those for weights wait, `rank` of them at most, and fill the drain.
+    """ZB-H1: the backward in halves; at most `rank` halves for weights wait, and they fill the drain.
+
+    Args:
+        rank, ranks: of the pipeline. microbatches: per step. chunks: per rank.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (2023), section 2; order of PyTorch's ScheduleInterleavedZeroBubble.
     """
@@ -140,10 +169,15 @@ def zero_bubble(rank: int, ranks: int, microbatches: int, chunks: int) -> Action
 
 
 def zero_bubble_v(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
-    """ZB-V: two chunks per rank in a V, so the first rank has the loss; each backward in halves, the late ones fill the drain.
+    """ZB-V: two chunks per rank in a V, so the first rank has the loss; each backward in halves, the late ones fill the
+    drain.
 
-    Without a bubble where forward and both halves take equally long; it holds at most 2 S chunks of a microbatch. With fewer
-    than 2 S - 1 microbatches the actions of the missing ones are left out.
+    There is no bubble if forward and both halves take equally long. A rank holds at most 2 S chunks of a microbatch. With
+    fewer than 2 S - 1 microbatches the actions of the missing ones are left out.
+
+    Args:
+        rank, ranks: of the pipeline. microbatches: per step. chunks: per rank, 2.
+
     Source: Qi et al., Zero Bubble Pipeline Parallelism (2023), section 6; order of PyTorch's ScheduleZBVZeroBubble.
     """
     near, far = rank, chunks * ranks - 1 - rank
@@ -177,9 +211,13 @@ def zero_bubble_v(rank: int, ranks: int, microbatches: int, chunks: int) -> Acti
 
 
 def microbatches_per_round(ranks: int, microbatches: int, chunks: int) -> int:
-    """How many microbatches a rank runs of one chunk before it turns to the next.
+    """Microbatches of one chunk that a rank runs before it turns to the next chunk.
 
-    Raises PlanError where the microbatches do not divide into rounds of at least as many as there are ranks.
+    Args:
+        ranks: of the pipeline. microbatches: per step. chunks: per rank.
+
+    Raises:
+        PlanError: the microbatches do not divide into rounds of at least as many as there are ranks.
     """
     rounds = max(1, microbatches // ranks) if chunks > 1 else 1
     if microbatches % rounds:
@@ -227,7 +265,14 @@ PIPELINE_ORDERS: Registry[PipelineOrder] = Registry(
 
 
 def check_chunks(order: str, chunks: int) -> None:
-    """Raises PlanError for an unknown order, or one that has not so many chunks per rank."""
+    """Check that an order exists and takes so many chunks per rank.
+
+    Args:
+        order: a key of `PIPELINE_ORDERS`. chunks: per rank.
+
+    Raises:
+        PlanError: it does not.
+    """
     row = PIPELINE_ORDERS[order]
     if row.takes(chunks):
         return
@@ -246,14 +291,28 @@ def check_chunks(order: str, chunks: int) -> None:
 
 @lru_cache(maxsize=1024)
 def pipeline_actions(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 1) -> Actions:
-    """The actions of one rank of a pipeline. Raises PlanError for an unknown order, chunks or microbatches it cannot have."""
+    """The actions of one rank of a pipeline, in order.
+
+    Args:
+        order: a key of `PIPELINE_ORDERS`. rank, ranks: of the pipeline. microbatches: per step. chunks: per rank.
+
+    Raises:
+        PlanError: an unknown order, or chunks or microbatches that it cannot have.
+    """
     check_chunks(order, chunks)
     return tuple(PIPELINE_ORDERS[order].actions(rank, ranks, microbatches, chunks))
 
 
 @lru_cache(maxsize=1024)
 def stages_by_rank(order: str, ranks: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Per rank of the pipeline the stages that it runs, ascending. Raises PlanError where the ranks have not equally many."""
+    """Per rank of the pipeline the stages that it runs, ascending.
+
+    Args:
+        order: a key of `PIPELINE_ORDERS`. ranks: of the pipeline. chunks: per rank.
+
+    Raises:
+        PlanError: the order gives ranks different numbers of stages.
+    """
     place = PIPELINE_ORDERS[order].place
     found: list[list[int]] = [[] for _ in range(ranks)]
     for stage in range(ranks * chunks):
@@ -272,7 +331,11 @@ def stages_by_rank(order: str, ranks: int, chunks: int = 1) -> tuple[tuple[int, 
 
 @lru_cache(maxsize=1024)
 def rank_of_stage(order: str, ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """Per stage the rank of the pipeline that runs it."""
+    """Per stage the rank of the pipeline that runs it.
+
+    Args:
+        order, ranks, chunks: as for `stages_by_rank`.
+    """
     found = [0] * (ranks * chunks)
     for rank, stages in enumerate(stages_by_rank(order, ranks, chunks)):
         for stage in stages:
@@ -282,8 +345,15 @@ def rank_of_stage(order: str, ranks: int, chunks: int = 1) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def check_order(order: str, ranks: int, microbatches: int, chunks: int = 1) -> None:
-    """Raises DeadlockError (the grid of ranks) unless the order runs to its end; PlanError as `pipeline_actions`, and where an
-    action is missing, runs twice or is another rank's."""
+    """Check that an order runs to its end, with every action of every rank exactly once.
+
+    Args:
+        order, ranks, microbatches, chunks: as for `pipeline_actions`.
+
+    Raises:
+        DeadlockError: the order stops; the message shows the grid of ranks.
+        PlanError: as `pipeline_actions`; or an action is missing, runs twice or belongs to another rank.
+    """
     own = [pipeline_actions(order, rank, ranks, microbatches, chunks) for rank in range(ranks)]
     phases = PIPELINE_ORDERS[order].phases
     for rank, (stages, actions) in enumerate(zip(stages_by_rank(order, ranks, chunks), own, strict=True)):
@@ -300,10 +370,16 @@ def check_order(order: str, ranks: int, microbatches: int, chunks: int = 1) -> N
 
 
 def check_actions(actions: Sequence[Sequence[Action]], stages: int) -> None:
-    """Raises DeadlockError unless these actions, one sequence per rank, run to their end.
+    """Check that actions, one sequence per rank, run to their end.
 
-    A forward needs that of the stage before; a backward (or its half for inputs) the forward here and the backward of the
-    stage after; the half for weights the half for inputs.
+    A forward needs that of the stage before. A backward (or its half for inputs) needs the forward here and the backward of
+    the stage after. The half for weights needs the half for inputs.
+
+    Args:
+        actions: per rank, in order. stages: of the pipeline.
+
+    Raises:
+        DeadlockError: they stop.
     """
     done: set[Action] = set()
     reached = [0] * len(actions)
@@ -360,15 +436,23 @@ def _grid_text(actions: Sequence[Sequence[Action]], reached: Sequence[int], stag
 
 @lru_cache(maxsize=1024)
 def in_flight(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 1) -> int:
-    """The most microbatches held at any moment on this rank, all chunks together: forward has run, backward has not ended."""
+    """The most microbatches held at any moment on a rank, over all chunks: forward has run, backward has not ended.
+
+    Args:
+        order, rank, ranks, microbatches, chunks: as for `pipeline_actions`.
+    """
     return sum(moments(order, rank, ranks, microbatches, chunks)[-1])
 
 
 @lru_cache(maxsize=1024)
 def moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
-    """How many microbatches of each chunk are held, at every moment at which no other moment holds more of each.
+    """Microbatches of each chunk held on a rank, at every moment that no other moment exceeds in every chunk.
 
-    Those that hold most in total come last.
+    Args:
+        order, rank, ranks, microbatches, chunks: as for `pipeline_actions`.
+
+    Returns:
+        Counts per chunk; the moments with the largest totals come last.
     """
     alive = [0] * chunks
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages_by_rank(order, ranks, chunks)[rank])}
@@ -389,7 +473,11 @@ def moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 
 
 @lru_cache(maxsize=1024)
 def halves_waiting(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 1) -> int:
-    """The most microbatches whose backward has run for inputs and not yet for weights, at any moment on this rank."""
+    """The most microbatches on a rank whose backward has run for inputs and not yet for weights.
+
+    Args:
+        order, rank, ranks, microbatches, chunks: as for `pipeline_actions`.
+    """
     waiting = most = 0
     for action in pipeline_actions(order, rank, ranks, microbatches, chunks):
         waiting += (action.phase is Phase.BACKWARD_INPUT) - (action.phase is Phase.BACKWARD_WEIGHT)

@@ -1,4 +1,4 @@
-"""How a component lies on the tp axis of its stage. (On the dp axis every component is batch-sharded: that is what it is for.)
+"""How a component lies on the tp axis of its stage. (On the dp axis every component is batch-sharded.)
 
     batch            the replica's microbatch is cut over all tp ranks, each holds the whole component (data parallel)
     shard:RULE/W     tensor-sharded over W neighbouring ranks by one of its rules; the tp // W groups split the microbatch
@@ -49,7 +49,14 @@ REPLICATE = Placement("replicate")
 
 
 def parse_placement(text: str) -> Placement:
-    """Inverse of `str(placement)`. Raises PlanError."""
+    """Inverse of `str(placement)`.
+
+    Args:
+        text: such as "batch" or "shard:column/4".
+
+    Raises:
+        PlanError: the text is no placement.
+    """
     match = re.fullmatch(r"(batch|replicate)|shard:([^/:]+)/(\d+)|place:(\d+)", text)
     if match is None:
         raise PlanError(f"cannot read placement {text!r}; write batch, replicate, shard:RULE/WAYS or place:RANK")

@@ -63,8 +63,9 @@ class Plan:
             pipeline order gives it.
         pipeline_order: a key of `parsim.plans.pipeline.PIPELINE_ORDERS`.
         bucket_bytes: a gradient bucket is closed once it holds this much.
-        zero_stage: what is divided over the ranks that hold the same parameters: 1 the optimizer state (and its step), 2 the
-            gradients too, summed after the backward of every microbatch, 3 the parameters too, gathered where they are used.
+        zero_stage: arrays divided over the ranks that hold the same parameters. 1: the optimizer state and its step. 2:
+            the gradients too, summed after the backward of every microbatch. 3: the parameters too, gathered where they
+            are used.
         recompute: the components that keep nothing but their inputs and run their forward again before their backward: "none",
             "full" (all of them) or their names.
     """
@@ -247,7 +248,14 @@ def _check_axis(name: str, placement: Placement, tp: int) -> None:
 
 
 def check_plan(plan: Plan, model: Model) -> None:
-    """Raise PlanError unless the stages hold exactly the model's components, in its order, placed as they can be."""
+    """Check that the stages hold exactly the model's components, in its order, each with a placement it can have.
+
+    Args:
+        plan: to check. model: that it is for.
+
+    Raises:
+        PlanError: the first rule that is broken, with its values.
+    """
     planned = list(plan.components)
     expected = [component.name for component in model.components]
     if planned == expected:
@@ -300,7 +308,11 @@ def _check_tied(plan: Plan, model: Model) -> None:
 
 
 def holding(component: Component, placement: Placement, parameter: str) -> tuple[object, ...]:
-    """What decides which part of a parameter a tp rank holds, and over which ranks its gradient is summed."""
+    """A key of the part of a parameter that a tp rank holds, and of the ranks over which its gradient is summed.
+
+    Args:
+        component: that uses the parameter. placement: of the component. parameter: its qualified name.
+    """
     match placement.kind:
         case "shard":
             for part in component.sharding(placement.rule).parameters:

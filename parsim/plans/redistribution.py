@@ -6,8 +6,8 @@ Of T ranks, `ways` neighbours share one piece of the microbatch (the T // ways p
     shard      their piece of dim `dim`, in rank order
     placed     nothing, but for tp rank `rank`, which holds the whole microbatch (ways is T)
 
-A hop changes one thing and is one kind of work. What a hop costs is the scheduler's to ask; what it does to tensors the
-executor's. Gradients of values have layouts of their own: where a shard reads a full value, it makes a partial gradient.
+A hop changes one thing and is one kind of work. The scheduler prices hops, and the executor applies them to tensors. A
+gradient can have another layout than its value: a shard that reads a full value makes a partial gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +44,14 @@ class ValueLayout(NamedTuple):
 
 
 def parse_layout(text: str) -> ValueLayout:
-    """Inverse of `str(layout)`. Raises PlanError."""
+    """Inverse of `str(layout)`.
+
+    Args:
+        text: such as "full/4" or "shard1/4".
+
+    Raises:
+        PlanError: the text is no layout.
+    """
     match = re.fullmatch(r"(full|partial|shard|placed)(\d*)/(\d+)", text)
     if match is None:
         raise PlanError(f"cannot read layout {text!r}; write it as full/1, partial/4, shard1/4 or placed2/4")
@@ -66,7 +73,11 @@ class ValueAndGradientLayout(NamedTuple):
 
 
 def input_ends(component: Component, placement: Placement, tp: int, number: int) -> ValueAndGradientLayout:
-    """In what layout the component reads its input `number`, and in what layout it makes the gradient."""
+    """The layout in which a component reads an input, and that in which it makes the gradient.
+
+    Args:
+        component: the reader. placement: of the component. tp: ranks of the stage. number: of the input.
+    """
     if placement.kind == "shard":
         needs = component.sharding(placement.rule).inputs[number]
         if needs == FULL:
@@ -77,7 +88,11 @@ def input_ends(component: Component, placement: Placement, tp: int, number: int)
 
 
 def output_ends(component: Component, placement: Placement, tp: int, number: int) -> ValueAndGradientLayout:
-    """In what layout the component makes its output `number`, and in what layout it wants the gradient."""
+    """The layout in which a component makes an output, and that in which it needs the gradient.
+
+    Args:
+        component: the producer. placement: of the component. tp: ranks of the stage. number: of the output.
+    """
     if placement.kind == "shard":
         makes = component.sharding(placement.rule).outputs[number]
         if makes == PARTIAL:
@@ -114,7 +129,14 @@ class Hop(NamedTuple):
 
 
 def parse_hop(text: str) -> Hop:
-    """Inverse of `str(hop)`. Raises PlanError."""
+    """Inverse of `str(hop)`.
+
+    Args:
+        text: such as "all_gather_batch:full/1>full/4".
+
+    Raises:
+        PlanError: the text is no hop.
+    """
     operation, _, ends = text.partition(":")
     source, _, target = ends.partition(">")
     if operation not in HOPS:
@@ -142,12 +164,16 @@ LOCAL_HOPS = ("split_batch", "split_dim", "keep")
 
 @lru_cache(maxsize=65536)
 def conversion(source: ValueLayout, target: ValueLayout, tp: int) -> tuple[Hop, ...]:
-    """The hops from one layout to another; none if they are equal. Nothing is ever turned into a partial.
+    """The hops from one layout to another; none if they are equal.
 
-    The way to a layout passed on the way is the beginning of the way, so that two readers share what they have in common.
+    Conversion paths share prefixes, so two readers of a value share the hops they have in common. No hop makes a partial
+    layout.
+
+    Args:
+        source, target: layouts. tp: ranks of the stage.
 
     Raises:
-        PlanError: a target that is partial.
+        PlanError: the target is partial.
     """
     if target.form == "partial" and source != target:
         raise PlanError(f"a value in layout {source} cannot become {target}: nothing reads partial sums of another's making")

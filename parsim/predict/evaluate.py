@@ -89,14 +89,15 @@ def evaluate(
     """Simulate one step of `plan`.
 
     Args:
-        fold: simulate interchangeable ranks once (`parsim.graph.fold`); None: where there are more than `MANY_RANKS`. Not done
-            where whole ranks are noisy, each by itself (`noise.rank_sigma`), nor where ranks share cores.
+        problem: model, cluster, batch and prices. engine: "static" or "dynamic".
+        samples: draws for the interval (0: the interval is the median). reason: why the plan was kept.
+        fold: simulate interchangeable ranks once (`parsim.graph.fold`); None: with more than `MANY_RANKS` ranks. Not done if
+            whole ranks are noisy, each by itself (`noise.rank_sigma`), nor if ranks share cores.
 
-    The step time is the mean of `REPEATED_STEPS` steps in a row (`parsim.engines.steps`), or where the profile
-    knows how unsteady single ranks are, the mean of `NOISY_STEPS` steps with that noise: ranks wait for the slowest. What ranks
-    do between steps, where the profile knows it, comes on top: it is nobody's task. The interval comes from `samples` draws of
-    the cost parameters (none: the interval is the median). Discrete choices stay as at the medians. The timeline and the
-    breakdown are those of a step without noise.
+    The step time is the mean of `REPEATED_STEPS` steps in a row (`parsim.engines.steps`). If the profile holds the noise of
+    single ranks, it is the mean of `NOISY_STEPS` steps with that noise, in which ranks wait for the slowest. Work of the host
+    between steps, if the profile holds it, is added to the step; no task records it. Discrete choices stay as at the medians.
+    The timeline and the breakdown are those of a step without noise.
 
     Raises:
         PlanError: more ranks than devices, or a plan that does not match the model. CostError: a task without a price.
@@ -161,11 +162,15 @@ def evaluate(
 
 
 def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: int, reason: str) -> Evaluation:
-    """The same evaluation with an interval from `samples` draws of the cost parameters, corrected by the problem's history,
-    and the reason it was kept for.
+    """The same evaluation with an interval from draws of the cost parameters, corrected by the problem's history.
 
-    Where tasks have noise of their own and ranks are folded, those that stand for many wait for the slowest of them
+    If tasks have their own noise and ranks are folded, a rank that represents many waits for the slowest of them
     (`parsim.engines.slowest`).
+
+    Args:
+        problem: the question. evaluation: of one plan.
+        samples: draws; 0 keeps the median alone.
+        reason: why the plan was kept.
     """
     result = replace(evaluation.result, reason=reason)
     if samples:
@@ -189,7 +194,14 @@ def _communication_s(problem: PlanningProblem, plan: Plan, work: Work) -> float:
 
 
 def sampled_steps_s(evaluation: Evaluation, samples: int) -> NDArray[np.float64]:
-    """float64 [samples]: the mean step under each draw. Where no task has noise of its own, draws are per unit."""
+    """The mean step under each draw of the cost parameters. If no task has its own noise, draws are per unit.
+
+    Args:
+        evaluation: of one plan. samples: draws.
+
+    Returns:
+        float64 [samples] seconds. Leaves out drift of the machine within one run.
+    """
     compiled, estimates, overlap = evaluation.compiled, evaluation.estimates, evaluation.overlap
     unit = compiled.columns.unit
     if not any(estimate.repeat_sigma for estimate in estimates):
@@ -205,8 +217,15 @@ def sampled_steps_s(evaluation: Evaluation, samples: int) -> NDArray[np.float64]
 
 
 def unsteady_step_s(compiled: CompiledGraph, rows_s: NDArray[np.float64], overlap: OverlapFactors, sigma: float) -> float:
-    """Seconds of the mean step over task times float64 [rows, n], under at least `NOISY_STEPS` draws of noise that the rows
-    share out. The noise is that of a rank's core, which ranks may share; one rank has nobody to wait for, and none."""
+    """Seconds of the mean step under noise of single ranks. The noise is that of a rank's core, which ranks may share.
+
+    Args:
+        compiled: the program. rows_s: float64 [rows, n] seconds of tasks.
+        overlap: slowdown factors. sigma: relative noise; 0, or a single rank, draws none.
+
+    Returns:
+        Mean over at least `NOISY_STEPS` draws, divided among the rows.
+    """
     columns = compiled.columns
     if not sigma or columns.world_size == 1:
         return float(mean_step_s(compiled, rows_s, overlap, steps=REPEATED_STEPS).mean())
@@ -226,12 +245,19 @@ def unsteady_step_s(compiled: CompiledGraph, rows_s: NDArray[np.float64], overla
 
 
 def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArray[np.float64]:
-    """float64 [samples, tasks]: the draws the interval of `evaluate` was made of."""
+    """The draws from which `evaluate` makes the interval.
+
+    Args:
+        evaluation: of one plan. samples: draws.
+
+    Returns:
+        float64 [samples, tasks] seconds.
+    """
     return sample_durations_s(evaluation.estimates, samples, SEED, unit=evaluation.compiled.columns.unit)
 
 
 def _of_every_rank(parts: Sequence[RankBreakdown], folding: Folding) -> tuple[RankBreakdown, ...]:
-    """A rank that another stands for fares as that one does."""
+    """A folded rank gets the result of the rank that represents it."""
     if not folding.is_folded:
         return tuple(parts)
     by_rank = {part.rank: part for part in parts}

@@ -1,4 +1,4 @@
-"""What a scenario makes of a plan: its step under every state of the machine, and the whole run to the end of training."""
+"""A plan in a scenario: its step under every state of the machine, and the whole run to the end of training."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a rank keeps for the backward under a plan: precision and recomputation change that, and nothing else here does.
+"""The activations that a rank keeps for the backward under a plan; precision and recomputation change them.
 
-A recomputed component keeps its inputs as it reads them (and copies of its buffers), and what it would have saved is there only
-from its second forward to the end of its backward. So its inputs have one keeper more, and what it saves has one fewer.
+A recomputed component keeps its inputs as it reads them, and copies of its buffers. Its saved activations live only from
+its second forward to the end of its backward. So its inputs have one keeper more, and its saved values one fewer.
 
 Leaves out: values that share one storage (each counts by itself where a recomputed component reads it).
 """
@@ -46,7 +46,7 @@ class KeptActivations:
         return replace(value, savers=tuple(sorted(keepers, key=lambda name: order[name])), saved=bool(keepers))
 
     def component(self, name: str) -> Component:
-        """What a rank that runs the component has of it, with what it saves under this plan."""
+        """The part of the component on a rank that runs it, with its saved activations under this plan."""
         if name not in self._components:
             self._components[name] = self._component(name)
         return self._components[name]
@@ -70,7 +70,7 @@ class KeptActivations:
         return replace(own, saved_activation_bytes=max(0, rate), saved_fixed_bytes=max(0, fixed))
 
     def again(self, name: str) -> Again:
-        """What the second forward of a recomputed component changes.
+        """The changes of memory by the second forward of a recomputed component.
 
         An input that its backward does not need is let go before that, if nobody else keeps it.
         """

@@ -1,8 +1,9 @@
 """Peak memory of every rank of a plan.
 
-Where components are placed differently, a value lies on a rank in the layout in which it was made there and in those in which
-it is read there. Counted beyond the saved activations is every copy that some component keeps for its backward, but for the one
-of the first to save it, whose saved activations hold it; not counted is what only moves on.
+Where components are placed differently, a value lies on a rank in the layout in which it was made there and in those in
+which it is read there. Beyond the saved activations, every copy counts that some component keeps for its backward. The
+copy of the first component that saves a value is the exception: it is among its saved activations. Values that only pass
+through do not count.
 
 Leaves out: conversions of earlier values that are under way while a later component computes.
 """
@@ -29,8 +30,22 @@ from parsim.predict.unsharded_memory import unsharded_bytes
 def plan_memory(
     layout: PlanIndex, cluster: Cluster, *, precision: str, optimizer: str, master_weights: bool = True
 ) -> tuple[RankMemory, ...]:
-    """One RankMemory per rank, in rank order. Ranks at one place of different replicas differ only by their device; so do tp
-    ranks of a stage where no component is placed on one of them."""
+    """Peak memory of every rank of a plan.
+
+    Ranks at one place of different replicas differ only by their device. So do tp ranks of a stage if no component is placed
+    on one of them.
+
+    Args:
+        layout: the plan and its model. cluster: devices by rank.
+        precision, optimizer, master_weights: as in RUN.toml.
+
+    Returns:
+        One RankMemory per rank, in rank order, bytes. Leaves out conversions of earlier values while a later component
+        computes.
+
+    Raises:
+        ConfigError: an unknown optimizer.
+    """
     plan, kept = layout.plan, KeptActivations(layout, precision)
     alike = all(placement.kind != "place" for stage in plan.stages for placement in stage.placements)
     known: dict[tuple[int, int, str], RankMemory] = {}
@@ -94,8 +109,14 @@ def _in_flight(kept: KeptActivations, rank: int) -> dict[str, int]:
 
 
 def rank_weights(layout: PlanIndex, rank: int) -> Weights:
-    """Parameters as held; with ZeRO in buckets padded to equal parts, one of which this rank updates (stage 1), whose gradients
-    (2) and parameters (3) are all that it holds throughout."""
+    """Bytes of parameters and gradients on a rank.
+
+    With ZeRO they lie in buckets padded to equal parts. This rank updates one part (stage 1), keeps only the gradients of
+    that part (stage 2), and only its parameters (stage 3).
+
+    Args:
+        layout: the plan and its model. rank: global number.
+    """
     stages = [(bucket, layout.zero_stage_of(bucket)) for bucket in layout.rank_buckets(rank)]
     return Weights(
         parameter_bytes=sum(_held_of(bucket, whole=stage < 3, padded=stage >= 1) for bucket, stage in stages),
@@ -115,7 +136,11 @@ def _held_of(bucket: Bucket, *, whole: bool, padded: bool) -> int:
 
 
 def rank_boundary(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> Boundary:
-    """What the rank holds of values (as they are kept under the plan) in all layouts in which it makes or reads them."""
+    """Bytes of the values that a rank makes or reads, in all layouts in which it does.
+
+    Args:
+        layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
+    """
     held = loaded = loaded_saved = 0.0
     batch = ValueLayout("full", layout.batch_ways(rank))
     for name, layouts in layout.batch_layouts(rank).items():
@@ -136,7 +161,11 @@ def rank_boundary(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> 
 
 
 def local_bytes(layout: PlanIndex, value: Value, how: ValueLayout) -> float:
-    """What a rank that holds any of one microbatch of a value in that layout has of it."""
+    """Bytes of one microbatch of a value on a rank that holds any of it.
+
+    Args:
+        layout: the plan and its model. value: of the model. how: the layout of the value.
+    """
     plan = layout.plan
     return value.bytes_per_sample * plan.microbatch_samples * how.local_share(plan.mesh.tp) + value.fixed_bytes
 
@@ -217,9 +246,9 @@ def _gradient_bytes(layout: PlanIndex, values: Mapping[str, Value], name: str) -
 def _arriving_bytes(kept: KeptActivations, rank: int) -> tuple[float, float]:
     """Buffers of transfers to this rank that are not wanted yet, at most; and what of it depends on how far the others are.
 
-    A receive is posted as soon as the one before it on its stream has ended. Of values one more microbatch than those in flight
-    can have arrived, and the next be posted, where there are so many (one of the two is there for certain); of gradients the
-    next is posted.
+    A receive is posted as soon as the one before it on its stream has ended. For values, one microbatch more than those
+    in flight can have arrived, and the next can be posted, if there are so many. One of these two is certain. For
+    gradients the next one is posted.
     """
     layout, plan = kept.layout, kept.layout.plan
     stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)

@@ -83,9 +83,8 @@ class PlanningProblem:
         return {}
 
     def remembered(self, kind: type[KeptPrices]) -> KeptPrices:
-        """The problem's one object of this class, made empty when first asked for.
-
-        Parts of a search keep there what they have worked out for the problem and may need again.
+        """The problem's one object of this class, made empty at the first request. Parts of a search cache their results
+        for the problem in it.
         """
         found = self._stores.setdefault(kind, kind())
         assert isinstance(found, kind)
@@ -112,8 +111,9 @@ class PlanningProblem:
         return {}
 
     def costs(self, ranks: int) -> Costs:
-        """Prices under the load of `ranks` ranks that compute at once, or of as many as have cores of their own: how ranks
-        on one core take turns is the engines' part."""
+        """Prices under the load of `ranks` ranks that compute at once, but of at most one rank per core. The engines
+        model how ranks on one core take turns.
+        """
         if ranks not in self._costs:
             self._costs[ranks] = Costs(
                 model=self.model,

@@ -13,14 +13,18 @@ from parsim.work import SendRecv
 
 
 def priced(costs: Costs) -> DurationsOf:
-    """Medians by `costs`, rank r on `costs.cluster.devices[r]`.
+    """Make a function that prices every task of a part: medians by `costs`, rank r on `costs.cluster.devices[r]`.
 
-    The transfers of a part are taken to run at the same time: those of one size share links and cards
-    (`parsim.costs.communication.exchange`). Exact for a round of gossip; too slow for parts whose transfers follow one another.
+    It assumes that the transfers of a part run at the same time: those of one size share links and cards
+    (`parsim.costs.communication.exchange`). This is exact for a round of gossip, and too slow for parts whose transfers
+    follow one another.
 
-    Leaves out: that ranks that wait give their links to others, and the slowing of computation by communication.
+    Args:
+        costs: of one model on one cluster.
 
-    Raises (when called): CostError as the estimates do.
+    Returns:
+        A function (part, step) -> float64 [tasks] seconds; it raises CostError as the estimates do. Leaves out that waiting
+        ranks give their links to others, and the slowdown of computation by communication.
     """
 
     def seconds(part: Part, t: int) -> NDArray[np.float64]:

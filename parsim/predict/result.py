@@ -1,4 +1,4 @@
-"""What is said about one plan: the keys that `plan`, `simulate`, `validate` and `demo` share in JSON."""
+"""The result for one plan: the keys that `plan`, `simulate`, `validate` and `demo` share in JSON."""
 
 from __future__ import annotations
 

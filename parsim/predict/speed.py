@@ -1,4 +1,4 @@
-"""A plan's step at the speed that the machine had beside a run (`parsim.hardware.speed_factor`)."""
+"""A plan's step at the speed that the machine had during a run (`parsim.hardware.speed_factor`)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from parsim.work import Compute, Mix, OptimizerStep
 
 
 def step_at_speed(problem: PlanningProblem, evaluation: Evaluation, speed: SpeedFactor) -> float:
-    """Seconds of the mean step of an evaluated plan, not folded, with its ranks as slow as they were: the mean over moments, in
-    each of which every rank's tasks take as many times as long, and communication the mean over its ranks. On GPUs the speed is
-    theirs: it changes what they compute, but neither communication, nor loading, nor what waits for the host to queue it.
+    """Seconds of the mean step of an evaluated plan, not folded, with the measured speed of its ranks.
+
+    It is the mean over moments. In each moment a rank's tasks are multiplied by its factor, and communication by the mean
+    factor of its ranks. On GPUs the factor is the GPU's: it changes computation, but neither communication, nor loading, nor
+    tasks that wait for the host to queue them.
 
     Args:
+        problem, evaluation: of one plan.
         speed: of every rank, from `parsim.hardware.speed_factor.speed_beside`.
 
-    The noise of single ranks is what the speed leaves of it. Leaves out that some work depends less on the speed than other,
-    and the profile's interval.
+    Returns:
+        Seconds, with the noise of single ranks that the speed does not explain. Leaves out that some work depends less on the
+        speed than other, and the profile's interval.
     """
     slow = speed.by_rank
     noise, compiled = problem.cluster.profile.noise, evaluation.compiled

@@ -1,8 +1,9 @@
-"""ZeRO 2 and 3: how much of a rank's memory is buckets that lie whole for a while, while each of its components runs backward.
+"""ZeRO 2 and 3: bytes of buckets that are whole (unsharded) on a rank while each of its components runs backward.
 
-Gradients are there from the first backward that adds to them until they are sent, parameters from the start of their all_gather
-to the last computation that needs them. How far the communication has come while something computes is left open, between what
-the computation has waited for and what it has made ready: the most and the least over all the ways it can be are told.
+Gradients are there from the first backward that adds to them until they are sent, parameters from the start of their
+all_gather to the last computation that needs them. The progress of communication during a computation is uncertain. It
+lies between what the computation has waited for and what it has made ready. The result is the least and the most over all
+these cases.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from parsim.work import Phase
 
 
 def unsharded_bytes(layout: PlanIndex, rank: int) -> dict[str, WholeBytes]:
-    """By component of the rank; nothing below ZeRO 2. Leaves out what a reduce_scatter makes beside what it takes."""
+    """Bytes of whole buckets by component of the rank; empty below ZeRO 2.
+
+    Args:
+        layout: the plan and its model. rank: global number.
+
+    Returns:
+        Least and most bytes while the component runs backward. Leaves out the output of a reduce_scatter next to its input.
+    """
     if layout.plan.zero_stage < 2:
         return {}
     uses = uses_of(layout, layout.plan.stage_of_rank(rank))

@@ -1,7 +1,7 @@
 """Plotly figures from timelines and from the dictionaries that JSON results hold.
 
 Every figure keeps one trace per kind or category, however many spans it draws. Kinds and categories have the colours of
-Okabe and Ito, the lines of memory those of Paul Tol's muted scheme, which colour-blind readers can tell apart; a kind or
+Okabe and Ito, the lines of memory those of Paul Tol's muted scheme. Colour-blind readers can distinguish both. A kind or
 line has the same colour everywhere.
 """
 
@@ -75,7 +75,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One rectangle of a timeline: one span, or many that are too short to be told apart."""
+    """One rectangle of a timeline: one span, or many that are too short to be drawn apart."""
 
     row: int
     kind: str

@@ -1,4 +1,4 @@
-"""A ReportTable as HTML for a notebook: no style of its own, every text escaped."""
+"""A ReportTable as HTML for a notebook: without styles, every text escaped."""
 
 from __future__ import annotations
 

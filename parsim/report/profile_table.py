@@ -1,4 +1,4 @@
-"""The table of what a hardware profile holds, as a value (see `parsim.report.tables`)."""
+"""The table of a hardware profile's contents, as a value (see `parsim.report.tables`)."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ PACE_NOTE = (
 def validation_table(
     runs: Sequence[tuple[str, str, Mapping[str, Any]]], *, title: str = "Predicted against measured"
 ) -> ReportTable:
-    """One row per (model, strategy or plan, Comparison.to_dict()), each error with its A/A floor beside it."""
+    """One row per (model, strategy or plan, Comparison.to_dict()), each error with its A/A floor."""
     paced = any("at_pace" in comparison for _, _, comparison in runs)
     columns = (
         Column(name="model"),
@@ -159,7 +159,7 @@ def _at_pace(comparison: Mapping[str, Any]) -> str:
 
 
 def correction_notes(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How the intervals of results or comparisons were corrected, and what is wrong with their profiles, each said once."""
+    """How the intervals of results or comparisons were corrected, and problems of their profiles, without duplicates."""
     found = [entry for result in results if (entry := result.get("interval_correction"))]
     texts = [f"90% interval: {entry['text']}" for entry in found]
     warnings = [f"warning: {text}" for entry in found for text in entry["warnings"]]

@@ -57,12 +57,23 @@ def _whole_model(problem: PlanningProblem, strategy: str, replicas: int, bucket_
 
 
 def single_plans(problem: PlanningProblem) -> Iterator[Plan]:
-    """One device, with as many accumulation steps as memory may ask for."""
+    """Plans on one device, with as many accumulation steps as memory may need.
+
+    Args:
+        problem: model, cluster and batch.
+    """
     return _whole_model(problem, "single", 1, (DEFAULT_BUCKET_BYTES,))
 
 
 def dp_plans(problem: PlanningProblem) -> Iterator[Plan]:
-    """A replica per device; bucket sizes around the default of PyTorch's DDP."""
+    """Plans with a replica per device, with bucket sizes around the default of PyTorch's DDP.
+
+    Args:
+        problem: model, cluster and batch.
+
+    Raises:
+        ScheduleError: the batch does not divide over the devices.
+    """
     return _whole_model(problem, "dp", problem.cluster.size, _useful_buckets(problem))
 
 
@@ -73,7 +84,14 @@ def _useful_buckets(problem: PlanningProblem) -> tuple[int, ...]:
 
 
 def mp_plans(problem: PlanningProblem) -> Iterator[Plan]:
-    """One replica: one stage per device, every component cut over all devices, and what lies between (pp x tp)."""
+    """Plans with one replica: one stage per device, every component cut over all devices, and mixtures of both (pp x tp).
+
+    Args:
+        problem: model, cluster and batch.
+
+    Raises:
+        ScheduleError: no member exists; the message names the reason.
+    """
     counts = _powers_of_two(problem.global_batch, MOST_MICROBATCHES)
     best, found = Best(), False
     no_pipeline: ScheduleError | None = None
@@ -91,7 +109,14 @@ def mp_plans(problem: PlanningProblem) -> Iterator[Plan]:
 
 
 def hp_plans(problem: PlanningProblem) -> Iterator[Plan]:
-    """Every pp x dp x tp with dp above one and another axis too."""
+    """Plans on every pp x dp x tp mesh with dp above one and one other axis above one.
+
+    Args:
+        problem: model, cluster and batch.
+
+    Raises:
+        ScheduleError: no member exists.
+    """
     best, found = Best(), False
     counts = _powers_of_two(problem.global_batch, MOST_MICROBATCHES)
     for pp in range(2, problem.cluster.size):
@@ -139,22 +164,34 @@ FAMILIES: Registry[Strategy] = Registry(
 
 
 def mixed_plans(problem: PlanningProblem, solutions: list[Solution] | None = None) -> Iterator[Plan]:
-    """The best placement of every component by itself (`parsim.schedule.tensor`), with every bucket size of `dp_plans`."""
+    """The best placement of every component by itself (`parsim.schedule.tensor`), with every bucket size of `dp_plans`.
+
+    Args:
+        problem: model, cluster and batch. solutions: a list that receives the solver's answers.
+    """
     for plan in adaptive_plans(problem, microbatches=microbatch_counts(problem), solutions=solutions):
         for bucket_bytes in _useful_buckets(problem):
             yield replace(plan, bucket_bytes=bucket_bytes)
 
 
 def microbatch_counts(problem: PlanningProblem) -> list[int]:
-    """The numbers of microbatches that `mixed_plans` tries, in its order."""
+    """The numbers of microbatches that `mixed_plans` tries, in its order.
+
+    Args:
+        problem: model, cluster and batch.
+    """
     return _powers_of_two(problem.global_batch, MOST_MICROBATCHES)
 
 
 def pipeline_plans(problem: PlanningProblem, strategy: str, mesh: Mesh, best: Best | None = None) -> Iterator[Plan]:
-    """Both orders and the microbatch counts that help, each with its own uneven stages.
+    """Both pipeline orders and the microbatch counts that help, each with its own uneven stages.
+
+    Args:
+        problem: model, cluster and batch. strategy: name that the plans get.
+        mesh: pp and dp. best: the fastest found so far, shared between calls.
 
     Raises:
-        ScheduleError: the batch or the components do not divide so far, or no cut fits any count.
+        ScheduleError: the batch or the components do not divide so far, or no cut fits for any count.
     """
     if mesh.pp > len(problem.model.components):
         raise ScheduleError(

@@ -1,4 +1,4 @@
-"""What each choice of a placement costs: the figures that the scheduler's optimisation problem is made of.
+"""The cost of each choice of a placement: the figures of the scheduler's optimisation problem.
 
 One stage of `dp x tp` ranks, `microbatches` microbatches per replica. Priced by the same Costs as the simulator's tasks, piece
 by piece: computation of a component, conversion of a value from one layout to another, summing of gradients.

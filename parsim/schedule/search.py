@@ -1,4 +1,4 @@
-"""Choose among plans: every family's members are priced and simulated, ranked, and told why they lost."""
+"""Choose among plans: price and simulate every family's members, rank them, and record why each lost."""
 
 from __future__ import annotations
 
@@ -68,12 +68,16 @@ class Search:
 def search(
     problem: PlanningProblem, strategies: Sequence[str] = tuple(FAMILIES), *, samples: int = SAMPLES, top: int | None = None
 ) -> Search:
-    """The best plan of each named family, ranked; the fastest that fits is chosen.
+    """Find the best plan of each named family, rank them, and choose the fastest that fits.
 
     Args:
+        problem: model, cluster, batch and constraints.
         strategies: keys of FAMILIES or "package.module:ROW"; "adaptive" stands for all of FAMILIES. Its candidate is the best
-            of all plans judged, so no candidate beside it is predicted faster.
-        top: keep this many plans over all families instead of the best of each.
+            of all plans judged, so no other candidate is predicted faster.
+        samples: draws for the intervals. top: keep this many plans over all families instead of the best of each.
+
+    Returns:
+        A Search. Leaves out plans outside the families: it claims no optimality beyond its candidates.
 
     Raises:
         ScheduleError: an unknown strategy, or no family has any member. CostError: nothing can be priced.
@@ -263,7 +267,11 @@ def _reason(entry: Evaluation, first: Evaluation, recompute: Recompute) -> str:
 
 
 def same_program(one: Plan, other: Plan) -> bool:
-    """Whether two plans differ in the name of their strategy at most."""
+    """Whether two plans differ at most in the name of their strategy.
+
+    Args:
+        one, other: plans of one model.
+    """
     return replace(one, strategy=other.strategy) == other
 
 

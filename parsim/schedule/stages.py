@@ -159,7 +159,7 @@ class _StageCosts:
 
     @cached_property
     def _up_to_bytes(self) -> tuple[Floats, Floats]:
-        """Of the first i components: what is kept whatever is in flight, and per microbatch in flight."""
+        """Bytes of the first i components: a fixed part, and a part per microbatch in flight."""
         running = []
         for alive in (0, 1):
             prices = self._prices(in_flight=alive)

@@ -86,8 +86,9 @@ def uniform_plans(
 def useful_plans(
     problem: PlanningProblem, strategy: str, mesh: Mesh, *, microbatches: Sequence[int], best: Best | None = None
 ) -> Iterator[Plan]:
-    """Plans of one mesh: from as many microbatches as stages upwards, and downwards, each way until those that fit are slower
-    by a closed form; then the other pipeline orders with the best count. With a tp axis placements are uniform.
+    """Plans of one mesh. The number of microbatches starts at the number of stages and goes up and down, until plans that
+    fit are slower by a closed form. Then come the other pipeline orders with the best count. With a tp axis placements
+    are uniform.
 
     Without a pipeline, more microbatches than memory asks for only cost. Counts whose computation alone, perfectly balanced,
     takes HOPELESS times as long as the family's best so far are passed over.
@@ -273,8 +274,9 @@ def _within_memory(
 ) -> tuple[Solution, Plan | None]:
     """The best choice that fits as a whole, where the best one does so only by its parts.
 
-    What a plan needs beside its parts is mostly a communicator for every set of ranks that exchange anything, so it depends
-    on which ways of cutting it uses at all: each set of ways is solved for itself, with the room that its last solution left.
+    The overhead of a plan beyond its components is mostly one communicator per set of ranks that exchange data. So it
+    depends on the numbers of ways that the plan uses. Each set of ways is solved alone, with the memory that its last
+    solution left.
     """
     best: tuple[Solution, Plan] | None = None
     for choice in _evenly_cut(placing):

@@ -1,4 +1,5 @@
-"""What virtual replicas learn: data in memory, a loss and a score, small enough for hundreds of replicas in one process.
+"""The learning problems of virtual replicas: data in memory, a loss and a score, small enough for hundreds of replicas in
+one process.
 
 Splits are those of the research these algorithms are compared with: the first 80% of a permutation from seed 0 train.
 """

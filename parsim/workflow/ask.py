@@ -117,7 +117,7 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
 
 
 def with_every_rank(asked: Prediction) -> Prediction:
-    """The prediction with every rank simulated: what is measured has every rank, and is compared task by task."""
+    """The prediction with every rank simulated, because a measurement has every rank and is compared task by task."""
     return replace(asked, evaluation=every_rank(asked.problem, asked.evaluation))
 
 
@@ -154,7 +154,9 @@ def device_kind(asked: Prediction) -> str:
 
 
 def warn_of_profile(asked: Prediction) -> list[str]:
-    """What has changed since the profile was measured, also on stderr: what is now run is held against its predictions."""
+    """Changes of the machine since the profile was measured, also printed on stderr, because the run is compared with its
+    predictions.
+    """
     warnings = differences_from_here(asked.problem.cluster.profile)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Measure this machine: what a calibration of some models needs to measure, and the profile it leaves."""
+"""Measure this machine: the request of a calibration of some models, and the resulting profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RUN.toml: what a user asks for, checked at the boundary.
+"""RUN.toml: the user's question, checked at the boundary.
 
 Precedence: `--set a.b=c` on the command line, then the file, then the defaults below. Every wrong key is reported with its
 path, its value and the fix, as ConfigError. Inside the library the sections are read-only.
@@ -80,7 +80,7 @@ class ModelSection(ConfigSection):
 
 
 class ClusterSection(ConfigSection):
-    """[cluster]: what it is trained on."""
+    """[cluster]: the devices that train."""
 
     profile: Annotated[str, Field(strict=True, min_length=1)]
     """A shipped hardware profile by name, or the path of one."""
@@ -191,7 +191,7 @@ class RunConfig(ConfigSection):
         return list(chosen) if isinstance(chosen, tuple) else chosen
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; what is None is left out."""
+        """Plain JSON values; None is left out."""
         document: dict[str, Any] = self.model_dump(mode="json", exclude_none=True)
         return document
 

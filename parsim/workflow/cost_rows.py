@@ -1,4 +1,4 @@
-"""What a collective costs, or every component of a model: rows as `parsim cost` prints them."""
+"""Prices of a collective, or of every component of a model: rows as `parsim cost` prints them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine has, which commands will therefore work, and how to get what is missing.
+"""The abilities of this machine, the commands that therefore work, and how to get the missing parts.
 
 `look` asks the machine and torch once; `checks_of` and `commands_of` judge what it found, without asking again.
 """
@@ -63,7 +63,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One ability: `ok`, what was found, and the way to it where it is missing ("" when nothing is to be done)."""
+    """One ability: `ok`, the finding, and how to get it if it is missing ("" if nothing is to be done)."""
 
     name: str
     ok: bool
@@ -119,7 +119,7 @@ def look(environment: dict[str, Any]) -> Found:
 
 
 def checks_of(found: Found) -> tuple[Check, ...]:
-    """What is there, and how to get what is not."""
+    """The abilities of this installation, and how to get the missing ones."""
     return (
         Check(name="simulate and plan", ok=True, found=f"profiles: {', '.join(shipped_profiles())}"),
         _torch_check(found),

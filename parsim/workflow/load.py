@@ -1,4 +1,4 @@
-"""From a RunConfig to what the scheduler answers: the Problem, and the plans the [plan] table allows."""
+"""From a RunConfig to the scheduler's question: the PlanningProblem, and the plans that the [plan] table allows."""
 
 from __future__ import annotations
 

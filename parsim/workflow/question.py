@@ -61,7 +61,9 @@ class Question:
     given: Given = "name"
 
     def on_devices(self, count: int) -> Question:
-        """The same with the number of devices told, where the question left it open: known once the cluster is loaded."""
+        """The same with the number of devices filled in, if the question left it open; it is known once the cluster is
+        loaded.
+        """
         told = tuple((key, count if key == DEVICES else value) for key, value in self.assumed)
         return replace(self, assumed=told)
 

@@ -1,4 +1,4 @@
-"""What a validation leaves behind: a line in the profile's history and, where asked for, an update of the profile."""
+"""The records of a validation: a line in the profile's history and, on request, an update of the profile."""
 
 from __future__ import annotations
 

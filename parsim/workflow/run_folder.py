@@ -82,7 +82,7 @@ class RunFolder:
     def write_question(
         self, config: RunConfig, model: Model, plan: Plan, profile: Profile, history: History = NO_HISTORY
     ) -> None:
-        """What is asked, and by what it is answered: before anything runs."""
+        """Write the question, with the profile and plan that answer it, before anything runs."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.config.write_text(config.to_toml())
         model.save(self.model)
@@ -91,7 +91,7 @@ class RunFolder:
         history.save(self.history)
 
     def read_config(self) -> RunConfig:
-        """The resolved config, with the profile and plan that lie beside it. Raises ConfigError if this is no run folder."""
+        """The resolved config, with the profile and plan of the same folder. Raises ConfigError if this is no run folder."""
         if not self.config.is_file():
             raise ConfigError(
                 f"{self.path} is not a run folder: it holds no {self.config.name}; give the --out of `parsim run`"

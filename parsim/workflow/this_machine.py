@@ -1,9 +1,10 @@
 """cluster = "this-machine": the calibrated profile of this machine, found in the cache or made quickly.
 
 Profiles lie in `$PARSIM_HOME/profiles`, or without that variable in `$XDG_CACHE_HOME/parsim/profiles` or
-`~/.cache/parsim/profiles`. One serves a question if it was measured on this processor (or these GPUs), with as many cores,
-this version of torch and the same priority for communication, and holds the question's model at its local batches, and its
-optimizer. The newest that serves is taken. Otherwise the question's model is calibrated quickly, in about a minute.
+`~/.cache/parsim/profiles`. A profile serves a question under two conditions. It was measured on this processor (or these
+GPUs), with as many cores, this version of torch and the same priority for communication. And it holds the question's
+model at its local batches, and its optimizer. The newest that serves is taken. Otherwise the question's model is
+calibrated quickly, in about a minute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run a predicted plan for real: train under it, measure it in rounds, or read again what a run has left."""
+"""Run a predicted plan for real: train with it, measure it in rounds, or read an earlier run again."""
 
 from __future__ import annotations
 

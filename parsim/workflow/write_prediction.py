@@ -1,4 +1,4 @@
-"""What a simulation leaves in a run folder, and how any run folder's pages are drawn again."""
+"""Write a simulation into a run folder, and draw any run folder's pages again."""
 
 from __future__ import annotations
 

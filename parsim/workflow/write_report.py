@@ -1,4 +1,4 @@
-"""What a run leaves for people: both timelines, the Perfetto trace, report.html."""
+"""The report of a run: both timelines, the Perfetto trace, report.html."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _results(asked: Prediction) -> Sequence[dict[str, object]]:
 
 
 def report_run(evaluation: Evaluation, seen: Measurement | None, comparison: Comparison | None) -> ReportRun:
-    """One plan for the report, with what was measured of it if anything was."""
+    """One plan for the report, with its measurement if there is one."""
     step = None if seen is None else seen.timelines[typical_step(seen)]
     return ReportRun(
         label=evaluation.result.strategy,

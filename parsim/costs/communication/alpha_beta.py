@@ -25,13 +25,23 @@ def ring_all_reduce_s(size_bytes: float, group_size: int, latency_s: float, seco
 def tree_all_reduce_s(
     size_bytes: float, group_size: int, latency_s: float, seconds_per_byte: float, *, depth: int | None = None
 ) -> float:
-    """Time of a tree all_reduce: up and down a tree of `depth` levels, 2 depth alpha + 2 S beta.
+    """Time of a tree all_reduce in the alpha-beta model: up and down a tree of `depth` levels.
 
-    `depth` defaults to ceil(log2 n), the double binary tree, in which every rank forwards each half of the array once
-    up and once down, so that the full bandwidth of its links is used. Within one box NCCL's trees are chains of depth
-    n - 1 (so its tuner counts them). One rank costs nothing. Leaves out the pipelining of chunks, as for the ring.
+    t = 2 depth alpha + 2 S beta
 
-    Raises CostError if an argument is out of range.
+    Args:
+        size_bytes: S, the whole array held by each rank.
+        group_size: n >= 1; one rank costs nothing.
+        latency_s, seconds_per_byte: alpha and beta of one hop.
+        depth: levels. The default, ceil(log2 n), is the double binary tree: every rank forwards each half of the array once
+            up and once down, which uses the full bandwidth of its links. Inside one box NCCL's trees are chains of depth n -
+            1, and its tuner counts them so.
+
+    Returns:
+        Seconds. Leaves out the pipelining of chunks, as the ring does.
+
+    Raises:
+        CostError: an argument is out of range.
     """
     if _group(group_size) == 1:
         return 0.0
@@ -40,14 +50,31 @@ def tree_all_reduce_s(
 
 
 def ring_steps(operation: str, group_size: int) -> int:
-    """Hops one after the other: 2 (n - 1) for all_reduce, n - 1 for all_gather, reduce_scatter, broadcast, all_to_all."""
+    """Number of hops that follow one another on a ring.
+
+    Args:
+        operation: a key of `COLLECTIVE_KINDS`.
+        group_size: n >= 1.
+
+    Returns:
+        2 (n - 1) for all_reduce; n - 1 for all_gather, reduce_scatter, broadcast and all_to_all.
+    """
     return COLLECTIVE_KINDS[operation].hops(_group(group_size))
 
 
 def ring_traffic(operation: str, group_size: int) -> float:
-    """Bytes through the slowest hop of a ring per byte of S: 2 (n - 1)/n for all_reduce, (n - 1)/n for all_gather and
-    reduce_scatter, 1 for a pipelined broadcast. One rank moves nothing. all_to_all does not run on a ring: see
-    `all_to_all_s`."""
+    """Bytes through the slowest hop of a ring, per byte of the array S.
+
+    Args:
+        operation: a key of `COLLECTIVE_KINDS` that runs on a ring.
+        group_size: n >= 1; one rank moves nothing.
+
+    Returns:
+        2 (n - 1)/n for all_reduce, (n - 1)/n for all_gather and reduce_scatter, 1 for a pipelined broadcast.
+
+    Raises:
+        CostError: all_to_all, which does not run on a ring (see `all_to_all_s`).
+    """
     n = _group(group_size)
     if n == 1:
         return 0.0
@@ -59,8 +86,18 @@ def ring_traffic(operation: str, group_size: int) -> float:
 
 
 def busbw_bytes_per_s(operation: str, size_bytes: float, group_size: int, seconds: float) -> float:
-    """Bus bandwidth as nccl-tests defines it: S / t times 2 (n - 1)/n for all_reduce, (n - 1)/n for all_gather,
-    reduce_scatter and all_to_all, 1 for broadcast and send_recv. Zero where no time passes."""
+    """Bus bandwidth as nccl-tests defines it: S / t times a factor of the operation.
+
+    Args:
+        operation: a collective, or "send_recv".
+        size_bytes: S, the whole array.
+        group_size: n >= 1.
+        seconds: t, the measured time.
+
+    Returns:
+        Bytes per second. The factor is 2 (n - 1)/n for all_reduce, 1 for broadcast and send_recv, (n - 1)/n for the others.
+        Zero if no time passes.
+    """
     if seconds <= 0:
         return 0.0
     if operation == "send_recv":

@@ -1,13 +1,14 @@
-"""What a collective or a transfer costs: closed forms over the links of the machine, or piecewise lines measured per group.
+"""The price of a collective or a transfer: closed forms over the links of the machine, or piecewise lines measured per
+group.
 
-A profile says which: where it holds a link model (NCCL on NVLink or PCIe), times follow from rings packed on the links of a
-node (`parsim.costs.communication.intranode`) and, across nodes, from the network that joins them
-(`parsim.costs.communication.internode`); otherwise (gloo)
-from `CollectiveFit`s. Only all_reduce was measured on the DGX-1V that the link model stands for: the other operations are
-derived from the same links by their closed forms and carry a wider uncertainty for it.
+The profile decides. If it holds a link model (NCCL on NVLink or PCIe), times follow from rings packed on the links of a
+node (`parsim.costs.communication.intranode`). Across nodes they also follow from the network
+(`parsim.costs.communication.internode`). Without a link model (gloo), times come from `CollectiveFit`s. Only all_reduce
+was measured on the DGX-1V that the link model describes. The other operations are derived from the same links by their
+closed forms, with a wider uncertainty.
 
-Groups that run at the same time slow one another where they share a link, a network card or an uplink: whoever knows them
-passes them as `concurrent`.
+Groups that run at the same time slow one another where they share a link, a network card or an uplink. The caller passes
+these groups as `concurrent`.
 """
 
 from __future__ import annotations
@@ -69,14 +70,18 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
     """Price a collective over ranks of `cluster`.
 
     Args:
-        concurrent: the groups of ranks that run the same kind of collective over as many bytes at the same time (with or
-            without this one): the T data-parallel groups of a mesh with T tensor shards, say. Costs fitted per group (gloo)
-            know nothing of it.
+        work: the operation, its group of ranks and the bytes of the whole array.
+        cluster: the machine; its profile holds a link model or fits per group size.
+        concurrent: groups of ranks that run the same collective over as many bytes at the same time, with or without this
+            one. An example are the T data-parallel groups of a mesh with T tensor shards. Fits per group (gloo) ignore it.
 
-    Packing counts where it was measured (gloo); the link model leaves it out, a copy in the device's memory.
+    Returns:
+        An Estimate. Fits include packing where it was measured (gloo); the link model leaves out packing, a copy in the
+        device's memory.
 
-    Raises CostError if a group names a rank the cluster has not or one twice, if no link joins two members, or if neither a
-    link model nor a fit for this operation and group size is in the profile.
+    Raises:
+        CostError: a group names an unknown rank or one rank twice, no link joins two members, or the profile has neither a
+            link model nor a fit for this operation and group size.
     """
     _check_ranks(work.group, cluster, work.operation)
     if len(work.group) == 1:
@@ -105,7 +110,7 @@ def _by_links(work: Collective, group: tuple[int, ...], cluster: Cluster, concur
 
 
 def _hashable(groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """A tuple stays what it is: it may know its hash."""
+    """Return a tuple unchanged, because it may cache its hash."""
     return groups if isinstance(groups, tuple) else tuple(groups)
 
 
@@ -116,11 +121,21 @@ def _check_concurrent(cluster: Cluster, groups: tuple[tuple[int, ...], ...], wha
 
 
 def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tuple[int, ...]] = ()) -> Estimate:
-    """Price a transfer between two ranks: over their direct lanes, or the path over PCIe and sockets where none joins them;
-    between nodes from card to card.
+    """Price a transfer between two ranks.
 
-    `concurrent`: the (source, destination) of transfers of as many bytes at the same time, with or without this one.
-    Raises CostError as `estimate_collective` does.
+    Inside a node it uses their direct lanes, or the path over PCIe and sockets if no lane joins them. Between nodes it goes
+    from network card to network card.
+
+    Args:
+        work: source, destination and bytes.
+        cluster: the machine.
+        concurrent: (source, destination) of transfers of as many bytes at the same time, with or without this one.
+
+    Returns:
+        An Estimate. Leaves out that a transfer speeds up once a concurrent one has ended.
+
+    Raises:
+        CostError: as `estimate_collective`.
     """
     pair = (work.source, work.destination)
     _check_ranks(pair, cluster, "send_recv")
@@ -231,18 +246,37 @@ def _pairwise(
 
 
 def fitted_s(fit: CollectiveFit, size_bytes: float) -> float:
-    """Seconds of a piecewise fit at a size; never less than at the end of an earlier regime."""
+    """Seconds of a piecewise fit at a size; never less than at the end of an earlier regime.
+
+    Args:
+        fit: lines per range of sizes, for one operation and group size.
+        size_bytes: the whole array.
+    """
     return regimes_s(fit.regimes, size_bytes)
 
 
 def regimes_s(regimes: Sequence[Regime], size_bytes: float) -> float:
-    """Seconds of piecewise lines, sorted by size: the running maximum, so that the time never falls with the size."""
+    """Seconds of piecewise lines, sorted by size: the running maximum, so that the time never falls with the size.
+
+    Args:
+        regimes: lines in ascending order of size, seconds over bytes.
+        size_bytes: the whole array; beyond the last line it is extrapolated.
+    """
     regime, at_bytes = regime_at(regimes, size_bytes)
     return regime.latency_s + regime.seconds_per_byte * at_bytes
 
 
 def regime_at(regimes: Sequence[Regime], size_bytes: float) -> tuple[Regime, float]:
-    """The regime, and the size on its line, that price a message: the dearest of its own and the ends of those before."""
+    """Find the line that prices a message, and the size at which to read it.
+
+    Args:
+        regimes: lines in ascending order of size.
+        size_bytes: of the message.
+
+    Returns:
+        The most expensive candidate: the line of the size itself, or the end of an earlier line. So the time never falls with
+        the size.
+    """
     most, seconds = (regimes[0], 0.0), -math.inf
     for number, regime in enumerate(regimes, start=1):
         end = regime.max_size_bytes

@@ -1,6 +1,6 @@
-"""Groups that cost the same: built alike on like nodes, beside groups that are alike, whichever nodes these are.
+"""Groups that cost the same: equal shapes on equal nodes, with equal concurrent groups.
 
-In a plan of thousands of ranks most groups are such copies. What one costs is worked out once.
+In a plan of thousands of ranks most groups are such copies. parsim prices one of them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ NodePart = tuple[tuple[int, ...], bool, int]
 
 @lru_cache(maxsize=65536)
 def alike(cluster: Cluster, group: tuple[int, ...], concurrent: Sequence[tuple[int, ...]]) -> Hashable:
-    """Equal for two groups of a cluster that cost the same in every collective but broadcast, whose root is a matter of order.
+    """A key that is equal for two groups of a cluster that cost the same.
 
-    Made of what the prices are made of: per node its shape, the devices of the group and of the concurrent ones there; per
-    leaf the loads of its uplinks. Raises ProfileError for a device that no link joins.
+    It holds for every collective but broadcast, whose root depends on the order of ranks. The key contains what prices depend
+    on: per node its shape and the devices of the group and of the concurrent ones, and per leaf the loads of its uplinks.
+
+    Args:
+        cluster: the machine.
+        group: ranks, ascending.
+        concurrent: groups that run at the same time.
+
+    Raises:
+        ProfileError: a device that no link joins.
     """
     spread, nodes = cluster.spread(group), cluster.nodes
     there, is_listed = _by_node(cluster, concurrent), group in _distinct(concurrent)

@@ -1,4 +1,4 @@
-"""Many transfers at once: what an exchange of neighbours costs, where every rank sends to a few others at the same time."""
+"""Many transfers at once: the cost of an exchange of neighbours, where every rank sends to a few others at the same time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,23 @@ from parsim.hardware.cluster import Cluster
 
 
 def exchange_seconds(pairs: Sequence[tuple[int, int]], size_bytes: float, cluster: Cluster) -> NDArray[np.float64]:
-    """Seconds of each (source, destination), all of `size_bytes` and all at once: float64 [pairs].
+    """Time of each transfer of an exchange in which all transfers run at once.
 
-    A transfer moves at the pace of the busiest link, network card or uplink on its way, loaded with every transfer that uses
-    it, so that all of them together keep that link busy to the end. What one rank sends and receives is issued as one group:
-    the launch is paid once.
+    A transfer moves at the speed of the busiest link, network card or uplink on its path. That link carries every transfer
+    that uses it and stays busy to the end. A rank issues its sends and receives as one group, so it pays the launch once.
 
-    Leaves out: that a transfer speeds up once others have ended, collisions of routes in the network, and the arithmetic that
-    follows an arrival.
+    Args:
+        pairs: (source, destination) of every transfer, each once.
+        size_bytes: of each transfer.
+        cluster: the machine, with a link model.
+
+    Returns:
+        float64 [pairs] seconds. Leaves out that a transfer speeds up once others have ended, collisions of routes in the
+        network, and the arithmetic after an arrival.
 
     Raises:
-        CostError: a rank that the cluster has not, a rank that sends to itself, a pair listed twice, a profile without a link
-            model, or links between nodes without a network.
+        CostError: an unknown rank, a rank that sends to itself, a pair listed twice, a profile without a link model, or links
+            between nodes without a network.
     """
     _check(pairs, size_bytes, cluster)
     model = link_model_of(cluster)

@@ -4,9 +4,9 @@ Ring: all members in one ring (one per network card and more), which crosses fro
 
     seconds = base + (steps - crossings) * hop inside + crossings * hop between + traffic * max(inside, between) * S
 
-with steps and traffic of `ring_steps` and `ring_traffic` over all n ranks, crossings = ring_steps over the K nodes, and the
-seconds per byte of the busiest link inside the nodes and between them (`parsim.costs.communication.traffic`), each over the
-protocol's efficiency.
+Here steps and traffic are `ring_steps` and `ring_traffic` over all n ranks, and crossings is `ring_steps` over the K
+nodes. "Inside" and "between" are the seconds per byte of the busiest link inside and between nodes
+(`parsim.costs.communication.traffic`), divided by the protocol's efficiency.
 
 Tree (all_reduce): a chain inside each node and a double binary tree over the nodes, which pass the array up and down:
 
@@ -14,13 +14,15 @@ Tree (all_reduce): a chain inside each node and a double binary tree over the no
 
 for m members on a node; c = 2, but 1 for two nodes, where each sends the other one half up and one half down.
 
-Hierarchical (as many members on every node): reduce_scatter inside, the operation over the nodes for each member and its
-counterparts (its rail) with S/m, all_gather inside, each at its own best; no phase overlaps another. An all_gather or a
-reduce_scatter does the phases it needs; a broadcast goes over the nodes from one member, then inside.
+Hierarchical (as many members on every node): reduce_scatter inside; then each member and its counterparts (its rail) run
+the operation over the nodes with S/m; then all_gather inside. Each phase takes its best protocol, and no phase overlaps
+another. An all_gather or a reduce_scatter does the phases it needs; a broadcast goes over the nodes from one member, then
+inside.
 
-The one with the least predicted time is taken. NCCL decides in the same way with its own model (src/graph/tuning.cc, read at
-01afd20a77b5: the same steps, traffic and trees, its constants for hops); it has no hierarchical algorithm, the libraries above
-it have (Horovod, BlueFog): a network file that leaves it out of `algorithms` forbids it.
+parsim takes the algorithm with the least predicted time. NCCL decides in the same way with its own model
+(src/graph/tuning.cc, read at 01afd20a77b5: the same steps, traffic and trees, its constants for hops). NCCL has no
+hierarchical algorithm; libraries above it have one (Horovod, BlueFog). A network file forbids an algorithm by leaving it
+out of `algorithms`.
 
 Leaves out: LL's longer hops inside a node when several nodes take part, the plateau of large rings, switches that reduce
 (SHARP), and that the ends of the network's routes may collide.
@@ -77,7 +79,13 @@ class AlgorithmChoice:
 def chosen_terms(
     best: AlgorithmChoice, operation: str, group: tuple[int, ...], cluster: Cluster, concurrent: RankGroups = ()
 ) -> Terms:
-    """The terms of a choice of `choices` for the group. Contention is what it takes over what it would take alone."""
+    """The terms of one choice of `choices` for a group.
+
+    Args:
+        best: the choice. operation, group: what runs, on which ranks.
+        cluster: the machine.
+        concurrent: groups that run at the same time. Contention is the time beyond what the group takes alone.
+    """
     alone = best
     if concurrent:
         own = choices(operation, group, best.size_bytes, cluster)
@@ -103,9 +111,20 @@ def chosen_terms(
 def choices(
     operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups = ()
 ) -> list[AlgorithmChoice]:
-    """Every algorithm and protocol for a group on several nodes, the fastest first.
+    """Price every algorithm and protocol for a group on several nodes.
 
-    Raises CostError if nothing prices the operation, a member's node has no network card, or the cluster no network.
+    Args:
+        operation: a collective.
+        group: ranks, ascending.
+        size_bytes: S, the whole array.
+        cluster: the machine, with its network.
+        concurrent: groups that do the same at the same time.
+
+    Returns:
+        The choices, fastest first. Leaves out switches that reduce and collisions of routes.
+
+    Raises:
+        CostError: nothing prices the operation, a member's node has no network card, or the cluster has no network.
     """
     network, model = parts_of(cluster)
     pace = group_pace(cluster, model.link_kind, group, "through", concurrent)
@@ -125,9 +144,16 @@ def choices(
 
 
 def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: RankGroups = ()) -> float:
-    """The phase between the nodes of the hierarchical form: every member runs `operation` on its S/m with its counterparts.
+    """Seconds of the phase between nodes of the hierarchical form: every member runs `operation` on S/m with its
+    counterparts.
 
-    S = `size_bytes` is the array of the whole group. Raises CostError as `choices` does.
+    Args:
+        operation: a collective. group: ranks, ascending.
+        size_bytes: S, the array of the whole group.
+        cluster: the machine. concurrent: groups that do the same at the same time.
+
+    Raises:
+        CostError: as `choices`.
     """
     network, model = parts_of(cluster)
     way: Way = "rails"
@@ -139,7 +165,14 @@ def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: 
 
 
 def parts_of(cluster: Cluster) -> tuple[Network, LinkModel]:
-    """The network and the link model of a cluster of several nodes. Raises CostError where there is none."""
+    """The network and the link model of a cluster of several nodes.
+
+    Args:
+        cluster: made with `cluster_from_profile(profile, nodes=..., network=...)`.
+
+    Raises:
+        CostError: the cluster has no network, or its profile no link model.
+    """
     model = cluster.profile.communication.link_model
     if cluster.network is None or model is None:
         raise CostError(
@@ -150,7 +183,14 @@ def parts_of(cluster: Cluster) -> tuple[Network, LinkModel]:
 
 
 def point_to_point(network: Network, model: LinkModel) -> tuple[float, float]:
-    """Seconds of a hop between nodes beside the latency of the links, and the share of the bandwidth large messages get."""
+    """Fixed cost and efficiency of a message between nodes.
+
+    Args:
+        network: of the cluster. model: of the links inside the nodes.
+
+    Returns:
+        Seconds without the latency of the links, and the share of the bandwidth that large messages reach.
+    """
     best = max((entry for entry in network.protocols if entry.algorithm == "ring"), key=lambda entry: entry.efficiency)
     return model.point_to_point_base_s + best.hop_s, best.efficiency
 

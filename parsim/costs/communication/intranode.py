@@ -1,4 +1,7 @@
-"""Collectives inside one node: rings packed on its links or trees, under the protocol that the library's tuner takes."""
+"""Collectives inside one node: rings packed on its links or trees, under the protocol that the library's tuner takes.
+
+Leaves out: the pipelining of chunks, and copies to pack parts of an array.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +45,17 @@ def inside_choice(
     cluster: Cluster,
     concurrent: tuple[tuple[int, ...], ...] = (),
 ) -> InsideChoice:
-    """A collective among the members of a group on each node, as the slowest node does it.
+    """Price a collective among the members of a group on each node, as the slowest node runs it.
 
-    The tuner does not know of the groups that run at once: it decides as if there were none.
+    Args:
+        operation: a collective. group: ranks, ascending.
+        size_bytes: S, the whole array.
+        cluster: the machine, with a link model.
+        concurrent: groups that do the same at the same time. The tuner does not know of them: it chooses as if there were
+            none.
+
+    Raises:
+        CostError: the profile has no link model, or no protocol prices the operation on these devices.
     """
     model = link_model_of(cluster)
     rings, seconds_per_byte = inside_pace(cluster, model.link_kind, group, concurrent)
@@ -63,12 +74,19 @@ def inside_choice(
 def inside_s(
     operation: str, group: tuple[int, ...], size_bytes: float, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...] = ()
 ) -> float:
-    """Seconds of `inside_choice`."""
+    """Seconds of `inside_choice`, with the same arguments and errors."""
     return inside_choice(operation, group, size_bytes, cluster, concurrent).seconds
 
 
 def link_model_of(cluster: Cluster) -> LinkModel:
-    """Raises CostError for a profile that prices communication without links."""
+    """The link model of a cluster's profile.
+
+    Args:
+        cluster: the machine.
+
+    Raises:
+        CostError: the profile prices communication without links.
+    """
     model = cluster.profile.communication.link_model
     if model is None:
         raise CostError(f"profile {cluster.profile.name} has no link model; use a profile that has one")
@@ -90,9 +108,16 @@ class ProtocolLine:
 
 
 def protocol_lines(operation: str, rings: RingSet, model: LinkModel, alone: RingSet | None = None) -> list[ProtocolLine]:
-    """One line per protocol. The tuner's lane rate is the profile's; on relayed rings it is the path's own.
+    """One line of seconds over bytes per protocol. The tuner's lane rate is the profile's; on relayed rings it is the path's
+    own.
 
-    `alone`: the same rings while nothing else runs, as the tuner sees them.
+    Args:
+        operation: a collective. rings: of the group's devices, with concurrent groups counted.
+        model: protocols and their constants.
+        alone: the same rings while nothing else runs, as the tuner sees them (None: `rings`).
+
+    Raises:
+        CostError: no protocol prices the operation on these rings.
     """
     n = len(rings.devices)
     steps, ring_share = ring_steps(operation, n), ring_traffic(operation, n)
@@ -123,16 +148,23 @@ def protocol_lines(operation: str, rings: RingSet, model: LinkModel, alone: Ring
 
 
 def choose_protocol(lines: Sequence[ProtocolLine], size_bytes: float) -> tuple[float, LinkProtocol]:
-    """The protocol with the least tuner time, and its seconds, made monotone in the size (`line_at`)."""
+    """The protocol with the least tuner time, and its seconds, made monotone in the size (`line_at`).
+
+    Args:
+        lines: of `protocol_lines`. size_bytes: S, the whole array.
+    """
     line, at_bytes, protocol = line_at(lines, size_bytes)
     return line.seconds_at(at_bytes), protocol
 
 
 def line_at(lines: Sequence[ProtocolLine], size_bytes: float) -> tuple[ProtocolLine, float, LinkProtocol]:
-    """The line and the size on it that price a collective, and the protocol with the least tuner time.
+    """Find the line that prices a collective, the size at which to read it, and the protocol with the least tuner time.
 
-    The tuner's choice is not always the fastest one: at the size where it changes its mind the time can drop (measured
-    as well). A size therefore costs at most what the next protocol costs where it begins.
+    The tuner's choice is not always the fastest: where it changes, the time can drop (measured as well). A size therefore
+    costs at most as much as the next protocol costs at its beginning.
+
+    Args:
+        lines: of `protocol_lines`. size_bytes: S, the whole array.
     """
     current = min(lines, key=lambda line: (line.tuner_latency_s, line.tuner_seconds_per_byte))
     least, start, chosen = (current, size_bytes), 0.0, current

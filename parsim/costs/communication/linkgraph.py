@@ -1,4 +1,4 @@
-"""From a topology to what collectives need: the rings of a group, and the busiest link of a set of transfers."""
+"""Quantities that collectives need of a topology: the rings of a group, and the busiest link of a set of transfers."""
 
 from __future__ import annotations
 
@@ -39,13 +39,19 @@ class RingSet:
 def ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> RingSet:
     """Rings over `link_kind` lanes among `devices`; their order does not matter.
 
-    First rings packed on the lanes that join the devices directly (up to MAX_RING_DEVICES); else, where switches of that kind
-    join all of them (NVSwitch, a PCIe tree under one root), rings through the switches in the order of the device numbers, as
-    many as the busiest link has room for. Where neither exists, one ring in that order whose hops use the direct lanes where
-    there are some, otherwise the path over other links, and the busiest link sets the pace. Links may have different rates: the
-    slowest hop paces all rings. Leaves out rings of fewer devices joined by trees, and a better order of the last two.
+    The first of three forms that exists is taken. (1) Rings packed on the lanes that join the devices directly, for at most
+    MAX_RING_DEVICES devices. (2) Rings through switches of that kind that join all devices (NVSwitch, a PCIe tree under one
+    root), in the order of device numbers, as many as the busiest link carries. (3) One ring in that order whose hops use
+    direct lanes where they exist and the path over other links elsewhere. The slowest hop sets the rate of all rings.
 
-    Raises CostError if no path joins two neighbours.
+    Args:
+        topology: links of one node. link_kind: such as "nvlink". devices: names in the topology.
+
+    Returns:
+        The rings. Leaves out rings of fewer devices joined by trees, and a better order in forms 2 and 3.
+
+    Raises:
+        CostError: no path joins two neighbours.
     """
     return _ring_set(topology, link_kind, tuple(sorted(devices, key=_number)))
 
@@ -88,11 +94,20 @@ def _ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> R
 def busiest_seconds_per_byte(
     topology: Topology, link_kind: str, flows: Sequence[LinkLoad], others: Sequence[LinkLoad] = ()
 ) -> tuple[float, bool]:
-    """Seconds per byte of the busiest link that `flows` (from, to, share of the bytes) use when all of them, and `others`, run
-    at once, and whether every flow has direct lanes.
+    """Seconds per byte of the busiest link that `flows` use while all of them and `others` run at once.
 
     A flow uses all direct lanes of `link_kind` between its ends, or a path of that kind through switches, or else the
-    shortest path over any links. Links are full duplex. Raises CostError if no path joins two devices.
+    shortest path over any links. Links are full duplex.
+
+    Args:
+        topology: links of one node. link_kind: of the direct lanes.
+        flows, others: (from, to, share of the bytes).
+
+    Returns:
+        Seconds per byte, and whether every flow has direct lanes.
+
+    Raises:
+        CostError: no path joins two devices.
     """
     loads = link_loads(topology, link_kind, flows)
     total = added([loads, link_loads(topology, link_kind, others)]) if others else loads
@@ -100,7 +115,11 @@ def busiest_seconds_per_byte(
 
 
 def link_loads(topology: Topology, link_kind: str, flows: Iterable[LinkLoad]) -> dict[LinkStep, float]:
-    """Per link and direction, the share of the bytes that passes when all flows run at once."""
+    """Share of the bytes that passes each link in each direction while all flows run at once.
+
+    Args:
+        topology, link_kind: as for `busiest_seconds_per_byte`. flows: (from, to, share of the bytes).
+    """
     load: dict[LinkStep, float] = {}
     for source, destination, share in flows:
         for step, part in _route(topology, link_kind, source, destination):
@@ -109,12 +128,20 @@ def link_loads(topology: Topology, link_kind: str, flows: Iterable[LinkLoad]) ->
 
 
 def pace(own: Iterable[LinkStep], total: Mapping[LinkStep, float]) -> float:
-    """Seconds per byte of the busiest of the links `own` under the loads `total`; 0 for no link."""
+    """Seconds per byte of the busiest of the links `own`; 0 for no link.
+
+    Args:
+        own: link steps used. total: load of every link step, shares of the bytes.
+    """
     return max((total[step] / step[2].capacity_bytes_per_s for step in own), default=0.0)
 
 
 def added(loads: Iterable[Mapping[LinkStep, float]]) -> dict[LinkStep, float]:
-    """The sum of several loads."""
+    """The sum of several loads.
+
+    Args:
+        loads: each maps a link step to a share of the bytes.
+    """
     total: dict[LinkStep, float] = {}
     for load in loads:
         for step, weight in load.items():

@@ -22,11 +22,15 @@ def moving_terms(
     latency: str = "",
     origin: TermOrigin = "fitted",
 ) -> Terms:
-    """Bytes, contention where there is some, latency.
+    """Terms for the bytes, for contention if there is some, and for latency.
 
     Args:
-        seconds_per_byte: of the whole array, beside whatever runs at once. alone_seconds_per_byte: alone (None: nothing else
-            runs). groups: how many run at once. latency: what its seconds consist of.
+        size_bytes: of the whole array. seconds_per_byte: of the whole array, while other groups run.
+        alone_seconds_per_byte: alone (None: nothing else runs). groups: how many run at once.
+        latency_s: of the operation. latency: what it consists of, as text. origin: of the numbers.
+
+    Returns:
+        The terms, in seconds. Leaves out that contention may end before the transfer does.
     """
     alone = seconds_per_byte if alone_seconds_per_byte is None else alone_seconds_per_byte
     alone_s, seconds = alone * size_bytes, seconds_per_byte * size_bytes
@@ -39,7 +43,11 @@ def moving_terms(
 
 
 def hops_text(base_s: float, *hops: tuple[int, float]) -> str:
-    """`10 us + 14 hops of 1.2 us`."""
+    """Describe a latency, e.g. `10 us + 14 hops of 1.2 us`.
+
+    Args:
+        base_s: seconds before the hops. hops: (count, seconds of one).
+    """
     return " + ".join(
         [format_seconds(base_s), *(f"{count} hops of {format_seconds(seconds)}" for count, seconds in hops if count)]
     )

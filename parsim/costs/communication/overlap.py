@@ -1,4 +1,6 @@
-"""How much computation and communication of a program slow each other: what was measured, by what the program sends."""
+"""How much computation and communication of a program slow each other: measured factors, chosen by the sizes the program
+sends.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,20 @@ from parsim.work import Collective, SendRecv, Work
 
 
 def overlap_of(measured: Overlap, works: Sequence[Work], seconds: Iterable[float]) -> OverlapFactors:
-    """One pair of factors for a whole program, as the engines take it: the means over its communication, by time.
+    """One pair of slowdown factors for a whole program, as the engines take it: means over its communication, weighted by
+    time.
 
-    A small message leaves the processor to the computation while it waits for its peer, a large one is worked on. So each
-    collective or transfer has the factors of its size, on a line through the logarithms of the measured sizes of its operation
-    (of all_reduce for others), and those of the nearest size outside them. Of computation it is what stands still in the mean,
-    1 - 1/factor of the time, which is interpolated and averaged: so the program loses what its messages make it lose.
+    A small message leaves the processor to the computation while it waits for its peer; a large one keeps the processor
+    busy. So each message has the factors of its size, interpolated over log(size) between the measured sizes of its
+    operation (of all_reduce for operations without points). Sizes outside the range take the nearest. Of computation, the
+    interpolated and averaged quantity is the lost share of time, 1 - 1/factor.
 
-    Leaves out that in a program the factors differ from one message to the next; and of a profile without points, the size.
+    Args:
+        measured: the profile's factors, with or without points by size.
+        works, seconds: pieces of work and the time of each; computation is ignored.
+
+    Returns:
+        Factors >= 1. Leaves out that factors differ from one message to the next, and the size for a profile without points.
     """
     shares, weights = [], []
     for work, weight in zip(works, seconds, strict=True):
@@ -36,7 +44,11 @@ def overlap_of(measured: Overlap, works: Sequence[Work], seconds: Iterable[float
 
 
 def factors_at(measured: Overlap, operation: str, size_bytes: int) -> tuple[float, float]:
-    """(compute, communication) factors beside one operation of one size."""
+    """(compute, communication) factors while one operation of one size runs.
+
+    Args:
+        measured: the profile's factors. operation: a collective or "send_recv". size_bytes: of the message.
+    """
     points = _of_operation(measured.points, operation) or _of_operation(measured.points, "all_reduce")
     if not points:
         return measured.compute_factor, measured.communication_factor

@@ -122,7 +122,11 @@ def _optimal(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
 
 
 def hamiltonian_cycles(lanes: Sequence[Sequence[int]]) -> list[Ring]:
-    """Every directed cycle from vertex 0 through all vertices, once; at most (n - 1)! of them."""
+    """Every directed cycle from vertex 0 through all vertices, once; at most (n - 1)! of them.
+
+    Args:
+        lanes: [n][n], number of lanes from vertex to vertex.
+    """
     size = len(lanes)
     found: list[Ring] = []
     walk = [0]

@@ -1,12 +1,13 @@
-"""Who loads which link: what each group sends through its nodes, and how much groups that run at once slow one another.
+"""Loads of links: the bytes each group sends through its nodes, and how much groups that run at once slow one another.
 
-A group is seen node by node as a Part: which devices of the node belong to it, and the way its bytes go. All loads are shares
-of the bytes that the collective moves through its slowest hop (so a ring loads every hop with 1, two rings with 1/2 each).
-Links, network cards and the uplinks of leaf switches alike carry the sum of all parts; a group is paced by the busiest of
-those it uses. That takes the groups to move as many bytes at the same time, as the same step of equal replicas does.
+A group is seen node by node as a Part: which devices of the node belong to it, and the way its bytes go. All loads are
+shares of the bytes that the collective moves through its slowest hop (so a ring loads every hop with 1, two rings with
+1/2 each). Links, network cards and the uplinks of leaf switches alike carry the sum of all parts; a group is paced by the
+busiest of those it uses. This assumes that the groups move as many bytes at the same time, as equal replicas in the same
+step do.
 
-Every result depends on the shape of a node and the parts on it, not on its number: a cluster of thousands of like nodes costs
-a table look-up per node.
+Results depend on the shape of a node and the parts on it, not on its number. So a cluster of thousands of equal nodes
+costs one table look-up per node.
 """
 
 from __future__ import annotations
@@ -63,7 +64,16 @@ def group_pace(
 ) -> LinkRates:
     """How fast a group of several nodes moves bytes while the `concurrent` groups do the same.
 
-    Raises CostError if a member's node has no network card.
+    Args:
+        cluster: the machine. link_kind: of the direct lanes inside nodes.
+        group: ranks, ascending. way: the route of its bytes (`Way`).
+        concurrent: groups that move as many bytes at the same time.
+
+    Returns:
+        Rates in seconds per byte. Leaves out collisions of routes inside the network.
+
+    Raises:
+        CostError: a member's node has no network card.
     """
     spread, nodes = cluster.spread(group), cluster.nodes
     others = _others(cluster, group, way, concurrent)
@@ -92,8 +102,11 @@ def group_pace(
 def inside_pace(
     cluster: Cluster, link_kind: str, group: tuple[int, ...], concurrent: tuple[tuple[int, ...], ...] = ()
 ) -> tuple[RingSet, float]:
-    """The rings of the members on each node, of the slowest node, and their seconds per byte while the `concurrent` groups do
-    the same inside their nodes."""
+    """The rings of the slowest node, and their seconds per byte while the `concurrent` groups do the same inside their nodes.
+
+    Args:
+        cluster, link_kind, group, concurrent: as for `group_pace`.
+    """
     others = _others(cluster, group, "inside", concurrent)
     found = []
     for node, members in cluster.spread(group):
@@ -105,7 +118,14 @@ def inside_pace(
 
 
 def uplink_rate(cluster: Cluster, leaf: str) -> float:
-    """Bytes per second of a leaf's uplinks. Raises CostError if it has none."""
+    """Bytes per second of a leaf's uplinks.
+
+    Args:
+        cluster: the machine. leaf: name of a leaf switch.
+
+    Raises:
+        CostError: the leaf has no uplink.
+    """
     rate = cluster.nodes.leaves[leaf].uplink_bytes_per_s
     if rate is None:
         raise CostError(f"{leaf} has no uplink to the leaves of the other nodes; join the switches in the topology")
@@ -114,7 +134,12 @@ def uplink_rate(cluster: Cluster, leaf: str) -> float:
 
 @lru_cache(maxsize=65536)
 def part_pace(shape: NodeShape, link_kind: str, own: NodeShare, others: tuple[NodeShare, ...]) -> tuple[float, float]:
-    """Seconds per byte of the busiest link inside the node and of the busiest to the network that `own` uses."""
+    """Seconds per byte of the busiest link inside the node, and of the busiest to the network, that `own` uses.
+
+    Args:
+        shape: of the node. link_kind: of the direct lanes.
+        own, others: the share of this group, and those of the groups at the same time.
+    """
     inside, outside = part_loads(shape, link_kind, own)
     total = added([inside, outside, *(load for other in others for load in part_loads(shape, link_kind, other))])
     alone = 0.0
@@ -133,7 +158,11 @@ def _leaves_direct_links(shape: NodeShape, link_kind: str, part: NodeShare) -> b
 
 @lru_cache(maxsize=65536)
 def part_loads(shape: NodeShape, link_kind: str, part: NodeShare) -> tuple[dict[LinkStep, float], dict[LinkStep, float]]:
-    """The loads of one part on the links between its members, and on those between them and the network."""
+    """Loads of one part on the links between its members, and on those between them and the network.
+
+    Args:
+        shape: of the node. link_kind: of the direct lanes. part: the group's share on this node.
+    """
     names = [shape.devices[member] for member in part.members]
     size = len(names)
     if part.way == "inside":
@@ -161,7 +190,11 @@ def part_loads(shape: NodeShape, link_kind: str, part: NodeShare) -> tuple[dict[
 
 @lru_cache(maxsize=65536)
 def port_of(shape: NodeShape, member: int) -> Port:
-    """The card nearest to a device by links; devices that have several at the same distance take turns."""
+    """The network card with the fewest links to a device; devices with several at the same distance take turns.
+
+    Args:
+        shape: of the node. member: index of the device in it.
+    """
     nearest = _nearest(shape, member)
     turn = sum(_nearest(shape, earlier) == nearest for earlier in range(member))
     return nearest[turn % len(nearest)]
@@ -173,14 +206,22 @@ def ports_of(shape: NodeShape, members: Sequence[int]) -> tuple[Port, ...]:
 
 @lru_cache(maxsize=65536)
 def way_out(shape: NodeShape, member: int, port: Port | None = None) -> tuple[LinkStep, ...]:
-    """The links from a device to its card (or another) and into the network."""
+    """The links from a device to its network card and into the network.
+
+    Args:
+        shape: of the node. member: index of the device. port: another card than its nearest.
+    """
     port = port or port_of(shape, member)
     path = shape.topology.path(shape.devices[member], port.nic)
     return (*walk_of(path, shape.devices[member]), (port.nic, FABRIC, _port_link(port)))
 
 
 def rings_of(shape: NodeShape, link_kind: str, members: tuple[int, ...]) -> RingSet:
-    """The rings of some devices of a node."""
+    """The rings of some devices of a node.
+
+    Args:
+        shape: of the node. link_kind: of the direct lanes. members: indices of the devices.
+    """
     return ring_set(shape.topology, link_kind, tuple(shape.devices[member] for member in members))
 
 
@@ -267,7 +308,11 @@ def _uplinks(
 def leaf_shares(
     cluster: Cluster, group: tuple[int, ...], way: Way, concurrent: Sequence[tuple[int, ...]]
 ) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Per leaf the share of a group's bytes that leaves it, and of the bytes of all groups; nothing under one leaf."""
+    """Share of the bytes that leaves each leaf: of one group, and of all groups; empty if the group lies under one leaf.
+
+    Args:
+        cluster, group, way, concurrent: as for `group_pace`.
+    """
     own = own_leaf_shares(cluster, group, way)
     if not own:
         return {}, {}
@@ -276,7 +321,11 @@ def leaf_shares(
 
 @lru_cache(maxsize=4096)
 def own_leaf_shares(cluster: Cluster, group: tuple[int, ...], way: Way) -> dict[str, float]:
-    """Per leaf the share of the bytes that leaves it; nothing for a group under one leaf."""
+    """Share of a group's bytes that leaves each leaf; empty if the group lies under one leaf.
+
+    Args:
+        cluster, group, way: as for `group_pace`.
+    """
     count: dict[str, int] = {}
     for node, members in cluster.spread(group):
         leaf = cluster.nodes.leaf[node]

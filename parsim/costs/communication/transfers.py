@@ -13,8 +13,16 @@ from parsim.hardware.cluster import Cluster
 def transfer_pace(
     cluster: Cluster, link_kind: str, pair: tuple[int, ...], concurrent: tuple[tuple[int, ...], ...] = ()
 ) -> tuple[float, bool, float]:
-    """A transfer from rank to rank while the `concurrent` ones run: seconds per byte of its busiest link, whether it has direct
-    lanes, and the latency of the links between the nodes (0 inside one)."""
+    """Speed of a transfer from rank to rank while the `concurrent` ones run.
+
+    Args:
+        cluster: the machine. link_kind: of the direct lanes.
+        pair: (source, destination). concurrent: pairs at the same time.
+
+    Returns:
+        Seconds per byte of its busiest link, whether it has direct lanes, and the latency of the links between the nodes in
+        seconds (0 inside one). Leaves out that a transfer speeds up once others have ended.
+    """
     own = transfer_loads(cluster, link_kind, pair)
     total = _all_transfer_loads(cluster, link_kind, concurrent if pair in concurrent else (*concurrent, pair))
     seconds = max(total[key] / capacity for key, (_, capacity) in own.items())
@@ -27,7 +35,11 @@ def transfer_pace(
 
 
 def hop_latency_s(cluster: Cluster, pair: tuple[int, ...]) -> float:
-    """Latency of the links between the nodes of two ranks: both cards, and the uplinks where their leaves differ."""
+    """Latency of the links between the nodes of two ranks: both cards, and the uplinks if their leaves differ.
+
+    Args:
+        cluster: the machine. pair: (source, destination).
+    """
     (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
     shapes = cluster.nodes.shapes
     latency = port_of(shapes[source], a).latency_s + port_of(shapes[destination], b).latency_s
@@ -49,7 +61,11 @@ def _all_transfer_loads(cluster: Cluster, link_kind: str, pairs: tuple[tuple[int
 
 @lru_cache(maxsize=65536)
 def transfer_loads(cluster: Cluster, link_kind: str, pair: tuple[int, ...]) -> dict[tuple[object, object], tuple[float, float]]:
-    """Per link of the cluster that a transfer uses, its share of the bytes and the link's capacity."""
+    """Share of the bytes and capacity (bytes per second) of every link that a transfer uses.
+
+    Args:
+        cluster: the machine. link_kind: of the direct lanes. pair: (source, destination).
+    """
     (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
     nodes = cluster.nodes
     shape = nodes.shapes[source]

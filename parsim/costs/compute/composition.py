@@ -1,12 +1,12 @@
-"""What a component takes beside the sum of its launches: learned from whole components, applied to those never measured.
+"""The time of a component beyond the sum of its launches: learned from whole components, applied to those never measured.
 
     t = component_s + launch_s * launches + sum over kinds of  factor_kind * seconds of its launches
         + seconds_per_parameter_byte * bytes of its parameters + seconds_per_activation_byte * bytes its operators move
 
-component_s and launch_s are the interpreter's and autograd's work, the factors what the state of the machine inside a training
-step adds to a call measured alone, and the bytes what parameters and activations cost that no cache holds any more. None is
-negative, so t stays monotone. Half a backward takes half of component_s and its own launches; parameters belong to the weights'
-half.
+component_s and launch_s are the work of the interpreter and of autograd. The factors correct a call that was measured
+alone for the state of the machine inside a training step. The bytes are parameters and activations that no cache holds
+any more. None is negative, so t stays monotone. Half a backward takes half of component_s and its own launches;
+parameters belong to the weights' half.
 
 Leaves out: which model the component stands in, though a model with little memory keeps more of it in the caches.
 """
@@ -64,7 +64,17 @@ class Parts:
 def component_parts(
     component: Component, phase: Phase, samples: int, model: SurfaceModel, *, input_gradient: bool = True
 ) -> Parts:
-    """Raises CostError naming the first launch that no surface covers."""
+    """Split a component's forward or backward into launches, bytes and seconds.
+
+    Args:
+        component: whole or a shard. phase: forward, backward or half a backward.
+        samples: of one microbatch.
+        model: surfaces that price the launches.
+        input_gradient: False if the component's inputs want no gradient.
+
+    Raises:
+        CostError: no surface covers a launch; the message names the first.
+    """
     launches = component_launches(component, phase, samples, input_gradient=input_gradient)
     priced = [(launch, _price(launch, model)) for launch in launches]
     by_kind: dict[str, list[Price]] = {}
@@ -85,19 +95,34 @@ def component_parts(
 
 
 def moved_bytes(component: Component, samples: int) -> float:
-    """Activations that its operators read and write in one forward."""
+    """Bytes of activations that a component's operators read and write in one forward.
+
+    Args:
+        component: whole or a shard. samples: of one microbatch.
+    """
     return float(
         sum(operator.count * operator.activation_bytes * operator_times(operator, samples) for operator in component.operators)
     )
 
 
 def composed_s(parts: Parts, composition: Composition | None) -> float:
-    """Seconds of the component; without a composition, of its launches alone."""
+    """Seconds of the component; without a composition, of its launches alone.
+
+    Args:
+        parts: of `component_parts`. composition: fitted coefficients of the phase, or None.
+
+    Returns:
+        Seconds. Leaves out which model the component stands in.
+    """
     return folded_s(composed_terms(parts, composition))
 
 
 def composed_terms(parts: Parts, composition: Composition | None) -> Terms:
-    """One term per kind of launch, then what a component adds to its launches."""
+    """One term per kind of launch, then the time a component adds to its launches.
+
+    Args:
+        parts: of `component_parts`. composition: fitted coefficients of the phase, or None.
+    """
     if composition is None:
         return summed((kind, seconds, "fitted", "launches alone") for kind, seconds in parts.seconds.items())
     factors = composition.factors
@@ -116,7 +141,11 @@ def composed_terms(parts: Parts, composition: Composition | None) -> Terms:
 
 
 def composed_issue_s(parts: Parts, composition: Composition | None) -> float:
-    """Seconds of the host to queue the component's launches on a GPU; 0 where they were not measured apart."""
+    """Seconds of the host to queue the component's launches on a GPU; 0 if they were not measured apart.
+
+    Args:
+        parts: of `component_parts`. composition: fitted coefficients of the phase, or None.
+    """
     if composition is None:
         return 0.0
     per_component, per_launch = composition.issue_component_s or 0.0, composition.issue_launch_s or 0.0
@@ -124,7 +153,11 @@ def composed_issue_s(parts: Parts, composition: Composition | None) -> float:
 
 
 def composition_of(compositions: Sequence[Composition], phase: Phase, device_type: str, precision: str) -> Composition | None:
-    """That of the phase; halves of a backward go by the backward's."""
+    """The composition of a phase, or None. Halves of a backward use the backward's.
+
+    Args:
+        compositions: of a profile. phase, device_type, precision: the wanted entry.
+    """
     wanted = (Phase.FORWARD if phase is Phase.FORWARD else Phase.BACKWARD, device_type, precision)
     for entry in compositions:
         if (entry.phase, entry.device_type, entry.precision) == wanted:
@@ -145,11 +178,11 @@ class LaunchModel:
     surfaces: SurfaceModel
 
     def seconds(self, request: ComputeRequest) -> float:
-        """Of the launches and of what the component adds."""
+        """Seconds of the launches and of the component's addition, at least the roofline."""
         return folded_s(self._bounded(request, composed_terms(self._parts(request), self._composition(request.phase))))
 
     def estimate(self, request: ComputeRequest) -> Estimate:
-        """What `composed_terms` gives, and on which uncertain parameters it rests.
+        """The terms of `composed_terms`, with the uncertain parameters of the price.
 
         With a composition: its spread over whole steps, which all components share, and over single components, each its own;
         the surfaces' own spread is in both. Without one: the surfaces' spread by kind. Lying beyond a surface's reach widens

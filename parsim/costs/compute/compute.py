@@ -2,16 +2,18 @@
 
 Three sources, never mixed silently:
     measured   the profile holds this component (by fingerprint), phase, device type and precision; between two measured
-               sample counts the time is interpolated linearly. A shard has a fingerprint of its own; where it was not
-               measured, but the whole or a larger shard of it was, its time is that times the ratio the operators give.
+               sample counts the time is interpolated linearly. A shard has its own fingerprint. If only the whole or a
+               larger shard was measured, that time is multiplied by the ratio of the operators' times.
     fitted     the sum over the component's operators of fitted times, by one of two operator models: surfaces measured on this
                machine (`parsim.costs.compute.composition.LaunchModel`), or the formula fitted to published kernels, over the
                efficiency of whole models (`parsim.costs.compute.kernel_model.KernelModel`).
     published  an operator kind without a fit, on a device whose peaks come from a datasheet or paper: a roofline at a stated
                efficiency and a large uncertainty.
 
-A shard's time from that of a larger one keeps what does not divide (launches, uncut operators) as far as the operator model
-knows it: without fits, the roofline has no launches, so shards of small components come out too fast.
+The time of a shard, derived from a larger one, keeps what does not divide (launches, uncut operators) if the operator model
+has it. Without fits, the roofline has no launches, so shards of small components come out too fast.
+
+Leaves out: the state of caches between components, and clock changes within a run.
 """
 
 from __future__ import annotations
@@ -157,7 +159,7 @@ class ComputeCosts:
         )
 
     def operator_model(self, device: DeviceType) -> OperatorModel:
-        """What prices components that were never measured on this type of device: surfaces where the profile has them."""
+        """The model that prices components never measured on this type of device: surfaces if the profile has them."""
         if device.name not in self._models:
             surfaces = surface_models(self.profile).get((device.name, self.precision))
             self._models[device.name] = (

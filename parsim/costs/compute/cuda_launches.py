@@ -1,4 +1,4 @@
-"""What torch launches on a GPU for the operators of a component, which were recorded on a CPU, and what autocast adds.
+"""The launches of torch on a GPU for operators that were recorded on a CPU, and those that autocast adds.
 
 A trace knows each memory-bound operator by its aten name. On a GPU some of them are other kernels, and each has a backward of
 its own; `PASSES` says how often the launch reads or writes its array. Matmuls, convolutions, embeddings and fused attention are
@@ -10,10 +10,11 @@ those of `parsim.costs.compute.operators`.
     scaling and copies   have a backward like their forward.
 
 Under autocast matmuls and convolutions take half-precision copies of their weights (read 4 bytes, write 2), made once per
-forward, and their gradients are widened again. Layer norm, group norm and the loss are computed in fp32: the norm's output is
-cast for the matmul that follows, the loss's input for the loss, and the backward casts the gradients back. What a residual adds
-to is the norm's fp32 stream. Batch norm, ReLU, GELU, dropout and the inside of scaled_dot_product_attention keep the width of
-their input. Loss scaling and its check for infinities are in the optimizer's step (`parsim.costs.compute.compute`).
+forward, and their gradients are widened again. Layer norm, group norm and the loss are computed in fp32. The norm's
+output is cast for the matmul that follows, and the loss's input for the loss. The backward casts the gradients back. What
+a residual adds to is the norm's fp32 stream. Batch norm, ReLU, GELU, dropout and the inside of
+scaled_dot_product_attention keep the width of their input. Loss scaling and its check for infinities are in the
+optimizer's step (`parsim.costs.compute.compute`).
 
 Sources: torch's list "CUDA Ops that can autocast" (torch.amp documentation); the passes of the norms and softmax as their CUDA
 kernels make them (aten/src/ATen/native/cuda: layer_norm_kernel, SoftMax, Dropout), rounded to what NeuSight's V100 timings of
@@ -79,7 +80,11 @@ RESIDUAL_ARRAYS = 2.5
 
 
 def cuda_operators(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """The operators without the scaling and the product that belong to a dropout recorded on a CPU."""
+    """The operators without the scaling and the product that belong to a dropout recorded on a CPU.
+
+    Args:
+        operators: of a component, as traced.
+    """
     spare: dict[tuple[str, object], int] = {}
     for operator in operators:
         if operator.function == "bernoulli_":
@@ -98,7 +103,12 @@ def cuda_operators(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
 
 
 def cuda_forward(operator: Operator, samples: int, precision: str, *, full_stream: bool = False) -> tuple[Kernel, ...]:
-    """The launches of its forward. `full_stream`: autocast's residuals are added in fp32 (after a layer norm)."""
+    """The launches of an operator's forward on a GPU.
+
+    Args:
+        operator: as traced. samples: of one microbatch. precision: such as "fp16_amp".
+        full_stream: autocast adds residuals in fp32 (after a layer norm).
+    """
     if operator.kind != "memory_bound":
         return (*forward_kernels(operator, samples, precision), *_weight_casts(operator, precision))
     passes = PASSES.get(operator.function)
@@ -113,7 +123,12 @@ def cuda_forward(operator: Operator, samples: int, precision: str, *, full_strea
 def cuda_backward_halves(
     operator: Operator, samples: int, precision: str, *, input_gradient: bool = True, full_stream: bool = False
 ) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
-    """The launches of its backward that lead to the gradient of its input, and those for parameters alone."""
+    """The launches of an operator's backward on a GPU: towards the gradient of its input, and towards parameters alone.
+
+    Args:
+        operator, samples, precision, full_stream: as for `cuda_forward`.
+        input_gradient: False if nothing asks for the gradient of the input.
+    """
     if operator.kind != "memory_bound":
         first, second = halved_backward_kernels(operator, samples, precision, input_gradient=input_gradient)
         return first, (*second, *_weight_casts(operator, precision))
@@ -136,7 +151,11 @@ def cuda_backward_halves(
 
 
 def has_full_stream(operators: tuple[Operator, ...]) -> bool:
-    """Whether a layer norm (or group norm) makes the residuals of these operators fp32 under autocast."""
+    """Whether a layer norm (or group norm) makes the residuals of these operators fp32 under autocast.
+
+    Args:
+        operators: of one component.
+    """
     return any(operator.function in STREAM_NORMS for operator in operators)
 
 
@@ -151,7 +170,7 @@ def _launches(operator: Operator, samples: int, precision: str, passes: Passes, 
 
 
 def _is_autocast(precision: str) -> bool:
-    """Whether autocast decides, call by call, what is computed in fp32: where everything is bf16 nothing is cast."""
+    """Whether autocast chooses the operators computed in fp32, call by call. In pure bf16 nothing is cast."""
     return bool(number_format(precision).autocast)
 
 

@@ -23,10 +23,17 @@ class Interpolated(NamedTuple):
 
 
 def interpolation_terms(samples: Sequence[int], seconds: Sequence[float], wanted: int) -> Interpolated:
-    """Time at `wanted` samples from a measured curve (samples ascending and distinct).
+    """Time at `wanted` samples from a measured curve.
 
-    Linear between two measured counts; above the last one proportional to the samples; below the first one on the line
-    through the first two, kept between proportional and constant; with a single count proportional both ways.
+    Between two measured counts the time is linear. Above the last count it is proportional to the samples. Below the first
+    count it follows the line through the first two, kept between proportional and constant. With a single count it is
+    proportional both ways.
+
+    Args:
+        samples: measured counts, ascending and distinct. seconds: at these counts. wanted: samples >= 1.
+
+    Returns:
+        The terms and the distance in doublings. Leaves out steps where a library changes its algorithm.
     """
     first, last = samples[0], samples[-1]
     place = bisect_left(samples, wanted)

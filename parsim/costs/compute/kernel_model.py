@@ -61,7 +61,7 @@ class KernelModel:
     precision: str
 
     def seconds(self, request: ComputeRequest) -> float:
-        """Without the efficiency, and by the roofline also where the profile has no published peaks."""
+        """Seconds without the efficiency of whole models; a roofline also serves profiles without published peaks."""
         return sum(self.price(kernel).seconds for kernel in self._kernels(request))
 
     def estimate(self, request: ComputeRequest) -> Estimate:
@@ -182,7 +182,11 @@ def _by_kind(sums: Mapping[tuple[str, Source], Sequence[float]], total_s: float)
 
 
 def has_published_peaks(profile: Profile, device: DeviceType) -> bool:
-    """Whether the peaks come from a datasheet or paper: a machine that was calibrated answers with its measurements only."""
+    """Whether the device's peaks come from a datasheet or paper. A calibrated machine answers with its measurements only.
+
+    Args:
+        profile: with its sources. device: a type of the profile.
+    """
     entry = profile.device_types.get(device.name)
     if entry is None:
         return False
@@ -190,7 +194,11 @@ def has_published_peaks(profile: Profile, device: DeviceType) -> bool:
 
 
 def component_kernels(request: ComputeRequest, precision: str, device_kind: str = "cpu") -> tuple[Kernel, ...]:
-    """All launches of a component's forward or backward (or half of it) on a kind of device, operator by operator."""
+    """All launches of a component's forward or backward (or half of it) on a kind of device, operator by operator.
+
+    Args:
+        request: component, phase and samples. precision: such as "fp32". device_kind: a key of `DEVICE_KINDS`.
+    """
     component, phase, samples = request.component, request.phase, request.samples
     if DEVICE_KINDS[device_kind].cuda_launches:
         operators = cuda_operators(component.operators)

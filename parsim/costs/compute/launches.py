@@ -1,10 +1,10 @@
-"""What a component launches on a device whose operators were measured: kernels by function, phase and sizes.
+"""The launches of a component on a device whose operators were measured: kernels by function, phase and sizes.
 
 One launch is one call that the framework makes, with the sizes its time depends on:
 
     matmul        linear (with a bias, weights [columns, depth]) or batched (independent problems): problems, rows, columns,
                   depth of the product at hand. The backward of a linear one is two products, backward_input and
-                  backward_weight, each with a fit of its own; that of a batched one is two batched products.
+                  backward_weight, each with its own fit. The backward of a batched one is two batched products.
     convolution   pointwise (1x1), 3x3, grouped or other: images, inputs and outputs (channels of one group), groups, taps,
                   pixels_in and pixels_out of one image.
     attention     plain or causal, fused: problems (heads x samples), queries, keys, depth.
@@ -63,10 +63,11 @@ class Launch:
 
 
 def component_launches(component: Component, phase: Phase, samples: int, *, input_gradient: bool = True) -> tuple[Launch, ...]:
-    """All launches of a component's forward, backward, or half of a backward, over `samples` samples.
+    """All launches of a component's forward, backward, or half of a backward.
 
     Args:
-        input_gradient: False for a component whose inputs want no gradient: its first operator makes none.
+        component: whole or a shard. phase: forward, backward or a half of it. samples: of one microbatch.
+        input_gradient: False for a component whose inputs need no gradient: its first operator makes none.
     """
     launches: list[Launch] = []
     for number, operator in enumerate(component.operators):
@@ -82,7 +83,11 @@ def component_launches(component: Component, phase: Phase, samples: int, *, inpu
 
 
 def forward_launches(operator: Operator, samples: int) -> tuple[Launch, ...]:
-    """What the operator launches in a forward over `samples` samples."""
+    """The launches of an operator's forward.
+
+    Args:
+        operator: as traced. samples: of one microbatch.
+    """
     if operator.kind == "memory_bound":
         return (_memory_bound(operator, "forward", samples),)
     if operator.kind == "embedding":
@@ -95,8 +100,15 @@ def forward_launches(operator: Operator, samples: int) -> tuple[Launch, ...]:
 def backward_launches(
     operator: Operator, samples: int, *, input_gradient: bool = True
 ) -> tuple[tuple[Launch, ...], tuple[Launch, ...]]:
-    """What its backward launches towards its input, and towards its parameters alone (a normalisation makes both at once,
-    counted with the first)."""
+    """The launches of an operator's backward: towards its input, and towards its parameters alone.
+
+    Args:
+        operator: as traced. samples: of one microbatch.
+        input_gradient: False if nothing asks for the gradient of the input.
+
+    Returns:
+        Two tuples. A normalisation makes both gradients at once and is counted in the first.
+    """
     if operator.kind == "memory_bound":
         launch = _memory_bound(operator, "backward", samples)
         return (() if operator.batch == "none" or launch.function in WITHOUT_BACKWARD else (launch,)), ()
@@ -119,7 +131,11 @@ def backward_launches(
 
 
 def has_bias(operator: Operator) -> bool:
-    """Whether a matmul reads more parameters than its weights."""
+    """Whether a matmul reads more parameters than its weights.
+
+    Args:
+        operator: a matmul.
+    """
     return operator.parameter_bytes > 4 * operator_size(operator, "n") * operator_size(operator, "k")
 
 
@@ -163,7 +179,11 @@ def _convolution(operator: Operator, phase: str, samples: int) -> Launch:
 
 
 def convolution_family(groups: float, height: float, width: float) -> str:
-    """Which kernels a library has for it."""
+    """Name the group of kernels a library has for a convolution: "grouped", "pointwise", "3x3" or "other".
+
+    Args:
+        groups: of channels. height, width: of the filter.
+    """
     if groups > 1:
         return "grouped"
     return {(1, 1): "pointwise", (3, 3): "3x3"}.get((int(height), int(width)), "other")

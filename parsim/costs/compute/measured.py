@@ -25,11 +25,16 @@ EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.10
 def measured_component(
     request: ComputeRequest, points: Sequence[ComponentPoint], ranks_active: int | None, drift: tuple[str, float]
 ) -> Estimate:
-    """From the points of this component in this phase, at least one.
+    """Price a component from its measured points in this phase.
 
     Args:
-        ranks_active: how many ranks of the machine compute at once; measurements taken under that load are preferred, else
-            those under the heaviest load.
+        request: component, phase and samples. points: at least one.
+        ranks_active: ranks of the machine that compute at once; points under that load are preferred, else those under the
+            heaviest load.
+        drift: name and relative sigma of the cost parameter shared by all computation.
+
+    Returns:
+        An Estimate. Leaves out that a library may change its algorithm between two measured sample counts.
     """
     chosen = _in_range_under_load(points, request.samples, ranks_active)
     curve: dict[int, list[ComponentPoint]] = {}
@@ -65,7 +70,16 @@ def measured_optimizer(
     ranks_active: int | None,
     drift: tuple[str, float],
 ) -> Estimate:
-    """Seconds per step, element and tensor through the points of this optimizer, at least one; `ranks_active` as above."""
+    """Price an optimizer step: seconds per step, element and tensor through the measured points of this optimizer.
+
+    Args:
+        work: elements and tensors of the step. optimizer: its name.
+        points: at least one. ranks_active: ranks that compute at once; points under that load are preferred.
+        drift: name and relative sigma of the cost parameter shared by all computation.
+
+    Returns:
+        An Estimate. Leaves out effects that are not affine in elements and tensors, such as caches.
+    """
     load = _loads(points, ranks_active)[0]
     points = [point for point in points if point.ranks_active == load]
     exact = [point for point in points if (point.elements, point.tensors) == (work.elements, work.tensors)]

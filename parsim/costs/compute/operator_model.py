@@ -1,4 +1,6 @@
-"""Prices of computation that was never measured, from its operators: what is asked, and what answers."""
+"""Prices of computation that was never measured, from its operators: the request, and the protocol of models that answer
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ EXTRAPOLATED_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeRequest:
-    """What is computed: a component, or a shard of one (`parsim.model.shard.narrow`), in one phase over some samples.
+    """The computation to price: a component, or a shard of one (`parsim.model.shard.narrow`), in one phase over some
+    samples.
 
     Attributes:
         input_gradient: False for a component whose inputs want no gradient (the model's first one): the backward of its first
@@ -40,18 +43,22 @@ class OperatorModel(Protocol):
     """
 
     def seconds(self, request: ComputeRequest) -> float:
-        """Seconds for comparing parts of one component: what all of them share may be left out.
+        """Seconds for comparing parts of one component; a common factor may be left out.
 
         Raises CostError where an operator has no price.
         """
 
     def estimate(self, request: ComputeRequest) -> Estimate:
-        """The price, its terms, and the uncertain parameters it rests on.
+        """The price, its terms, and its uncertain parameters.
 
         Raises CostError where an operator has no price.
         """
 
 
 def drift_of(profile: Profile) -> tuple[str, float]:
-    """The cost parameter that all computation of a machine shares."""
+    """Name and relative sigma of the cost parameter that all computation of a machine shares.
+
+    Args:
+        profile: of the machine; without a measured noise it takes the default sigma.
+    """
     return "drift", DEFAULT_DRIFT_SIGMA if profile.noise is None else profile.noise.drift_sigma

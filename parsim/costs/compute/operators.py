@@ -13,10 +13,10 @@ and t grows with every size within a family. Families: "dense" (matmul, 1x1 filt
 kernels exceed the peak's count of multiplications), "other". Memory-bound kernels have c = 0. No kernel is
 priced below its roofline (`parsim.costs.compute.roofline`).
 
-What stands behind each kind: a convolution's forward has rows = samples x output pixels, columns = output channels and
-depth = input channels; its backward_input exchanges the channels; its backward_weight has the channels as rows and columns
-and the pixels as depth. A matmul's backward is two matmuls, priced with the forward fit. Attention is its two batched
-matmuls and three kernels over the scores, not fused. An embedding is a memory-bound gather.
+The sizes of each kind: a convolution's forward has rows = samples x output pixels, columns = output channels and depth =
+input channels. Its backward_input exchanges the channels. Its backward_weight has the channels as rows and columns, and
+the pixels as depth. A matmul's backward is two matmuls, priced with the forward fit. Attention is its two batched matmuls
+and three kernels over the scores, not fused. An embedding is a memory-bound gather.
 
 Bytes of a memory-bound operator: the backward reads the saved input and the gradient and writes a gradient, three arrays
 where the forward moved two. One with parameters is a normalisation: its forward reads the input twice (statistics, then
@@ -75,7 +75,15 @@ class Kernel:
 
 
 def kernel_seconds(kernel: Kernel, coefficients: Mapping[str, float]) -> float:
-    """Seconds of one launch by the formula above. Raises CostError if a coefficient is missing."""
+    """Seconds of one launch by the formula of this module.
+
+    Args:
+        kernel: sizes, flop and bytes of the launch.
+        coefficients: of the fit of its kind and phase, in SI units.
+
+    Raises:
+        CostError: a coefficient is missing.
+    """
     try:
         bandwidth = coefficients["memory_bandwidth_bytes_per_s"] * coefficients["bandwidth_fraction"]
         memory = kernel.size_bytes / bandwidth
@@ -99,7 +107,11 @@ def kernel_seconds(kernel: Kernel, coefficients: Mapping[str, float]) -> float:
 
 
 def forward_kernels(operator: Operator, samples: int, precision: str) -> tuple[Kernel, ...]:
-    """The launches of an operator's forward over `samples` samples."""
+    """The launches of an operator's forward.
+
+    Args:
+        operator: as traced. samples: of one microbatch. precision: such as "fp32".
+    """
     size_bytes = _operand_bytes(operator, samples, precision)
     if operator.kind == "matmul":
         return (_matmul(operator, samples, size_bytes),)
@@ -120,10 +132,14 @@ def forward_kernels(operator: Operator, samples: int, precision: str) -> tuple[K
 def halved_backward_kernels(
     operator: Operator, samples: int, precision: str, *, input_gradient: bool = True
 ) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
-    """The launches of its backward: those that lead to the gradient of its input, and those for parameters alone.
+    """The launches of an operator's backward: towards the gradient of its input, and towards parameters alone.
 
-    The second operand of a matmul or convolution with parameters is a weight, an embedding's table too. A normalisation makes
-    both gradients in one launch, counted with the first; so are both operands of attention.
+    The second operand of a matmul or convolution with parameters is a weight; so is an embedding's table. A normalisation
+    makes both gradients in one launch, counted in the first half. Both operands of attention count there too.
+
+    Args:
+        operator, samples, precision: as for `forward_kernels`.
+        input_gradient: False if nothing asks for the gradient of the input.
     """
     kernels = backward_kernels(operator, samples, precision, input_gradient=input_gradient)
     if operator.kind == "embedding":
@@ -135,7 +151,12 @@ def halved_backward_kernels(
 
 
 def backward_kernels(operator: Operator, samples: int, precision: str, *, input_gradient: bool = True) -> tuple[Kernel, ...]:
-    """The launches of its backward: gradients of the input (unless nothing asks for it) and of the other operand."""
+    """The launches of an operator's backward: the gradients of the input and of the other operand.
+
+    Args:
+        operator, samples, precision: as for `forward_kernels`.
+        input_gradient: False if nothing asks for the gradient of the input.
+    """
     if operator.kind == "memory_bound":
         if operator.batch == "none":
             return ()
@@ -162,7 +183,14 @@ def backward_kernels(operator: Operator, samples: int, precision: str, *, input_
 
 
 def element_bytes(precision: str) -> int:
-    """Bytes of an activation in a kernel. Raises CostError for an unknown precision."""
+    """Bytes of an activation in a kernel.
+
+    Args:
+        precision: such as "fp32".
+
+    Raises:
+        CostError: an unknown precision.
+    """
     return number_format(precision).element_bytes
 
 
@@ -238,11 +266,23 @@ def _operand_bytes(operator: Operator, samples: int, precision: str) -> float:
 
 
 def operator_times(operator: Operator, samples: int) -> int:
-    """How often the per-sample work is done: once whatever the samples for work on parameters alone."""
+    """How often an operator does its per-sample work: once for work on parameters alone, else once per sample.
+
+    Args:
+        operator: as traced. samples: of one microbatch.
+    """
     return 1 if operator.batch == "none" else samples
 
 
 def operator_size(operator: Operator, name: str) -> int:
+    """One size of an operator's shape.
+
+    Args:
+        operator: as traced. name: such as "m" (`parsim.model.component.Operator`).
+
+    Raises:
+        CostError: the shape has no such size.
+    """
     for key, size in operator.shape:
         if key == name:
             return size

@@ -2,10 +2,10 @@
 
     t = sum over the terms of  seconds_term * term(sizes),   seconds_term >= 0
 
-The term "launch" is 1: its seconds are the floor. The others are products of sizes (arithmetic, arrays read and written, rows,
-problems) and what such a product exceeds a cache by. Every term grows with every size (of a normalisation: with its rows and
-with their width) and no coefficient is negative, so t is monotone in every size; far outside the data the arithmetic and the
-arrays remain, which is what a kernel does there.
+The term "launch" is 1: its seconds are the floor. The others are products of sizes (arithmetic, arrays read and written,
+rows, problems) and what such a product exceeds a cache by. Every term grows with every size (of a normalisation: with its
+rows and their width). No coefficient is negative, so t is monotone in every size. Far outside the data the terms of
+arithmetic and arrays dominate, as they do in a real kernel.
 
 How far a question lies from the data is the distance to the nearest measured shape: the largest ratio of any size, in
 doublings. Up to the surface's reach (the distance at which its own held-out points lie) nothing widens; beyond it sigma grows
@@ -120,30 +120,55 @@ TERMS: Mapping[str, Callable[[Mapping[str, float]], dict[str, float]]] = {
 
 
 def terms_of(kind: str, sizes: Mapping[str, float]) -> dict[str, float]:
-    """Every term of a launch, the floor among them."""
+    """Every term of a launch, the floor among them.
+
+    Args:
+        kind: of launch, a key of `TERMS`. sizes: of the launch.
+    """
     return {LAUNCH: 1.0, **TERMS[kind](sizes)}
 
 
 def surface_seconds(surface: OperatorSurface, sizes: Mapping[str, float]) -> float:
-    """Seconds of one launch."""
+    """Seconds of one launch.
+
+    Args:
+        surface: fitted seconds per term. sizes: of the launch.
+
+    Returns:
+        Seconds. Leaves out steps of tile sizes and changes of algorithm.
+    """
     terms = terms_of(surface.kind, sizes)
     return sum(seconds * terms[name] for name, seconds in surface.seconds_per_term.items())
 
 
 def log_sizes(sizes: Mapping[str, float]) -> NDArray[np.float64]:
-    """float64 [sizes]: where a launch lies, in doublings."""
+    """The position of a launch among sizes, in doublings.
+
+    Args:
+        sizes: of the launch.
+
+    Returns:
+        float64 [sizes].
+    """
     return np.log2(np.maximum(np.array(list(sizes.values()), dtype=np.float64), 1.0))
 
 
 def distances(wanted: NDArray[np.float64], known: NDArray[np.float64]) -> NDArray[np.float64]:
-    """float64 [n]: doublings from each of `wanted` [n, sizes] to the nearest of `known` [m, sizes], by their worst size."""
+    """Distance from each wanted launch to the nearest known one, by the size that differs most.
+
+    Args:
+        wanted: float64 [n, sizes], doublings. known: float64 [m, sizes].
+
+    Returns:
+        float64 [n] doublings.
+    """
     nearest: NDArray[np.float64] = np.abs(wanted[:, None, :] - known[None, :, :]).max(axis=2).min(axis=1)
     return nearest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Seconds of a launch (all its occurrences), the surface's relative sigma, and what lying beyond its reach adds to it."""
+    """Seconds of a launch (all its occurrences), the surface's relative sigma, and the sigma added beyond its reach."""
 
     seconds: float
     sigma: float
@@ -188,7 +213,11 @@ class SurfaceModel:
 
 
 def surface_models(profile: Profile) -> dict[tuple[str, str], SurfaceModel]:
-    """What a profile holds, by device type and precision."""
+    """The surfaces of a profile, by device type and precision.
+
+    Args:
+        profile: with operator surfaces and their points.
+    """
     keys = {(entry.device_type, entry.precision) for entry in profile.compute.operator_surfaces}
     return {
         key: SurfaceModel(
@@ -200,7 +229,14 @@ def surface_models(profile: Profile) -> dict[tuple[str, str], SurfaceModel]:
 
 
 def stacked_terms(kind: str, shapes: Sequence[Mapping[str, float]]) -> tuple[list[str], NDArray[np.float64]]:
-    """Names of the terms, and float64 [shapes, terms]."""
+    """Names of the terms, and their values for several launches.
+
+    Args:
+        kind: of launch. shapes: sizes of each launch.
+
+    Returns:
+        The names, and float64 [shapes, terms].
+    """
     rows = [terms_of(kind, shape) for shape in shapes]
     return list(rows[0]), np.array([list(row.values()) for row in rows], dtype=np.float64)
 

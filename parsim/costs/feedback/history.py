@@ -1,11 +1,12 @@
-"""The history of a profile: one line of JSON per validation, appended beside it, and what it teaches about intervals.
+"""The history of a profile: one line of JSON per validation, in a file next to the profile, from which intervals are
+corrected.
 
-`PROFILE.json` has `PROFILE.history.jsonl`. A shipped profile has no place to write: `cluster.history` says where then.
-Lines are only ever appended, each in one write under a lock, so that two writers do not mix and a killed one leaves at most
-its own line broken. A line that is broken, of another version of the profile or of another machine is left out and said,
-never lost.
+`PROFILE.json` has `PROFILE.history.jsonl`. A shipped profile has no place to write, so `cluster.history` names the file.
+Lines are only ever appended, each in one write under a lock, so that two writers do not mix and a killed one leaves at
+most its own line broken. A broken line, or one of another version of the profile or of another machine, is not used; it
+is listed and stays in the file.
 
-Leaves out: predictions are not made anew. After the profile has changed, its history starts anew.
+Leaves out: old predictions are not recomputed. After the profile has changed, its history starts anew.
 """
 
 from __future__ import annotations
@@ -86,7 +87,11 @@ NO_HISTORY = History()
 
 
 def fingerprint(profile: Profile) -> str:
-    """16 hexadecimal digits over everything in a profile that a price rests on; names, texts and sources do not count."""
+    """16 hexadecimal digits over every number of a profile on which a price depends; names, texts and sources do not count.
+
+    Args:
+        profile: as loaded.
+    """
     numbers = profile.model_dump(mode="json", exclude_defaults=True, exclude={*WORDS, "updates"})
     if "host" in numbers:  # a key that was renamed makes no other version of a profile
         numbers["host"] = {OLD_KEYS.get(key, key): value for key, value in numbers["host"].items()}
@@ -97,7 +102,11 @@ def fingerprint(profile: Profile) -> str:
 
 
 def history_path(profile: str, history: str | None = None) -> Path | None:
-    """Where the history of a profile (its path or shipped name) lies: as asked, else beside the profile, else nowhere."""
+    """The path of a profile's history: as given, else next to the profile, else None.
+
+    Args:
+        profile: its path or shipped name. history: a path given by the user.
+    """
     if history is not None:
         return Path(history)
     path = Path(profile)
@@ -105,10 +114,13 @@ def history_path(profile: str, history: str | None = None) -> Path | None:
 
 
 def read_history(path: Path | None, profile: Profile) -> History:
-    """What the file says of this version of the profile on its machine; no file: no records.
+    """The records of this version of the profile on its machine; none if there is no file.
+
+    Args:
+        path: of the history. profile: as loaded.
 
     Raises:
-        ProfileError: a file that cannot be read.
+        ProfileError: the file cannot be read.
     """
     if path is None or not path.exists():
         return History(path=path)
@@ -137,7 +149,11 @@ def read_history(path: Path | None, profile: Profile) -> History:
 
 
 def append_record(path: Path, record: ValidationRecord) -> None:
-    """One line, in one write under a lock; a half line that a killed writer left is ended first."""
+    """Append one line, in one write under a lock. A half line of a killed writer is ended first.
+
+    Args:
+        path: of the history; its folder is made. record: one prediction and its measurement.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

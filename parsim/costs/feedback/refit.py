@@ -1,11 +1,10 @@
-"""What a run shows a profile to be wrong by, without the run's noise: factors of ranks, phases and classes of communication.
+"""Errors of a profile that one run shows, without the run's noise: factors of ranks, phases and classes of communication.
 
-`parsim.costs.feedback.run_corrections.learn` takes a window at its word, as a controller that averages many must. Here one
-run is all there
-is, so a factor is learnt only where it is more than noise, twice: it lies further from what held before than two standard
-errors of its mean over the steps, and it explains more of the step than the difference between halves of the measurement (the
-A/A floor). What is learnt is shrunk by its own standard error. A factor that held before stays until a run contradicts it as
-clearly (hysteresis), and goes when it no longer explains more than the floor.
+`parsim.costs.feedback.run_corrections.learn` takes a window at its word, as a controller that averages many must. Here
+only one run exists, so a factor must pass two tests against noise. It lies more than two standard errors of its mean over
+the steps from the previous factor. It also explains more of the step than the difference between halves of the
+measurement (the A/A floor). A learnt factor is shrunk by its own standard error. A factor that held before stays until a
+run contradicts it as clearly (hysteresis), and goes when it no longer explains more than the floor.
 
 Factors are absolute: on the profile as it was calibrated, whatever held before. So updates do not compound, and one learnt
 after the cause is gone undoes the one before.
@@ -73,7 +72,8 @@ def refit(evidence: Evidence, before: RunCorrections) -> RunCorrections:
     """The factors that hold after the run.
 
     Args:
-        before: those that held until now; what the run has not seen stays.
+        evidence: the run against the profile as calibrated.
+        before: the previous factors; those of classes that the run did not show stay.
     """
     shared = evidence.shared()
     compute = [key for key in shared if isinstance(key, ComputeClass)]

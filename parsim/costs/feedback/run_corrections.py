@@ -1,9 +1,9 @@
 """Costs as measured now: factors by which the machine at hand is slower (or faster) than its profile, learnt from a run.
 
-A run shows the seconds of the work its own plan does. What it says of other plans' work rests on three rules: a rank that is
-slow is slow at everything; a collective goes at the pace of its slowest link, so it is at least as slow as any group it
-contains and at most as slow as any group that contains it; what nothing was seen of behaves as what was seen behaves in
-the middle (the median), so that a profile that is off everywhere does not make untried plans look good.
+A run shows the seconds of the work its own plan does. Three rules extend them to the work of other plans. (1) A slow rank
+is slow at everything. (2) A collective runs at the speed of its slowest link. So it is at least as slow as any group it
+contains, and at most as slow as any group that contains it. (3) Classes without data get the median factor. So a profile
+that is wrong everywhere does not make untried plans look good.
 
 Leaves out: that a factor may differ between small and large messages, and between kinds of computation.
 """
@@ -50,7 +50,11 @@ ClassSeconds = Mapping[WorkClass, float]
 
 
 def class_of(work: Work, rank: int) -> WorkClass | None:
-    """The class whose seconds the work adds to; None for loading, which neither ranks nor links explain."""
+    """The class whose seconds the work adds to; None for loading, which neither ranks nor links explain.
+
+    Args:
+        work: one piece of work. rank: that runs it.
+    """
     match work:
         case Compute():
             return ComputeClass(rank, work.component, work.phase)
@@ -111,7 +115,7 @@ class RunCorrections:
         return observed[rank] if rank in observed else _median(observed.values())
 
     def communication_factor(self, key: CommunicationClass) -> float:
-        """Of a class of communication, by the rules of this module, the first that says anything:
+        """The factor of a class of communication, by the first rule of this module that has data:
 
         as observed; the slowest observed class among some of its ranks; the fastest observed class among its ranks and
         others; the median of all observed; 1.
@@ -121,7 +125,7 @@ class RunCorrections:
         return self._known[key]
 
     def factor(self, work: Work, rank: int) -> float:
-        """What the profile's seconds of a piece of work are multiplied by; 1 for loading."""
+        """The factor on the profile's seconds of a piece of work; 1 for loading."""
         match class_of(work, rank):
             case ComputeClass() as key:
                 return self.rank_factor(rank) * self._by_phase.get(key.phase, 1.0)
@@ -159,10 +163,16 @@ NO_RUN_CORRECTIONS = RunCorrections()
 
 
 def learn(observed: ClassSeconds, expected: ClassSeconds) -> RunCorrections:
-    """The factors that explain observed seconds of classes of which the profile's seconds are expected.
+    """The factors that explain observed seconds, given the profile's seconds.
 
-    A rank's factor is the sum over its classes of computation, so long classes weigh most. What only one of the two names,
-    or the profile holds for free, teaches nothing.
+    A rank's factor is the sum over its classes of computation, so long classes weigh most. Classes that only one of the two
+    mappings names, or that the profile prices at 0, teach nothing.
+
+    Args:
+        observed, expected: seconds by class.
+
+    Returns:
+        The factors. Leaves out that a factor may depend on sizes.
     """
     shared = [(key, seconds) for key, seconds in observed.items() if seconds > 0 and expected.get(key, 0.0) > 0]
     seen: dict[int, float] = {}

@@ -16,7 +16,14 @@ from parsim.work import Phase
 
 
 def updates_of(cluster: Cluster) -> RunCorrections:
-    """What the latest update of the cluster's profile says of its ranks. Raises ProfileError for an unknown phase."""
+    """The factors of the latest update of the cluster's profile, by rank.
+
+    Args:
+        cluster: the machine; on several nodes only the factors of phases hold.
+
+    Raises:
+        ProfileError: an unknown phase.
+    """
     if not cluster.profile.updates:
         return NO_RUN_CORRECTIONS
     latest = cluster.profile.updates[-1]
@@ -36,7 +43,11 @@ def updates_of(cluster: Cluster) -> RunCorrections:
 
 
 def without_updates(profile: Profile) -> Profile:
-    """The profile as it was calibrated."""
+    """The profile as it was calibrated.
+
+    Args:
+        profile: as loaded.
+    """
     return profile.model_copy(update={"updates": []})
 
 

@@ -1,15 +1,15 @@
 """Peak memory of one rank, each line apart, from the Model alone (no torch, no Plan).
 
-What is counted, and when: the peak of a synchronous training step, which is the end of the last forward in flight, the
-worst moment of the backward that follows, or the optimizer step. Gradients are views into flat buckets, so they are counted
-once. A value between components lives as long as autograd keeps it for a backward; where the Model does not say who keeps it,
-one that crosses to another rank, or is among no saved activations, is taken to live as long: an upper bound.
+The model counts the peak of a synchronous training step. It is one of three moments: the end of the last forward in
+flight, the worst moment of the backward that follows, or the optimizer step. Gradients are views into flat buckets, so
+they are counted once. A value between components lives as long as autograd keeps it for a backward. If the Model does not
+name who keeps it, a value that crosses to another rank, or is among no saved activations, counts as kept: an upper bound.
 
-A recomputed component holds its inputs while a microbatch is in flight, and what its second forward saves only from there to
-the end of its backward.
+A recomputed component holds its inputs while a microbatch is in flight. The activations of its second forward live only
+until the end of its backward.
 
-What the allocator and libraries take besides is the line `allocator`, an interval; so is what can have arrived early. Whether a
-rank fits is decided with every line at its p95.
+The line `allocator`, an interval, holds the memory of the allocator and of libraries. Transfers that may have arrived
+early are an interval too. A rank fits if it does with every line at its p95.
 
 Leaves out: the moments of a first forward that are fuller than the backward of the same component.
 """
@@ -33,10 +33,17 @@ FULL_BYTES = 4
 
 
 def optimizer_bytes(optimizer: str, precision: str, *, master_weights: bool) -> tuple[int, int]:
-    """Bytes per parameter that stay, and that an update takes besides. With weights in half precision: as wide as these; or
-    as wide as fp32, with a copy of the weights that stays and one of the gradients during the update.
+    """Bytes per parameter of the optimizer: those that stay, and those an update takes for a while.
 
-    Raises ConfigError for an unknown optimizer.
+    With weights in half precision the state is as wide as the weights, or as wide as fp32 with master weights. Master weights
+    add a copy of the weights that stays and one of the gradients during the update.
+
+    Args:
+        optimizer: a key of `OPTIMIZERS`. precision: such as "bf16". master_weights: keep fp32 copies of half-precision
+            weights.
+
+    Raises:
+        ConfigError: an unknown optimizer.
     """
     row = OPTIMIZERS[optimizer]
     state, temporary = row.state_bytes_per_element, row.temporary_bytes_per_element
@@ -156,10 +163,10 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
-    """What the second forward of a recomputed component changes, bytes of one microbatch.
+    """The changes of memory by the second forward of a recomputed component, bytes of one microbatch.
 
     Attributes:
-        saved_bytes: what it saves for the backward. released_bytes: of its inputs, what it lets go of then.
+        saved_bytes: saved for the backward. released_bytes: of its inputs, released at that moment.
     """
 
     saved_bytes: int
@@ -231,8 +238,10 @@ def rank_memory(
     """Peak memory of a rank on a device.
 
     Args:
+        rank: global number. step: what it runs and keeps. device: its limit and allocator.
+        optimizer: a key of `OPTIMIZERS`. traffic: communicators and buffers of the rank.
         precision: decides which copies of the weights are kept.
-        master_weights: where weights are stored in half precision, the optimizer updates copies in fp32.
+        master_weights: with weights stored in half precision, the optimizer updates copies in fp32.
 
     Returns:
         Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, unsharded (buckets while whole),
@@ -296,7 +305,11 @@ def _rounded(
 
 
 def all_weights(components: Sequence[Component]) -> Weights:
-    """All parameters of the components, gradients as large, all updated here."""
+    """All parameters of the components, gradients as large, all updated here.
+
+    Args:
+        components: of one rank.
+    """
     parameters = held_parameters(components)
     elements = sum(parameter.elements for parameter in parameters)
     size_bytes = sum(parameter.size_bytes for parameter in parameters)
@@ -321,7 +334,11 @@ def _alive_of(samples: Mapping[str, int], in_flight: int | Mapping[str, int]) ->
 
 
 def held_parameters(components: Sequence[Component]) -> tuple[Parameter, ...]:
-    """Every parameter of the components once: one tied within the rank has one copy."""
+    """Every parameter of the components once: a parameter tied within the rank has one copy.
+
+    Args:
+        components: of one rank.
+    """
     return tuple({p.name: p for component in components for p in component.parameters}.values())
 
 
@@ -403,8 +420,10 @@ def _fullest_bytes(peaks: Sequence[tuple[int, int]], samples: int) -> int:
 
 
 def _alive_bytes(component: Component, samples: int) -> float:
-    """Beyond what is saved at the fullest moment of the component's backward: as counted when it was traced, else the
-    gradients of the input, the output and the parameters (before they are added to their bucket) of its largest operator."""
+    """Bytes beyond the saved activations at the fullest moment of the component's backward. They were counted when it was
+    traced. Otherwise they are the gradients of the input, the output and the parameters of its largest operator, before
+    these are added to their bucket.
+    """
     if component.backward_peaks:
         return _fullest_bytes(component.backward_peaks, samples)
     return _fullest_bytes([(op.activation_bytes, op.parameter_bytes) for op in component.operators], samples)

@@ -1,4 +1,4 @@
-"""Intervals that hold: split-conformal correction of predicted intervals on a history of predicted and measured steps.
+"""Calibrated intervals: split-conformal correction of predicted intervals by a history of predicted and measured steps.
 
 A profile's draws say how wide an interval is *relative* to others; the history says by what factor all of them are too narrow
 or too wide. On the log scale, each side by its own half-width,
@@ -10,8 +10,8 @@ and the corrected interval is median * exp(+-q * half-width), with q the ceil((n
 a new score is exchangeable with those of the history, it lies inside with probability >= 1 - alpha, whatever the distribution
 (and <= 1 - alpha + 1/(n + 1) without ties). Below n = 9 there is no such score for 1 - alpha = 90%: nothing is corrected.
 
-Leaves out: what a change of the machine does (scores are not exchangeable then; `Coverage.stale` notices it afterwards), and
-that coverage holds on average over models and plans, not for each.
+Leaves out a change of the machine: scores are not exchangeable then, and `Coverage.stale` notices it afterwards. Coverage
+holds on average over models and plans, not for each.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ValidationRecord:
         predicted_s, low_s, high_s: median, p05 and p95 of the mean step. measured_s: the mean measured step.
         when: ISO 8601. profile: its fingerprint. batch: global. plan: its summary. rounds: interleaved rounds of the
             measurement, steps: of all of them. aa_floor: median relative difference of its halves, if it had rounds.
-            machine: it was measured on. measurement: digest of what was measured, so that nothing is counted twice.
+            machine: it was measured on. measurement: digest of the measurement, so that none is counted twice.
 
     Raises:
         CostError: seconds that are not finite and above 0, or not in order.
@@ -83,14 +83,18 @@ class ValidationRecord:
 
 
 class HalfWidths(NamedTuple):
-    """Of an interval on the log scale, below and above its median."""
+    """Half-widths of an interval on the log scale, below and above its median."""
 
     below: float
     above: float
 
 
 def half_widths(median_s: float, low_s: float, high_s: float) -> HalfWidths:
-    """log(median / low) and log(high / median), neither below `LEAST_HALF_WIDTH`."""
+    """log(median / low) and log(high / median), neither below `LEAST_HALF_WIDTH`.
+
+    Args:
+        median_s, low_s, high_s: seconds, 0 < low_s <= median_s <= high_s.
+    """
     return HalfWidths(
         max(math.log(median_s / low_s), LEAST_HALF_WIDTH),
         max(math.log(high_s / median_s), LEAST_HALF_WIDTH),
@@ -98,14 +102,21 @@ def half_widths(median_s: float, low_s: float, high_s: float) -> HalfWidths:
 
 
 def score(record: ValidationRecord) -> float:
-    """How many half-widths of its own interval the measured value lies from the median, >= 0."""
+    """Distance of the measured value from the median, in half-widths of the predicted interval, >= 0.
+
+    Args:
+        record: a prediction and its measurement.
+    """
     below, above = half_widths(record.predicted_s, record.low_s, record.high_s)
     distance = math.log(record.measured_s) - math.log(record.predicted_s)
     return distance / above if distance >= 0 else -distance / below
 
 
 def conformal_quantile(scores: Sequence[float], level: float = LEVEL) -> float | None:
-    """The ceil((n + 1) * level)-th smallest of n scores; None where there is none (n < level / (1 - level)).
+    """The ceil((n + 1) * level)-th smallest of n scores; None if there is none (n < level / (1 - level)).
+
+    Args:
+        scores: any order. level: nominal coverage in (0, 1).
 
     Raises:
         CostError: a level outside (0, 1).
@@ -117,7 +128,11 @@ def conformal_quantile(scores: Sequence[float], level: float = LEVEL) -> float |
 
 
 def records_needed(level: float = LEVEL) -> int:
-    """The smallest history with a correction: 9 for 90% intervals."""
+    """The smallest history with a correction: 9 for 90% intervals.
+
+    Args:
+        level: nominal coverage in (0, 1).
+    """
     exact = Fraction(level).limit_denominator(10_000)
     return math.ceil(exact / (1 - exact))
 
@@ -155,7 +170,11 @@ class ConformalCorrection:
 
 
 def correction(records: Iterable[ValidationRecord]) -> ConformalCorrection:
-    """What the records teach, all of one profile."""
+    """The correction that records teach.
+
+    Args:
+        records: all of one profile.
+    """
     return _learnt([score(record) for record in records], LEVEL)
 
 
@@ -165,7 +184,7 @@ def _learnt(scores: Sequence[float], level: float) -> ConformalCorrection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A record beside the interval that a correction learnt without its run and its model gives."""
+    """A record, and the interval by a correction that was learnt without its run and its model."""
 
     record: ValidationRecord
     correction: ConformalCorrection
@@ -224,7 +243,14 @@ class Coverage:
 
 
 def judged_split(records: Iterable[ValidationRecord], level: float = LEVEL) -> list[Judged]:
-    """Every record with a correction learnt from other runs *and* other models only, in the order given."""
+    """Judge every record by a correction from other runs *and* other models only.
+
+    Args:
+        records: of one profile. level: nominal coverage.
+
+    Returns:
+        One entry per record, in the order given.
+    """
     known = [(record, score(record)) for record in records]
     learnt: dict[tuple[str, str], ConformalCorrection] = {}
     rows = []
@@ -240,6 +266,9 @@ def judged_split(records: Iterable[ValidationRecord], level: float = LEVEL) -> l
 
 def coverage_of(rows: Sequence[Judged]) -> Coverage:
     """Coverage of judged records.
+
+    Args:
+        rows: of `judged_split`.
 
     Raises:
         CostError: no record.
@@ -263,12 +292,23 @@ def coverage_of(rows: Sequence[Judged]) -> Coverage:
 
 
 def coverage_split(records: Iterable[ValidationRecord]) -> Coverage:
-    """Coverage where each record is judged by a correction learnt from other runs and other models. Raises as `coverage_of`."""
+    """Coverage if each record is judged by a correction from other runs and other models.
+
+    Args:
+        records: of one profile.
+
+    Raises:
+        CostError: no record.
+    """
     return coverage_of(judged_split(records))
 
 
 def coverage_by(rows: Sequence[Judged], key: Callable[[ValidationRecord], str]) -> dict[str, Coverage]:
-    """Coverage of groups of judged records, such as by model or by run, in the order they appear."""
+    """Coverage of groups of judged records, such as by model or by run, in the order they appear.
+
+    Args:
+        rows: of `judged_split`. key: name of a record's group.
+    """
     names = dict.fromkeys(key(row.record) for row in rows)
     return {name: coverage_of([row for row in rows if key(row.record) == name]) for name in names}
 
@@ -282,9 +322,13 @@ class ShareAtLevel(NamedTuple):
 
 
 def shares_by_level(records: Sequence[ValidationRecord], levels: Sequence[float]) -> list[ShareAtLevel]:
-    """Empirical against nominal coverage.
+    """Empirical coverage for several nominal levels.
 
-    The predicted interval of a level is the 90% one, its half-widths scaled as those of a normal distribution on the log scale.
+    The predicted interval of a level is the 90% one, its half-widths scaled as those of a normal distribution on the log
+    scale.
+
+    Args:
+        records: of one profile, at least one. levels: nominal coverage, each in (0, 1).
     """
     normal = NormalDist()
     shares = []
@@ -297,7 +341,10 @@ def shares_by_level(records: Sequence[ValidationRecord], levels: Sequence[float]
 
 
 def clopper_pearson(successes: int, trials: int, level: float = 0.95) -> tuple[float, float]:
-    """The exact interval of a binomial share.
+    """The exact confidence interval of a binomial share.
+
+    Args:
+        successes, trials: counts. level: of confidence.
 
     Raises:
         CostError: unless 0 <= successes <= trials and trials >= 1.

@@ -13,7 +13,14 @@ STEPS_AVERAGED = 20
 
 
 def medians_s(estimates: Sequence[Estimate]) -> NDArray[np.float64]:
-    """float64 [n] seconds."""
+    """Medians of estimates.
+
+    Args:
+        estimates: n of them.
+
+    Returns:
+        float64 [n] seconds.
+    """
     return np.array([estimate.median_s for estimate in estimates], dtype=np.float64)
 
 
@@ -25,16 +32,17 @@ def sample_durations_s(
     steps_averaged: int = STEPS_AVERAGED,
     unit: NDArray[np.int64] | None = None,
 ) -> NDArray[np.float64]:
-    """float64 [samples, n]: median * product of exp(sigma * z) over the estimate's parameters.
+    """Draw durations: median * product of exp(sigma * z) over the estimate's parameters.
 
     Args:
+        estimates: of the units. samples: rows. seed: of the draws.
+        steps_averaged: steps in the mean that the interval is for.
         unit: int64 [n], which estimate each task has (None: task i has estimate i).
 
-    The z of a parameter is standard normal, one per sample and parameter. Repeat noise is drawn per task and divided by
-    sqrt(steps_averaged), as the interval is for the mean of that many steps.
-
-    Leaves out correlation between parameters, and that a maximum over noisy ranks exceeds the maximum of their means:
-    that is what `rank_noise` is for.
+    Returns:
+        float64 [samples, n] seconds. The z of a parameter is standard normal, one per sample and parameter. Repeat noise is
+        drawn per task and divided by sqrt(steps_averaged). Leaves out correlation between parameters, and that a maximum over
+        noisy ranks exceeds the maximum of their means (see `rank_noise`).
     """
     exponents = _exponents(estimates, samples, seed, steps_averaged, unit, None, samples)
     durations: NDArray[np.float64] = np.concatenate(list(exponents))
@@ -55,10 +63,12 @@ def sampled_durations_by_rows(
     repeat: RepeatNoise | None = None,
     steps_averaged: int = STEPS_AVERAGED,
 ) -> Iterator[NDArray[np.float64]]:
-    """The same as `sample_durations_s`, number for number, in pieces of at most `rows` samples: memory for one piece.
+    """Yield the draws of `sample_durations_s`, number for number, in pieces of bounded memory.
 
     Args:
-        repeat: makes the repeat noise of draws, where it is not each task's for itself (`parsim.engines.slowest`).
+        estimates, samples, seed, unit, steps_averaged: as for `sample_durations_s`.
+        rows: samples in one piece, at most.
+        repeat: makes the repeat noise of the draws if tasks do not draw it independently (`parsim.engines.slowest`).
     """
     for exponent in _exponents(estimates, samples, seed, steps_averaged, unit, repeat, rows):
         yield _durations(estimates, exponent, unit)
@@ -67,7 +77,14 @@ def sampled_durations_by_rows(
 def repeat_sigmas(
     estimates: Sequence[Estimate], unit: NDArray[np.int64], steps_averaged: int = STEPS_AVERAGED
 ) -> NDArray[np.float64]:
-    """float64 [n]: the relative spread of each task's own noise in the mean of so many steps."""
+    """Relative spread of each task's own noise in the mean of several steps.
+
+    Args:
+        estimates: of the distinct units. unit: int64 [n], the unit of each task. steps_averaged: steps in the mean.
+
+    Returns:
+        float64 [n].
+    """
     sigmas: NDArray[np.float64] = np.array([estimate.repeat_sigma for estimate in estimates])[unit] / np.sqrt(steps_averaged)
     return sigmas
 
@@ -109,13 +126,15 @@ def _exponents(
 
 
 def rank_noise(ranks: NDArray[np.int64], sigma: float, draws: int, seed: int) -> NDArray[np.float64]:
-    """Factors float64 [draws, n] of one step each: how slow the task's rank happened to be, with mean 1.
-
-    One log-normal factor per draw and rank; tasks of rank -1 (communication) keep 1.
+    """Draw how slow ranks are in single steps: one log-normal factor per draw and rank, with mean 1.
 
     Args:
-        ranks: int64 [n]; of ranks that share a core, which is slow or fast for all of them, the core.
+        ranks: int64 [n], of each task; of ranks that share a core, the core; -1 (communication) keeps factor 1.
         sigma: relative spread of a rank's step against the others'.
+        draws: rows. seed: of the draws.
+
+    Returns:
+        float64 [draws, n].
     """
     world = 1 + int(ranks.max(initial=-1))
     shocks = np.random.default_rng(seed).standard_normal((draws, world))

@@ -1,9 +1,9 @@
 """How often to write a checkpoint: the known formulas, and the simulated answer.
 
-Young and Daly take one machine that fails with exponential gaps of mean M (the time between failures of all its parts), a
-checkpoint that takes `write_s` and stops the training, and a run of many intervals. Then the expected time of a run is
-M e^(R/M) (e^((t + d)/M) - 1) per interval t of training (R restart, d write), exactly. Where that does not hold - few
-intervals, parts that fail soonest after a repair, failures at known times - the best interval differs, and simulation finds it.
+Young and Daly assume one machine that fails with exponential gaps of mean M (over all its parts). A checkpoint takes
+`write_s` and stops the training, and a run has many intervals. Then the expected time of a run is M e^(R/M) (e^((t +
+d)/M) - 1) per interval t of training (R restart, d write), exactly. Where that does not hold - few intervals, parts that
+fail soonest after a repair, failures at known times - the best interval differs, and simulation finds it.
 """
 
 from __future__ import annotations

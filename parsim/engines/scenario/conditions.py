@@ -18,7 +18,7 @@ from parsim.work import Collective, SendRecv
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Conditions:
-    """What the dynamic engine is told of the world beside the durations.
+    """Conditions of the machine that the dynamic engine takes in addition to durations.
 
     Attributes:
         start_s: the scenario's time at which the simulation begins.

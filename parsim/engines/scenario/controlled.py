@@ -1,4 +1,4 @@
-"""Training under a scenario with a controller in the loop: after every window of steps it may change what runs.
+"""Training under a scenario with a controller in the loop: after every window of steps it may change the plan.
 
 The controller is a value handed in; this module knows its protocol and nothing of plans. A step is simulated once for every
 state of the machine in which something runs, and a window moves from change to change of the machine, not from task to task.
@@ -77,7 +77,7 @@ class Change:
 
 
 class WindowController(Protocol):
-    """Whatever decides after a window. It may keep state, and must depend on nothing but what it is shown."""
+    """Whatever decides after a window. It may keep state, and must depend only on the windows it receives."""
 
     def observe(self, seen: WindowSeen) -> Change | Probe | None:
         """A change, a wish to know more, or None to go on as before."""

@@ -1,8 +1,8 @@
 """Which links of a cluster a piece of communication uses, and how much of its time it needs them.
 
-A collective or a transfer is one flow: its bytes pass several links in fixed proportions (rings load every hop alike), so one
-rate describes all of them, and the slowest link paces it. Of the seconds it takes alone, `transfer_s` move bytes, at the pace
-at which its busiest link is full; the rest is latency, which no other flow lengthens.
+A collective or a transfer is one flow. Its bytes pass several links in fixed proportions (rings load every hop equally),
+so one rate describes it. Its slowest link sets that rate. Of the seconds it takes alone, `transfer_s` move bytes, at the
+pace at which its busiest link is full; the rest is latency, which no other flow lengthens.
 
 Leaves out: the phases of a hierarchical collective, whose links are taken to be used together; and, as the prices do, trees
 inside a node, which load the links of its rings.

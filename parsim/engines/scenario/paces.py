@@ -1,10 +1,10 @@
 """How slowly every running task goes, moment by moment: overlap, stragglers, and links that change or are shared.
 
-A task is so many seconds of work; with slowness f it takes f times as long. Computation and loading are as slow as the slowest
-rank they run on; communication first spends its latency, then moves its bytes as fast as its lanes let it. On top, whatever
-overlaps on a core slows as the overlap factors say, and computations on one core share it evenly. Slowness changes once per
-instant, after everything that starts or ends in it; a task whose slowness changes gets a new timer for what is left of it, so
-one whose slowness stays 1 ends exactly when the static engine says.
+A task is so many seconds of work; with slowness f it takes f times as long. Computation and loading are as slow as the
+slowest rank they run on; communication first spends its latency, then moves its bytes as fast as its lanes let it. On
+top, whatever overlaps on a core slows as the overlap factors say, and computations on one core share it evenly. Slowness
+changes once per instant, after everything that starts or ends in it. A task whose slowness changes gets a new timer for
+its remaining work. A task whose slowness stays 1 matches the static engine bit for bit.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Running:
 
 
 class Paces:
-    """The slowness of all tasks of one simulation; told by it what starts and ends."""
+    """The slowness of all tasks of one simulation, which reports the tasks that start and end."""
 
     def __init__(self, timers: Timers, slowdown: Slowdown, conditions: Conditions) -> None:
         self._timers = timers

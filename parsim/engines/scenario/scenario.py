@@ -1,4 +1,4 @@
-"""scenario.toml: what happens while a plan runs. Checked here, read-only inside.
+"""scenario.toml: the conditions while a plan runs. Checked here, read-only inside.
 
     seed = 0
     start_s = 0.0               # when, in the scenario's time, the simulated step begins (a whole run begins at 0)

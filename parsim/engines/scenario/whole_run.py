@@ -1,13 +1,13 @@
 """A whole training run with its failures: time, price and energy to the end, for many draws.
 
-Nothing is simulated task by task here: a step takes what the engines found for it under each state of the machine, and the
-run jumps from one event to the next (a failure, a change of the machine's state) over all steps, checkpoints and evaluations
-between them by looking up running sums. So days take milliseconds, and a draw costs as much as it has failures.
+Nothing is simulated task by task here. The engines give the seconds of a step under each state of the machine. The run
+jumps from one event (a failure, a change of state) to the next, and looks up the steps, checkpoints and evaluations
+between them in running sums. So days take milliseconds, and a draw costs as much as it has failures.
 
-A failure loses what was done since the last checkpoint that was wholly written, and the run stands for `restart_s`; a failure
-in that time begins it anew. Warm-up steps add their extra seconds to the start and to every restart. Prices count all devices
-for all the time; energy counts a device as busy for the seconds that it computes, again after a failure where steps are
-repeated, and idle for the rest.
+A failure loses the work since the last complete checkpoint, and the run stops for `restart_s`. A failure during that time
+starts it again. Warm-up steps add their extra seconds to the start and to every restart. Prices count all devices for all
+the time; energy counts a device as busy for the seconds that it computes, again after a failure where steps are repeated,
+and idle for the rest.
 
 Leaves out: checkpoints written beside the training, spare nodes and smaller meshes after a failure, asynchronous
 workers who would go on when one fails, and silent errors.

@@ -1,4 +1,4 @@
-"""What the executor and the calibration ask of a GPU: its streams, its events, and a kernel that only waits.
+"""The GPU operations of the executor and the calibration: its streams, its events, and a kernel that only waits.
 
 `EventClock` is the part that times work on the stream at hand; `Driver` adds streams. `TorchCudaDriver` is a real GPU by
 torch.cuda. Tests have a driver with virtual time in its place, so that launches, waits and timings are checked without a GPU.

@@ -1,10 +1,11 @@
 """Seconds of work on a GPU, by its own events, with the launches of the host out of the way.
 
-A GPU runs what the host queues. Small kernels take less time than their launch, so a clock around them measures the host. Here
-a kernel that only waits (the hold) is queued first; the host queues everything else while the device still waits; then the
-device runs it without a gap, and events queued between the calls say when. The host's own seconds of queueing are kept beside.
+A GPU runs what the host queues. Small kernels take less time than their launch, so a clock around them measures the host.
+Here a kernel that only waits (the hold) is queued first. The host queues everything else while the device still waits.
+Then the device runs it without a gap, and events between the calls record the times. The host's own seconds of queueing
+are kept beside.
 
-Everything is asked of an `EventClock` (`parsim.execute.cuda.driver`); tests have one whose time is computed.
+Every call goes to an `EventClock` (`parsim.execute.cuda.driver`); tests have one with computed time.
 """
 
 from __future__ import annotations

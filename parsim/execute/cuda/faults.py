@@ -1,4 +1,4 @@
-"""What can go wrong with a GPU, each told in one message: memory that runs out, a device that is lost, one that is not ours.
+"""Faults of a GPU, with one message each: memory that runs out, a lost device, a device that other processes use.
 
 torch is imported where it is used: planning needs none.
 """

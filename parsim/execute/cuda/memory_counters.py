@@ -1,4 +1,4 @@
-"""What a GPU's memory is used for, as four parties count it; each is compared with the lines of the prediction that it can see.
+"""A GPU's memory as four counters see it; each is compared with the lines of the prediction that it covers.
 
 live        tensors, by watching every operator (`parsim.model.memory.live_memory`)
 allocated   blocks the caching allocator has handed out: tensors rounded up, and workspaces of libraries that ask it

@@ -2,15 +2,16 @@
 
 Events carry the dependencies, so the host runs ahead of the GPU.
 
-Everything is asked of a `Driver` (`parsim.execute.cuda.driver`), so that the order of launches, waits and records can be
-checked without a GPU: tests have one with virtual time that feeds torch's CUDA sanitizer.
+Every call goes to a `Driver` (`parsim.execute.cuda.driver`), so tests can check the order of launches, waits and records
+without a GPU. The tests' driver has virtual time and feeds torch's CUDA sanitizer.
 
 A communication may be submitted before what it needs has been enqueued: it waits here, first in first out per stream, until
 the last of its dependencies is enqueued. Every task is looked at once per dependency, so a step costs time linear in its tasks
 and dependencies (times the logarithm of how many are released at once).
 
-The host waits for events of its own only, never for the whole device: for one at the beginning of a step, which puts the GPU's
-clock beside its own, and for the last of each stream at the end. Leaves out how far the host was behind while it issued.
+The host waits for its own events only, never for the whole device. It waits for one event at the beginning of a step,
+which aligns the GPU's clock with the host's, and for the last event of each stream at the end. Leaves out how far the
+host was behind while it issued.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a measurement was made on: processor, cores, memory, versions. Loads no torch that is not loaded already."""
+"""The machine of a measurement: processor, cores, memory, versions. Loads no torch that is not loaded already."""
 
 from __future__ import annotations
 

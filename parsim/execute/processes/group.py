@@ -1,4 +1,4 @@
-"""What every rank does around its work: find its place, join the process group, make sub-groups, leave; and say why it failed.
+"""The frame of every rank's work: find its place, join the process group, make sub-groups, leave, and report a failure.
 
 torch is imported where it is used: a rank that only reports an error does not pay for it.
 """
@@ -160,7 +160,9 @@ def _threads_of(backend: str) -> contextlib.AbstractContextManager[bool | None]:
 
 
 def urgent_options(backend: str) -> Any:
-    """NCCL launches transfers on streams of its own: they come before computation, as the rank's communication streams do."""
+    """NCCL launches transfers on its internal streams. They get priority over computation, like the rank's communication
+    streams.
+    """
     if backend != BACKENDS["cuda"]:
         return None
     from torch import distributed

@@ -1,8 +1,8 @@
 """Start the ranks of a job under torchrun on this machine, relay what they print, and turn a failure into one message.
 
-The promise: when `launch` returns or raises, no process of the launch is left, whatever happened to the ranks; and when this
-process itself is killed, the ranks die with it (see `processes`). Ranks write to files that are read here five times a
-second, so a slow reader never holds up a rank and their lines never mix.
+When `launch` returns or raises, no process of the launch is left, whatever happened to the ranks. When this process
+itself is killed, the ranks die with it (see `processes`). Ranks write to files that are read here five times a second, so
+a slow reader never holds up a rank and their lines never mix.
 """
 
 from __future__ import annotations

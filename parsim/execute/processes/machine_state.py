@@ -1,4 +1,4 @@
-"""What the machine does while something is measured on it: clocks, governor, load, time that others took. Read, never changed.
+"""The state of the machine during a measurement: clocks, governor, load, time taken by others. Read, never changed.
 
 Linux tells all of it below /proc and /sys, a virtual machine only some; elsewhere most of it is left out.
 """
@@ -58,7 +58,7 @@ def parse_ticks(stat: str) -> dict[str, int]:
 
 
 def stolen_share(before: dict[str, Any], after: dict[str, Any]) -> float | None:
-    """Share of the cores' time between two states that the host of this virtual machine gave to others; None: not told."""
+    """Share of the cores' time between two states that the host of this virtual machine gave to others; None: unknown."""
     ticks = [state.get("ticks", {}) for state in (before, after)]
     passed = float(sum(ticks[1].values()) - sum(ticks[0].values()))
     if passed <= 0 or any("steal" not in entry for entry in ticks):
@@ -67,7 +67,7 @@ def stolen_share(before: dict[str, Any], after: dict[str, Any]) -> float | None:
 
 
 def clocks_text(state: dict[str, Any]) -> str:
-    """`clock 2.45 GHz, governor performance`; what is not told is said to be so."""
+    """`clock 2.45 GHz, governor performance`; unknown values are named as unknown."""
     clocks = state.get("core_hz", {}).values()
     low, high = (f"{1e-9 * clock:.2f}" for clock in (min(clocks), max(clocks))) if clocks else ("", "")
     clock = "clock not told" if not clocks else f"clock {low} GHz" if low == high else f"clocks {low} to {high} GHz"

@@ -1,12 +1,13 @@
 """Communication first: its threads run as soon as they wake, where the system lets them.
 
-With gloo a rank's computation and communication share a core. A thread that wakes up because a message has come waits there for
-the thread that computes to use up its time slice, some milliseconds in which the peer waits too. Threads under real-time
-round-robin scheduling (Linux, SCHED_RR) do not wait; they sleep but for the moments in which there is something to send or to
-add. On a 2-core virtual machine steps of two ranks got 17 to 54% shorter (`experiments/this_machine/priority.py`).
+With gloo a rank's computation and communication share a core. A thread that a message wakes up waits there until the
+computing thread has used its time slice. That takes some milliseconds, in which the peer waits too. Threads under
+real-time round-robin scheduling (Linux, SCHED_RR) do not wait; they sleep but for the moments in which there is something
+to send or to add. On a 2-core virtual machine steps of two ranks got 17 to 54% shorter
+(`experiments/this_machine/priority.py`).
 
-All of them have one priority: gloo's loop over its sockets and the threads that use them wait for one another by looking again
-and again, and one that came before the other would look for ever. What the computation holds none of them may wait for: see
+All of them have one priority. Gloo's loop over its sockets and the threads that use them wait for one another by polling,
+and a thread with higher priority would poll forever. What the computation holds none of them may wait for: see
 `parsim.execute.processes.pinning.keep_freed_memory`. A call in a thousand still takes 50 to 100 ms, when one looks for a
 whole time slice.
 

@@ -1,9 +1,9 @@
 """Keeping count of the processes of one launch, so that none outlives it.
 
-torchrun puts every rank into a session of its own, so that killing its process group reaches no rank. Three nets, each of
-which is enough alone in its case: the kernel kills a process when its parent dies (`die_with_parent`); whoever ends a
-launch kills all descendants, found through /proc; and all processes that carry the launch's mark in their environment, which
-finds those whose parent is already gone. Leaves out: without /proc (macOS) only the first net and process groups remain.
+torchrun puts every rank into a separate session, so killing its process group reaches no rank. Three mechanisms each
+cover one case. The kernel kills a process when its parent dies (`die_with_parent`). The end of a launch kills all
+descendants, found through /proc. It also kills all processes with the launch's mark in their environment, which finds
+those whose parent is already gone. Leaves out: without /proc (macOS) only the first net and process groups remain.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """How fast a rank's core or GPU is at this moment: the pace, which is the seconds of one training step that never changes.
 
-A core of a shared machine takes half as long again in one second as in the next (another virtual machine works beside it, or
-does not), and how often changes from minute to minute. The same step, timed right before and after whatever is measured, while
-calibrating and beside a run, tells the machine from what it does.
+A core of a shared machine can take half as long again in one second as in the next, because other virtual machines share
+the hardware. How often this happens changes from minute to minute. The same step, timed right before and after whatever
+is measured, while calibrating and beside a run, tells the machine from what it does.
 
 The step has what models have: a convolution, batch and layer normalisation, attention, matrix products, forward and backward
 through the interpreter and autograd, and an update with momentum. All ranks that will work together make it at once: cores that
 share caches or a memory slow one another. Of ranks that share a core the first makes it, while the others wait.
 
-Cores and GPUs have paces of their own, and each says nothing of the other: the step of a GPU is so large that it is busy with
-it, and is timed by its own events behind a hold (`parsim.execute.cuda.event_timing`), so that a slow host does not make it
-longer. It runs under autocast to fp16, so that whether this process rounds fp32 to TF32 does not change it.
+The speeds of cores and GPUs are independent. The probe step of a GPU is large enough to keep it busy. Its own events
+behind a hold time it (`parsim.execute.cuda.event_timing`), so a slow host does not make it longer. It runs under autocast
+to fp16, so that whether this process rounds fp32 to TF32 does not change it.
 
 Leaves out that a machine may be slower at one kind of work only.
 """

@@ -1,13 +1,13 @@
 """Checkpoints that a killed process cannot spoil, and that another plan can resume.
 
-A checkpoint is a folder `step-00000020/` in which each rank writes two files of its own: `rank-0000.pt` with its tensors by
-*global* name (qualified parameter or buffer name, whatever the plan), then `rank-0000.json` with their size and digest. Each
-is written to a temporary file, forced to disk and renamed. The checkpoint exists once all ranks' pairs are there, agree and
-are whole; until then, or when one is damaged, the one before counts. No rank waits for another.
+A checkpoint is a folder `step-00000020/` with two files per rank. `rank-0000.pt` holds its tensors by *global* name (the
+qualified parameter or buffer name, whatever the plan). `rank-0000.json` holds their size and digest and is written
+second. Each is written to a temporary file, forced to disk and renamed. The checkpoint exists once the pairs of all ranks
+are complete and agree. Until then, or if one is damaged, the previous checkpoint counts. No rank waits for another.
 
-A rank that holds a piece of a tensor writes it under the name of the whole and says which piece
-(`parsim.execute.state.fragments`);
-reading puts the whole together, so that any plan of the model can resume from any other's checkpoint.
+A rank that holds a piece of a tensor writes it under the name of the whole, with its position
+(`parsim.execute.state.fragments`). Reading assembles the whole, so any plan of the model can resume from any other's
+checkpoint.
 
 Leaves out: the position in the data, which needs no state but step and seed (`parsim.data.BatchOrder`).
 """
@@ -90,7 +90,14 @@ class _Entry:
 def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, rank: int, world_size: int, keep: int = 2) -> Path:
     """Write this rank's part of the checkpoint after `step` steps; every rank calls it with the same `step`.
 
-    Rank 0 then removes checkpoints older than the `keep` newest complete ones. Returns the checkpoint's folder.
+    Rank 0 then removes checkpoints older than the `keep` newest complete ones.
+
+    Args:
+        folder: of all checkpoints. step: steps done. state: this rank's tensors.
+        seed: of the run. rank, world_size: of this process. keep: complete checkpoints that stay.
+
+    Returns:
+        The checkpoint's folder.
 
     Raises:
         ExecutionError: the files cannot be written (a full disk, no permission).
@@ -127,9 +134,13 @@ def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, ran
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest complete and undamaged checkpoint under `folder`, or None; warns about each newer one it passes over.
+    """The newest complete and undamaged checkpoint, or None; warns about each newer one it skips.
 
-    Raises ExecutionError for one of another version of parsim: to begin anew would throw it away.
+    Args:
+        folder: of all checkpoints.
+
+    Raises:
+        ExecutionError: a checkpoint of another version of parsim; starting anew would discard it.
     """
     for place in reversed(_steps(folder)):
         entries, problem = _inspect(place, digests=True)
@@ -144,8 +155,9 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
     """The weights, buffers and optimizer state of `names` (all if left out), wherever ranks wrote them, on the CPU.
 
     Args:
-        rank: under the same plan, this rank's number: its own buffers and random state come first. Under another plan leave
-            it out: buffers are then those of the lowest rank that has them, and there is no random state.
+        checkpoint: of `latest_checkpoint`. names: of parameters and buffers. rank: under the same plan, this rank's
+            number, whose own buffers and random state come first. Under another plan leave it out: buffers are then those
+            of the lowest rank that has them, and there is no random state.
 
     Raises:
         ExecutionError: a name that no rank wrote as weight or buffer, or a file that has been damaged since.
@@ -194,12 +206,20 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
 
 
 def optimizer_state(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """The optimizer's state by parameter name; parameters it has not stepped yet are left out."""
+    """The optimizer's state by parameter name; parameters without a step are left out.
+
+    Args:
+        optimizer: of this rank. parameters: by name.
+    """
     return {name: dict(optimizer.state[value]) for name, value in parameters.items() if optimizer.state.get(value)}
 
 
 def restore_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give `optimizer` the state of its `parameters` by name; its own hyperparameters stay. Devices and dtypes follow them."""
+    """Load the state of an optimizer's parameters. Its own hyperparameters stay; devices and dtypes follow the parameters.
+
+    Args:
+        optimizer: of this rank. parameters: by name. state: by parameter name.
+    """
     names = {id(value): name for name, value in parameters.items()}
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     document = optimizer.state_dict()
@@ -212,7 +232,11 @@ def restore_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor], st
 
 
 def rng_state(device: str = "cpu") -> dict[str, Tensor]:
-    """torch's random states of this process: of the CPU, and of `device` if that is a GPU."""
+    """torch's random states of this process: of the CPU, and of `device` if that is a GPU.
+
+    Args:
+        device: such as "cpu" or "cuda:0".
+    """
     import torch
 
     states = {"cpu": torch.get_rng_state()}
@@ -222,7 +246,11 @@ def rng_state(device: str = "cpu") -> dict[str, Tensor]:
 
 
 def restore_rng(states: Mapping[str, Tensor], device: str = "cpu") -> None:
-    """Inverse of `rng_state`; states that are not there leave the generator as it is."""
+    """Inverse of `rng_state`; a missing state leaves its generator as it is.
+
+    Args:
+        states: by "cpu" and "cuda". device: such as "cpu" or "cuda:0".
+    """
     import torch
 
     if "cpu" in states:
@@ -232,10 +260,13 @@ def restore_rng(states: Mapping[str, Tensor], device: str = "cpu") -> None:
 
 
 def restore_tensors(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copy `saved` into the `live` parameters or buffers of the same names, in place.
+    """Copy saved tensors into live parameters or buffers of the same names, in place.
+
+    Args:
+        live, saved: by name.
 
     Raises:
-        ExecutionError: a live name that is not saved, or another shape.
+        ExecutionError: a live name is not saved, or has another shape.
     """
     import torch
 
@@ -249,7 +280,14 @@ def restore_tensors(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> 
 
 
 def check_shape(name: str, saved: Tensor, live: Tensor) -> None:
-    """Raise ExecutionError unless both tensors of the name have the same shape."""
+    """Check that both tensors of a name have the same shape.
+
+    Args:
+        name: for the message. saved, live: the tensors.
+
+    Raises:
+        ExecutionError: the shapes differ.
+    """
     if saved.shape != live.shape:
         raise ExecutionError(
             f"{name!r} has shape {tuple(saved.shape)} in the checkpoint and {tuple(live.shape)} in the model; "
@@ -258,7 +296,11 @@ def check_shape(name: str, saved: Tensor, live: Tensor) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Call write(file) on a temporary file beside `path`, force it to disk and rename it: `path` is whole or untouched."""
+    """Write a file whole or not at all: write a temporary file next to `path`, force it to disk and rename it.
+
+    Args:
+        path: of the file. write: called with the open temporary file.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -1,9 +1,9 @@
 """Moving a training from one plan to another on the same processes, without files.
 
-Parameter by parameter, every rank that is the first to hold a piece broadcasts it with its optimizer state; the whole is put
-together on each rank, which keeps its part under the new plan. So beside what both plans hold, a rank has one whole parameter
-with its state at a time. Running statistics follow the same way, all at once (they are small); a rank keeps its own, and where
-it had none, or the new plan cuts the channels otherwise, takes those of the lowest rank.
+Parameter by parameter, the first rank that holds a piece broadcasts it with its optimizer state. Each rank assembles the
+whole and keeps its part under the new plan. So beside what both plans hold, a rank has one whole parameter with its state
+at a time. Running statistics follow in the same way, all at once, because they are small. A rank keeps its own. If it had
+none, or the new plan cuts the channels differently, it takes those of the lowest rank.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Kind(NamedTuple):
 
 
 class _Holder(NamedTuple):
-    """The rank that sends a fragment, and what it is: a _Kind; of optimizer state a dict of such and of step counters."""
+    """The rank that sends a fragment, and its kind: a _Kind; for optimizer state a dict of kinds and step counters."""
 
     rank: int
     content: Any

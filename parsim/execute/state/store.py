@@ -127,7 +127,7 @@ class Store:
         return tensor
 
     def _make(self, hop: Hop, instance: Instance, microbatch: int) -> Tensor | None:
-        """What a hop leaves here without a task of its own."""
+        """The result of a hop on this rank that needs no task."""
         source = self.take(Instance(instance.item, hop.source), microbatch)
         if source is None:
             return None

@@ -6,8 +6,9 @@ element by element, so that updating a part of the flat array is updating that p
     stage 1    both arrays are always whole.
     stage 2    the gradients are whole from `begin_gradients` to `end_gradients` of a microbatch; this rank's part of their sum
                (`add_gradients`) stays.
-    stage 3    the parameters are whole from `begin_parameters` to `end_parameters`; this rank's part of them stays. In between
-               the flat array has no memory, while its views, and what autograd has saved of them, remain what they are.
+    stage 3    the parameters are whole from `begin_parameters` to `end_parameters`; this rank's part of them stays. In
+               between the flat array has no memory, while its views, and the tensors that autograd saved of them, stay
+               valid.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stages 1 to 3.
 """

@@ -1,8 +1,10 @@
 """Loading, forward and backward of every component and microbatch, in the stage's pipeline order, and the communication of
 values and gradients right behind the task that makes them.
 
-A recomputed component runs its forward again right before its backward (before the first half of one in halves), on the inputs
-it kept as it had read them: it waits for no gradient, so it may run while that is on its way, and nothing is sent again."""
+A recomputed component runs its forward again right before its backward, or before the first half of a backward in halves.
+It uses the inputs it kept as it had read them, so nothing is sent again. It waits for no gradient, so it may run while
+the gradient is still being sent.
+"""
 
 from __future__ import annotations
 

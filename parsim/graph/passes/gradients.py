@@ -1,7 +1,7 @@
 """Gradient synchronisation and the optimizer: one collective per bucket as soon as its last gradient is there.
 
-With ZeRO the collective before the optimizer's step is a reduce_scatter, each rank of the group updates its part of the
-parameters with its part of the optimizer state, and an all_gather afterwards gives every rank all of them. What ZeRO 2 and 3
+With ZeRO the collective before the optimizer's step is a reduce_scatter. Each rank of the group updates its part of the
+parameters with its part of the optimizer state. An all_gather afterwards gives every rank all of them. What ZeRO 2 and 3
 do with every microbatch is in `parsim.graph.passes.unsharded`.
 """
 

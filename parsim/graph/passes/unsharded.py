@@ -1,16 +1,17 @@
 """ZeRO 2 and 3: the buckets that lie whole on a rank for a while only, and come and go with every microbatch.
 
-A bucket's gradients are whole from the first backward that adds to them to the last one of the microbatch; then one
-reduce_scatter leaves every rank its part of the sum, to which it adds over the microbatches. At most one lot of buckets is
-being sent while the next fills: a backward that begins a bucket waits until those closed before the last ones are gone.
+A bucket's gradients are whole from the first backward that adds to them to the last one of the microbatch. Then one
+reduce_scatter leaves every rank its part of the sum, which it accumulates over the microbatches. At most one lot of
+buckets is being sent while the next fills: a backward that begins a bucket waits until those closed before the last ones
+are gone.
 
-With ZeRO 3 a bucket's parameters are whole from an all_gather before the first forward or backward that needs them to the last
-one before others are needed. They are gathered while the computation before them runs on other parameters, and not earlier: the
-all_gather waits for the end of what comes before that, so two lots of parameters are whole at most.
+With ZeRO 3 a bucket's parameters are whole from an all_gather before the first forward or backward that needs them to the
+last one before others are needed. They are gathered while the previous computation runs on other parameters, and not
+earlier. The all_gather waits for the computation before that one, so at most two sets of parameters are whole.
 
-Why it cannot deadlock: the computation of a place on the pp axis is one list, the same for all its ranks, and all_gathers and
-reduce_scatters stand in one order along it. Whatever one of them waits for comes earlier in both, and a computation waits only
-for those that stand before it.
+Why it cannot deadlock: all ranks of a place on the pp axis have the same list of computation, and all_gathers and
+reduce_scatters follow one order along it. Whatever one of them waits for comes earlier in both, and a computation waits
+only for those that stand before it.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stages 2 and 3.
 """

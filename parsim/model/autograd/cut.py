@@ -1,10 +1,10 @@
 """Forward and backward of one component with the autograd graph cut at its boundary. Shared by executor and calibration.
 
-The forward runs on detached leaves; the backward starts at the component's own outputs. Gradients are those of the uncut
-module bitwise, if the gradients of a value are summed consumer by consumer in reverse execution order: autograd adds
-them up in that order, so what later consumers contributed goes *into* the backward of the earlier ones (`so_far`), where
-it heads the sum, instead of being added afterwards. A parameter that several components share adds to its `.grad` once
-per component: bitwise as well, if `.grad` was empty or zero before and no component uses it more than once.
+The forward runs on detached leaves; the backward starts at the component's own outputs. Gradients equal those of the
+uncut module bitwise if the gradients of a value are summed consumer by consumer in reverse execution order, as autograd
+does. So the contribution of later consumers goes *into* the backward of the earlier ones (`so_far`), as the first
+summand, instead of being added afterwards. A parameter that several components share adds to its `.grad` once per
+component: bitwise as well, if `.grad` was empty or zero before and no component uses it more than once.
 """
 
 from __future__ import annotations

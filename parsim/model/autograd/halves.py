@@ -1,11 +1,11 @@
 """A component's backward in two halves: the gradients of its inputs now, those of its parameters later.
 
-The first half runs autograd towards the inputs alone and notes what arrives at every operator that a parameter enters
-(`_Frontier`); the second half runs those operators again from there, towards their parameters alone. So neither half repeats
-what lies between operators, and the sum of both is the work of one backward.
+The first half runs autograd towards the inputs alone. It records the gradient that arrives at every operator with a
+parameter (`_Frontier`). The second half runs those operators again from there, towards their parameters alone. So neither
+half repeats what lies between operators, and the sum of both is the work of one backward.
 
-Where a parameter enters several operators of the component, or an operator on the way hides what it does with it, the second
-half runs autograd from the component's outputs instead: right too, but it repeats the way through the component.
+If a parameter enters several operators of the component, or an operator hides its use, the second half runs autograd from
+the component's outputs instead. The result is the same, but that repeats the backward through the component.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _note(frontier: _Frontier) -> Any:
 
 
 def _frontiers(roots: Sequence[GradientEdge], entries: Sequence[Any], parameters: Sequence[Tensor]) -> list[_Frontier] | None:
-    """Every operator between outputs and inputs that parameters enter; None where these cannot be told apart."""
+    """Every operator between outputs and inputs that has parameters; None if these cannot be distinguished."""
     order = _order([root.node for root in roots])
     towards_input = set(entries)
     below: dict[Any, set[int]] = {}  # parameters that a node off the way to the inputs leads to

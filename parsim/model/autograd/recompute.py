@@ -1,7 +1,7 @@
-"""Forward of a component that keeps only its inputs, and the same forward again when its backward needs what it did not save.
+"""Forward of a component that keeps only its inputs, and the same forward again when its backward needs saved tensors.
 
-The second run sees what the first saw: the same inputs, the generators in the state they had (so dropout draws the same mask),
-and the buffers as they were; what it does to these is forgotten, so running statistics are updated once.
+The second run has the same inputs, generator states (so dropout draws the same mask) and buffers as the first. Its
+changes to buffers are discarded, so running statistics are updated once.
 
 Leaves out: whatever else a forward may read that changes between the two runs (a global, a file).
 """
@@ -24,7 +24,7 @@ class RecomputeInputs:
 
     Attributes:
         inputs: as given. buffers: copies from before the first run, in the order of `Runnable.buffer_names`.
-        generators: the state of the CPU's generator, and on a GPU of its own.
+        generators: the state of the CPU's generator, and on a GPU also that of the GPU's.
     """
 
     inputs: tuple[Tensor, ...]

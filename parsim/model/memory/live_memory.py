@@ -1,4 +1,4 @@
-"""Peak bytes of live tensors of this process, by watching every operator: what an allocator would call allocated."""
+"""Peak bytes of live tensors of this process, by watching every operator; an allocator calls these allocated."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """While active, counts every storage an operator of this thread makes, from its birth to its death.
 
-    `track` adds tensors made elsewhere (weights, buckets, receive buffers). `moments`: bytes alive right after each storage
-    that was made. Every storage belongs to a line: that of `track`, or the `line` at its birth; one whose line is in `moving`
-    changes to the `line` in which an operator first makes a view of it. Leaves out an operator's own scratch memory and what
-    the C library keeps.
+    `track` adds tensors made elsewhere (weights, buckets, receive buffers). `moments`: bytes alive right after each
+    storage that was made. Every storage belongs to a line: that of `track`, or the current `line` when it was allocated.
+    If its line is in `moving`, it changes to the `line` in which an operator first makes a view of it. Leaves out an
+    operator's own scratch memory and what the C library keeps.
     """
 
     def __init__(self, moving: Collection[str] = ()) -> None:

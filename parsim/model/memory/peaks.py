@@ -1,4 +1,4 @@
-"""What is alive while a component runs: counted on fake tensors, operator by operator.
+"""Live bytes while a component runs: counted on fake tensors, operator by operator.
 
 Forward: what it has made by then. Backward: what is alive beyond what the forward had saved. The backward runs as in the
 executor: the outputs' gradients are held until it ends, the inputs' are handed over, those of parameters are added to what is

@@ -1,8 +1,8 @@
-"""What a tensor holds inside one shard of a component, and how a sharding rule sees and answers one recorded call.
+"""The content of a tensor inside one shard of a component, and the interface of a sharding rule to one recorded call.
 
-The invariant all rules keep: the gradient of a *full* tensor is, in each shard, a summand of the true one; that of a
-*partial* tensor (a summand of the true value) is the true one, whole; that of a *shard* is its own piece. So a full tensor
-may become a piece or a summand inside a shard at no cost, and nothing may become full.
+All rules keep one invariant. The gradient of a *full* tensor is, in each shard, a summand of the true one. The gradient
+of a *partial* tensor (a summand of the true value) is the whole true one. The gradient of a *shard* is its own piece. So
+a full tensor may become a piece or a summand inside a shard at no cost, and nothing may become full.
 """
 
 from __future__ import annotations

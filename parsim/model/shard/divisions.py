@@ -1,4 +1,5 @@
-"""The `Sharding`s of a component with what each divides, measured: one shard is run on fake tensors beside the whole.
+"""The `Sharding`s of a component with the arrays each divides, measured by running one shard and the whole on fake
+tensors.
 
 A shard's operators and saved bytes are compared with the whole's, call by call. Left out: the small kernels that a shard
 has and the whole has not (taking its piece of a full operand, masking tokens).

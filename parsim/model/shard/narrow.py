@@ -1,4 +1,4 @@
-"""One shard of a component, as a component: what costs, memory and calibration see of a tensor-sharded one."""
+"""One shard of a component, as a component: the form in which costs, memory and calibration use tensor shards."""
 
 from __future__ import annotations
 

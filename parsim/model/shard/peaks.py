@@ -1,4 +1,4 @@
-"""What is alive while a shard of a component runs, for every number of ways: counted on fake tensors at two of them.
+"""Live bytes while a shard of a component runs, for every number of ways: counted on fake tensors at two of them.
 
 Every size in a shard is a whole one or a piece of one, so every moment's bytes are affine in 1 / ways as they are in the batch.
 """

@@ -1,4 +1,4 @@
-"""Contents carried through the calls of one component: what each tensor holds in a shard, and what each call becomes."""
+"""Contents carried through the calls of one component: the content of each tensor in a shard, and the form of each call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways a component can be sharded: a search over what may be cut, and the choice of those worth offering."""
+"""The ways a component can be sharded: a search over the tensors that may be cut, and a choice of useful results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What components keep under autocast to half precision, recorded on fake tensors as everything else is.
+"""Saved activations of components under autocast to half precision, recorded on fake tensors.
 
 Autocast keeps the weights in fp32 and casts them where an operator runs in half precision; the casts that its backward needs
 stay until then. Which operators do so is PyTorch's list for the CPU: matmul, convolution and attention in half precision, and

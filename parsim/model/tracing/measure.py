@@ -1,8 +1,8 @@
-"""What each component of a module costs per sample, counted on fake tensors at two batches.
+"""Work and memory of each component of a module per sample, counted on fake tensors at two batches.
 
-Saved activations are what autograd keeps for the backward (saved-tensor hooks on the real autograd nodes), each storage
-once, in the first component that saves it; parameters and buffers are not activations. Leaves out what an allocator
-rounds up, and workspaces of kernels.
+Saved activations are the tensors that autograd keeps for the backward, found by saved-tensor hooks on the real autograd
+nodes. Each storage counts once, in the first component that saves it. Parameters and buffers are not activations. Leaves
+out what an allocator rounds up, and workspaces of kernels.
 """
 
 from __future__ import annotations

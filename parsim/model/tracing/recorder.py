@@ -1,7 +1,7 @@
 """The recorder: sees every torch-level call of a forward on fake tensors, in order, and writes it down.
 
 Integer and boolean tensors that depend on neither inputs nor weights (positions, masks made of them) are computed for
-real, so that code which looks at *their* values goes the way it goes outside the recording.
+real. So code that branches on *their* values behaves as outside the recording.
 """
 
 from __future__ import annotations

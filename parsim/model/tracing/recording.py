@@ -1,4 +1,4 @@
-"""Record what a module does: one forward on fake tensors, every torch-level call written down.
+"""Record a module: one forward on fake tensors, with every torch-level call.
 
 Fake tensors have shapes and no data, so nothing is computed, no buffer changes and no random number is drawn. A module
 whose Python code looks at the *values* of tensors cannot be recorded: what it decided would be wrong for other data.

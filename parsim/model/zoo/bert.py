@@ -49,7 +49,7 @@ class EncoderLayer(nn.Module):
 
 
 class MaskedLanguageHead(nn.Module):
-    """Dense, GELU, normalisation, then the token embedding matrix with a bias of its own."""
+    """Dense, GELU, normalisation, then the token embedding matrix with a separate bias."""
 
     def __init__(self, hidden: int, vocab: int) -> None:
         super().__init__()

@@ -5,19 +5,19 @@ scenarios and the real executor drive the same object, and every rank that is sh
 
 The rule (written for this project; the paper's Algorithm 1 says only that communication patterns "changed significantly"):
  1. Of every rank's computation and every class of communication the factor to the profile is averaged exponentially over
-    the windows. A factor that lies beyond `threshold` of the reference (the average at the last planning), on one side
-    for `patience` windows in a row, has changed: its average starts anew from those windows.
+    the windows. A factor has changed if it deviates from the reference (the average at the last planning) by more than
+    `threshold`, on one side, for `patience` windows in a row. Its average then starts anew from those windows.
  2. The plan is questioned when a factor has changed; and at the end of an epoch, when an average has moved by more than
     `epoch_threshold`. A change of communication outdates what was known of communication that the plan does not use.
  3. With `ask_probes`, measurements of such communication are asked for one window before a planning is due; where that could
     not be foreseen, the planning waits for one window.
- 4. A new plan is taken when it is predicted at least `least_improvement` faster than the current one *under the same factors*
-    (so that an error common to both predictions cancels), and saves over the steps left more than `margin` times what
-    the switch costs.
+ 4. A new plan must pass two tests. It is predicted at least `least_improvement` faster than the current one *under the
+    same factors*, so a common error cancels. And over the remaining steps it saves more than `margin` times the cost of
+    the switch.
  5. After a switch, `settle_windows` windows pass before the next one.
 
-Leaves out: that a link nobody uses is not seen to recover (a driver may give probes at any window), the seconds that planning
-itself takes, and any forecast: what was last seen is taken to last.
+Leaves out: the recovery of an unused link is not noticed, though a driver may give probes at any window. The seconds of
+planning itself are not counted. There is no forecast: the last observed state is assumed to last.
 """
 
 from __future__ import annotations

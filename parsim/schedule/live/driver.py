@@ -1,4 +1,4 @@
-"""The adaptive controller as the simulator takes it: windows in, changes of what runs out."""
+"""The adaptive controller as the simulator takes it: windows in, changes of the plan out."""
 
 from __future__ import annotations
 

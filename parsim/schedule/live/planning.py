@@ -1,4 +1,4 @@
-"""What an adaptive controller is given: a planner, the cost of a switch, and observations made from timelines.
+"""The inputs of an adaptive controller: a planner, the cost of a switch, and observations made from timelines.
 
 Two planners: `search_planner` searches all families anew under the corrections; `pool_planner` prices a list of plans that were
 lowered before, in milliseconds, which is what thousands of simulated windows need.

@@ -1,8 +1,8 @@
 """A controller in simulated training: windows of steps on a machine that changes, against a fixed plan and an oracle.
 
-What happens is priced by the same Costs as the plans, with slower links in the topology and slower ranks, and run through the
-static engine; what the controller sees of it is noisy. A plan's step in a window does not depend on what was done before,
-so a scenario is a table of step times [windows, plans] through which every policy finds its own path.
+The same Costs price the real course of events, with slower links in the topology and slower ranks, and the static engine
+runs it. The controller observes it with noise. A plan's step in a window does not depend on earlier decisions. So a
+scenario is a table of step times [windows, plans], and a policy is a path through it.
 
 Leaves out: noise within a window, and steps that are interrupted by a change.
 """

@@ -51,10 +51,9 @@ def updated(
 ) -> Updated:
     """The problem's profile after a run of `plan`.
 
-    Task times teach the factors of ranks, phases and communication (`parsim.costs.feedback.refit`). If the step is still off
-    by more
-    than the floor, the time lies between the tasks, which the profile counts to the computation: all ranks' factors are scaled
-    until the step fits.
+    Task times teach the factors of ranks, phases and communication (`parsim.costs.feedback.refit`). If the step is still
+    off by more than the floor, the time lies between the tasks, which the profile counts as computation. Then all ranks'
+    factors are scaled until the step fits.
 
     Args:
         graph, timelines: the plan's program and its measured steps. step_s: the mean measured step. floor: its A/A floor.

@@ -15,7 +15,10 @@ MOST_CHOICES = 1_000_000
 
 
 def solve_brute_force(placing: PlacementProblem) -> Solution:
-    """The choice with the shortest step that fits.
+    """Find the fitting choice with the shortest step by trying all.
+
+    Args:
+        placing: the problem, with at most MOST_CHOICES choices.
 
     Raises:
         ScheduleError: more than MOST_CHOICES choices.

@@ -27,7 +27,7 @@ MOST_LABELS = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverRun:
-    """What one solver answered, and the seconds it took."""
+    """The answer of one solver, and the seconds it took."""
 
     solution: Solution
     taken_s: float
@@ -86,7 +86,8 @@ def certify(placing: PlacementProblem, microbatches: int, *, hints: Sequence[Seq
     """Solve the problem twice. A solver that fails is a result: its status is "inaccurate", with the reason.
 
     Args:
-        hints: choices that the exact solver may begin with.
+        placing: the problem. microbatches: of its plan.
+        hints: choices from which the exact solver may begin.
     """
     return Certificate(
         microbatches=microbatches,
@@ -107,7 +108,11 @@ def _timed(solve: Callable[[], Solution]) -> SolverRun:
 
 
 def certificate_text(certificate: dict[str, Any]) -> str:
-    """`Certificate.to_dict()` for people; or why there is none (`reason`)."""
+    """`Certificate.to_dict()` as text for people, or the reason why there is none.
+
+    Args:
+        certificate: the dictionary.
+    """
     if "exact" not in certificate:
         return f"Certificate: none. {certificate['reason']}"
     lines = [

@@ -2,9 +2,9 @@
 
 In this order the late gradient sums need one number: after component i they outlast its backward by
 F_i = sync_i + max(0, F_{i+1} - backward_i). A label is (seconds so far, F, bytes per tp rank) for one set of options of the
-components that earlier ones still refer to. One label makes another superfluous if it uses no more memory anywhere and its
-seconds, plus what it lies behind in F, are no more. A label is dropped as soon as no completion can beat the best choice known,
-by the Lagrangian bound of `parsim.schedule.placement.relaxation`.
+components that earlier ones still refer to. One label dominates another if it uses no more memory anywhere and its seconds,
+plus the amount by which its F is larger, are no more. A label is dropped as soon as no completion can beat the best choice
+known, by the Lagrangian bound of `parsim.schedule.placement.relaxation`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ def solve_exactly(
     """The choice with the shortest step that fits, proven; "feasible" with its bound if that takes too many labels.
 
     Args:
-        hints: choices worth knowing from the start (the uniform ones); those that do not fit are ignored.
+        placing: the problem. most_labels: kept at once.
+        hints: known choices to start from (the uniform ones); those that do not fit are ignored.
+
+    Returns:
+        A Solution. Leaves out what `PlacementProblem` leaves out: pipelines, and overlap of conversions with computation.
     """
     frontiers = Frontiers(_with_distinct_ranks(placing))
     placing = frontiers.placing

@@ -26,7 +26,13 @@ AGREEMENT = 1e-6
 
 
 def solve_milp(placing: PlacementProblem, *, time_limit_s: float = 60.0) -> Solution:
-    """The choice with the shortest step that fits.
+    """Find the fitting choice with the shortest step by branch and cut (HiGHS through cvxpy).
+
+    Args:
+        placing: the problem. time_limit_s: of the solver.
+
+    Returns:
+        A Solution; its status tells whether optimality is proven. Leaves out what `PlacementProblem` leaves out.
 
     Raises:
         ScheduleError: cvxpy has no HiGHS.

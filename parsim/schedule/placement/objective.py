@@ -1,9 +1,9 @@
-"""What a choice of placements costs under the model of `parsim.schedule.placement.placement_problem`, and how any solver
-answers.
+"""The step time of a choice of placements under `parsim.schedule.placement.placement_problem`, and the Solution that
+every solver returns.
 
     step = sum of forward and backward, conversions included, + what of the gradient synchronisation outlasts the backward
 
-The synchronisation runs on a stream of its own, in reverse component order, each component's when its backward has ended.
+The synchronisation runs on a separate stream, in reverse component order, each component's when its backward has ended.
 """
 
 from __future__ import annotations
@@ -41,14 +41,21 @@ class Solution:
         return max(0.0, 1 - self.lower_bound_s / self.seconds) if self.choice and self.seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; what is infinite is None."""
+        """Plain values; infinity becomes None."""
         seconds = self.seconds if np.isfinite(self.seconds) else None
         bound = self.lower_bound_s if np.isfinite(self.lower_bound_s) else None
         return {"status": self.status, "seconds": seconds, "lower_bound_s": bound, "gap": self.gap, "reason": self.reason}
 
 
 def step_s(placing: PlacementProblem, choice: Sequence[int]) -> float:
-    """The step of one choice, whether it fits or not; infinite for a pair that is not allowed."""
+    """Seconds of the step of one choice, whether it fits or not; infinite for a pair that is not allowed.
+
+    Args:
+        placing: the problem. choice: per component the number of its option.
+
+    Returns:
+        Seconds. Leaves out overlap of conversions with computation.
+    """
     total = late = 0.0
     back = [float(placing.backward_s[number][option]) for number, option in enumerate(choice)]
     for (one, two), (forward, backward) in placing.conversion_s.items():
@@ -65,7 +72,14 @@ def step_s(placing: PlacementProblem, choice: Sequence[int]) -> float:
 
 
 def memory_of(placing: PlacementProblem, choice: Sequence[int]) -> Floats:
-    """float64 [tp]: bytes per tp rank."""
+    """Memory of one choice.
+
+    Args:
+        placing: the problem. choice: per component the number of its option.
+
+    Returns:
+        float64 [tp]: bytes per tp rank.
+    """
     total = np.zeros_like(placing.limit_bytes)
     for number, option in enumerate(choice):
         total = total + placing.memory_bytes[number][option]
@@ -73,13 +87,22 @@ def memory_of(placing: PlacementProblem, choice: Sequence[int]) -> Floats:
 
 
 def fits(placing: PlacementProblem, choice: Sequence[int]) -> bool:
-    """Whether every tp rank can hold it, and components that share parameters agree."""
+    """Whether every tp rank can hold a choice, and components that share parameters agree.
+
+    Args:
+        placing: the problem. choice: per component the number of its option.
+    """
     agree = all(bool(allowed[choice[one], choice[two]]) for (one, two), allowed in placing.allowed.items())
     return agree and bool(np.all(memory_of(placing, choice) <= placing.limit_bytes * (1 + 1e-12)))
 
 
 def why_infeasible(placing: PlacementProblem) -> str:
-    """The device that cannot hold even the smallest options, and what would be enough; or that ties and pins contradict."""
+    """The reason why no choice fits: the device too small for the smallest options and the bytes it needs, or contradicting
+    pins.
+
+    Args:
+        placing: a problem without a feasible choice.
+    """
     for (one, two), allowed in placing.allowed.items():
         if not allowed.any():
             return (

@@ -43,11 +43,20 @@ class PaperProblem:
 
 
 def paper_step_s(problem: PaperProblem, choice: tuple[int, ...]) -> float:
-    """The objective of one choice."""
+    """Seconds of the objective for one choice.
+
+    Args:
+        problem: as the paper prints it. choice: per component the number of its strategy.
+    """
     return float(sum(problem.seconds(number)[strategy] for number, strategy in enumerate(choice)))
 
 
 def paper_fits(problem: PaperProblem, choice: tuple[int, ...]) -> bool:
+    """Whether a choice fits every device.
+
+    Args:
+        problem: as the paper prints it. choice: per component the number of its strategy.
+    """
     used = sum(own[strategy] for own, strategy in zip(problem.memory_bytes, choice, strict=True))
     return bool(np.all(used <= problem.limit_bytes * (1 + 1e-12)))
 
@@ -63,7 +72,11 @@ def _optimal(problem: PaperProblem, choice: tuple[int, ...]) -> Solution:
 
 
 def solve_paper_brute_force(problem: PaperProblem) -> Solution:
-    """Every choice: the oracle."""
+    """Solve by trying every choice; the oracle of the other solvers.
+
+    Args:
+        problem: a small one: the number of choices is the product of all strategies.
+    """
     sizes = [range(len(own)) for own in problem.memory_bytes]
     fitting = (choice for choice in itertools.product(*sizes) if paper_fits(problem, choice))
     best = min(((paper_step_s(problem, choice), choice) for choice in fitting), default=None)
@@ -71,7 +84,11 @@ def solve_paper_brute_force(problem: PaperProblem) -> Solution:
 
 
 def solve_paper_dynamic(problem: PaperProblem) -> Solution:
-    """Exact dynamic programme over components: labels (seconds, memory per device), dominated ones dropped."""
+    """Solve exactly by dynamic programming over components: labels (seconds, memory per device), dominated ones dropped.
+
+    Args:
+        problem: as the paper prints it.
+    """
     labels: list[tuple[float, Floats, tuple[int, ...]]] = [(0.0, np.zeros_like(problem.limit_bytes), ())]
     limit = problem.limit_bytes * (1 + 1e-12)
     for number, memory in enumerate(problem.memory_bytes):
@@ -90,7 +107,11 @@ def solve_paper_dynamic(problem: PaperProblem) -> Solution:
 
 
 def solve_paper_milp(problem: PaperProblem) -> Solution:
-    """The same as a mixed-integer linear programme, by HiGHS through cvxpy."""
+    """Solve as a mixed-integer linear programme, by HiGHS through cvxpy.
+
+    Args:
+        problem: as the paper prints it.
+    """
     import cvxpy as cp
 
     cvxpy: Any = cp  # it types neither its operators nor its functions

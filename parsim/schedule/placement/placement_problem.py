@@ -4,10 +4,10 @@
          + what of the gradient synchronisation the last microbatch's backward does not hide
     s.t. memory of every tp rank; components that share a parameter hold it alike; pins and forbids of the problem
 
-A value with several readers is converted for the first from its maker's layout, and for each later one from the layout in which
-the one before has it: readers that agree share one conversion, as in the program.
+A value with several readers is converted for the first reader from its maker's layout. For each later reader it is
+converted from the layout of the reader before. So readers that agree share one conversion, as in the program.
 
-Leaves out: overlap of conversions with computation, and pipelines (a stage is placed for itself).
+Leaves out: overlap of conversions with computation, and pipelines (each stage is placed alone).
 """
 
 from __future__ import annotations
@@ -83,9 +83,10 @@ class PlacementProblem:
 def placement_problem_of(
     prices: Prices, options: Sequence[Sequence[Placement]], *, microbatches: int, limit_bytes: Sequence[float]
 ) -> PlacementProblem:
-    """The figures of the problem.
+    """Price every option and every pair of options, and collect the figures of the problem.
 
     Args:
+        prices: of the model on its mesh. microbatches: per step.
         options: per component, in the model's order; none may be empty. limit_bytes: per tp rank.
     """
     model = prices.problem.model

@@ -1,7 +1,7 @@
 """The problem without memory limits and without late gradient sums: a shortest path over frontiers, by array arithmetic.
 
 Memory enters with a price per byte and tp rank. For any non-negative prices the value is a lower bound of the problem
-(Lagrangian duality), and what is cheapest from a state on is an admissible guide for an exact search.
+(Lagrangian duality). The least cost from a state on is an admissible guide for an exact search.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ PLANS_SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Answer:
-    """What `parsim.plan` found.
+    """The result of `parsim.plan`.
 
     Attributes:
         question: what was asked, and the defaults it took. problem: the same with the model and the cluster loaded.

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Calibration:
-    """What `parsim.calibrate` measured; give it to `parsim.plan` as the cluster.
+    """The result of `parsim.calibrate`; pass it to `parsim.plan` as the cluster.
 
     Attributes:
-        path: of the profile; the raw points lie beside it.
+        path: of the profile; the raw points lie in the same folder.
     """
 
     path: Path

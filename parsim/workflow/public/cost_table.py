@@ -1,4 +1,4 @@
-"""A CostTable: what `parsim.cost` found, one row per price."""
+"""A CostTable: the result of `parsim.cost`, one row per price."""
 
 from __future__ import annotations
 

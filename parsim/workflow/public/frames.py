@@ -64,7 +64,14 @@ PLAN_COLUMNS = (
 
 
 def plans_frame(results: Sequence[PlanResult], chosen: int | None) -> pd.DataFrame:
-    """One row per plan, in the order given; `chosen` is the number of the one that was taken."""
+    """A table of plans.
+
+    Args:
+        results: in any order. chosen: the number of the chosen one, or None.
+
+    Returns:
+        A DataFrame, one row per plan in the order given; the units stand in the column names.
+    """
     rows = [
         {
             "strategy": result.strategy,
@@ -88,12 +95,26 @@ def plans_frame(results: Sequence[PlanResult], chosen: int | None) -> pd.DataFra
 
 
 def breakdown_frame(breakdown: Sequence[RankBreakdown]) -> pd.DataFrame:
-    """One row per rank."""
+    """A table of seconds by category.
+
+    Args:
+        breakdown: of every rank.
+
+    Returns:
+        A DataFrame, one row per rank, seconds.
+    """
     return frame([asdict(rank) | {"step_s": rank.step_s} for rank in breakdown], BREAKDOWN_COLUMNS)
 
 
 def memory_frame(memory: Sequence[RankMemory]) -> pd.DataFrame:
-    """One row per rank and line."""
+    """A table of memory.
+
+    Args:
+        memory: of every rank.
+
+    Returns:
+        A DataFrame, one row per rank and line, bytes.
+    """
     rows = []
     for rank in memory:
         spreads = {name: (low, high) for name, low, high in rank.spreads}
@@ -104,7 +125,14 @@ def memory_frame(memory: Sequence[RankMemory]) -> pd.DataFrame:
 
 
 def timeline_frame(graph: TaskGraph, timeline: Timeline) -> pd.DataFrame:
-    """One row per span, by start."""
+    """A table of spans.
+
+    Args:
+        graph: the tasks. timeline: their spans, simulated or measured.
+
+    Returns:
+        A DataFrame, one row per span in order of start, seconds.
+    """
     resources = [parse_resource(name) for name in timeline.resources]
     rows: list[dict[str, Any]] = []
     for number in timeline.start_s.argsort(kind="stable").tolist():
@@ -133,7 +161,11 @@ def timeline_frame(graph: TaskGraph, timeline: Timeline) -> pd.DataFrame:
 
 
 def frame(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    """Rows with these columns, also where there is no row."""
+    """A DataFrame with these columns, also without rows.
+
+    Args:
+        rows: each maps column to value. columns: names in order.
+    """
     import pandas as pd
 
     return pd.DataFrame(list(rows), columns=list(columns))

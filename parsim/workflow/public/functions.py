@@ -1,4 +1,4 @@
-"""What `import parsim` offers as functions: the commands' own work, with data as the result.
+"""The public functions of `import parsim`: the same work as the commands, with data as the result.
 
 Progress goes to stderr. Every error a user can cause is a `parsim.ParsimError` that says the rule, the value and the fix.
 """
@@ -66,7 +66,7 @@ def plan(
         top: keep so many plans over all strategies instead of the best of each.
 
     Returns:
-        The ranked plans. What was left open is in `assumed`. Where no plan fits, `fits` is False.
+        The ranked plans. `assumed` lists the defaults taken. Where no plan fits, `fits` is False.
 
     Raises:
         ParsimError: ConfigError for a wrong or missing key, ModelError, ProfileError, PlanError, ScheduleError, CostError.
@@ -171,10 +171,11 @@ def run(
     Args:
         model: a Prediction, an Answer (its chosen plan), or what `plan` takes by name, with cluster, global_batch and settings.
         nproc: processes; left out: as many as the plan has ranks. Any other number is an error.
-        steps: to train; left out: as the question says, which is one pass over the data.
+        steps: to train; left out: as in the question, by default one pass over the data.
+        settings, overrides: as for `plan`.
         out: folder of the run; left out: a new one below runs/. resume: go on from the latest checkpoint in it.
         checkpoint_every: steps between checkpoints; 0: at the end only.
-        adaptive: measure on the way, looking every `window_steps` steps, and change plan where that pays.
+        adaptive: measure while training, decide every `window_steps` steps, and change the plan if that saves time.
 
     Raises:
         ParsimError: DoesNotFitError, PlanError (more or fewer processes than ranks, several nodes), ModelError (a model given
@@ -211,14 +212,16 @@ def validate(
     update: bool = False,
     overrides: Sequence[str] = (),
 ) -> Measured:
-    """Was the prediction right? Of a run that is there, or of a plan measured in rounds; remembered beside the profile.
+    """Compare a prediction with a measurement, of an existing run or of new rounds; record the result in the profile's
+    history.
 
     Args:
         target: the folder of a run; or what is measured anew: a run file, a Prediction or an Answer.
-        rounds: measured of a new run, at least 4: the A/A floor splits them. tasks: keep every task in the JSON.
-        history: record the validation here instead of beside the profile.
-        session: name of measurements made together; none of them tests what another one taught.
-        update: write into the profile what the run shows it to be wrong by.
+        rounds: measured of a new run, at least 4, because the A/A floor splits them. tasks: keep every task in the JSON.
+        out: folder of a new run. overrides: as for `plan`.
+        history: record the validation in this file instead of the profile's own.
+        session: name of measurements made together; no correction from one of them is tested on another.
+        update: write the factors by which the run contradicts the profile into the profile.
 
     Raises:
         ParsimError: as `run`; ConfigError for an update of a shipped profile.
@@ -258,10 +261,14 @@ def validate(
 
 
 def open_run(folder: str | Path) -> Measured:
-    """Read what a run has left, and judge it again with the profile, history and plan that lie in its folder.
+    """Read the results of an earlier run, and compare them with the profile, history and plan in its folder.
+
+    Args:
+        folder: a run folder, as `parsim.run` made it.
 
     Raises:
-        ConfigError: it is no run folder. ExecutionError: it was simulated and never run.
+        ConfigError: it is no run folder.
+        ExecutionError: it was simulated and never run.
     """
     from parsim.workflow.train import open_measured
 
@@ -284,7 +291,8 @@ def calibrate(
     """Measure this machine: the components of a model, its optimizer, and collectives between the ranks.
 
     Args:
-        model: by name as for `plan`, or a run file, which says batch and optimizer itself.
+        model: by name as for `plan`, or a run file, which holds batch and optimizer.
+        args, input_shape, granularity: of the model.
         global_batch: samples per step; the local batches that plans make of it are measured.
         device: "cpu" or "cuda"; left out: "cuda" where torch sees a GPU. nproc: ranks; left out: one per GPU or core.
         quick: fewer rounds and sizes, in about a minute instead of several.
@@ -331,14 +339,14 @@ def cost(
     precision: str = "fp32",
     optimizer: str = "sgd_momentum",
 ) -> CostTable:
-    """What a collective costs, or every component of a model, and where each price comes from.
+    """Price a collective, or every component of a model, and name the source of each price.
 
     Args:
         cluster: a shipped profile by name, the path of one, a Cluster or a Calibration; nodes and network as for `plan`.
         collective: "all_reduce", "all_gather", "reduce_scatter", ..., or "send_recv". size_bytes: S, the whole array, as
             nccl-tests counts it. ranks: of the group; left out: all.
-        model: price every component instead, at `batch` local samples. ways: also one of that many shards of every component
-            that can be cut.
+        model: price every component instead, at `batch` local samples, with args, input_shape, granularity, precision and
+            optimizer. ways: also one of that many shards of every component that can be cut.
 
     Raises:
         ParsimError: ConfigError for arguments that do not go together; ModelError, ProfileError, CostError.
@@ -388,12 +396,12 @@ def trace(
     loss: str | None = None,
     name: str | None = None,
 ) -> Model:
-    """What a torch module computes, component by component: a Model that can be planned with, priced and saved as JSON.
+    """Trace a torch module into components: a Model that can be planned, priced and saved as JSON.
 
     Args:
         example_inputs: a batch as the module takes it; or input_shape, of one sample.
         granularity: "block", "sublayer" (halves of blocks, which can be sharded) or "layer".
-        loss: "cross_entropy" or "mse"; left out: mse for one number per sample, else cross_entropy.
+        loss: "cross_entropy" or "mse"; left out: mse for one number per sample, else cross_entropy. name: of the Model.
 
     Raises:
         ParsimError: TraceError for a module that cannot be cut; MissingDependencyError without torch.

@@ -1,4 +1,4 @@
-"""A Measured run: what a plan did for real, beside what was predicted of it."""
+"""A Measured run: the measured step, tasks and memory of a plan, next to its prediction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KIND_COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """What `parsim.run`, `parsim.validate` and `parsim.open_run` return.
+    """The result of `parsim.run`, `parsim.validate` and `parsim.open_run`.
 
     Attributes:
         folder: of the run: report.html, trace.json for Perfetto, result.json, checkpoints.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prediction:
-    """What one plan is predicted to do. `parsim.run` trains under it for real.
+    """The prediction for one plan. `parsim.run` trains with this plan for real.
 
     Attributes:
         config: the question. problem, evaluation: what was priced and simulated, for whoever wants more than the methods give.
@@ -163,7 +163,11 @@ class Prediction:
 
 
 def describe(evaluation: Evaluation) -> dict[str, Any]:
-    """PlanResult.to_dict() with `breakdown` and `memory` per rank."""
+    """PlanResult.to_dict() with `breakdown` and `memory` per rank.
+
+    Args:
+        evaluation: of one plan.
+    """
     return evaluation.result.to_dict() | {
         "breakdown": [asdict(rank) | {"step_s": rank.step_s} for rank in evaluation.breakdown],
         "memory": [
