@@ -184,10 +184,14 @@ def test_a_price_from_surfaces_is_not_below_the_roofline_of_what_no_cache_holds(
     _, device = machine("dgx1-v100-32gb")
     peak = device.peak_flop_per_s["fp32"]
     estimate = surface_estimate(operator, samples, phase)
+    hidden = 0.0
+    if operator.function == "causal":  # a fused kernel skips what the mask hides; of one query it hides nothing
+        q = dict(operator.shape)["q"]
+        hidden = 1.0 - max(1, q // 2) / q
     times = 1 if operator.batch == "none" else samples
     beyond = max(0.0, operator.activation_bytes * times + operator.parameter_bytes - CACHED_BYTES) * operator.count
     bound = max(
-        least_s(operator, samples, phase, peak, peak, float("inf")),
+        (1 - hidden) * least_s(operator, samples, phase, peak, peak, float("inf")),
         beyond / device.memory_bandwidth_bytes_per_s,
     )
     assert estimate.median_s >= bound * (1 - EPSILON)

@@ -14,14 +14,14 @@ Leaves out: which model the component stands in, though a model with little memo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parsim.costs.compute.cuda_launches import cuda_operators
 from parsim.costs.compute.kernel_model import HALVES, component_kernels
 from parsim.costs.compute.launches import Launch, component_launches
 from parsim.costs.compute.operator_model import EXTRAPOLATED_SHARE, ComputeRequest, drift_of
 from parsim.costs.compute.operators import operator_times
-from parsim.costs.compute.roofline import component_roofline_s
+from parsim.costs.compute.roofline import component_roofline_s, without_mask
 from parsim.costs.compute.surfaces import Price, SurfaceModel
 from parsim.costs.estimate import Detail, Estimate, Term, TermOrigin, Terms, folded_s, summed
 from parsim.errors import CostError
@@ -215,7 +215,8 @@ class LaunchModel:
         operators = request.component.operators
         if self.device.kind == "cuda":
             operators = cuda_operators(operators)
-        kernels = component_kernels(request, self.precision, self.device.kind)
+        masked = replace(request, component=replace(request.component, operators=tuple(map(without_mask, operators))))
+        kernels = component_kernels(masked, self.precision, self.device.kind)
         share = 0.5 if request.phase in HALVES else 1.0
         least_s = component_roofline_s(kernels, operators, request.samples, self.device, self.precision, share=share)
         if least_s <= folded_s(terms):

@@ -14,6 +14,7 @@ What a calibrated machine measured may be faster than its bandwidth, because arr
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from parsim.costs.compute.operators import Kernel, element_bytes, operator_times
 from parsim.hardware.device import DeviceType
@@ -44,6 +45,14 @@ def arithmetic_s(kernel: Kernel, device: DeviceType, precision: str) -> float:
 def kernel_roofline_s(kernel: Kernel, device: DeviceType, precision: str) -> float:
     """Least seconds of one launch."""
     return max(arithmetic_s(kernel, device, precision), kernel.size_bytes / device.memory_bandwidth_bytes_per_s)
+
+
+def without_mask(operator: Operator) -> Operator:
+    """Of causal attention half of the queries: a fused kernel leaves out the scores that the mask hides."""
+    if operator.kind != "attention" or operator.function != "causal":
+        return operator
+    shape = tuple((name, max(1, size // 2) if name == "q" else size) for name, size in operator.shape)
+    return replace(operator, shape=shape)
 
 
 def component_roofline_s(
