@@ -69,10 +69,11 @@ _MOVES = (
     ),
     ("parsim.execute", "parsim.execute.state", "checkpoint fragments optimizer reshard store zero"),
     ("parsim", "parsim.workflow", "config doctor toml_text"),
+    ("parsim.commands", "parsim.workflow", "question=load workflow=ask"),
     (
         "parsim.commands",
-        "parsim.workflow",
-        "run_folder write_report folder=write_prediction question=load recording=record_validation workflow=ask",
+        "parsim.workflow.folders",
+        "run_folder write_report folder=write_prediction recording=record_validation",
     ),
     (
         "calibration",

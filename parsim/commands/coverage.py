@@ -27,7 +27,7 @@ def coverage(
     from parsim.hardware.profile import load_profile
     from parsim.report.coverage import coverage_figures, coverage_tables
     from parsim.report.html import ReportData, write_report
-    from parsim.workflow.write_report import report_facts
+    from parsim.workflow.folders.write_report import report_facts
 
     loaded = load_profile(profile)
     path = history_path(profile, None if history is None else str(history))

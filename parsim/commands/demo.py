@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from parsim.report.html import ReportSection
     from parsim.schedule.search import Search
     from parsim.workflow.calibration import ChosenRanks
+    from parsim.workflow.folders.run_folder import RunFolder
     from parsim.workflow.public.answer import Answer
-    from parsim.workflow.run_folder import RunFolder
 
 WHAT_IF = """\
 [model]
@@ -244,7 +244,7 @@ def _run_plans(asked: Answer, path: Path) -> list[RealRun]:
 
     from parsim.execute.job import Job
     from parsim.workflow.ask import device_kind, every_rank, judge, launch_job, measured, run_spec
-    from parsim.workflow.run_folder import RunFolder
+    from parsim.workflow.folders.run_folder import RunFolder
 
     evaluations = [every_rank(asked.problem, entry) for entry in plans_to_run(asked)]
     folder: RunFolder = RunFolder(path)
@@ -288,7 +288,7 @@ def _write_report(
 ) -> None:
     from parsim.report.html import ReportData, write_report
     from parsim.report.profile_table import calibration_table
-    from parsim.workflow.write_report import report_facts
+    from parsim.workflow.folders.write_report import report_facts
 
     with progress("Writing the report"):
         sections = [_what_if_section(config, found) for config, found in what_if]
@@ -321,7 +321,7 @@ def _summary(what_if: Sequence[tuple[RunConfig, Search]], real: Sequence[tuple[A
 
 def _what_if_section(config: RunConfig, found: Search) -> ReportSection:
     from parsim.report.html import ReportSection
-    from parsim.workflow.write_report import report_run
+    from parsim.workflow.folders.write_report import report_run
 
     shown = [found.chosen] if found.chosen is not None else []
     return ReportSection(
@@ -337,7 +337,7 @@ def _what_if_section(config: RunConfig, found: Search) -> ReportSection:
 
 def _real_section(asked: Answer, runs: Sequence[RealRun], ranks: ChosenRanks) -> ReportSection:
     from parsim.report.html import ReportSection
-    from parsim.workflow.write_report import report_run
+    from parsim.workflow.folders.write_report import report_run
 
     assert asked.search is not None, "the demo's file leaves the plan to the search"
     return ReportSection(

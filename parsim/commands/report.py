@@ -16,8 +16,8 @@ def report(
     as_json: JsonFlag = False,
 ) -> None:
     """Draw report.html and trace.json of a run folder again."""
-    from parsim.workflow.run_folder import RunFolder
-    from parsim.workflow.write_prediction import redraw
+    from parsim.workflow.folders.run_folder import RunFolder
+    from parsim.workflow.folders.write_prediction import redraw
 
     folder = RunFolder(run_folder)
     with progress(f"Drawing {run_folder}"):

@@ -27,11 +27,11 @@ def simulate(
 ) -> None:
     """Simulate one step of the best plan of a strategy: step time, breakdown, memory, critical path."""
     from parsim.report.tables import breakdown_table, memory_table, strategy_table
+    from parsim.workflow.folders.run_folder import new_folder, write_json
+    from parsim.workflow.folders.write_prediction import write_prediction
     from parsim.workflow.public.functions import simulate as predict
     from parsim.workflow.question import assumed_text, loss_text
-    from parsim.workflow.run_folder import new_folder, write_json
     from parsim.workflow.simulation import scenario_tables
-    from parsim.workflow.write_prediction import write_prediction
 
     folder = None if out is None else new_folder(out, "")
     found = predict(

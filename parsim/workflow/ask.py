@@ -29,12 +29,12 @@ from parsim.report.tables import format_error
 from parsim.units import format_bytes, format_seconds
 from parsim.workflow.calibration import visible_gpus
 from parsim.workflow.config import RunConfig
+from parsim.workflow.folders.run_folder import RunFolder, write_json
 from parsim.workflow.load import cluster_of, fixed_plan, is_saved_model, problem_of, search_plans
 from parsim.workflow.progress import Say
 from parsim.workflow.public.answer import Answer
 from parsim.workflow.public.prediction import Prediction
 from parsim.workflow.question import Question, taken_defaults
-from parsim.workflow.run_folder import RunFolder, write_json
 from parsim.workflow.this_machine import on_this_machine
 
 if TYPE_CHECKING:

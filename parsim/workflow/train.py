@@ -26,12 +26,12 @@ from parsim.workflow.ask import (
     with_every_rank,
 )
 from parsim.workflow.config import RunConfig
+from parsim.workflow.folders.record_validation import record_of, remember, updatable, update_profile
+from parsim.workflow.folders.run_folder import RunFolder, new_folder, write_json
+from parsim.workflow.folders.write_report import write_run_files
 from parsim.workflow.progress import progress
 from parsim.workflow.public.measured import Measured
 from parsim.workflow.public.prediction import Prediction
-from parsim.workflow.record_validation import record_of, remember, updatable, update_profile
-from parsim.workflow.run_folder import RunFolder, new_folder, write_json
-from parsim.workflow.write_report import write_run_files
 
 if TYPE_CHECKING:
     from parsim.execute.measurement import Measurement

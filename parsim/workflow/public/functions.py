@@ -227,7 +227,7 @@ def validate(
         ParsimError: as `run`; ConfigError for an update of a shipped profile.
     """
     from parsim.workflow.ask import ask, check_launchable
-    from parsim.workflow.record_validation import updatable
+    from parsim.workflow.folders.record_validation import updatable
     from parsim.workflow.train import validate as measure
     from parsim.workflow.train import validate_again, with_history
 

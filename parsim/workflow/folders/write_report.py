@@ -15,8 +15,8 @@ from parsim.report.coverage import coverage_figures, coverage_tables
 from parsim.report.html import ReportData, ReportRun, ReportSection, write_report
 from parsim.report.profile_table import calibration_table
 from parsim.workflow.ask import typical_step
+from parsim.workflow.folders.run_folder import RunFolder
 from parsim.workflow.public.prediction import Prediction
-from parsim.workflow.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from parsim.execute.measurement import Measurement

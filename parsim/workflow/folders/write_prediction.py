@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from parsim.workflow.folders.run_folder import RunFolder, write_json
 from parsim.workflow.public.prediction import describe
-from parsim.workflow.run_folder import RunFolder, write_json
 
 if TYPE_CHECKING:
     from parsim.workflow.public.prediction import Prediction
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def write_prediction(folder: RunFolder, asked: Prediction) -> None:
     """The question, result.json, predicted-timeline.json.gz, trace.json and report.html of a plan that was not run."""
     from parsim.execute.processes.environment import describe_environment
-    from parsim.workflow.write_report import write_run_files
+    from parsim.workflow.folders.write_report import write_run_files
 
     evaluation, problem = asked.evaluation, asked.problem
     folder.write_question(asked.config, problem.model, evaluation.result.plan, problem.cluster.profile, problem.history)
@@ -30,7 +30,7 @@ def redraw(folder: RunFolder) -> None:
         ConfigError: it is no run folder.
     """
     from parsim.workflow.ask import ask_again, judge, measured, reopen
-    from parsim.workflow.write_report import write_run_files
+    from parsim.workflow.folders.write_report import write_run_files
 
     if not folder.job.is_file():
         write_run_files(folder, ask_again(folder))
