@@ -68,6 +68,7 @@ _MOVES = (
         "environment group launch machine_state pinning priority same_machine agent=torchrun_agent probe=speed_probe",
     ),
     ("parsim.execute", "parsim.execute.state", "checkpoint fragments optimizer reshard store zero"),
+    ("parsim.execute", "parsim.execute.records", "measurement memory_lines"),
     ("parsim", "parsim.workflow", "config doctor toml_text"),
     ("parsim.commands", "parsim.workflow", "question=load workflow=ask"),
     (

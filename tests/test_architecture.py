@@ -251,6 +251,16 @@ def test_no_two_types_of_one_name() -> None:
     assert not wrong, "rename all but one, or import it:\n" + "\n".join(wrong)
 
 
+def test_no_room_is_crowded() -> None:
+    """More than 15 modules beside `__init__` are two subjects."""
+    rooms: dict[Path, int] = {}
+    for path in SOURCES:
+        if path.name != "__init__.py":
+            rooms[path.parent] = rooms.get(path.parent, 0) + 1
+    wrong = [f"{relative(room)} has {count} modules: divide it" for room, count in rooms.items() if count > 15]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_names_say_what_a_thing_is() -> None:
     vague = re.compile(r"utils?|helpers?|managers?|handlers?|misc|common", re.IGNORECASE)
     wrong = [f"{relative(path)}: name the file after its subject" for path in SOURCES if vague.fullmatch(path.stem)]

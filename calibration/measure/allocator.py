@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from calibration.measure.components import Case, samples_for
-from parsim.execute.memory_lines import StepWatch, watching
 from parsim.execute.processes.environment import forget_peak, peak_resident_bytes, resident_bytes
 from parsim.execute.processes.pinning import give_back_freed_memory
+from parsim.execute.records.memory_lines import StepWatch, watching
 from parsim.model.spec import ModelSpec
 
 STEPS = 5

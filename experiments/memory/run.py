@@ -26,8 +26,8 @@ from lines import LINES, by_line, table
 
 from parsim.execute.autocast_step import autocast_peak_bytes
 from parsim.execute.job import Job, RunSpec
-from parsim.execute.measurement import RankRecord
 from parsim.execute.processes.launch import launch
+from parsim.execute.records.measurement import RankRecord
 from parsim.files import write_csv
 from parsim.model.spec import load_model
 from parsim.plans.mesh import Mesh

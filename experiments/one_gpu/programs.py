@@ -18,8 +18,8 @@ from torch import Tensor
 
 from calibration.gpu.device import UnsupportedError
 from parsim.execute.job import RunSpec
-from parsim.execute.memory_lines import StepWatch, watching
 from parsim.execute.numerics import numerics_of, set_switches
+from parsim.execute.records.memory_lines import StepWatch, watching
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica, seeded_module
 from parsim.execute.state.optimizer import make_optimizer

@@ -12,8 +12,8 @@ from cases import GRANULARITY, Case
 
 from calibration.rounds.calibrate import Launcher
 from parsim.execute.job import Job, RunSpec
-from parsim.execute.measurement import Measurement, load_measurement
 from parsim.execute.processes.progress import relayed
+from parsim.execute.records.measurement import Measurement, load_measurement
 from parsim.graph.lower import lower
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.spec import load_model

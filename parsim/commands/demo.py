@@ -22,7 +22,7 @@ from parsim.workflow.progress import progress
 
 if TYPE_CHECKING:
     from calibration.rounds.request import CalibrationRequest
-    from parsim.execute.measurement import Measurement
+    from parsim.execute.records.measurement import Measurement
     from parsim.hardware.profile import Profile
     from parsim.plans.plan import Plan
     from parsim.predict.evaluate import Evaluation

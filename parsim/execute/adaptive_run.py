@@ -15,7 +15,7 @@ import numpy as np
 import torch.distributed as dist
 
 from parsim.execute.job import AdaptiveSpec, RunSpec
-from parsim.execute.measurement import merge_times
+from parsim.execute.records.measurement import merge_times
 from parsim.execute.streams import TaskTime
 from parsim.graph.lower import lower
 from parsim.hardware.cluster import cluster_from_profile

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from parsim.errors import ExecutionError
 from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
-from parsim.execute.memory_lines import StepWatch
+from parsim.execute.records.memory_lines import StepWatch
+from parsim.execute.records.task_time import TaskTime
 from parsim.execute.stage import StageReplica
 from parsim.execute.state.store import Instance, Store, ValueKey, batch_piece
 from parsim.execute.streams import Streams
-from parsim.execute.task_time import TaskTime
 from parsim.graph.plan_index import Reading
 from parsim.graph.task import COMPUTE, HOST, Task
 from parsim.graph.taskgraph import TaskGraph

@@ -22,7 +22,7 @@ from torch import Tensor
 from parsim.execute.cuda.driver import TorchCudaDriver
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.processes.priority import take_priority
-from parsim.execute.task_time import Operation, TaskTime
+from parsim.execute.records.task_time import Operation, TaskTime
 
 __all__ = ["Operation", "Streams", "TaskTime", "ThreadStreams", "make_streams"]
 

@@ -25,20 +25,20 @@ from parsim.execute.cuda.faults import check_alone, checkpoint_text, is_lost_dev
 from parsim.execute.cuda.memory_counters import MemoryUse, counters_of
 from parsim.execute.job import EXECUTION, Job, RunSpec
 from parsim.execute.loading import Loader
-from parsim.execute.measurement import RankRecord
-from parsim.execute.memory_lines import StepWatch, watching
 from parsim.execute.numerics import described, numerics_of, set_switches
 from parsim.execute.processes.group import ProcessPlace, Stream, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.processes.pinning import prepare_rank
 from parsim.execute.processes.progress import write_progress
 from parsim.execute.processes.speed_probe import SpeedProbe
+from parsim.execute.records.measurement import RankRecord
+from parsim.execute.records.memory_lines import StepWatch, watching
+from parsim.execute.records.task_time import TaskTime
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.score import score
 from parsim.execute.stage import StageReplica
 from parsim.execute.state import checkpoint
 from parsim.execute.state.reshard import reshard
 from parsim.execute.streams import make_streams
-from parsim.execute.task_time import TaskTime
 from parsim.files import write_text_atomically
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex

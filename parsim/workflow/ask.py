@@ -38,7 +38,7 @@ from parsim.workflow.question import Question, taken_defaults
 from parsim.workflow.this_machine import on_this_machine
 
 if TYPE_CHECKING:
-    from parsim.execute.measurement import Measurement
+    from parsim.execute.records.measurement import Measurement
 
 
 def ask(question: Question, *, top: int | None = None) -> Answer:
@@ -212,7 +212,7 @@ def nearest_that_fits(asked: Prediction) -> str:
 
 def measured(folder: RunFolder, run: str, evaluation: Evaluation) -> Measurement:
     """What the ranks of one run of the folder's job wrote down."""
-    from parsim.execute.measurement import load_measurement
+    from parsim.execute.records.measurement import load_measurement
 
     return load_measurement(folder.records(run), evaluation.graph)
 

@@ -34,7 +34,7 @@ from parsim.workflow.public.measured import Measured
 from parsim.workflow.public.prediction import Prediction
 
 if TYPE_CHECKING:
-    from parsim.execute.measurement import Measurement
+    from parsim.execute.records.measurement import Measurement
 
 RUN = "run"
 """Name of the only run of a job."""

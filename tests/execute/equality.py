@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from parsim.execute.job import Job, RunSpec
-from parsim.execute.measurement import RankRecord
 from parsim.execute.numerics import numerics_of
 from parsim.execute.processes.launch import launch
+from parsim.execute.records.measurement import RankRecord
 from parsim.execute.reference import ReferenceResult, largest_difference, train_reference
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.execute.worker import run_dataset

@@ -15,7 +15,7 @@ from parsim.engines import static
 from parsim.engines.compile import compile_graph
 from parsim.engines.steps import mean_step_s
 from parsim.execute.cuda.streams import CudaStreams
-from parsim.execute.task_time import TaskTime
+from parsim.execute.records.task_time import TaskTime
 from parsim.graph.columns import columns_of
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph

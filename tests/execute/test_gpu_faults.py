@@ -16,9 +16,9 @@ from parsim.errors import ExecutionError, OutOfMemoryError
 from parsim.execute.cuda.faults import check_alone, check_devices, checkpoint_text, is_lost_device, lost_device, out_of_memory
 from parsim.execute.cuda.memory_counters import MemoryUse
 from parsim.execute.job import RunSpec
-from parsim.execute.measurement import RankRecord
 from parsim.execute.processes.group import ErrorRecord, ProcessPlace, urgent_options
 from parsim.execute.processes.launch import _raise_failure
+from parsim.execute.records.measurement import RankRecord
 from parsim.execute.worker import RankRun
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex

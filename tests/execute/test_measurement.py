@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parsim.errors import ExecutionError
-from parsim.execute.measurement import RankRecord, load_measurement, merge_times
+from parsim.execute.records.measurement import RankRecord, load_measurement, merge_times
 from parsim.execute.streams import TaskTime, ThreadStreams
 from parsim.graph.lower import lower
 from parsim.model.memory.live_memory import LiveBytes

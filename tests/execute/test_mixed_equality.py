@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from parsim.execute.job import Job, RunSpec, Switch
-from parsim.execute.measurement import RankRecord
 from parsim.execute.processes.launch import launch
+from parsim.execute.records.measurement import RankRecord
 from parsim.execute.reference import largest_difference
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.model.spec import load_model

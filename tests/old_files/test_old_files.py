@@ -22,7 +22,7 @@ from parsim.cli import main
 from parsim.costs.feedback.history import history_path, read_history
 from parsim.errors import ParsimError
 from parsim.execute.job import Job
-from parsim.execute.measurement import RankRecord
+from parsim.execute.records.measurement import RankRecord
 from parsim.hardware.network import parse_network
 from parsim.hardware.profile import load_profile, parse_profile
 from parsim.model.model import Model

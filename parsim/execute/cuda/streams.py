@@ -24,7 +24,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from parsim.execute.cuda.driver import Driver
-from parsim.execute.task_time import Operation, TaskTime
+from parsim.execute.records.task_time import Operation, TaskTime
 from parsim.graph.task import HOST
 
 S = TypeVar("S")

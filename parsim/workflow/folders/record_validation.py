@@ -17,7 +17,7 @@ from parsim.hardware.profile import load_profile, save_profile
 from parsim.report.compare import MINIMUM_ROUNDS, relative_error
 
 if TYPE_CHECKING:
-    from parsim.execute.measurement import Measurement
+    from parsim.execute.records.measurement import Measurement
     from parsim.report.compare import Comparison
     from parsim.workflow.config import RunConfig
     from parsim.workflow.public.prediction import Prediction

@@ -19,7 +19,7 @@ from parsim.workflow.folders.run_folder import RunFolder
 from parsim.workflow.public.prediction import Prediction
 
 if TYPE_CHECKING:
-    from parsim.execute.measurement import Measurement
+    from parsim.execute.records.measurement import Measurement
     from parsim.predict.evaluate import Evaluation
 
 

@@ -15,7 +15,7 @@ from parsim.workflow.public.prediction import Prediction
 if TYPE_CHECKING:
     import pandas as pd
 
-    from parsim.execute.measurement import Measurement
+    from parsim.execute.records.measurement import Measurement
 
 KIND_COLUMNS = (
     "kind",

@@ -31,7 +31,7 @@ class RankRecord:
         losses: mean loss per training step (last stage only; NaN elsewhere), already divided by the global batch.
         cpu_s: CPU seconds of this process per round. peak_bytes: live tensors of one step.
         pace_s: how fast this rank's core was beside each round (`parsim.execute.processes.speed_probe`); empty if nobody
-        looked. memory_lines: peak_bytes by line (`execute/memory_lines`); of a CPU rank alone.
+        looked. memory_lines: peak_bytes by line (`execute/records/memory_lines`); of a CPU rank alone.
     """
 
     rank: int
