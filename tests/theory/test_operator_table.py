@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 pytest.importorskip("expecttest", reason="torch's operator database needs it (the dev extra)")
 
 import torch.nn.functional as F  # noqa: E402
-from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode, flop_registry  # noqa: E402
 
@@ -23,6 +22,17 @@ from parsim.model.operator_table import TABLE, UNLISTED, row_of  # noqa: E402
 from parsim.model.tracing.operators import OperatorMode, RawOperator  # noqa: E402
 from parsim.model.tracing.recorder import tensors_in  # noqa: E402
 
+
+def operator_database() -> list[Any]:
+    """torch's list of operators. Importing it freezes the switches of torch.backends, which other tests set: they are freed."""
+    was_frozen = torch.backends.flags_frozen()
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    setattr(torch.backends, "__allow_nonbracketed_mutation_flag", not was_frozen)  # noqa: B010 - the name is not mangled so
+    return list(op_db)
+
+
+op_db = operator_database()
 Sample = tuple[Any, tuple[Any, ...], dict[str, Any]]
 LEFT_OUT = ("sparse", "jiterator")
 """Of tensors that are not dense, and for GPUs alone."""
