@@ -28,7 +28,8 @@ def operator_database() -> list[Any]:
     was_frozen = torch.backends.flags_frozen()
     from torch.testing._internal.common_methods_invocations import op_db
 
-    setattr(torch.backends, "__allow_nonbracketed_mutation_flag", not was_frozen)  # noqa: B010 - the name is not mangled so
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = not was_frozen
+    assert torch.backends.flags_frozen() == was_frozen
     return list(op_db)
 
 
