@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from parsim.cli import COMMANDS
 from parsim.units import GIB
 from parsim.workflow.doctor import Found, Gpu, checks_of, commands_of, examine, tables
 
@@ -15,7 +16,7 @@ CPU_ONLY = replace(BARE, torch="2.13.0+cpu", backends=("gloo",))
 NO_GPU = replace(BARE, torch="2.11.0+cu130", cuda_build="13.0", backends=("gloo", "nccl"))
 GPUS = replace(NO_GPU, gpus=(H100, H100))
 
-ALWAYS = "plan, simulate, cost, sweep, report, compare"
+ALWAYS = "plan, simulate, cost, report, coverage"
 ON_CPU = ("plan any other model", "calibrate --device cpu", "run, validate on CPU processes", "demo")
 ON_GPU = ("calibrate --device cuda", "run, validate on GPUs")
 
@@ -48,6 +49,12 @@ def test_a_command_works_where_what_it_needs_is(found: Found, on_cpu: bool, on_g
             assert why in check.found
     (gpu,) = (check for check in checks_of(found) if check.name == "train on GPUs")
     assert gpu.ok or not on_gpu
+
+
+def test_every_command_of_doctor_exists_and_every_command_is_named() -> None:
+    words = {word for name in works(GPUS) for word in name.replace(",", "").split() if word in COMMANDS or "," in name}
+    said = {word for word in words if not {word} & {"on", "CPU", "processes", "GPUs"}}
+    assert said == set(COMMANDS) - {"doctor"}
 
 
 def test_calibration_and_training_on_a_cpu_need_gloo_and_planning_does_not() -> None:
