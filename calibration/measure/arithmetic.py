@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 
-from parsim.execute.numerics import Numerics, set_switches
-from parsim.execute.state.loss_scale import LossScale
-from parsim.model.number_formats import number_format
+from parsim.execute.numerics import Numerics, numerics_in, set_switches
 
 HALVES: Mapping[str, torch.dtype] = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 
@@ -45,14 +43,7 @@ def set_arithmetic(precision: str) -> None:
 
 def numerics(precision: str) -> Numerics:
     """In which numbers a rank of the executor computes: under bf16 with master weights, under fp16 with a scaled loss."""
-    kind = number_format(precision)
-    return Numerics(
-        weights=DTYPES[precision],
-        autocast=HALVES.get(precision),
-        tf32=precision == "tf32",
-        master_weights=kind.weight_bytes == 2,
-        loss_scale=LossScale() if kind.scales_loss else None,
-    )
+    return numerics_in(precision, dtype="float64" if precision == "fp64" else "float32")
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -43,15 +43,27 @@ class Numerics:
 def numerics_of(run: RunSpec, device: torch.device) -> Numerics:
     """What the run asks for. Raises ExecutionError where the device cannot."""
     check_executable(run.precision, run.dtype, device.type)
-    kind = number_format(run.precision)
+    scale = LossScale(scale=run.loss_scale, growth_steps=run.loss_scale_growth_steps)
+    return numerics_in(run.precision, dtype=run.dtype, master_weights=run.master_weights, loss_scale=scale)
+
+
+def numerics_in(
+    precision: str, *, dtype: str = "float32", master_weights: bool = True, loss_scale: LossScale | None = None
+) -> Numerics:
+    """The numbers that a precision means.
+
+    Args:
+        dtype: of the weights where the precision does not halve them. master_weights: where it does.
+        loss_scale: at the beginning, where the precision scales the loss; None: the usual one.
+    """
+    kind = number_format(precision)
     halved = kind.weight_bytes == 2
-    scale = LossScale(scale=run.loss_scale, growth_steps=run.loss_scale_growth_steps) if kind.scales_loss else None
     return Numerics(
-        weights=torch.bfloat16 if halved else DTYPES[run.dtype],
+        weights=torch.bfloat16 if halved else DTYPES[dtype],
         autocast=AUTOCAST[kind.autocast] if kind.autocast else None,
-        tf32=run.precision == "tf32",
-        master_weights=halved and run.master_weights,
-        loss_scale=scale,
+        tf32=precision == "tf32",
+        master_weights=halved and master_weights,
+        loss_scale=(loss_scale or LossScale()) if kind.scales_loss else None,
     )
 
 
