@@ -6,8 +6,9 @@ import itertools
 import json
 from typing import Any
 
+from parsim.model.load import load_model
 from parsim.model.model import Model
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import BATCH, REPLICATE, Placement
 from parsim.plans.plan import Plan, Stage

@@ -44,6 +44,7 @@ TORCH_FREE = (
     "parsim.cli",
     "parsim.model.model",
     "parsim.model.spec",
+    "parsim.model.load",
     "parsim.hardware.cluster",
     "parsim.plans.plan",
     "parsim.graph.taskgraph",

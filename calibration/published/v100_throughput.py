@@ -29,8 +29,9 @@ from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compute_records import Efficiency
 from parsim.hardware.profile import Profile, SourceEntry
 from parsim.model.component import LOSS
+from parsim.model.load import load_model
 from parsim.model.model import Model
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.predict.evaluate import Evaluation, evaluate

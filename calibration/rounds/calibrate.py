@@ -23,7 +23,7 @@ from parsim.execute.processes.machine_state import machine_state
 from parsim.execute.processes.pinning import available_cores
 from parsim.execute.processes.progress import relayed
 from parsim.hardware.profile import Profile, save_profile
-from parsim.model.spec import load_model
+from parsim.model.load import load_model
 from parsim.workflow.doctor import Found
 
 __all__ = ["CalibrationRequest", "Launcher", "calibrate", "refit"]

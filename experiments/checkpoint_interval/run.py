@@ -30,7 +30,8 @@ from parsim.engines.scenario.whole_run import Training
 from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.predict.evaluate import evaluate
 from parsim.predict.forecast import Played
 from parsim.predict.planning_problem import PlanningProblem

@@ -30,7 +30,8 @@ from parsim.costs.communication.exchange import exchange_seconds
 from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.virtual.clock import round_seconds
 from parsim.work import Collective, Compute, OptimizerStep, Phase, SendRecv
 

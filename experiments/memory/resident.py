@@ -18,7 +18,8 @@ from calibration.measure.components import make_case
 from calibration.measure.device import context_bytes
 from calibration.rounds.request import CalibrationRequest
 from parsim.execute.processes.pinning import prepare_rank
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.units import MIB
 
 

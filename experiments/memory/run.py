@@ -29,7 +29,7 @@ from parsim.execute.job import Job, RunSpec
 from parsim.execute.processes.launch import launch
 from parsim.execute.records.measurement import RankRecord
 from parsim.files import write_csv
-from parsim.model.spec import load_model
+from parsim.model.load import load_model
 from parsim.plans.mesh import Mesh
 from parsim.predict.planning_problem import PlanningProblem
 

@@ -31,7 +31,7 @@ from parsim.execute.processes.launch import launch
 from parsim.execute.reference import largest_difference, train_reference
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.execute.worker import run_dataset
-from parsim.model.spec import load_model
+from parsim.model.load import load_model
 
 STEPS = 4
 TOLERANCE = 1e-9

@@ -14,7 +14,7 @@ from questions import GRANULARITY, Question
 from calibration.gpu.journal import DONE, STATUS, JournalRow
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile, Sourced, SourceEntry, parse_profile
-from parsim.model.spec import load_model
+from parsim.model.load import load_model
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.report.compare import task_durations_s

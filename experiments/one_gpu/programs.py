@@ -26,8 +26,9 @@ from parsim.execute.state.optimizer import make_optimizer
 from parsim.execute.streams import make_streams
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
+from parsim.model.interface import example_batch, loss_of
+from parsim.model.load import load_model
 from parsim.model.losses import loss_sum
-from parsim.model.spec import example_batch, load_model, loss_of
 from parsim.plans.plan import Plan
 
 SEED = 0

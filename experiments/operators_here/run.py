@@ -31,8 +31,9 @@ from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.profile import Profile, load_profile
+from parsim.model.load import load_model
 from parsim.model.model import Model
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.spec import ModelSpec
 from parsim.work import Compute, Phase
 
 NAMES = ("mlp", "vgg_small", "resnet_small", "vit_small", "gpt_small", "bert_small")

@@ -16,7 +16,7 @@ from parsim.execute.processes.progress import relayed
 from parsim.execute.records.measurement import Measurement, load_measurement
 from parsim.graph.lower import lower
 from parsim.graph.taskgraph import TaskGraph
-from parsim.model.spec import load_model
+from parsim.model.load import load_model
 
 TIMEOUT_S = 3600.0
 STEPS, SETTLE_STEPS = 2, 1

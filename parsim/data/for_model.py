@@ -6,8 +6,9 @@ from pathlib import Path
 
 from parsim.data.dataset import Dataset, Target
 from parsim.errors import DataError
+from parsim.model.interface import interface_of
 from parsim.model.losses import CLASSES, LOSSES
-from parsim.model.spec import ModelSpec, interface_of
+from parsim.model.spec import ModelSpec
 
 MASKED = ("bert", "bert_small")
 """Models of the zoo that predict the tokens hidden from them; other token models predict the next token."""

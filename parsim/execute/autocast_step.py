@@ -9,9 +9,10 @@ import torch
 
 from parsim.execute.stage import seeded_module
 from parsim.execute.state.optimizer import distinct, flat_gradients
+from parsim.model.interface import example_batch, loss_of
 from parsim.model.losses import loss_sum
 from parsim.model.memory.live_memory import LiveBytes
-from parsim.model.spec import ModelSpec, example_batch, loss_of
+from parsim.model.spec import ModelSpec
 from parsim.model.tracing.half_precision import HALF
 
 

@@ -23,10 +23,11 @@ from parsim.execute.state.master_weights import MASTER, MasterWeights
 from parsim.execute.state.optimizer import make_optimizer
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Component
+from parsim.model.interface import loss_of
 from parsim.model.losses import loss_sum
 from parsim.model.model import Model
 from parsim.model.runnable import Runnable
-from parsim.model.spec import ModelSpec, loss_of
+from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
 
 CPU = torch.device("cpu")

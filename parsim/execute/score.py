@@ -9,8 +9,8 @@ from parsim.data import IGNORED, Dataset
 from parsim.execute.job import RunSpec
 from parsim.execute.stage import seeded_module
 from parsim.execute.state.checkpoint import RankState, restore_tensors
+from parsim.model.interface import loss_of
 from parsim.model.losses import loss_sum
-from parsim.model.spec import loss_of
 from parsim.model.tracing.recording import logits_of
 
 BATCH = 64

@@ -19,11 +19,13 @@ from parsim.execute.state.optimizer import flat_gradients, make_optimizer
 from parsim.execute.state.zero import DividedBucket
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.plan_index import PlanIndex
+from parsim.model.build import build_module
 from parsim.model.component import LOSS, ParameterShard
+from parsim.model.interface import example_batch, loss_of
 from parsim.model.runnable import CallProgram, Runnable
 from parsim.model.shard.pieces import piece
 from parsim.model.shard.sharded import shard_runnable
-from parsim.model.spec import ModelSpec, build_module, example_batch, loss_of
+from parsim.model.spec import ModelSpec
 from parsim.model.tracing.trace import record
 from parsim.plans.redistribution import ValueLayout
 

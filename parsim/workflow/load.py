@@ -68,9 +68,9 @@ def model_of(config: RunConfig) -> Model:
     Raises:
         ModelError: an unknown or broken model. ConfigError: arguments for a model that is read from a file.
     """
+    from parsim.model.load import load_model
     from parsim.model.model import Model
     from parsim.model.number_formats import recorded_weights
-    from parsim.model.spec import load_model
 
     path = Path(config.model.name)
     if path.suffix != ".json" or not is_saved_model(path):

@@ -19,9 +19,10 @@ from parsim.execute.reference import ReferenceResult, largest_difference, train_
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.execute.worker import run_dataset
 from parsim.model.component import ParameterShard
+from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.shard.pieces import piece
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.plan import Plan, Stage

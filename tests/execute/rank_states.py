@@ -16,7 +16,8 @@ from parsim.execute.state.checkpoint import RankState, latest_checkpoint, load_s
 from parsim.execute.state.optimizer import make_optimizer
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import LOSS
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from tests.plans import choices

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from parsim.model import Model, ModelSpec, load_model, record
 from parsim.model.autograd.cut import backward_component, forward_component
+from parsim.model.build import build_module
 from parsim.model.component import FULL, PARTIAL, Component, ParameterShard, Sharding
+from parsim.model.interface import example_batch, loss_of
 from parsim.model.runnable import Runnable
 from parsim.model.shard.pieces import assemble, piece
 from parsim.model.shard.sharded import shard_runnable
-from parsim.model.spec import build_module, example_batch, loss_of
 
 TOLERANCE = 1e-12
 

@@ -43,8 +43,10 @@ from parsim.graph.taskgraph import work_text
 from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.profile import load_profile, save_profile
 from parsim.hardware.speed_factor import speed_since
+from parsim.model.build import build_module
+from parsim.model.load import load_model
 from parsim.model.shard.narrow import narrow
-from parsim.model.spec import ModelSpec, build_module, load_model
+from parsim.model.spec import ModelSpec
 from parsim.units import GIB
 from parsim.workflow.doctor import Found, Gpu
 from tests.execute.forked import run_ranks

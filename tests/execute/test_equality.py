@@ -131,6 +131,6 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
 
 
 def trained_names_of(spec: ModelSpec) -> list[str]:
-    from parsim.model.spec import load_model
+    from parsim.model.load import load_model
 
     return trained_names(load_model(spec))

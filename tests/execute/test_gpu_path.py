@@ -32,7 +32,8 @@ from parsim.execute.processes.speed_probe import CORE_SIZE, SpeedProbe
 from parsim.graph.taskgraph import work_text
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile, save_profile
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.work import Compute, Phase
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))

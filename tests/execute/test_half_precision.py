@@ -10,7 +10,8 @@ from parsim.execute.autocast_step import autocast_peak_bytes
 from parsim.hardware.allocator import NO_ALLOCATOR
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.families import FAMILIES
 from tests.execute.test_equality import BERT, GPT, VGG, VIT

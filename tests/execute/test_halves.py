@@ -8,8 +8,10 @@ from torch import Tensor
 
 from parsim.model.autograd.cut import backward_component, forward_component
 from parsim.model.autograd.halves import backward_inputs, backward_weights
+from parsim.model.build import build_module
+from parsim.model.interface import example_batch, loss_of
 from parsim.model.runnable import Runnable
-from parsim.model.spec import ModelSpec, build_module, example_batch, loss_of
+from parsim.model.spec import ModelSpec
 from parsim.model.tracing.trace import record
 
 SPECS = (

@@ -11,7 +11,8 @@ from parsim.execute.job import Job, RunSpec, Switch
 from parsim.execute.processes.launch import launch
 from parsim.execute.reference import largest_difference
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import parse_placement
 from parsim.plans.plan import Plan, Stage

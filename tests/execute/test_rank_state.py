@@ -12,8 +12,9 @@ from parsim.errors import ExecutionError
 from parsim.execute.stage import StageReplica
 from parsim.execute.state.checkpoint import RankState
 from parsim.model.component import LOSS
+from parsim.model.load import load_model
 from parsim.model.optimizers import OPTIMIZERS
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import BATCH, REPLICATE, Placement, parse_placement
 from parsim.plans.plan import Plan, Stage

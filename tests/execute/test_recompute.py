@@ -11,8 +11,10 @@ from torch import Tensor
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
 from parsim.model.autograd.recompute import forward_keeping_inputs, recompute
+from parsim.model.build import build_module
+from parsim.model.interface import example_batch, loss_of
 from parsim.model.runnable import Runnable
-from parsim.model.spec import ModelSpec, build_module, example_batch, loss_of
+from parsim.model.spec import ModelSpec
 from parsim.model.tracing.trace import record
 from parsim.plans.mesh import Mesh
 from tests.execute.equality import run_cases

@@ -16,7 +16,8 @@ from parsim.execute.stage import StageReplica
 from parsim.execute.streams import make_streams
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 

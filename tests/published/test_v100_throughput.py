@@ -24,8 +24,9 @@ from parsim.errors import DataError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compute_records import OperatorFit, OperatorPoint
 from parsim.hardware.profile import Profile, load_profile
+from parsim.model.load import load_model
 from parsim.model.model import Model
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.spec import ModelSpec
 from parsim.work import Compute, OptimizerStep, Phase
 
 PROFILE = "dgx1-v100-32gb"

@@ -20,7 +20,8 @@ from parsim.hardware.allocator import Allocator, Spread
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.device_kinds import DEVICE_KINDS, allocator_of
 from parsim.hardware.profile import Profile, Quantiles, load_profile
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.units import MIB
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))

@@ -48,7 +48,8 @@ from parsim.graph.task import COMPUTE, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Regime
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.work import Collective, Compute, Phase, Work
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))

@@ -14,7 +14,8 @@ from parsim.cli import build
 from parsim.errors import ScheduleError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.placement import certificate as module
 from parsim.schedule.placement.certificate import Certificate, certificate_text, certify

@@ -25,7 +25,8 @@ from parsim.execute.cuda.event_timing import FIRST_HOLD_S
 from parsim.execute.processes.speed_probe import CORE_SIZE, SpeedProbe
 from parsim.execute.streams import Operation, TaskTime
 from parsim.graph.task import COMPUTE
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.units import MIB
 from tests.virtual_cuda import VirtualDriver, VirtualEvent
 

@@ -20,9 +20,10 @@ from parsim.hardware.allocator import Allocator, Spread
 from parsim.hardware.device import DeviceType
 from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.model.component import Component, HalfComponent, Operator, Parameter, Value
+from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.precision import component_in
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.spec import ModelSpec
 
 CPU = DeviceType(
     name="cpu",

@@ -9,9 +9,10 @@ from parsim.costs.memory.rank_memory import optimizer_bytes
 from parsim.errors import ConfigError, CostError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import Profile, Sourced, load_profile
+from parsim.model.load import load_model
 from parsim.model.number_formats import FORMATS
 from parsim.model.precision import is_half
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.spec import ModelSpec
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.families import FAMILIES
 

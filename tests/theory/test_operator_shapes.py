@@ -16,7 +16,8 @@ from calibration.measure.operators import CHAINED, KEPT_CALLS, VISITS, Pool, by_
 from calibration.operand_pool import ALIGNMENT_BYTES
 from parsim.costs.compute.launches import Launch, component_launches
 from parsim.costs.compute.surfaces import distances, log_sizes
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.work import Phase
 from tests.virtual_cuda import VirtualDriver
 

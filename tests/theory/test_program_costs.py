@@ -12,7 +12,8 @@ from parsim.costs.costs import Costs
 from parsim.engines.repeated import ProgramTimes, simulate_program
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.predict.program_costs import priced
 from parsim.virtual.clock import ReplicaClock
 from parsim.work import Collective, Compute, Mix, OptimizerStep, Phase

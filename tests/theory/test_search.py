@@ -11,7 +11,8 @@ from parsim.errors import PlanError, ScheduleError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.device import Device
 from parsim.hardware.profile import load_profile
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan, check_plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem

@@ -13,7 +13,8 @@ import pytest
 
 from parsim.cli import main
 from parsim.hardware.profile import load_profile
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 
 RUN_TOML = """
 [model]

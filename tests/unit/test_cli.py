@@ -13,7 +13,8 @@ import pytest
 
 from parsim.cli import COMMANDS, main
 from parsim.costs.communication.collectives import busbw_bytes_per_s
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
 from parsim.workflow.calibration import calibration_cases, local_batches
 from parsim.workflow.config import parse_config

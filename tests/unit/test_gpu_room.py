@@ -16,7 +16,8 @@ from calibration.rounds.environment import doubts
 from calibration.rounds.gpu_room import check_gpus, check_room, held_bytes
 from calibration.rounds.request import CalibrationRequest
 from parsim.errors import ConfigError
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
 from parsim.units import GIB
 from parsim.workflow.doctor import Found, Gpu
 

@@ -11,10 +11,11 @@ import pytest
 
 from parsim.errors import ModelError
 from parsim.model import LOSS, Model, ModelSpec, load_model
+from parsim.model.interface import interface_of, loss_of
 from parsim.model.model import GRANULARITIES
 from parsim.model.presets import PRESETS, preset_lines
 from parsim.model.shard.narrow import narrow
-from parsim.model.spec import interface_of, loss_of, resolve
+from parsim.model.spec import resolve
 from parsim.model.zoo import ZOO
 
 
@@ -216,7 +217,8 @@ class TestWithTorch:
     def test_factories(self, factories: str) -> None:
         import torch
 
-        from parsim.model.spec import build_module, example_batch
+        from parsim.model.build import build_module
+        from parsim.model.interface import example_batch
 
         spec = ModelSpec(name=f"{factories}:classifier", args=(("width", 16),), input_shape=(6,))
         assert load_model(spec).parameter_count == 6 * 16 + 16 + 16 * 4 + 4
@@ -258,7 +260,7 @@ class TestWithTorch:
     def test_batches_depend_on_the_seed_alone(self) -> None:
         import torch
 
-        from parsim.model.spec import example_batch
+        from parsim.model.interface import example_batch
 
         spec = ModelSpec(name="resnet_small")
         (one,), target = example_batch(spec, 4, seed=3)

@@ -12,8 +12,9 @@ import pytest
 from parsim.errors import ConfigError
 from parsim.execute.processes.environment import describe_environment
 from parsim.hardware.profile import Profile, load_profile, save_profile
+from parsim.model.load import load_model
 from parsim.model.model import Model
-from parsim.model.spec import ModelSpec, load_model
+from parsim.model.spec import ModelSpec
 from parsim.workflow import this_machine
 from parsim.workflow.config import RunConfig
 from parsim.workflow.question import question_of

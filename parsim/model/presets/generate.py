@@ -8,9 +8,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from parsim.model.load import trace_spec
 from parsim.model.model import GRANULARITIES
 from parsim.model.presets import PRESETS, SUFFIX
-from parsim.model.spec import ModelSpec, trace_spec
+from parsim.model.spec import ModelSpec
 
 
 def generate(stem: str, granularity: str) -> str:

@@ -356,8 +356,9 @@ def cost(
     ('ring', True)
     """
     from parsim.costs.costs import Costs
+    from parsim.model.load import load_model
     from parsim.model.number_formats import recorded_weights
-    from parsim.model.spec import ModelSpec, load_model
+    from parsim.model.spec import ModelSpec
     from parsim.workflow.cost_rows import collective_row, component_rows
 
     if (collective is None) == (model is None):

@@ -1,0 +1,98 @@
+"""The module of a model spec, real or without memory for its weights."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from parsim.errors import FactoryError, ModelError
+from parsim.model.hugging_face import module_from_config
+from parsim.model.spec import ModelSpec, is_config, resolve
+from parsim.model.tracing.trace import require_torch
+from parsim.model.zoo import ZOO
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+def build_module(spec: ModelSpec) -> nn.Module:
+    """A new module; its initial weights follow torch's random state (torch.manual_seed).
+
+    Args:
+        spec: of the model.
+
+    Raises:
+        ModelError: the factory cannot be found or refuses its arguments.
+        MissingDependencyError: torch is not installed.
+    """
+    require_torch(f"build {spec.name}")
+    spec = resolve(spec)
+    if is_config(spec.name):
+        return module_from_config(spec)
+    if ":" in spec.name:
+        return _from_factory(spec)
+    file, _, function = ZOO[spec.name].factory.partition(":")
+    factory = getattr(importlib.import_module(f"parsim.model.zoo.{file}"), function)
+    module: nn.Module = factory(input_shape=spec.input_shape, **dict(spec.args))
+    return module
+
+
+def _from_factory(spec: ModelSpec) -> nn.Module:
+    from torch import nn
+
+    package, _, function = spec.name.partition(":")
+    try:
+        factory = getattr(importlib.import_module(package), function)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"cannot import {spec.name!r}: {error}; give package.module:factory with the package on the Python path"
+        ) from error
+    except Exception as error:  # of the user's own module, while it was imported
+        raise FactoryError(f"importing {package} for {spec.name} {_raised(error, package)}") from error
+    try:
+        module = factory(**dict(spec.args))
+    except Exception as error:  # the user's own fault, which their own traceback explains best
+        if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
+            raise ModelError(f"{spec.name} refuses its arguments {dict(spec.args)}: {error}") from error
+        raise FactoryError(f"{spec.name} with the arguments {dict(spec.args)} {_raised(error, package)}") from error
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"{spec.name} returned a {type(module).__name__}, not a torch module; return an nn.Module")
+    return module
+
+
+def _raised(error: Exception, package: str) -> str:
+    """What the user's code raised, with its traceback from the first frame outside parsim and the import system."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    imports = ("<frozen importlib", importlib.__file__)
+    own = [frame for frame in frames if not frame.filename.startswith(imports)]
+    lines = "".join(traceback.format_list(own) + traceback.format_exception_only(error))
+    return f"raised {type(error).__name__}; mend {package}:\nTraceback (most recent call last):\n{lines.rstrip()}"
+
+
+def build_fake(spec: ModelSpec) -> nn.Module:
+    """Built without memory for its weights where the factory allows it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return build_module(spec)
+    except (FactoryError, RuntimeError):  # perhaps it looks at its weights' values: build it for real
+        return build_module(spec)
+
+
+def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """`module.to(dtype)` for one that may be fake: numbers that are not whole change their type, tied weights stay tied."""
+    from torch import nn
+
+    cast: dict[int, Tensor] = {}
+    for owner in module.modules():
+        holders: tuple[dict[str, Any], dict[str, Any]] = owner._parameters, owner._buffers
+        for holder in holders:
+            for key, value in holder.items():
+                if value is not None and value.is_floating_point():
+                    if id(value) not in cast:
+                        own = value.detach().to(dtype)
+                        cast[id(value)] = nn.Parameter(own, value.requires_grad) if isinstance(value, nn.Parameter) else own
+                    holder[key] = cast[id(value)]

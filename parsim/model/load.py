@@ -1,0 +1,99 @@
+"""The Model of a spec: a shipped preset, or a trace of its module."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from parsim.errors import ModelError
+from parsim.model.build import build_fake, cast_module
+from parsim.model.component import Component
+from parsim.model.interface import interface_of, loss_of
+from parsim.model.model import GRANULARITIES, Model
+from parsim.model.presets import PRESETS, load_preset
+from parsim.model.spec import ModelSpec, is_config, resolve
+from parsim.model.tracing.trace import require_torch
+
+
+def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "float32") -> Model:
+    """The Model of a spec, with the loss as its last component; the same object within one process.
+
+    A matching shipped preset is used; otherwise the module is traced on fake tensors. With "bfloat16" weights it is always
+    traced: the sizes of values, weights and saved activations are those of bfloat16. Operators stay in fp32, as costs take
+    them.
+
+    Args:
+        spec: of the model. granularity: "block" or "layer". weights: torch's name of their type.
+
+    Raises:
+        ModelError: an unknown name, argument, shape or granularity.
+        TraceError: a module that cannot be cut.
+        MissingDependencyError: no preset matches and torch is not installed.
+    """
+    if weights == "float32":
+        return _load(resolve(spec), granularity)
+    return _load_as(resolve(spec), granularity, weights)
+
+
+@lru_cache(maxsize=64)
+def _load(spec: ModelSpec, granularity: str) -> Model:
+    if granularity not in GRANULARITIES:
+        raise ModelError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
+    for stem, (name, args) in PRESETS.items():
+        if name == spec.name and resolve(ModelSpec(name=name, args=tuple(args.items()))) == spec:
+            return replace(load_preset(stem, granularity), loss=loss_of(spec))
+    return trace_spec(spec, granularity)
+
+
+@lru_cache(maxsize=16)
+def _load_as(spec: ModelSpec, granularity: str, weights: str) -> Model:
+    """The Model traced with other weights, its operators as in fp32."""
+    full = _load(spec, granularity)
+    traced = trace_spec(spec, granularity, weights=weights)
+
+    def priced(component: Component) -> Component:
+        whole = full.component(component.name)
+        shardings = tuple(
+            replace(entry, operators=whole.sharding(entry.rule).operators, half=None) for entry in component.shardings
+        )
+        return replace(component, operators=whole.operators, shardings=shardings, half=None)
+
+    return replace(
+        traced,
+        components=tuple(priced(component) for component in traced.components),
+        values=tuple(replace(value, half=None) for value in traced.values),
+    )
+
+
+def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -> Model:
+    """Trace the module of a spec with its loss; needs torch.
+
+    Args:
+        spec: of the model. granularity: "block" or "layer". weights: torch's name of their type.
+
+    Raises:
+        TraceError: a module that cannot be cut.
+        MissingDependencyError: torch is not installed.
+    """
+    require_torch(f"trace {spec.name}, which has no preset for these arguments")
+    import torch
+
+    from parsim.model.tracing.traced import model_of
+
+    spec = resolve(spec)
+    kind = interface_of(spec)
+    module = build_fake(spec)
+    if weights != "float32":
+        cast_module(module, getattr(torch, weights))
+    example = torch.zeros((2, *kind.input_shape), dtype=torch.long if kind.inputs == "tokens" else getattr(torch, weights))
+    arguments = ", ".join(f"{name}={value}" for name, value in spec.args)
+    return model_of(
+        module,
+        (example,),
+        {},
+        granularity=granularity,
+        name=Path(spec.name).stem if is_config(spec.name) else spec.name,
+        loss=kind.loss,
+        source=f"trace of {spec.name}({arguments}), one sample {list(kind.input_shape)}",
+    )
