@@ -55,6 +55,8 @@ class Recording:
         tensors: the fake tensor of every value number. inputs: (name, value number). state, constants: by value number.
         output_leaves: a value number, or a constant, per leaf of `output_spec`.
         buffer_writes: buffers assigned anew in the forward -> value number.
+        outputs: value numbers of the tensors of the output, by `parsim.model.objective.total.entries`.
+        loss_form: what the loss gave, as `parsim.model.objective.total` names it.
     """
 
     ops: list[RecordedOp] = field(default_factory=list)
@@ -69,7 +71,8 @@ class Recording:
     output_spec: TreeSpec | None = None
     loss_start: int | None = None
     loss_value: int | None = None
-    logits_value: int | None = None
+    outputs: dict[str, int] = field(default_factory=dict)
+    loss_form: str = ""
 
 
 def storage_key(tensor: Tensor) -> int:
