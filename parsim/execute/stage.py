@@ -189,8 +189,12 @@ class StageReplica:
         self._divided[bucket].end_parameters()
 
     def _updated(self) -> list[Tensor]:
-        """What the optimizer of this rank steps: its parameters, or its parts of divided buckets."""
-        own: list[Tensor] = [parameter for name, parameter in self.parameters.items() if name not in self._divided_in]
+        """What the optimizer of this rank steps: its trainable parameters, or its parts of divided buckets."""
+        own: list[Tensor] = [
+            parameter
+            for name, parameter in self.parameters.items()
+            if name not in self._divided_in and self._held[name].trainable
+        ]
         return own + [entry.chunk for entry in self._divided.values()]
 
     def optimizer_step(self) -> None:
@@ -237,6 +241,8 @@ class StageReplica:
             for name, fragment, state in self._bucket_state(bucket):
                 optimizer[name] = state
                 fragments["optimizer"][name] = fragment
+        for held in self.layout.frozen[self.rank]:
+            weights[held.name], fragments["weights"][held.name] = self.parameters[held.name].data, fragment_of(held)
         progress = {} if self.loss_scale is None else {LOSS_SCALE: self.loss_scale.to_tensor()}
         return RankState(weights=weights, buffers=self.buffers(), optimizer=optimizer, fragments=fragments, progress=progress)
 
@@ -262,7 +268,7 @@ class StageReplica:
         held = self._held[name]
         state = dict(state)
         master = state.pop(MASTER, None)
-        if self._masters is not None:
+        if self._masters is not None and held.trainable:
             state[MASTER] = (weight if master is None else master).float()
         elif master is not None:
             weight = master  # finer than what was rounded
@@ -299,7 +305,7 @@ class StageReplica:
         states, self._loaded = dict(self._loaded), {}
         if self._optimizer is None:
             return
-        named: dict[str, Tensor] = dict(self.parameters)
+        named: dict[str, Tensor] = {name: tensor for name, tensor in self.parameters.items() if self._held[name].trainable}
         for number, divided in self._divided.items():
             named[_chunk_name(number)] = divided.chunk
         for name in self._divided_in:
