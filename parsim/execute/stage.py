@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from parsim.execute.numerics import Numerics
+from parsim.execute.randomness import ComponentRandomness
 from parsim.execute.state.checkpoint import RankState, restore_optimizer, restore_tensors
 from parsim.execute.state.fragments import Fragment, fragment_of, is_per_element
 from parsim.execute.state.loss_scale import overflow_flag
@@ -66,6 +67,7 @@ class StageReplica:
         self._shapes, programs = _recordings(spec, layout, layout.rank_components(rank), self.numerics, device)
         self.module = seeded_module(spec, seed, dtype, device)
         own = layout.rank_components(rank)
+        self.randomness = ComponentRandomness(layout, rank, device, programs)
         shard = layout.plan.shard_of_rank(rank)
         self.runnables: dict[str, Runnable] = {}
         for name in own:
@@ -296,7 +298,7 @@ class StageReplica:
         """Take this rank's parts of whole buffers."""
         buffers = dict(whole)
         for name, fragment in self._buffer_fragments().items():
-            part = ParameterShard(name=name, dim=fragment.dim, blocks=fragment.blocks)
+            part = ParameterShard(name=name, dim=fragment.dim, blocks=fragment.blocks, runs=fragment.runs)
             buffers[name] = piece(buffers[name], part, fragment.shard, fragment.ways)
         restore_tensors(self.buffers(), buffers)
 
@@ -362,7 +364,7 @@ class StageReplica:
             if placement.kind == "shard":
                 for part in self.layout.model.component(name).sharding(placement.rule).buffers:
                     ways = placement.ways
-                    found[part.name] = Fragment(dim=part.dim, blocks=part.blocks, shard=shard % ways, ways=ways)
+                    found[part.name] = Fragment(dim=part.dim, blocks=part.blocks, shard=shard % ways, ways=ways, runs=part.runs)
         return found
 
     def resident_tensors(self) -> dict[str, list[Tensor]]:
@@ -384,7 +386,7 @@ class StageReplica:
             holder = self.module.get_submodule(path)._buffers
             whole = holder[key]
             assert whole is not None
-            part = ParameterShard(name=name, dim=fragment.dim, blocks=fragment.blocks)
+            part = ParameterShard(name=name, dim=fragment.dim, blocks=fragment.blocks, runs=fragment.runs)
             holder[key] = piece(whole, part, fragment.shard, fragment.ways)
 
     def _drop_other_parameters(self) -> None:
