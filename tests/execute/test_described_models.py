@@ -55,7 +55,8 @@ FIRST = [
     case(BOTH_HEADS, Mesh(pp=1, dp=2, tp=1)),
     case(OWN_PER_SAMPLE, Mesh(pp=1, dp=1, tp=2)),
 ]
-EVERY = [case(spec, mesh, 2) for spec in ALL for mesh in (Mesh(pp=1, dp=2, tp=1), Mesh(pp=2, dp=1, tp=1), Mesh(pp=1, dp=1, tp=2))]
+MESHES = (Mesh(pp=1, dp=2, tp=1), Mesh(pp=2, dp=1, tp=1), Mesh(pp=1, dp=1, tp=2))
+EVERY = [case(spec, mesh, 2) for spec in ALL for mesh in MESHES]
 
 
 def assert_equal_to_one_process(cases: list[Case], folder: Path) -> None:
