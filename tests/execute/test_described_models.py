@@ -47,15 +47,15 @@ def case(spec: ModelSpec, mesh: Mesh, microbatches: int = 1, strategy: str = "cu
 
 
 FIRST = [
-    case(DENOISER, Mesh(pp=1, dp=2, tp=1), 2),
-    case(DENOISER, Mesh(pp=2, dp=1, tp=1), 2),
-    case(OWN, Mesh(pp=1, dp=2, tp=1), 2),
-    case(OWN, Mesh(pp=2, dp=1, tp=1), 2),
-    case(SEGMENTER, Mesh(pp=1, dp=1, tp=1), 2),
-    case(BOTH_HEADS, Mesh(pp=1, dp=2, tp=1)),
-    case(OWN_PER_SAMPLE, Mesh(pp=1, dp=1, tp=2)),
+    case(DENOISER, Mesh(dp=2), 2),
+    case(DENOISER, Mesh(pp=2), 2),
+    case(OWN, Mesh(dp=2), 2),
+    case(OWN, Mesh(pp=2), 2),
+    case(SEGMENTER, Mesh(), 2),
+    case(BOTH_HEADS, Mesh(dp=2)),
+    case(OWN_PER_SAMPLE, Mesh(tp=2)),
 ]
-EVERY = [case(spec, mesh, 2) for spec in ALL for mesh in (Mesh(pp=1, dp=2, tp=1), Mesh(pp=2, dp=1, tp=1), Mesh(pp=1, dp=1, tp=2))]
+EVERY = [case(spec, mesh, 2) for spec in ALL for mesh in (Mesh(dp=2), Mesh(pp=2), Mesh(tp=2))]
 
 
 def assert_equal_to_one_process(cases: list[Case], folder: Path) -> None:
