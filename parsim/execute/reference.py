@@ -75,7 +75,8 @@ def train_reference(
     numerics = numerics if numerics is not None else Numerics(weights=dtype)
     module = seeded_module(spec, seed, dtype, torch.device("cpu"))
     named = dict(module.named_parameters())
-    updater = _Updater(named, optimizer, learning_rate, numerics)
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    updater = _Updater(trained, optimizer, learning_rate, numerics)
     order = BatchOrder(n=len(data), global_batch=plan.global_batch, seed=seed)
     if plan.is_mixed and model is not None and any(True for _ in module.buffers()):
         replay = _Replay(spec, plan, model, module, dtype, updater)

@@ -16,6 +16,8 @@ from parsim.model.model import COUPLED, Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.workflow.ask import check_loss
+from parsim.workflow.config import parse_config
+from parsim.workflow.train import steps_per_epoch
 from tests.execute.described_modules import Contrastive, OwnLoss, TwoHeads
 from tests.execute.equality import even_plan
 
@@ -94,6 +96,22 @@ def test_the_tensor_that_a_loss_reads_is_never_guessed() -> None:
     with pytest.raises(parsim.ParsimError, match=r'"value" float32 \[3, 1\], "policy" float32 \[3, 5\]'):
         model_from_module(TwoHeads(), state)
     assert model_from_module(TwoHeads(), state, output="policy").loss == 'cross_entropy(output="policy")'
+
+
+def test_data_that_do_not_suit_the_model_are_refused_by_the_parent() -> None:
+    text = f'''
+[model]
+name = "{HERE}:Contrastive"
+input_shape = [6]
+[cluster]
+profile = "dgx1-v100-32gb"
+[training]
+global_batch = 8
+steps = 2
+dataset = "digits"
+'''
+    with pytest.raises(parsim.ParsimError, match=r"digits holds images and one class of each.*synthetic"):
+        steps_per_epoch(parse_config(text))
 
 
 def test_inputs_by_name_plan_like_an_example_batch() -> None:

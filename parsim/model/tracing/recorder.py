@@ -119,6 +119,7 @@ class Recorder(TorchFunctionMode):
         self.stack: list[int] = []
         self._number: dict[int, int] = {}
         self.suspended = False
+        self.has_gradients = True
         self._exact: set[int] = set()
         self._stale: set[int] = set()
         self._calls_of: dict[str, int] = {}
@@ -215,6 +216,7 @@ class Recorder(TorchFunctionMode):
         if stale and name in _VALUE_QUERIES:
             raise TraceError(value_message(self.where, name))
         versions = [tensor._version for tensor in given]
+        self.has_gradients = torch.is_grad_enabled()
         suspended, self.suspended = self.suspended, True
         try:
             exact = self._is_exact(name, given, in_place)
