@@ -122,6 +122,11 @@ class Model:
         document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         if not self.loss:
             del document["loss"]
+        for component in document["components"]:
+            for sharding in component["shardings"]:
+                for part in (*sharding["parameters"], *sharding["buffers"]):
+                    if not part["runs"]:
+                        del part["runs"]
         return json.dumps(document, indent=1)
 
     def save(self, path: Path) -> None:
