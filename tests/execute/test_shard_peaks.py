@@ -93,9 +93,9 @@ def peaks(runnable: Runnable, sharding: Sharding, shard: int, ways: int, whole: 
             live.ignore(tensor)
         outputs, saved = forward_component(local, given)
         forward = live.peak_bytes
-        shapes = [value.shape for value in outputs]
+        shapes = [value.shape if flows else None for value, flows in zip(outputs, local.output_differentiable, strict=True)]
         del outputs
         before = live.current_bytes
         live.peak_bytes = 0
-        backward_component(saved, [torch.ones(shape) for shape in shapes])
+        backward_component(saved, [None if shape is None else torch.ones(shape) for shape in shapes])
         return forward, live.peak_bytes - before
