@@ -22,7 +22,7 @@ from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.build import build_module
 from parsim.model.component import LOSS, ParameterShard
-from parsim.model.interface import example_batch, loss_of
+from parsim.model.interface import example_batch, interface_of, loss_of
 from parsim.model.runnable import CallProgram, Runnable
 from parsim.model.shard.pieces import piece
 from parsim.model.shard.sharded import shard_runnable
@@ -191,8 +191,12 @@ class StageReplica:
         self._divided[bucket].end_parameters()
 
     def _updated(self) -> list[Tensor]:
-        """What the optimizer of this rank steps: its parameters, or its parts of divided buckets."""
-        own: list[Tensor] = [parameter for name, parameter in self.parameters.items() if name not in self._divided_in]
+        """What the optimizer of this rank steps: its trainable parameters, or its parts of divided buckets."""
+        own: list[Tensor] = [
+            parameter
+            for name, parameter in self.parameters.items()
+            if name not in self._divided_in and self._held[name].trainable
+        ]
         return own + [entry.chunk for entry in self._divided.values()]
 
     def optimizer_step(self) -> None:
@@ -239,6 +243,8 @@ class StageReplica:
             for name, fragment, state in self._bucket_state(bucket):
                 optimizer[name] = state
                 fragments["optimizer"][name] = fragment
+        for held in self.layout.frozen[self.rank]:
+            weights[held.name], fragments["weights"][held.name] = self.parameters[held.name].data, fragment_of(held)
         progress = {} if self.loss_scale is None else {LOSS_SCALE: self.loss_scale.to_tensor()}
         return RankState(weights=weights, buffers=self.buffers(), optimizer=optimizer, fragments=fragments, progress=progress)
 
@@ -264,7 +270,7 @@ class StageReplica:
         held = self._held[name]
         state = dict(state)
         master = state.pop(MASTER, None)
-        if self._masters is not None:
+        if self._masters is not None and held.trainable:
             state[MASTER] = (weight if master is None else master).float()
         elif master is not None:
             weight = master  # finer than what was rounded
@@ -301,7 +307,7 @@ class StageReplica:
         states, self._loaded = dict(self._loaded), {}
         if self._optimizer is None:
             return
-        named: dict[str, Tensor] = dict(self.parameters)
+        named: dict[str, Tensor] = {name: tensor for name, tensor in self.parameters.items() if self._held[name].trainable}
         for number, divided in self._divided.items():
             named[_chunk_name(number)] = divided.chunk
         for name in self._divided_in:
@@ -455,6 +461,7 @@ def recorded_programs(
     """
     module = seeded_module(spec, 0, dtype, torch.device(device))
     inputs, _ = example_batch(spec, samples, dtype=dtype, device=device)
+    args, kwargs = interface_of(spec).arguments(inputs)
     with Numerics(autocast=autocast).computing(torch.device(device)):
-        runnables = record(module, inputs, granularity=granularity, loss=loss_of(spec))
+        runnables = record(module, args or kwargs, granularity=granularity, loss=loss_of(spec))
     return {entry.name: entry.program for entry in runnables}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from parsim.errors import ConfigError, ModelError
-from parsim.model.model import Model
+from parsim.model.model import COUPLED, Model
 from parsim.model.zoo import ZOO
 from parsim.workflow.config import RunConfig, load_config, parse_config
 from parsim.workflow.import_folder import importable
@@ -29,6 +29,8 @@ Given = Literal["name", "module", "model"]
 EXAMPLE = "parsim plan resnet50 --on dgx1-v100-32gb --batch 1024"
 FILE_SUFFIX = ".toml"
 DEVICES = "cluster.devices"
+MODULE_KEYS = {"name", "input_shape", "inputs", "granularity", "loss", "output", "classes_dim", "target"}
+"""Keys of [model] that say more about an nn.Module."""
 
 _PREDICTED_FROM: tuple[tuple[str, str, str], ...] = (
     ("training", "precision", "precision {}"),
@@ -76,8 +78,30 @@ def assumed_text(assumed: Sequence[tuple[str, Any]]) -> str:
 
 
 def loss_text(model: Model) -> str:
-    """`loss: cross_entropy`."""
-    return f"loss: {model.loss or 'as the saved Model was traced'}"
+    """`loss: cross_entropy`, with what was assumed of a loss that is the user's own."""
+    note = loss_note(model)
+    return f"loss: {model.loss or 'as the saved Model was traced'}{f' ({note})' if note else ''}"
+
+
+def loss_note(model: Model) -> str:
+    """What is assumed of a loss that is the user's own; empty for parsim's, which are sums over samples."""
+    if model.loss_form == COUPLED:
+        return (
+            "no sum over samples: the loss of a batch is not the mean of its samples' losses, so data parallelism and "
+            "microbatches change it"
+        )
+    form = model.loss_form.removesuffix("unchecked").strip()
+    text = {"mean": "a scalar, taken as the mean over the batch", "per sample": "one number per sample, added up"}.get(form, "")
+    if model.loss_form.endswith("unchecked"):
+        return f"{text}; not checked whether batches add up".removeprefix("; ")
+    return f"{text}; checked on a few samples" if text else ""
+
+
+def constant_text(model: Model) -> str:
+    """`constant inputs: input:2`, which were taken for the same in every batch; empty without any."""
+    values = [model.value[name] for name in model.inputs if name in model.value]
+    names = [value.name for value in values if not value.bytes_per_sample and value.fixed_bytes]
+    return f"constant inputs: {', '.join(names)} (dim 0 is not the batch)" if names else ""
 
 
 def _told(key: str, value: Any, texts: Mapping[str, str]) -> str:
@@ -148,9 +172,7 @@ def question_of(
     if held is not None:
         _check_untouched("cluster", config.cluster.model_fields_set - {"profile"}, "was given as a Cluster")
     if given == "module":
-        _check_untouched(
-            "model", config.model.model_fields_set - {"name", "input_shape", "granularity", "loss"}, "was given as a module"
-        )
+        _check_untouched("model", config.model.model_fields_set - MODULE_KEYS, "was given as a module")
         value = traced_model(model, example_inputs, config)
         _check_weights(model, config.training.precision)
     elif given == "model":
@@ -177,12 +199,15 @@ def traced_model(module: Any, example_inputs: Any, config: RunConfig) -> Model:
     """The Model of an nn.Module, with its loss, from example inputs or model.input_shape. Raises ModelError, TraceError."""
     from parsim.model.from_module import model_from_module
 
+    spec = config.model_spec
     return model_from_module(
         module,
         example_inputs,
-        input_shape=config.model.input_shape,
+        input_shape=spec.input_shape,
+        inputs=spec.inputs,
         granularity=config.model.granularity,
-        loss=config.model.loss,
+        loss=spec.objective(),
+        output=spec.output,
     )
 
 

@@ -33,7 +33,7 @@ def _piece_of_runs(tensor: Tensor, part: ParameterShard, shard: int, ways: int) 
             f"{part.name}: dim {part.dim} has {tensor.shape[part.dim]} entries in runs of {part.runs}, not all of which divide "
             f"by {ways}"
         )
-    runs = torch.split(tensor, part.runs, part.dim)
+    runs = torch.split(tensor, list(part.runs), part.dim)
     return torch.cat([run.chunk(ways, part.dim)[shard] for run in runs], part.dim)
 
 

@@ -120,7 +120,10 @@ class _Watch:
         self.recorder = recorder
         tensors = recorder.recording.tensors
         state = {storage_key(tensors[number]) for number in recorder.recording.state}
-        self.mode = OperatorMode(lambda: recorder.current, state)
+        frozen = any(
+            key.kind == "parameter" and not tensors[number].requires_grad for number, key in recorder.recording.state.items()
+        )
+        self.mode = OperatorMode(lambda: recorder.current, state, lambda: recorder.has_gradients, frozen=frozen)
         self.saved: list[tuple[int, int, int]] = []
         self.saves: set[tuple[int, int]] = set()
         self._seen = set(state)
@@ -280,6 +283,7 @@ def _component(
                 name=recording.state[number].name,
                 elements=recording.tensors[number].numel(),
                 element_bytes=recording.tensors[number].element_size(),
+                trainable=recording.tensors[number].requires_grad,
             )
             for number in state
             if recording.state[number].kind == "parameter"
