@@ -42,7 +42,7 @@ def test_counted_equals_run_with_dropout() -> None:
 
 
 @pytest.mark.hf
-@pytest.mark.parametrize("name", ["llama", "phi3", pytest.param("gemma2", marks=pytest.mark.slow), "t5"])
+@pytest.mark.parametrize("name", ["phi3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma2", "t5"))])
 def test_counted_equals_run_of_architectures(name: str) -> None:
     """Grouped queries with eight heads on two, unequal runs, full outputs with a gradient, biases per head."""
     pytest.importorskip("transformers", reason="needs the hf extra")
