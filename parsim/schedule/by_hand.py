@@ -116,7 +116,7 @@ def _check_rule(model: Model, name: str, placement: Placement, where: str) -> No
         return
     component = model.component(name)
     try:
-        check_ways(name, component.sharding(placement.rule), placement.ways)
+        check_ways(name, component.sharding(placement.rule), placement.ways, component.shardings)
     except ModelError as error:
         rules = {sharding.rule: sharding.limit for sharding in component.shardings}
         fix = f"choose ways that divide {rules[placement.rule]}" if placement.rule in rules else "choose one of its rules"
