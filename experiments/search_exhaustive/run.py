@@ -2,9 +2,9 @@
 
     python experiments/search_exhaustive/run.py [--quick] [--problems N] [--seed N] [--out FILE] [--json]
 
-Random problems of up to four devices, four components with the loss and eight samples. Every plan is enumerated: meshes, also
-those that leave devices idle, cuts, orders, placements, ZeRO stages, recomputation, microbatches and buckets. Judged by the same
-`evaluate` as the search's winner. What was enumerated already is read from FILE and not done again.
+Random problems of up to four devices, four components with the loss and eight samples. Every plan is enumerated: meshes,
+also those that leave devices idle, cuts, orders, placements, ZeRO stages, recomputation, microbatches and buckets. They are
+judged by the same `evaluate` as the search's winner. What was enumerated already is read from FILE and not done again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The paper's formulation built from real models on the DGX-1: its figures are the costs', and two solvers certify its optimum."""
+"""The paper's formulation of real models on the DGX-1: its figures are the costs', and two solvers certify its optimum."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_real_models_are_certified(name: str, batch: int) -> None:
     assert found["exact"]["status"] == found["milp"]["status"] == "optimal"
     assert found["relative_difference"] <= 1e-9
     assert found["components"] == len(found["placements"]) > 10
-    if batch == 256:  # large batches move fewer bytes as gradients than as activations
-        assert set(found["placements"].values()) == {"batch"}
+    if batch == 256:  # large batches move fewer bytes as gradients than as activations; the last layer has few of those
+        assert list(found["placements"].values()).count("batch") >= len(found["placements"]) - 1
 
 
 def test_short_memory_asks_for_other_strategies_and_still_agrees() -> None:

@@ -86,13 +86,13 @@ def solve_paper_brute_force(problem: PaperProblem) -> Solution:
 def solve_paper_dynamic(problem: PaperProblem, *, most_labels: int = 50_000) -> Solution:
     """Solve exactly by dynamic programming over components: labels (seconds, memory per device), dominated ones dropped.
 
-    A label is also dropped if even the fastest strategies of the remaining components make it slower than a choice that fits, or
-    if even the smallest of them do not fit beside it.
+    A label is also dropped if even the fastest strategies of the remaining components make it slower than a choice that
+    fits, or if even the smallest of them do not fit beside it.
 
     Args:
         problem: as the paper prints it.
-        most_labels: of one component; with more, the answer is "inaccurate". Many devices whose memory is just too small for the
-            fastest choice make that many.
+        most_labels: of one component; with more, the answer is "inaccurate". Many devices whose memory is just too small for
+            the fastest choice make that many.
     """
     known_s = _known_to_fit_s(problem) * (1 + 1e-12)
     seconds = [problem.seconds(number) for number in range(len(problem.memory_bytes))]

@@ -9,8 +9,8 @@ shards over some devices with replicas over the rest (hybrid).
              it takes to bring its inputs from batch shards to where it reads them, and its outputs back, forward and backward
     mem      weights, gradients, optimizer state and saved activations of the component on device j
 
-Leaves out, as the formulation does: that neighbours with the same placement need no conversion between them, overlap, pipelines,
-and that components with a common parameter must hold it alike.
+Leaves out, as the formulation does: that neighbours with the same placement need no conversion between them, overlap,
+pipelines, and that components with a common parameter must hold it alike.
 """
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ class Answer:
         """The placement problem of this question, solved by two solvers; `reason` where there is none.
 
         Keys: `verdict`, `exact` and `milp` (each with `status`, `seconds`, `lower_bound_s`, `gap`, `taken_s`, `reason`),
-        `relative_difference`, `microbatches`, `components`, `choices`; and `paper`, the same keys of the paper's formulation for
-        this model and cluster, with the `placements` that its optimum stands for.
+        `relative_difference`, `microbatches`, `components`, `choices`; and `paper`, the same keys of the paper's formulation
+        for this model and cluster, with the `placements` that its optimum stands for.
         """
         from parsim.schedule.certify import certificate_of
         from parsim.schedule.placement.paper_of_model import paper_certificate
