@@ -305,15 +305,18 @@ def _rounded(
 
 
 def all_weights(components: Sequence[Component]) -> Weights:
-    """All parameters of the components, gradients as large, all updated here.
+    """All parameters of the components; gradients of those that train, all updated here.
 
     Args:
         components: of one rank.
     """
     parameters = held_parameters(components)
-    elements = sum(parameter.elements for parameter in parameters)
-    size_bytes = sum(parameter.size_bytes for parameter in parameters)
-    return Weights(parameter_bytes=size_bytes, gradient_bytes=size_bytes, updated_elements=elements)
+    trained = [parameter for parameter in parameters if parameter.trainable]
+    return Weights(
+        parameter_bytes=sum(parameter.size_bytes for parameter in parameters),
+        gradient_bytes=sum(parameter.size_bytes for parameter in trained),
+        updated_elements=sum(parameter.elements for parameter in trained),
+    )
 
 
 def _samples_of(components: Sequence[Component], samples: int | Mapping[str, int]) -> Mapping[str, int]:
