@@ -165,9 +165,7 @@ class RankProgram:
                 self.watch.resized(flat)
             for bucket, microbatch in room.ending_gradients:
                 chunk = self._stage.gradient_chunk(bucket)
-                own = torch.empty(
-                    chunk.shape, dtype=chunk.dtype, device=chunk.device
-                )  # chunk is being added to: only looked at
+                own = torch.empty(chunk.shape, dtype=chunk.dtype, device=chunk.device)
                 self._sent[bucket, microbatch] = self._stage.end_gradients(bucket), own
             for bucket in room.beginning_parameters:
                 self._begin_parameters(bucket)
