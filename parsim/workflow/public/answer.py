@@ -141,13 +141,16 @@ class Answer:
         """The placement problem of this question, solved by two solvers; `reason` where there is none.
 
         Keys: `verdict`, `exact` and `milp` (each with `status`, `seconds`, `lower_bound_s`, `gap`, `taken_s`, `reason`),
-        `relative_difference`, `microbatches`, `components`, `choices`.
+        `relative_difference`, `microbatches`, `components`, `choices`; and `paper`, the same keys of the paper's formulation
+        for this model and cluster, with the `placements` that its optimum stands for.
         """
         from parsim.schedule.certify import certificate_of
+        from parsim.schedule.placement.paper_of_model import paper_certificate
         from parsim.workflow.progress import progress
 
         with progress("Certifying placements"):
-            return certificate_of(self.problem, self.search, self.config.plan.strategy)
+            own = certificate_of(self.problem, self.search, self.config.plan.strategy)
+            return own | {"paper": paper_certificate(self.problem)}
 
     def _given(self) -> dict[str, Any]:
         """A plan that was given, as the search would show it."""
