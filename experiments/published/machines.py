@@ -1,0 +1,105 @@
+"""The machine of a row, from what its source says of the hardware."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rows import Row
+
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.network import Network, load_network
+from parsim.hardware.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Attributes:
+    gpu: a part. per_node: GPUs joined by NVLink. cards, gbit: network cards per node, and Gb/s of each.
+    memory_gb: of one GPU where it is not the part's. bandwidth, clock: of the part's, where it is another board of that chip.
+    """
+
+    gpu: str
+    per_node: int = 8
+    cards: int = 8
+    gbit: float = 200.0
+    memory_gb: float = 0.0
+    bandwidth: float = 1.0
+    clock: float = 1.0
+    stated_network: bool = False
+
+
+GPUS: tuple[tuple[str, Machine], ...] = (
+    (r"GB300", Machine(gpu="gb200", per_node=72, cards=72, gbit=800, memory_gb=288)),
+    (r"GB200", Machine(gpu="gb200", per_node=72, cards=72, gbit=400)),
+    (r"B300", Machine(gpu="b200", cards=8, gbit=800, memory_gb=288)),
+    (r"B200", Machine(gpu="b200", cards=8, gbit=400)),
+    (r"GH-?96|GH200", Machine(gpu="h100-sxm", per_node=4, cards=4, gbit=200, memory_gb=96)),
+    (r"H200", Machine(gpu="h200", cards=8, gbit=400)),
+    (r"H100 96GB", Machine(gpu="h100-sxm", cards=8, gbit=400, memory_gb=96, bandwidth=2.4 / 3.35, clock=0.85)),
+    (r"H100", Machine(gpu="h100-sxm", cards=8, gbit=400)),
+    (r"A100[- _]?40|a100_40gb", Machine(gpu="a100-40gb-sxm", cards=8, gbit=200)),
+    (r"A100", Machine(gpu="a100-80gb-sxm", cards=8, gbit=200)),
+    (r"V100", Machine(gpu="v100-sxm3-32gb", per_node=16, cards=8, gbit=100)),
+)
+"""First match wins. Cards: those of the usual machine of that GPU, where the row does not say."""
+
+
+def machine_of(row: Row) -> Machine | None:
+    """The machine that a row describes; None: no GPU that is known, or several kinds."""
+    text = row.hardware
+    if "+" in text.split("(")[0]:
+        return None
+    found = next((machine for pattern, machine in GPUS if re.search(pattern, text, re.IGNORECASE)), None)
+    if found is None:
+        return None
+    per_node = re.search(r"(\d+)(?: per node|/node)", text)
+    whole = re.search(r"(\d+) ?Gb(?:/s|ps) (?:per node|node-node)", text)
+    several = re.search(r"(\d+)x ?(?:Omni-Path )?(\d+)G", text) or re.search(r"(\d+)x Omni-Path (\d+)Gb", text)
+    changes: dict[str, object] = {}
+    if per_node:
+        changes["per_node"] = int(per_node[1])
+    if whole:
+        total = float(whole[1])
+        cards = max(1, round(total / found.gbit))
+        changes |= {"cards": cards, "gbit": total / cards, "stated_network": True}
+    elif several:
+        changes |= {"cards": int(several[1]), "gbit": float(several[2]), "stated_network": True}
+    values = {name: getattr(found, name) for name in Machine.__slots__}
+    return Machine(**{**values, **changes})
+
+
+CARD_SHARE = 0.96
+"""Of a card's rate that a collective reaches (networks/infiniband-200g.json: 24 GB/s of 25)."""
+
+
+@lru_cache(maxsize=64)
+def network_of(machine: Machine) -> Network:
+    """The network of a machine: a shipped one with the cards that it has."""
+    base = load_network("infiniband-200g" if machine.gbit <= 200 else "infiniband-400g")
+    rate = CARD_SHARE * machine.gbit * 1e9 / 8
+    card = base.card.model_copy(
+        update={
+            "bandwidth_bytes_per_s": base.card.bandwidth_bytes_per_s.model_copy(update={"value": rate}),
+            "per_node": machine.cards,
+        }
+    )
+    return base.model_copy(update={"card": card, "name": f"{machine.cards} x {machine.gbit:g} Gb/s"})
+
+
+@lru_cache(maxsize=256)
+def cluster_of(machine: Machine, gpus: int) -> Cluster:
+    """So many GPUs of that machine."""
+    per_node = min(machine.per_node, gpus)
+    profile = profile_of(machine, per_node)
+    nodes = -(-gpus // per_node)
+    return cluster_from_profile(profile, list(range(gpus)), nodes=nodes, network=network_of(machine) if nodes > 1 else None)
+
+
+@lru_cache(maxsize=64)
+def profile_of(machine: Machine, count: int) -> Profile:
+    """One node of it."""
+    from provisional import provisional_profile
+
+    return provisional_profile(machine, count)

@@ -1,0 +1,141 @@
+"""Predict published training runs of large transformers.
+
+    python experiments/published/predict.py ROWS.csv --out PREDICTED.csv
+
+ROWS.csv has the columns of a table of published runs (id, hardware, gpus, model, ..., value, unit, notes); `value` may be
+empty and is never read. PREDICTED.csv has one line per row: id, unit, predicted, p05, p95 (in the row's unit), step_s, fits,
+fit_probability, why. `why` lists what was assumed and left out, or why a row cannot be expressed; then `predicted` is empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from answer import Answer, answer
+from question import Asked, CannotExpressError, question_of
+from quoted import in_unit
+from rows import Row, read_rows
+
+from parsim.errors import ParsimError
+
+COLUMNS = ("id", "unit", "predicted", "p05", "p95", "step_s", "fits", "fit_probability", "why")
+Z90 = 1.6448536
+MEMORY_SIGMA = 0.05
+"""Of a predicted peak."""
+
+FRAMEWORK_SIGMA = 0.05
+ASSUMED_SIGMA = 0.08
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """One line of the answer; step_s None: it cannot be expressed."""
+
+    row: Row
+    why: str
+    asked: Asked | None = None
+    answer: Answer | None = None
+    value: float | None = None
+    p05: float | None = None
+    p95: float | None = None
+    sigma: float = 0.0
+
+    @property
+    def step_s(self) -> float | None:
+        return None if self.answer is None else self.answer.step_s
+
+    @property
+    def fit_probability(self) -> float | None:
+        """That the fullest rank fits, by the spread of the predicted peak."""
+        if self.answer is None:
+            return None
+        room = math.log(self.answer.limit_bytes / self.answer.peak_bytes)
+        return 0.5 * (1 + math.erf(room / MEMORY_SIGMA / math.sqrt(2)))
+
+    def line(self) -> dict[str, object]:
+        """Of the csv file."""
+        step, fits = self.step_s, self.fit_probability
+        return {
+            "id": self.row.id,
+            "unit": self.row.unit,
+            "predicted": _text(self.value),
+            "p05": _text(self.p05),
+            "p95": _text(self.p95),
+            "step_s": _text(step),
+            "fits": "" if fits is None else str(fits >= 0.5).lower(),
+            "fit_probability": "" if fits is None else f"{fits:.3f}",
+            "why": self.why,
+        }
+
+
+def _text(number: float | None) -> str:
+    return "" if number is None else f"{number:.6g}"
+
+
+def predict(row: Row, factor: float = 1.0) -> Predicted:
+    """The prediction for one row. Never raises for a row.
+
+    Args:
+        row: of a file of published runs. factor: on the step's seconds.
+    """
+    try:
+        asked = question_of(row)
+        found = answer(asked)
+        spread = math.sqrt(found.sigma**2 + FRAMEWORK_SIGMA**2 + (ASSUMED_SIGMA**2 if asked.assumed else 0.0))
+        steps = [factor * found.step_s * math.exp(sign * Z90 * spread) for sign in (0, -1, 1)]
+        value, *ends = (in_unit(asked, step) for step in steps)
+        return Predicted(
+            row=row,
+            why=_why(asked, found),
+            asked=asked,
+            answer=found,
+            value=value,
+            p05=min(ends),
+            p95=max(ends),
+            sigma=spread,
+        )
+    except (CannotExpressError, ParsimError) as error:
+        return Predicted(row=row, why=f"cannot be expressed: {error}")
+    except Exception as error:  # a bad row must not end the others
+        return Predicted(row=row, why=f"cannot be expressed: {type(error).__name__}: {error}")
+
+
+def _why(asked: Asked, found: Answer) -> str:
+    parts = [f"{asked.framework.name}: {asked.plan.summary().split(' [')[0]}, {asked.precision}"]
+    if asked.assumed:
+        parts.append("assumed " + ", ".join(asked.assumed))
+    if asked.lacks:
+        parts.append("left out or simplified: " + ", ".join(asked.lacks))
+    if found.peak_bytes > found.limit_bytes:
+        parts.append(found.line)
+    return "; ".join(parts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    if not options.rows.is_file():
+        print(f"no file {options.rows}; give a csv file of published runs", file=sys.stderr)
+        return 1
+    rows = read_rows(options.rows)
+    with options.out.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for number, row in enumerate(rows):
+            writer.writerow(predict(row).line())
+            if number % 50 == 49:
+                print(f"{number + 1} of {len(rows)} rows", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""What a framework does where a row does not say it. Written before any row was predicted, one rule per framework.
+
+A row names its framework by its prefix; a row of an unknown prefix counts as Megatron-Core where it has tensor or pipeline
+parallelism, and as FSDP otherwise. README.md shows this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rows import Row
+from transformer import Software
+
+UNFUSED = Software(flash=False, dropout=True)
+"""Megatron-LM before flash attention: fused scale, mask and softmax; fused bias, dropout and addition; fused GELU."""
+
+EAGER = Software(flash=True, dropout=False, residual_arrays=3.0, activation_saved=2.0, loss_bytes=10, loss_arrays=10.0)
+"""Eager PyTorch with flash attention: nothing else is fused."""
+
+COMPILED = Software(flash=True, dropout=False, residual_arrays=2.0, rope_arrays=2.0, activation_saved=2.0, loss_bytes=6)
+"""torch.compile, or the fused kernels of Transformer Engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """Rules for blanks.
+
+    Attributes:
+        name, software: what it is and runs. recompute: "full", "selective" or "none".
+        zero: stage of divided states. sequence: norms and residuals divided along the sequence where tp > 1.
+        precision: "fp16" or "bf16" where the row says nothing. micro: samples of a microbatch; 0: `micro_of`.
+        seq: tokens of a sample. chunks: per rank, where interleaving is on and its depth is not stated.
+        overlap: gradients are summed while the backward runs. grad_bytes: of a summed gradient.
+        optimizer: one kernel, or a few per array.
+        repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at once.
+        prefetch: parameters are gathered ahead.
+    """
+
+    name: str
+    software: Software = UNFUSED
+    recompute: str = "full"
+    zero: int = 0
+    sequence: bool = False
+    micro: int = 0
+    seq: int = 2048
+    chunks: int = 1
+    bucket_bytes: int = 2**40
+    optimizer: str = "adam"
+    repeats_sums: bool = True
+
+
+MEGATRON_2020 = Framework(name="Megatron-LM 2020", recompute="full", seq=1024)
+MEGATRON = Framework(name="Megatron-LM 2021 and Megatron-DeepSpeed", recompute="full")
+MEGATRON_SELECTIVE = Framework(name="Megatron-LM 2022", recompute="full", sequence=True)
+MEGATRON_CORE = Framework(
+    name="Megatron-Core and NeMo",
+    software=COMPILED,
+    recompute="none",
+    zero=1,
+    sequence=True,
+    micro=1,
+    seq=4096,
+    bucket_bytes=80 * 2**20,
+)
+BLOOM = replace(MEGATRON, name="Megatron-DeepSpeed with ZeRO 1", zero=1)
+COMPOSER = Framework(name="Composer FSDP", software=EAGER, recompute="none", zero=3)
+TITAN = Framework(
+    name="torchtitan FSDP2", software=COMPILED, recompute="selective", zero=3, sequence=True, micro=2, seq=8192
+)
+INTERNEVO = Framework(
+    name="InternEvo", software=replace(EAGER, activation_saved=3.0), recompute="none", zero=1, bucket_bytes=512 * 2**20
+)
+SAILOR = Framework(name="Megatron-DeepSpeed, no recomputation", software=UNFUSED, recompute="none", micro=1)
+SIMUMAX = replace(MEGATRON_CORE, name="Megatron-Core under SimuMax", seq=4096, zero=1)
+EAGER_DDP = Framework(name="PyTorch DDP with FlashAttention", software=replace(EAGER, dropout=True), recompute="none", micro=8)
+
+FRAMEWORKS: dict[str, Framework] = {
+    "vtrain-multi": MEGATRON,
+    "korthikanti": MEGATRON_SELECTIVE,
+    "megatron-mfu2022": MEGATRON_SELECTIVE,
+    "megatron-sep2020": MEGATRON_2020,
+    "megatron-sc21": MEGATRON,
+    "megatron-jan2021": MEGATRON,
+    "megatron-readme175b": MEGATRON,
+    "megatron-h100": MEGATRON_CORE,
+    "megatron": MEGATRON_CORE,
+    "mtnlg": MEGATRON,
+    "bloom": BLOOM,
+    "megds": MEGATRON,
+    "mosaic": COMPOSER,
+    "titan": TITAN,
+    "internevo": INTERNEVO,
+    "llama1": replace(COMPOSER, name="LLaMA's own, FSDP", micro=2),
+    "llama3": replace(MEGATRON_CORE, name="Llama 3's own", zero=1, seq=8192),
+    "nemo": MEGATRON_CORE,
+    "nemo-launcher": replace(MEGATRON_CORE, name="NeMo 23.07", seq=2048),
+    "sailor": SAILOR,
+    "simumax": SIMUMAX,
+    "flashattn": EAGER_DDP,
+}
+"""By the longest beginning of a row's id that stands here."""
+
+
+def framework_of(row: Row) -> Framework:
+    """The rule for a row's blanks."""
+    known = [prefix for prefix in FRAMEWORKS if row.id.startswith(prefix)]
+    if known:
+        return FRAMEWORKS[max(known, key=len)]
+    return MEGATRON_CORE if max(row.tp or 1, row.pp or 1) > 1 else COMPOSER
+
+
+def micro_of(framework: Framework, per_replica: int, hidden: int, pp: int) -> int:
+    """Samples of a microbatch where the row does not say it.
+
+    Megatron: without a pipeline all that a replica has, 16 at most. With one: 4 up to hidden 10240, 1 above.
+    """
+    if framework.micro:
+        wanted = framework.micro
+    elif pp == 1:
+        wanted = min(16, per_replica)
+    else:
+        wanted = 4 if hidden <= 10240 else 1
+    while per_replica % wanted:
+        wanted -= 1
+    return wanted
+
+
+def recompute_of(row: Row, framework: Framework) -> tuple[str, bool]:
+    """full, selective or none; and whether the row states it."""
+    text = row.recompute.lower()
+    for word in ("full", "selective", "none"):
+        if text.startswith(word):
+            return word, True
+    return framework.recompute, False
+
+
+INTERLEAVED_CHUNKS = 2
+"""Where a row says that the schedule is interleaved and not how deeply: at least two, more where the layers do not divide."""
+
+CARDS_OF_UNSTATED_NETWORK = {"A100": (8, 200), "H100": (8, 400), "H200": (8, 400), "B200": (8, 400), "V100": (4, 100)}
