@@ -78,6 +78,11 @@ def _text(number: float | None) -> str:
     return "" if number is None else f"{number:.6g}"
 
 
+def interval_factor(predicted: Predicted) -> float:
+    """Half the width of the 90% interval, as a logarithm."""
+    return Z90 * predicted.sigma
+
+
 def predict(row: Row, factor: float = 1.0) -> Predicted:
     """The prediction for one row. Never raises for a row.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -221,7 +222,10 @@ def _plan(
     if zero == 3:
         bucket_bytes = max(1, max(sum(p.size_bytes for p in c.parameters) for c in model.components[1:-1]) // max(1, tp) - 1)
     again: tuple[str, ...] = ()
-    if recompute == "full":
+    segments: tuple[tuple[str, ...], ...] = ()
+    if recompute == "full" and framework.repeats_sums:
+        segments = _segments(stages)
+    elif recompute == "full":
         again = tuple(name for name in names if name.startswith("h."))
     elif recompute == "selective":
         again = tuple(name for name in names if name.endswith(".core"))
@@ -242,7 +246,19 @@ def _plan(
         bucket_bytes=bucket_bytes,
         zero_stage=zero if dp > 1 else 0,
         recompute=again,
+        segments=segments,
+        gather_ahead=framework.gather_ahead and zero == 1 and dp > 1,
     )
+
+
+def _segments(stages: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """The components of each layer."""
+    found: dict[str, list[str]] = {}
+    for stage in stages:
+        for name in stage:
+            if name.startswith("h."):
+                found.setdefault(name.rsplit(".", 1)[0] if name.count(".") > 1 else name, []).append(name)
+    return tuple(tuple(names) for names in found.values())
 
 
 def _placement(name: str, model: Model, tp: int) -> Placement:

@@ -30,10 +30,8 @@ class Framework:
         zero: stage of divided states. sequence: norms and residuals divided along the sequence where tp > 1.
         precision: "fp16" or "bf16" where the row says nothing. micro: samples of a microbatch; 0: `micro_of`.
         seq: tokens of a sample. chunks: per rank, where interleaving is on and its depth is not stated.
-        overlap: gradients are summed while the backward runs. grad_bytes: of a summed gradient.
-        optimizer: one kernel, or a few per array.
+        optimizer: one kernel, or a few per array. gather_ahead: ZeRO 1 gathers parameters while the next forward runs.
         repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at once.
-        prefetch: parameters are gathered ahead.
     """
 
     name: str
@@ -45,8 +43,9 @@ class Framework:
     seq: int = 2048
     chunks: int = 1
     bucket_bytes: int = 2**40
-    optimizer: str = "adam"
+    optimizer: str = "adam_fused"
     repeats_sums: bool = True
+    gather_ahead: bool = False
 
 
 MEGATRON_2020 = Framework(name="Megatron-LM 2020", recompute="full", seq=1024)
@@ -61,6 +60,7 @@ MEGATRON_CORE = Framework(
     micro=1,
     seq=4096,
     bucket_bytes=80 * 2**20,
+    gather_ahead=True,
 )
 BLOOM = replace(MEGATRON, name="Megatron-DeepSpeed with ZeRO 1", zero=1)
 COMPOSER = Framework(name="Composer FSDP", software=EAGER, recompute="none", zero=3)

@@ -31,9 +31,7 @@ def fitted_kernel_seconds(kernel: Kernel, fit: OperatorFit) -> float:
             case "saturation":
                 return kernel_seconds(kernel, fit.coefficients)
     except KeyError as error:
-        raise CostError(
-            f"the {fit.form} fit for {fit.kind} {fit.phase} has no coefficient {error}; fit it again"
-        ) from error
+        raise CostError(f"the {fit.form} fit for {fit.kind} {fit.phase} has no coefficient {error}; fit it again") from error
 
 
 def _product(kernel: Kernel, coefficients: Mapping[str, float]) -> float:

@@ -31,12 +31,13 @@ POINT_TO_POINT_HOPS = ("scatter", "gather", "move")
 
 
 class Moving(NamedTuple):
-    """A value, or the gradient that one reading of it makes, of one microbatch of one replica."""
+    """A value, or the gradient that one reading of it makes, of one microbatch of one replica. again: as recomputed."""
 
     value: str
     microbatch: int
     replica: int
     reading: Reading | None = None
+    again: bool = False
 
     @property
     def is_gradient(self) -> bool:
@@ -44,7 +45,14 @@ class Moving(NamedTuple):
 
     def key(self, what: str, *rest: object) -> TaskKey:
         made = ("", "") if self.reading is None else (self.reading.stage, str(self.reading.ends))
-        return (what, self.value, self.microbatch, self.replica, *made, *(str(entry) for entry in rest))
+        return (
+            f"{what} again" if self.again else what,
+            self.value,
+            self.microbatch,
+            self.replica,
+            *made,
+            *(str(entry) for entry in rest),
+        )
 
 
 def value_keys(layout: PlanIndex, moving: Moving, reading: Reading, shard: int) -> list[TaskKey]:
@@ -54,6 +62,11 @@ def value_keys(layout: PlanIndex, moving: Moving, reading: Reading, shard: int) 
         return [("load", layout.rank(reading.stage, moving.replica, shard))]
     if home != reading.stage:
         return [moving.key("send", reading.stage, reading.ends.value, shard)]
+    return converted_keys(layout, moving, reading, shard)
+
+
+def converted_keys(layout: PlanIndex, moving: Moving, reading: Reading, shard: int) -> list[TaskKey]:
+    """What tp rank `shard` of the maker's stage waits for before it has the value in the layout that a reading asks for."""
     hops = conversion(layout.source[moving.value].value, reading.ends.value, layout.plan.mesh.tp)
     return _after(moving, hops, shard, layout.plan.mesh.tp, _producer(layout, moving))
 
@@ -78,6 +91,15 @@ def add_value_moves(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
                 key = moving.key("send", reading.stage, reading.ends.value, shard)
                 if key not in draft:
                     _add_transfer(draft, layout, moving, key, (home, reading.stage), shard, after, reading.ends.value)
+
+
+def add_repeated_moves(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
+    """Conversions of a value that has been made again. Other stages have kept what they read of it, so nothing crosses."""
+    home, tp = layout.stage_of_value[moving.value], layout.plan.mesh.tp
+    assert home is not None
+    for reading in layout.readings[moving.value]:
+        hops = conversion(layout.source[moving.value].value, reading.ends.value, tp)
+        _add_hops(draft, layout, moving, hops, home, _producer(layout, moving))
 
 
 def add_gradient_moves(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
@@ -119,7 +141,8 @@ def _producer(layout: PlanIndex, moving: Moving) -> _Base:
 
     def made(shard: int) -> list[TaskKey]:
         rank = layout.rank(layout.stage_of[name], moving.replica, shard)
-        return [(Phase.FORWARD, rank, name, moving.microbatch)] if layout.runs_on(rank, name) else []
+        phase = Phase.RECOMPUTE if moving.again else Phase.FORWARD
+        return [(phase, rank, name, moving.microbatch)] if layout.runs_on(rank, name) else []
 
     return made
 

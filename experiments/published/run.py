@@ -1,0 +1,249 @@
+"""How far are predictions of published training runs from what was measured, judged on sources that nothing was fitted on?
+
+    python experiments/published/run.py --rows TRAINING.csv [--quick] [--json] [--only REGEX]
+
+Predicts every row (`predict.py`), then fits at most one factor per GPU type and precision on the rows of the other sources
+and judges each source with it (cross-validation over sources). Writes results.json and README.md beside this file. The rows
+themselves are not part of the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from machines import machine_of
+from predict import Predicted, interval_factor, predict
+from quoted import larger_is_faster
+from readme import readme
+from rows import read_rows
+
+HERE = Path(__file__).parent
+NOT_JUDGED = {"CHECK"}
+"""Rows whose notes hold such a word are left out: their source is in doubt."""
+
+GROUPS: dict[str, str] = {
+    "Megatron, Selene": r"^(korthikanti|megatron-sc21|megatron-readme175b|mtnlg|megatron-mfu2022)",
+    "Megatron, 2020 and January 2021": r"^megatron-(jan2021|sep2020)",
+    "multi-node A100 (vTrain)": r"^vtrain-multi",
+    "BLOOM tuning, A100": r"^bloom",
+    "FSDP, A100 (mosaic)": r"^mosaic.*@A100",
+    "FSDP, H100 (mosaic)": r"^mosaic.*@H100",
+    "FSDP2 (torchtitan)": r"^titan",
+    "InternEvo, A100": r"^internevo",
+    "SimuMax, B200": r"^simumax",
+    "Megatron-Core and NeMo, H100": r"^(megatron-h100|nemo|llama3).*@H100",
+    "NeMo, Blackwell": r"^nemo.*@G?B\d",
+    "Sailor": r"^sailor",
+    "others": r".",
+}
+"""First match wins, on `id@GPU`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A prediction beside the measurement: `log_error` is log(predicted seconds / measured seconds)."""
+
+    predicted: Predicted
+    log_error: float
+    key: str
+    group: str
+    source: str
+
+
+def source_of(predicted: Predicted) -> str:
+    """What is left out together: one repository or paper."""
+    return predicted.row.source.split(":")[0].split("@")[0].strip() or predicted.row.prefix
+
+
+def judged(predictions: Sequence[Predicted]) -> list[Judged]:
+    """Those that have a prediction and a value."""
+    found = []
+    for entry in predictions:
+        row = entry.row
+        if entry.value is None or row.value is None or entry.asked is None or any(word in row.notes for word in NOT_JUDGED):
+            continue
+        ratio = row.value / entry.value if larger_is_faster(entry.asked) else entry.value / row.value
+        machine = machine_of(row)
+        gpu = machine.gpu.split("-")[0].upper() if machine else "?"
+        place = f"{row.id}@{gpu}"
+        group = next(name for name, pattern in GROUPS.items() if re.search(pattern, place))
+        found.append(
+            Judged(
+                predicted=entry,
+                log_error=math.log(ratio),
+                key=f"{gpu} {entry.asked.precision}",
+                group=group,
+                source=source_of(entry),
+            )
+        )
+    return found
+
+
+def fitted_factors(rows: Sequence[Judged]) -> dict[str, tuple[float, int]]:
+    """By GPU and precision: minus the mean over sources of the median log error, and the number of sources.
+
+    A source counts once, however many rows it has. One source alone is shrunk to half: its framework may be the cause.
+    """
+    by_source: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        by_source[row.key][row.source].append(row.log_error)
+    return {
+        key: (-mean(median(errors) for errors in sources.values()) * len(sources) / (len(sources) + 1), len(sources))
+        for key, sources in by_source.items()
+    }
+
+
+def held_out(rows: Sequence[Judged]) -> dict[str, float]:
+    """By row the log error with factors fitted on all other sources."""
+    found = {}
+    for source in {row.source for row in rows}:
+        factors = fitted_factors([row for row in rows if row.source != source])
+        for row in rows:
+            if row.source == source:
+                found[row.predicted.row.id] = row.log_error + factors.get(row.key, (0.0, 0))[0]
+    return found
+
+
+def relative(log_error: float) -> float:
+    """A logarithm as a relative error."""
+    return math.exp(log_error) - 1
+
+
+def summary(rows: Sequence[Judged], outside: Mapping[str, float], factors: Mapping[str, tuple[float, int]]) -> dict[str, Any]:
+    """The numbers of a group of rows, in per cent."""
+    if not rows:
+        return {}
+    raw = [row.log_error for row in rows]
+    own = [row.log_error + factors.get(row.key, (0.0, 0))[0] for row in rows]
+    held = [outside[row.predicted.row.id] for row in rows]
+    shift = -median(raw)
+    inside = [abs(row.log_error) <= interval_factor(row.predicted) for row in rows]
+    widths = [2 * math.sinh(interval_factor(row.predicted)) for row in rows]
+    percent = 100.0
+
+    def error(values: Sequence[float]) -> float:
+        return percent * mean(abs(relative(value)) for value in values)
+
+    return {
+        "rows": len(rows),
+        "mean_error": error(raw),
+        "median_error": percent * median(abs(relative(value)) for value in raw),
+        "bias": percent * mean(relative(value) for value in raw),
+        "one_factor": error([value + shift for value in raw]),
+        "gpu_factor": error(own),
+        "held_out": error(held),
+        "coverage": percent * mean(inside),
+        "width": percent * median(widths),
+        "does_not_fit": sum(1 for row in rows if (row.predicted.fit_probability or 0.0) < 0.5),
+        "spearman": spearman(rows),
+    }
+
+
+def spearman(rows: Sequence[Judged]) -> float | None:
+    """Mean over models with at least four rows of one source, of the rank correlation of step seconds per token."""
+    models: dict[str, list[Judged]] = defaultdict(list)
+    for row in rows:
+        asked = row.predicted.asked
+        assert asked is not None
+        models[f"{row.source} {asked.shape.name} {asked.gpus}"].append(row)
+    found = []
+    for group in models.values():
+        if len(group) < 4:
+            continue
+        predicted, measured = [], []
+        for row in group:
+            asked = row.predicted.asked
+            assert asked is not None
+            own = math.log((row.predicted.step_s or 1.0) / (asked.batch * asked.seq))
+            predicted.append(own)
+            measured.append(own - row.log_error)
+        found.append(_correlation(_ranks(predicted), _ranks(measured)))
+    return mean(found) if found else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda number: values[number])
+    ranks = [0.0] * len(values)
+    for place, number in enumerate(order):
+        ranks[number] = float(place)
+    return ranks
+
+
+def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    x, y = mean(a), mean(b)
+    top = sum((p - x) * (q - y) for p, q in zip(a, b, strict=True))
+    bottom = math.sqrt(sum((p - x) ** 2 for p in a) * sum((q - y) ** 2 for q in b))
+    return top / bottom if bottom else 1.0
+
+
+def results(predictions: Sequence[Predicted]) -> dict[str, Any]:
+    """The whole document."""
+    rows = judged(predictions)
+    factors, outside = fitted_factors(rows), held_out(rows)
+    groups: dict[str, list[Judged]] = defaultdict(list)
+    for row in rows:
+        groups[row.group].append(row)
+    worst = sorted(rows, key=lambda row: -abs(row.log_error))[:25]
+    return {
+        "rows": len(predictions),
+        "judged": len(rows),
+        "all": summary(rows, outside, factors),
+        "complete": summary([row for row in rows if row.predicted.row.complete], outside, factors),
+        "groups": {name: summary(groups[name], outside, factors) for name in GROUPS if groups[name]},
+        "factors": {key: {"factor": math.exp(value), "sources": count} for key, (value, count) in sorted(factors.items())},
+        "worst": [
+            {
+                "id": row.predicted.row.id,
+                "error": 100 * relative(row.log_error),
+                "held_out": 100 * relative(outside[row.predicted.row.id]),
+                "why": row.predicted.why,
+            }
+            for row in worst
+        ],
+        "not_expressed": {
+            entry.row.id: entry.why for entry in predictions if entry.value is None
+        },
+        "does_not_fit": [row.predicted.row.id for row in rows if (row.predicted.fit_probability or 0.0) < 0.5],
+        "errors": {row.predicted.row.id: round(100 * relative(row.log_error), 2) for row in rows},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, required=True, help="the csv file of published runs")
+    parser.add_argument("--only", default=".", help="ids to predict, a regular expression; then nothing is written")
+    parser.add_argument("--quick", action="store_true", help="every tenth row; nothing is written")
+    parser.add_argument("--json", action="store_true", help="print results.json")
+    options = parser.parse_args(arguments)
+    if not options.rows.is_file():
+        print(f"no file {options.rows}; give a csv file of published runs with --rows", file=sys.stderr)
+        return 1
+    rows = [row for row in read_rows(options.rows) if re.search(options.only, row.id)]
+    if options.quick:
+        rows = rows[::10]
+    predictions = []
+    for number, row in enumerate(rows):
+        predictions.append(predict(row))
+        if number % 50 == 49:
+            print(f"{number + 1} of {len(rows)} rows", file=sys.stderr)
+    document = results(predictions)
+    if not options.quick and options.only == ".":
+        (HERE / "results.json").write_text(json.dumps(document, indent=1) + "\n")
+        (HERE / "README.md").write_text(readme(document))
+    print(json.dumps(document, indent=1) if options.json else readme(document).split("## Rules")[0])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
