@@ -15,8 +15,10 @@ from typing import Any
 from calibration.parts.catalog import GPUS
 from calibration.parts.gpus import all_fits, part_of, read_sources
 from calibration.parts.links import link_parts
+from calibration.parts.networks import network_parts
 from calibration.parts.v100 import v100_parts
 from parsim.files import write_text_atomically
+from parsim.hardware.network import Network
 from parsim.hardware.parts.records import GpuPart, LinkPart
 from parsim.hardware.tables import to_text
 
@@ -32,6 +34,8 @@ def main() -> None:
     if chosen.only != "gpus":
         for name, document in link_parts(chosen.data).items():
             _write(chosen.out / "links" / f"{name}.json", document, LinkPart)
+        for name, document in network_parts().items():
+            _write(chosen.out.parent / "networks" / f"{name}.json", document, Network)
     if chosen.only != "links":
         fits = all_fits(chosen.data)
         documents = {gpu.name: part_of(gpu, chosen.data, fits[gpu.name]) for gpu in GPUS} | v100_parts(chosen.data)
@@ -39,12 +43,14 @@ def main() -> None:
             _write(chosen.out / "gpus" / f"{name}.json", document, GpuPart)
 
 
-def _write(path: Path, document: dict[str, Any], record: type[GpuPart] | type[LinkPart]) -> None:
+def _write(path: Path, document: dict[str, Any], record: type[GpuPart] | type[LinkPart] | type[Network]) -> None:
     record.model_validate(document)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(path, to_text(document))
     held = [
-        f"  {fit['kind']} {fit['phase']} {fit['precisions'][0]} without {name}: median {error['median']:.1%}, p90 {error['p90']:.1%}"
+        f"  {fit['kind']} {fit['phase']} {fit['precisions'][0]} without {name}: "
+        f"{error['rows']} rows, median {error['median']:.1%}, "
+        f"p90 {error['p90']:.1%}, bias {error['bias']:+.1%}"
         for fit in document.get("fits", [])
         for name, error in fit.get("held_out", {}).items()
     ]

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibration.parts.products import Chip
-from calibration.parts.robust import Array, Errors, Prior, errors, fit, source_weights
+from calibration.parts.robust import Errors, Prior, errors, fit, source_weights
 from parsim.costs.compute.attention_model import BACKWARD_PASSES, COEFFICIENTS, attention_seconds
+from parsim.costs.compute.tile_model import Array
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 NAMES = COEFFICIENTS
 BASE = Prior(NAMES, np.log([0.65, 60.0, 60.0, 0.4, 6e-6, 0.8]), np.array([0.4, 0.8, 0.8, 0.6, 0.6, 0.15]))
 
-MOST_ROWS = 900
+MOST_ROWS = 200
 FORWARD_ARRAYS, BACKWARD_ARRAYS = 1.0, 2.0
 """The backward reads queries, keys, values, outputs and a gradient, and writes three: twice what the forward moves."""
 

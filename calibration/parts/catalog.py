@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 NEUSIGHT = "github sitar-lab/NeuSight scripts/asplos/data/device_configs @6945927d9afc, Num_Sm"
 SM_TABLE = "github lijun99/GPU-Resources NVIDIA_GPU_SM.md"
-LAMBDA = "huggingface.co/spaces/lambdabrendan/Lambda-LLM-Calculator data/gpu_specs.csv @ed88147: shaders over 128 per multiprocessor"
+LAMBDA = (
+    "huggingface.co/spaces/lambdabrendan/Lambda-LLM-Calculator data/gpu_specs.csv @ed88147: shaders over 128 per multiprocessor"
+)
 A40_PAGE = "hmc-tech.com, NVIDIA L4 vs NVIDIA A40: 10752 shaders over 128 per multiprocessor"
 B200_PAGE = "hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200: 148 SMs"
 ROCM = "rocm.docs.amd.com, AMD GPU specifications: compute units of CDNA3 accelerators"
@@ -19,7 +21,7 @@ TILE_AI = "a public TileLang architecture file, RTX4090: sm_count 128"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class CatalogGpu:
     """One GPU to write.
 
     Attributes:
@@ -44,8 +46,8 @@ class Gpu:
     kind: str = "cuda"
 
 
-GPUS: tuple[Gpu, ...] = (
-    Gpu(
+GPUS: tuple[CatalogGpu, ...] = (
+    CatalogGpu(
         name="a100-sxm-40gb",
         peaks="A100-SXM4-40GB",
         description="NVIDIA A100-SXM4, 40 GB.",
@@ -53,7 +55,7 @@ GPUS: tuple[Gpu, ...] = (
         units=(108, "datasheet", f"{NEUSIGHT}, A100-SXM4-40GB"),
         link="nvswitch-3",
     ),
-    Gpu(
+    CatalogGpu(
         name="a100-sxm-80gb",
         peaks="A100-SXM4-80GB",
         description="NVIDIA A100-SXM4, 80 GB.",
@@ -63,7 +65,7 @@ GPUS: tuple[Gpu, ...] = (
         attention_rows=("A100-SXM4-80GB", "A100-PCIe-80GB"),
         link="nvswitch-3",
     ),
-    Gpu(
+    CatalogGpu(
         name="a100-pcie-40gb",
         peaks="A100-PCIe-40GB",
         description="NVIDIA A100 PCIe, 40 GB.",
@@ -72,7 +74,7 @@ GPUS: tuple[Gpu, ...] = (
         rows=("A100-PCIe-40GB",),
         link="pcie-4",
     ),
-    Gpu(
+    CatalogGpu(
         name="a100-pcie-80gb",
         peaks="A100-PCIe-80GB",
         description="NVIDIA A100 PCIe, 80 GB.",
@@ -82,7 +84,7 @@ GPUS: tuple[Gpu, ...] = (
         attention_rows=("A100-PCIe-80GB",),
         link="pcie-4",
     ),
-    Gpu(
+    CatalogGpu(
         name="h100-sxm",
         peaks="H100-SXM5-80GB",
         description="NVIDIA H100-SXM5, 80 GB.",
@@ -94,7 +96,7 @@ GPUS: tuple[Gpu, ...] = (
         link="nvswitch-4",
         host_link="pcie-5",
     ),
-    Gpu(
+    CatalogGpu(
         name="h100-pcie",
         peaks="H100-PCIe-80GB",
         description="NVIDIA H100 PCIe, 80 GB.",
@@ -104,7 +106,7 @@ GPUS: tuple[Gpu, ...] = (
         link="pcie-5",
         host_link="pcie-5",
     ),
-    Gpu(
+    CatalogGpu(
         name="h200",
         peaks="H200-SXM-141GB",
         description="NVIDIA H200-SXM, 141 GB.",
@@ -116,7 +118,7 @@ GPUS: tuple[Gpu, ...] = (
         link="nvswitch-4",
         host_link="pcie-5",
     ),
-    Gpu(
+    CatalogGpu(
         name="b200",
         peaks="B200-SXM",
         description="NVIDIA B200-SXM, 180 GB.",
@@ -128,7 +130,7 @@ GPUS: tuple[Gpu, ...] = (
         link="nvswitch-5",
         host_link="pcie-5",
     ),
-    Gpu(
+    CatalogGpu(
         name="gb200",
         peaks="GB200",
         description="NVIDIA GB200 (one of the two GPUs of a superchip), 186 GB.",
@@ -141,7 +143,7 @@ GPUS: tuple[Gpu, ...] = (
         host_link="pcie-5",
         gpus_per_node=72,
     ),
-    Gpu(
+    CatalogGpu(
         name="l40s",
         peaks="L40S",
         description="NVIDIA L40S, 48 GB.",
@@ -150,7 +152,7 @@ GPUS: tuple[Gpu, ...] = (
         rows=("L40S",),
         ecc_in_memory=True,
     ),
-    Gpu(
+    CatalogGpu(
         name="a40",
         peaks="A40",
         description="NVIDIA A40, 48 GB.",
@@ -159,16 +161,20 @@ GPUS: tuple[Gpu, ...] = (
         rows=("A40",),
         ecc_in_memory=True,
     ),
-    Gpu(
+    CatalogGpu(
         name="a10",
         peaks="A10",
         description="NVIDIA A10, 24 GB.",
         family="ga10x",
-        units=(72, "derived", "github RajBhope/gpu-runtime-predictor catalog: 9216 CUDA cores (of the A10G, same chip) over 128"),
+        units=(
+            72,
+            "derived",
+            "github RajBhope/gpu-runtime-predictor catalog: 9216 CUDA cores (of the A10G, same chip) over 128",
+        ),
         ecc_in_memory=True,
         gpus_per_node=4,
     ),
-    Gpu(
+    CatalogGpu(
         name="l4",
         peaks="L4",
         description="NVIDIA L4, 24 GB.",
@@ -177,7 +183,7 @@ GPUS: tuple[Gpu, ...] = (
         rows=("L4",),
         ecc_in_memory=True,
     ),
-    Gpu(
+    CatalogGpu(
         name="t4",
         peaks="T4",
         description="NVIDIA T4, 16 GB.",
@@ -190,7 +196,7 @@ GPUS: tuple[Gpu, ...] = (
         gpus_per_node=4,
         bf16=False,
     ),
-    Gpu(
+    CatalogGpu(
         name="rtx-3090",
         peaks="RTX-3090",
         description="NVIDIA GeForce RTX 3090, 24 GB.",
@@ -199,7 +205,7 @@ GPUS: tuple[Gpu, ...] = (
         rows=("RTX-3090",),
         gpus_per_node=4,
     ),
-    Gpu(
+    CatalogGpu(
         name="rtx-4090",
         peaks="RTX-4090",
         description="NVIDIA GeForce RTX 4090, 24 GB.",
@@ -208,7 +214,7 @@ GPUS: tuple[Gpu, ...] = (
         rows=("RTX-4090",),
         gpus_per_node=4,
     ),
-    Gpu(
+    CatalogGpu(
         name="mi300x",
         peaks="MI300X",
         description="AMD Instinct MI300X, 192 GB.",

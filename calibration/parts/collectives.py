@@ -2,9 +2,9 @@
 
 seconds = min over protocols of  base_s + hops * hop_s + traffic / (efficiency * rate) * S
 
-One rate and one set of protocols serve all_reduce, all_gather and reduce_scatter over any number of devices of a switch; all_reduce
-may also run on the switch itself (NVLS). The library's own choice is not known for these generations: it is taken to be the
-fastest. Only switches are fitted; other links take their protocols from here.
+One rate and one set of protocols serve all_reduce, all_gather and reduce_scatter over any number of devices of a switch.
+An all_reduce may also run on the switch itself (NVLS). The library's own choice is not known for these generations: it is taken
+to be the fastest. Only switches are fitted; other links take their protocols from here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from calibration.parts.robust import Array, Errors, Prior, errors, fit, source_weights
+from calibration.parts.robust import Errors, Prior, errors, fit, source_weights
 from parsim.costs.communication.alpha_beta import ring_steps, ring_traffic
 from parsim.costs.communication.intranode import nvls_traffic
+from parsim.costs.compute.tile_model import Array
 
 if TYPE_CHECKING:
     import pandas as pd

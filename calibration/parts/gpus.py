@@ -23,10 +23,11 @@ from calibration.parts.catalog import (
     IDLE,
     REPORTED_SHARE,
     ZEUS_ROWS,
-    Gpu,
+    CatalogGpu,
 )
 from calibration.parts.products import FP8, FP32, HALF, Chip
-from calibration.parts.robust import Array, Errors, Prior, named, pooled
+from calibration.parts.robust import Errors, Prior, named, pooled
+from parsim.costs.compute.tile_model import Array
 
 HALF_PRECISIONS = ["bf16", "amp_bf16", "amp_fp16"]
 TF32_SIGMA = 0.1
@@ -35,7 +36,11 @@ DIGITS = 5
 LEAST_SIGMA = 0.02
 SOURCE = "fit"
 
-KINDS: Mapping[str, tuple[str, str]] = {HALF: ("fp16_bf16_tflops", "bf16"), FP8: ("fp8_tflops", "fp8"), FP32: ("fp32_tflops", "fp32")}
+KINDS: Mapping[str, tuple[str, str]] = {
+    HALF: ("fp16_bf16_tflops", "bf16"),
+    FP8: ("fp8_tflops", "fp8"),
+    FP32: ("fp32_tflops", "fp32"),
+}
 
 
 @dataclass
@@ -50,9 +55,11 @@ class Family:
     fits: dict[str, Array] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
 
-    def prior(self, gpu: Gpu) -> tuple[Prior, list[str]]:
+    def prior(self, gpu: CatalogGpu) -> tuple[Prior, list[str]]:
         """From the other GPUs of the family, else from all others; and which they were."""
-        near = [other.name for other in GPUS if other.family == gpu.family and other.name != gpu.name and other.name in self.fits]
+        near = [
+            other.name for other in GPUS if other.family == gpu.family and other.name != gpu.name and other.name in self.fits
+        ]
         donors = near or [name for name in self.fits if name != gpu.name]
         return pooled([self.fits[name] for name in donors], self.base.names, self.base), donors
 
@@ -63,7 +70,7 @@ def peaks_of(folder: Path) -> dict[str, dict[str, str]]:
         return {row["gpu"]: row for row in csv.DictReader(file)}
 
 
-def chip_of(gpu: Gpu, row: Mapping[str, str], kind: str) -> Chip | None:
+def chip_of(gpu: CatalogGpu, row: Mapping[str, str], kind: str) -> Chip | None:
     """None where no peak of that precision is published."""
     text = row[KINDS[kind][0]]
     return Chip(gpu.units[0], float(text) * 1e12, float(row["memory_gbs"]) * 1e9) if text else None
@@ -82,8 +89,8 @@ class Fitted:
 
 def fit_all(
     base: Prior,
-    rows_of: Callable[[Gpu], Any],
-    chip: Callable[[Gpu], Chip | None],
+    rows_of: Callable[[CatalogGpu], Any],
+    chip: Callable[[CatalogGpu], Chip | None],
     fit: Callable[[Any, Chip, Prior], Array],
     judge: Callable[[Any, Chip, Mapping[str, float]], Errors],
     leave_out: Callable[[Any, Chip, Prior], dict[str, Errors]],
@@ -147,7 +154,10 @@ def part_fit(
         "form": form,
         "variant": variant,
         "precisions": list(precisions),
-        "coefficients": {name: digits(min(fitted.parameters[name], 1.0) if name == "quantisation" else fitted.parameters[name]) for name in names},
+        "coefficients": {
+            name: digits(min(fitted.parameters[name], 1.0) if name == "quantisation" else fitted.parameters[name])
+            for name in names
+        },
         "relative_sigma": digits(sigma),
         "min_flop": digits(fitted.flop[0]),
         "max_flop": digits(fitted.flop[1]),
@@ -229,7 +239,7 @@ def all_fits(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def part_of(gpu: Gpu, folder: Path, fits: list[dict[str, Any]]) -> dict[str, Any]:
+def part_of(gpu: CatalogGpu, folder: Path, fits: list[dict[str, Any]]) -> dict[str, Any]:
     """The JSON of one part."""
     row = peaks_of(folder)[gpu.peaks]
     peaks = peak_numbers(gpu, row)
@@ -237,7 +247,10 @@ def part_of(gpu: Gpu, folder: Path, fits: list[dict[str, Any]]) -> dict[str, Any
     memory = float(row["memory_gb"]) * 2**30 * share
     ecc = " and GDDR keeps a sixteenth for error correction, as on a T4 (NeuSight: 15 of 16)" if gpu.ecc_in_memory else ""
     sources: dict[str, dict[str, str]] = {
-        "peaks": {"kind": "datasheet", "text": f"vendor figures gathered from {expanded(row['source'])}; dense, without sparsity"},
+        "peaks": {
+            "kind": "datasheet",
+            "text": f"vendor figures gathered from {expanded(row['source'])}; dense, without sparsity",
+        },
         "memory": {
             "kind": "derived",
             "text": f"nominal {row['memory_gb']} GB (as peaks) times the share that an A100 of 80 GB reports{ecc}",
@@ -266,7 +279,7 @@ def part_of(gpu: Gpu, folder: Path, fits: list[dict[str, Any]]) -> dict[str, Any
     return part
 
 
-def peak_numbers(gpu: Gpu, row: Mapping[str, str]) -> dict[str, float]:
+def peak_numbers(gpu: CatalogGpu, row: Mapping[str, str]) -> dict[str, float]:
     """Peaks by precision."""
     found: dict[str, float] = {}
     for column, precisions in (
@@ -280,7 +293,7 @@ def peak_numbers(gpu: Gpu, row: Mapping[str, str]) -> dict[str, float]:
     return found
 
 
-def economics(gpu: Gpu, row: Mapping[str, str], folder: Path, sources: dict[str, dict[str, str]]) -> dict[str, Any]:
+def economics(gpu: CatalogGpu, row: Mapping[str, str], folder: Path, sources: dict[str, dict[str, str]]) -> dict[str, Any]:
     """Price and watts, with their sources; left out where nobody published them."""
     found: dict[str, Any] = {}
     if gpu.name in BUSY_ROWS:
@@ -288,7 +301,9 @@ def economics(gpu: Gpu, row: Mapping[str, str], folder: Path, sources: dict[str,
         with (folder / "power.csv").open(encoding="utf-8") as file:
             rows = [entry for entry in csv.DictReader(file) if entry["gpu"] == name and entry["workload"] == workload]
         chosen = next((entry for entry in rows if entry["bin"] == "1e11 to 1e12 flop"), rows[-1])
-        text = f"median board power over {chosen['samples']} samples of {workload} ({chosen['bin']}), {expanded(chosen['source'])}"
+        text = (
+            f"median board power over {chosen['samples']} samples of {workload} ({chosen['bin']}), {expanded(chosen['source'])}"
+        )
         sources["busy"] = {"kind": "measurement", "text": text}
         found["busy_power_w"] = {"value": float(chosen["median_w"]), "source": "busy"}
     elif gpu.name in ZEUS_ROWS:
@@ -302,7 +317,11 @@ def economics(gpu: Gpu, row: Mapping[str, str], folder: Path, sources: dict[str,
         price = float(low) if not high else (float(low) + float(high)) / 2
         version = "an older catalogue (v5)" if "older" in row["price_note"] else "catalogue v8"
         sources["price"] = {"kind": "datasheet", "text": f"on demand at {row['price_note']}: {expanded('prices')}"}
-        found["usd_per_hour"] = {"value": digits(price), "as_of": f"SkyPilot {version}; its commit bears no date here", "source": "price"}
+        found["usd_per_hour"] = {
+            "value": digits(price),
+            "as_of": f"SkyPilot {version}; its commit bears no date here",
+            "source": "price",
+        }
     return found
 
 

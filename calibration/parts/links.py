@@ -49,12 +49,32 @@ SWITCHES: Mapping[str, tuple[str, int, float, int, bool, tuple[str, ...]]] = {
 
 FIT, NOMINAL = "fit", "nominal"
 PAIR_RATES: Mapping[str, tuple[str, float, float, str]] = {
-    "nvlink-bridge-3": ("NVLink 3 bridges between pairs of A100 PCIe.", 195.3e9, 12, "vidur-net-a100-pairwise-nvlink-all-reduce"),
-    "nvlink-bridge-4": ("NVLink 4 bridges between pairs of H100 PCIe or NVL.", 190.7e9, 12, "vidur-net-h100-pairwise-nvlink-all-reduce"),
+    "nvlink-bridge-3": (
+        "NVLink 3 bridges between pairs of A100 PCIe.",
+        195.3e9,
+        12,
+        "vidur-net-a100-pairwise-nvlink-all-reduce",
+    ),
+    "nvlink-bridge-4": (
+        "NVLink 4 bridges between pairs of H100 PCIe or NVL.",
+        190.7e9,
+        12,
+        "vidur-net-h100-pairwise-nvlink-all-reduce",
+    ),
 }
 HOSTS: Mapping[str, tuple[str, float, str, str]] = {
-    "pcie-4": ("PCIe 4 x16.", 23.73e9, "measurement", "all_reduce over two bridged pairs of A100 PCIe, vidur-net-a100-pairwise-nvlink-all-reduce"),
-    "pcie-5": ("PCIe 5 x16.", 48.79e9, "measurement", "all_reduce over two bridged pairs of H100 NVL, vidur-net-h100-pairwise-nvlink-all-reduce"),
+    "pcie-4": (
+        "PCIe 4 x16.",
+        23.73e9,
+        "measurement",
+        "all_reduce over two bridged pairs of A100 PCIe, vidur-net-a100-pairwise-nvlink-all-reduce",
+    ),
+    "pcie-5": (
+        "PCIe 5 x16.",
+        48.79e9,
+        "measurement",
+        "all_reduce over two bridged pairs of H100 NVL, vidur-net-h100-pairwise-nvlink-all-reduce",
+    ),
 }
 SOCKET_SHARE = 7.2522 / 12.0
 """Between two sockets over one PCIe 3 link, in the machines with V100s that were measured."""
@@ -97,7 +117,10 @@ def _switch(name: str, table: Any) -> dict[str, Any]:
         "description": description,
         "sources": {
             FIT: {"kind": "derived", "text": f"fitted by calibration.parts to collectives inside a node: {listing}"},
-            NOMINAL: {"kind": "datasheet", "text": f"{nominal / 1e9:g} GB/s per GPU and direction, peaks.csv ({expanded('stas-peaks')})"},
+            NOMINAL: {
+                "kind": "datasheet",
+                "text": f"{nominal / 1e9:g} GB/s per GPU and direction, peaks.csv ({expanded('stas-peaks')})",
+            },
             "latency": {"kind": "assumption", "text": "none beside the protocols' own"},
             "library": {"kind": "assumption", "text": "the library is taken to choose the fastest protocol"},
         },
@@ -137,7 +160,9 @@ def _protocol(algorithm: str, label: str, base_s: float, hop_s: float, efficienc
     }
 
 
-def _plain(name: str, description: str, form: str, lanes: int, largest: int, rate: float, kind: str, text: str) -> dict[str, Any]:
+def _plain(
+    name: str, description: str, form: str, lanes: int, largest: int, rate: float, kind: str, text: str
+) -> dict[str, Any]:
     """A link of which only a rate is published; the protocols are those of V100s over PCIe."""
     model = load_profile("pcie-8xv100").communication.link_model
     assert model is not None
@@ -148,17 +173,21 @@ def _plain(name: str, description: str, form: str, lanes: int, largest: int, rat
         "sources": {
             "rate": {"kind": kind, "text": text},
             "latency": {"kind": "assumption", "text": "one microsecond per link; enters no collective"},
-            "protocols": {"kind": "assumption", "text": "fixed costs of NCCL's protocols as fitted over PCIe of V100s (pcie-8xv100)"},
-            "spread": {"kind": "assumption", "text": "40%: how a host joins its PCIe switches decides; eight L40S reached a tenth of two"},
+            "protocols": {
+                "kind": "assumption",
+                "text": "fixed costs of NCCL's protocols as fitted over PCIe of V100s (pcie-8xv100)",
+            },
+            "spread": {
+                "kind": "assumption",
+                "text": "40%: how a host joins its PCIe switches decides; eight L40S reached a tenth of two",
+            },
         },
         "form": form,
         "lanes": lanes,
         "bandwidth_bytes_per_s": {"value": digits(rate / lanes), "source": "rate"},
         "latency_s": {"value": 1e-6, "source": "latency"},
         "largest": largest,
-        "protocols": [
-            {**entry.model_dump(), "source": "protocols", "tuner_source": "protocols"} for entry in model.protocols
-        ],
+        "protocols": [{**entry.model_dump(), "source": "protocols", "tuner_source": "protocols"} for entry in model.protocols],
         "point_to_point_base_s": {"value": model.point_to_point_base_s, "source": "protocols"},
         "relative_sigma": {"value": 0.4, "source": "spread"},
         "unmeasured_group_sigma": {"value": 0.4, "source": "spread"},
@@ -190,17 +219,30 @@ def _bridge(name: str) -> dict[str, Any]:
 def _ga10x_bridge() -> dict[str, Any]:
     text = f"56.25 GB/s nominal ({expanded('stas-peaks')}) times the share that an A100's bridge reaches (195 of 300 GB/s)"
     return _plain(
-        "nvlink-bridge-ga10x", "NVLink 3 bridges between pairs of A40 or RTX 3090.", "pairs", 4, 16, 56.25e9 * 195.3 / 300, "derived", text
+        "nvlink-bridge-ga10x",
+        "NVLink 3 bridges between pairs of A40 or RTX 3090.",
+        "pairs",
+        4,
+        16,
+        56.25e9 * 195.3 / 300,
+        "derived",
+        text,
     )
 
 
 def _infinity_fabric(switch: Mapping[str, Any]) -> dict[str, Any]:
     text = f"308.5 of 448 GB/s in an all_gather over eight, in a trace of FSDP ({expanded('tracelens-fsdp-mi300x')})"
-    part = _plain("infinity-fabric-3", "Infinity Fabric: every MI300X to every other.", "mesh", 7, 8, 308.5e9, "measurement", text)
+    part = _plain(
+        "infinity-fabric-3", "Infinity Fabric: every MI300X to every other.", "mesh", 7, 8, 308.5e9, "measurement", text
+    )
     part["protocols"] = [
-        {**entry, "source": "protocols", "tuner_source": "protocols"} for entry in switch["protocols"] if entry["algorithm"] == "ring"
+        {**entry, "source": "protocols", "tuner_source": "protocols"}
+        for entry in switch["protocols"]
+        if entry["algorithm"] == "ring"
     ]
-    part["sources"]["protocols"]["text"] = "fixed costs of NCCL's protocols as fitted for the H100's NVSwitch; RCCL's were not found"
+    part["sources"]["protocols"]["text"] = (
+        "fixed costs of NCCL's protocols as fitted for the H100's NVSwitch; RCCL's were not found"
+    )
     part["sources"]["spread"]["text"] = "25%: one trace"
     part["relative_sigma"]["value"] = part["unmeasured_group_sigma"]["value"] = 0.25
     return part

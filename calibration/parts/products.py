@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from calibration.parts.robust import Array, Errors, Prior, errors, fit, source_weights
-from parsim.costs.compute.tile_model import COEFFICIENTS, tile_parts
+from calibration.parts.robust import Errors, Prior, errors, fit, source_weights
+from parsim.costs.compute.tile_model import COEFFICIENTS, Array, tile_parts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,7 +47,7 @@ UNPOWERED_FLOP, POWERED_SHARE = 1e12, 0.9
 """A sustained row above so many FLOP that drew less than this share of the table's highest power was not limited by it: its
 operands may have been zeros (README of the tables)."""
 
-MOST_ROWS = 900
+MOST_ROWS = 200
 """Of a source, drawn with a fixed seed."""
 
 
@@ -144,7 +144,7 @@ def predicted(rows: Products, chip: Chip, parameters: Mapping[str, float]) -> Ar
     larger = np.maximum(compute / faster, memory)
     smaller = np.minimum(compute / faster, memory)
     seconds = larger * (1.0 + (smaller / larger) ** p) ** (1.0 / p) + partial_sums
-    answer: Array = parameters["floor_s"] + seconds.min(axis=(0, 1))
+    answer: Array = parameters["floor_s"] + seconds.min(axis=0)
     return answer
 
 

@@ -11,15 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-Array = NDArray[np.float64]
+from parsim.costs.compute.tile_model import Array
 
 ERROR_SIGMA = 0.08
 """Relative scatter of single rows that no smooth model explains: the library's choice of kernels."""
 
-FULL_ROWS = 400
+FULL_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ def fit(
         )
 
     begin = prior.mean if start is None else start
-    found = least_squares(residuals, begin, x_scale=np.maximum(prior.sigma, 0.05), max_nfev=60)
+    found = least_squares(residuals, begin, x_scale=np.maximum(prior.sigma, 0.05), max_nfev=30)
     answer: Array = np.asarray(found.x, dtype=np.float64)
     return answer
 

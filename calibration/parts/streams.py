@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibration.parts.products import Chip
-from calibration.parts.robust import Array, Errors, Prior, errors, fit, source_weights
+from calibration.parts.robust import Errors, Prior, errors, fit, source_weights
+from parsim.costs.compute.tile_model import Array
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,7 +42,7 @@ and write rates lie 30% apart."""
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
+class StreamRows:
     """Rows of one device, as arrays."""
 
     size_bytes: Array
@@ -51,10 +52,10 @@ class Streams:
     def __len__(self) -> int:
         return len(self.seconds)
 
-    def where(self, keep: NDArray[np.bool_]) -> Streams:
+    def where(self, keep: NDArray[np.bool_]) -> StreamRows:
         """The rows for which `keep` is true."""
         chosen = np.flatnonzero(keep)
-        return Streams(self.size_bytes[chosen], self.seconds[chosen], tuple(self.source[index] for index in chosen))
+        return StreamRows(self.size_bytes[chosen], self.seconds[chosen], tuple(self.source[index] for index in chosen))
 
 
 def read_streams(folder: Path) -> pd.DataFrame:
@@ -63,7 +64,10 @@ def read_streams(folder: Path) -> pd.DataFrame:
 
     table = pd.read_csv(folder / "elementwise.csv")
     pointwise = table[
-        table.op.isin(ARRAYS) & table.dtype.isin(WIDTH) & table.implementation.isin(IMPLEMENTATIONS) & (table.direction == "fwd")
+        table.op.isin(ARRAYS)
+        & table.dtype.isin(WIDTH)
+        & table.implementation.isin(IMPLEMENTATIONS)
+        & (table.direction == "fwd")
     ]
     moved = pointwise.rows * pointwise.cols * pointwise.dtype.map(WIDTH) * pointwise.op.map(ARRAYS)
     stream = table[table.op.isin(STREAMS) & table.rows.isna() & (table.source != "gpubench-h200")]
@@ -71,33 +75,31 @@ def read_streams(folder: Path) -> pd.DataFrame:
     return both[both.size_bytes >= LEAST_BYTES]
 
 
-def streams_of(table: pd.DataFrame, gpus: Sequence[str]) -> Streams:
+def streams_of(table: pd.DataFrame, gpus: Sequence[str]) -> StreamRows:
     """The rows of a device."""
     own = table[table.gpu.isin(list(gpus))]
-    return Streams(
-        own.size_bytes.to_numpy(dtype=np.float64), own.seconds.to_numpy(dtype=np.float64), tuple(own.source)
-    )
+    return StreamRows(own.size_bytes.to_numpy(dtype=np.float64), own.seconds.to_numpy(dtype=np.float64), tuple(own.source))
 
 
-def predicted(rows: Streams, chip: Chip, parameters: Mapping[str, float]) -> Array:
+def predicted(rows: StreamRows, chip: Chip, parameters: Mapping[str, float]) -> Array:
     """Seconds of the rows."""
     rate = chip.memory_bandwidth_bytes_per_s * parameters["bandwidth_fraction"]
     return parameters["floor_s"] + rows.size_bytes / rate
 
 
-def judge(rows: Streams, chip: Chip, parameters: Mapping[str, float]) -> Errors:
+def judge(rows: StreamRows, chip: Chip, parameters: Mapping[str, float]) -> Errors:
     """Errors of one set of parameters."""
     return errors(predicted(rows, chip, parameters), rows.seconds)
 
 
-def fit_streams(rows: Streams, chip: Chip, prior: Prior) -> Array:
+def fit_streams(rows: StreamRows, chip: Chip, prior: Prior) -> Array:
     """Logarithms of `NAMES`."""
     if not len(rows):
         return prior.mean
     return fit(lambda parameters: predicted(rows, chip, parameters), rows.seconds, source_weights(rows.source), prior)
 
 
-def leave_sources_out(rows: Streams, chip: Chip, prior: Prior) -> dict[str, Errors]:
+def leave_sources_out(rows: StreamRows, chip: Chip, prior: Prior) -> dict[str, Errors]:
     """Per source: its errors under the fit to all other sources."""
     names = np.array(rows.source)
     found: dict[str, Errors] = {}

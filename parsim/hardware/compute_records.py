@@ -72,7 +72,7 @@ FitForm = Literal["saturation", "tiles", "fused_attention"]
 """The formula of a fit: `parsim.costs.compute.operators`, `tile_model` or `attention_model` there."""
 
 
-FitPhase = Literal["forward", "backward", "backward_input", "backward_weight"]
+KernelPhase = Literal["forward", "backward", "backward_input", "backward_weight"]
 
 
 class HeldOut(ProfileRecord):
@@ -94,7 +94,7 @@ class OperatorFit(ProfileRecord):
     """
 
     kind: str
-    phase: FitPhase
+    phase: KernelPhase
     form: FitForm = "saturation"
     variant: str = ""
     held_out: dict[str, HeldOut] = {}

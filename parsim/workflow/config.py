@@ -82,8 +82,16 @@ class ModelSection(ConfigSection):
 class ClusterSection(ConfigSection):
     """[cluster]: the devices that train."""
 
-    profile: Annotated[str, Field(strict=True, min_length=1)]
-    """A shipped hardware profile by name, or the path of one."""
+    profile: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    """A shipped hardware profile by name, or the path of one; or `gpu`, which needs none."""
+    gpu: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    """A shipped GPU by name ("h100-sxm"), or the path of one: a machine made of parts."""
+    gpus_per_node: Count | None = None
+    """With `gpu`: of each node; left out: as many as the usual machine has."""
+    link: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    """With `gpu`: what joins the GPUs of a node, by name or path; left out: what the usual machine has."""
+    cards_per_node: Count | None = None
+    """Network cards of each node; left out: as the network says, usually one for each slot of the machine."""
     history: Annotated[str, Field(strict=True, min_length=1)] | None = None
     """Path of the profile's validations; left out: beside a profile that is a file, none for a shipped one."""
     devices: Count | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None = None
@@ -92,6 +100,16 @@ class ClusterSection(ConfigSection):
     """So many machines of the profile, joined by `network`."""
     network: Annotated[str, Field(strict=True, min_length=1)] | None = None
     """A shipped network by name, or the path of one; needed for nodes > 1, and without meaning for one node."""
+
+    @property
+    def machine(self) -> str:
+        """The profile, or the node of `gpu` as a shorthand: what `parsim.hardware.profile.load_profile` takes."""
+        if self.profile is not None:
+            return self.profile
+        from parsim.hardware.parts.load import load_gpu
+
+        count = self.gpus_per_node or load_gpu(str(self.gpu)).gpus_per_node
+        return f"{count}x{self.gpu}" + (f"@{self.link}" if self.link else "")
 
 
 class TrainingSection(ConfigSection):
@@ -279,7 +297,7 @@ def parse_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def _is_path(name: str) -> bool:
-    return name.endswith(".json") or os.sep in name
+    return name.endswith((".json", ".toml")) or os.sep in name
 
 
 _PATH_KEYS = (
@@ -287,6 +305,8 @@ _PATH_KEYS = (
     ("model", "import_folder"),
     ("cluster", "profile"),
     ("cluster", "history"),
+    ("cluster", "gpu"),
+    ("cluster", "link"),
     ("cluster", "network"),
     ("plan", "strategy"),
     ("training", "data_root"),
@@ -348,6 +368,7 @@ def _check_plan_section(config: RunConfig) -> None:
         raise ConfigError(f"plan.recompute = {plan.recompute!r} is unknown{near} (or a list of component names)")
     if plan.recompute != AUTO and plan.plan_path is not None:
         raise ConfigError(f"plan.recompute = {plan.recompute!r}: the plan is read from {plan.plan_path}; drop recompute")
+    _check_machine(cluster)
     if cluster.nodes > 1 and cluster.network is None:
         raise ConfigError(
             f"cluster.nodes = {cluster.nodes} needs cluster.network, which joins the nodes; for example "
@@ -373,6 +394,21 @@ def _check_plan_section(config: RunConfig) -> None:
             f'set strategy = "adaptive" or drop {", ".join(steering)}'
         )
     _check_placements(plan)
+
+
+def _check_machine(cluster: ClusterSection) -> None:
+    """Exactly one of profile and gpu, and the keys that belong to gpu."""
+    if (cluster.profile is None) == (cluster.gpu is None):
+        given = "neither is given" if cluster.profile is None else f"profile = {cluster.profile!r} and gpu = {cluster.gpu!r}"
+        raise ConfigError(
+            f"[cluster] needs exactly one of profile and gpu, and {given}: {_EXAMPLES['cluster.profile']} names a machine, "
+            f"{_EXAMPLES['cluster.gpu']} makes one of parts"
+        )
+    for key in ("gpus_per_node", "link"):
+        if cluster.gpu is None and (value := getattr(cluster, key)) is not None:
+            raise ConfigError(f"cluster.{key} = {value!r} belongs to cluster.gpu, and a profile says it itself; drop {key}")
+    if cluster.cards_per_node is not None and cluster.network is None:
+        raise ConfigError(f"cluster.cards_per_node = {cluster.cards_per_node} needs cluster.network; add it, or drop the cards")
 
 
 def _check_family(name: str) -> None:
@@ -492,12 +528,16 @@ _UNION_RULES = {
 
 _EXAMPLES = {
     "model": "the table [model] with name",
-    "cluster": "the table [cluster] with profile",
+    "cluster": "the table [cluster] with profile or gpu",
     "training": "the table [training] with global_batch",
     "model.name": 'name = "resnet50"',
     "model.args": "args = { num_classes = 100 }",
     "model.input_shape": "input_shape = [3, 224, 224]",
     "cluster.profile": 'profile = "dgx1-v100-32gb"',
+    "cluster.gpu": 'gpu = "h100-sxm"',
+    "cluster.gpus_per_node": "gpus_per_node = 8",
+    "cluster.link": 'link = "nvswitch-4"',
+    "cluster.cards_per_node": "cards_per_node = 8",
     "cluster.devices": "devices = 8 or devices = [0, 1, 2, 3]",
     "cluster.nodes": "nodes = 2",
     "cluster.network": 'network = "infiniband-100g"',

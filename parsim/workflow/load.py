@@ -41,7 +41,7 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         precision=config.training.precision,
         master_weights=config.training.keeps_master_weights,
         optimizer=config.training.optimizer,
-        history=read_history(history_path(config.cluster.profile, config.cluster.history), cluster.profile),
+        history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
         zero_stage=config.plan.zero_stage,
         recompute=config.plan.recompute,
         pins=pins,
@@ -52,13 +52,15 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
 def cluster_of(config: RunConfig, profile: Profile | None = None) -> Cluster:
     """The cluster of [cluster], on its own profile or on the one given. Raises ProfileError."""
     from parsim.hardware.cluster import cluster_from_profile
+    from parsim.hardware.network import load_network, with_cards
     from parsim.hardware.profile import load_profile
 
+    table = config.cluster
+    network = None if table.network is None else load_network(table.network)
+    if network is not None and table.cards_per_node is not None:
+        network = with_cards(network, table.cards_per_node)
     return cluster_from_profile(
-        load_profile(config.cluster.profile) if profile is None else profile,
-        config.devices,
-        nodes=config.cluster.nodes,
-        network=config.cluster.network,
+        load_profile(table.machine) if profile is None else profile, config.devices, nodes=table.nodes, network=network
     )
 
 

@@ -21,9 +21,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from parsim.costs.compute.tile_model import Array
 
 BLOCK = 128.0
 BACKWARD_PASSES = 2.5

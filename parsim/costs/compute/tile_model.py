@@ -71,14 +71,16 @@ def tile_seconds(
     p = coefficients["sharpness"]
     larger = np.maximum(compute, memory)
     seconds = larger * (1.0 + (np.minimum(compute, memory) / larger) ** p) ** (1.0 / p) + partial_sums
-    best: Array = coefficients["floor_s"] + seconds.min(axis=(0, 1))
+    best: Array = coefficients["floor_s"] + seconds.min(axis=0)
     return best
 
 
 def tile_parts(
     rows: Array, columns: Array, depth: Array, problems: Array, size_bytes: Array, coefficients: Mapping[str, float]
 ) -> tuple[Array, Array, Array]:
-    """c, m and r of the formula, each float64 [tiles, splits, shapes] or broadcast to it.
+    """c (of the best tile), m and r of the formula, each float64 [splits, shapes] or broadcast to it.
+
+    m and r do not depend on the tile, so the tile with the least c is the best for every split.
 
     Args:
         rows, columns, depth, problems, size_bytes, coefficients: as for `tile_seconds`.
@@ -92,5 +94,6 @@ def tile_parts(
     tile = 2.0 * (depth / s + coefficients["depth_overhead"]) * (a * b + coefficients["operand_overhead"] * (a + b)) / rate
     memory = size_bytes / (bandwidth * coefficients["bandwidth_fraction"])
     outputs = problems * rows * columns
-    partial_sums = np.where(s > 1, coefficients["split_cost"] * s * PARTIAL_SUM_BYTES * outputs / bandwidth, 0.0)
-    return waves * tile, memory + 0.0 * tiles, partial_sums
+    pieces = SPLITS[:, None]
+    partial_sums = np.where(pieces > 1, coefficients["split_cost"] * pieces * PARTIAL_SUM_BYTES * outputs / bandwidth, 0.0)
+    return (waves * tile).min(axis=0), memory, partial_sums

@@ -17,12 +17,14 @@ Leaves out: which cards share a socket's memory, and hosts whose PCIe differs fr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from parsim.errors import ProfileError
 from parsim.hardware.compute_records import ComputeRecords, Efficiency, OperatorFit
 from parsim.hardware.parts.load import load_gpu, load_link
 from parsim.hardware.parts.records import GpuPart, LinkPart, PartFit
+from parsim.hardware.parts.shorthand import FORM
 from parsim.hardware.profile import (
     Communication,
     DeviceEntry,
@@ -118,6 +120,18 @@ def profile_from_parts(gpu: str | GpuPart, count: int | None = None, link: str |
         ),
         noise=Noise(drift_sigma=DRIFT_SIGMA, source=COMPOSED),
     )
+
+
+def node_of_parts(text: str) -> Profile:
+    """One node by its shorthand: "8xh100-sxm". The number counts the GPUs of the node, however many the usual one has.
+
+    Raises:
+        ProfileError: as `profile_from_parts`, or another form.
+    """
+    found = FORM.fullmatch(text)
+    if found is None:
+        raise ProfileError(f"{text!r} names no GPUs: write COUNTxGPU, for example 8xh100-sxm")
+    return profile_from_parts(found["gpu"], int(re.sub("[_,]", "", found["count"])), found["link"])
 
 
 def _sources(part: GpuPart, joined: LinkPart, host: LinkPart) -> dict[str, SourceEntry]:

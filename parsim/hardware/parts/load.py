@@ -16,7 +16,7 @@ from parsim.hardware.parts.records import SCHEMA_VERSION, GpuPart, LinkPart
 from parsim.hardware.profile import problems_text
 from parsim.hardware.tables import check_texts, from_text
 
-Part = TypeVar("Part", GpuPart, LinkPart)
+AnyPart = TypeVar("AnyPart", GpuPart, LinkPart)
 
 FOLDERS: dict[type[GpuPart] | type[LinkPart], tuple[str, str]] = {GpuPart: ("gpus", "GPU"), LinkPart: ("links", "link")}
 HOW_TO_DESCRIBE = "describe your own in a JSON file as hardware_profiles/README.md says (Parts), and give its path"
@@ -48,7 +48,7 @@ def load_link(name_or_path: str) -> LinkPart:
     return _load(LinkPart, name_or_path)
 
 
-def _load(record: type[Part], name_or_path: str) -> Part:
+def _load(record: type[AnyPart], name_or_path: str) -> AnyPart:
     folder, what = FOLDERS[record]
     path = Path(name_or_path)
     if path.suffix == ".json" or os.sep in name_or_path:
@@ -66,7 +66,7 @@ def _load(record: type[Part], name_or_path: str) -> Part:
     return _parse(record, _files(folder).joinpath(f"{name}.json").read_text("utf-8"), name)
 
 
-def _parse(record: type[Part], text: str, where: str) -> Part:
+def _parse(record: type[AnyPart], text: str, where: str) -> AnyPart:
     what = FOLDERS[record][1]
     document = from_text(text, where, what)
     if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from parsim.errors import near_matches
-from parsim.hardware.compute_records import FitForm, FitPhase, HeldOut
+from parsim.hardware.compute_records import FitForm, HeldOut, KernelPhase
 from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import LinkProtocol, Sourced, SourceEntry, source_keys
 from parsim.hardware.record import Count, NonNegative, Positive, ProfileRecord, check_device, check_latency, check_rate
@@ -35,7 +35,7 @@ class PartFit(ProfileRecord):
     """
 
     kind: str
-    phase: FitPhase
+    phase: KernelPhase
     form: FitForm
     variant: str = ""
     precisions: Annotated[list[str], Field(min_length=1)]

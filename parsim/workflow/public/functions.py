@@ -470,7 +470,7 @@ def _ask(question: Question, *, top: int | None = None) -> Answer:
     from parsim.workflow.ask import ask
 
     config = question.config
-    with progress(f"Planning {config.model.name} on {config.cluster.profile}"):
+    with progress(f"Planning {config.model.name} on {config.cluster.machine}"):
         return ask(question, top=top)
 
 
