@@ -10,6 +10,8 @@ from rows import Row
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.network import Network, load_network
+from parsim.hardware.parts.compose import profile_from_parts
+from parsim.hardware.parts.load import load_gpu
 from parsim.hardware.profile import Profile
 
 
@@ -39,8 +41,8 @@ GPUS: tuple[tuple[str, Machine], ...] = (
     (r"H200", Machine(gpu="h200", cards=8, gbit=400)),
     (r"H100 96GB", Machine(gpu="h100-sxm", cards=8, gbit=400, memory_gb=96, bandwidth=2.4 / 3.35, clock=0.85)),
     (r"H100", Machine(gpu="h100-sxm", cards=8, gbit=400)),
-    (r"A100[- _]?40|a100_40gb", Machine(gpu="a100-40gb-sxm", cards=8, gbit=200)),
-    (r"A100", Machine(gpu="a100-80gb-sxm", cards=8, gbit=200)),
+    (r"A100[- _]?40|a100_40gb", Machine(gpu="a100-sxm-40gb", cards=8, gbit=200)),
+    (r"A100", Machine(gpu="a100-sxm-80gb", cards=8, gbit=200)),
     (r"V100", Machine(gpu="v100-sxm3-32gb", per_node=16, cards=8, gbit=100)),
 )
 """First match wins. Cards: those of the usual machine of that GPU, where the row does not say."""
@@ -69,6 +71,9 @@ def machine_of(row: Row) -> Machine | None:
     values = {name: getattr(found, name) for name in Machine.__slots__}
     return Machine(**{**values, **changes})
 
+
+USABLE = 0.99
+"""Of a board's nominal memory that the driver leaves."""
 
 CARD_SHARE = 0.96
 """Of a card's rate that a collective reaches (networks/infiniband-200g.json: 24 GB/s of 25)."""
@@ -99,7 +104,22 @@ def cluster_of(machine: Machine, gpus: int) -> Cluster:
 
 @lru_cache(maxsize=64)
 def profile_of(machine: Machine, count: int) -> Profile:
-    """One node of it."""
-    from provisional import provisional_profile
-
-    return provisional_profile(machine, count)
+    """One node of it, from parts."""
+    part = load_gpu(machine.gpu)
+    changes: dict[str, object] = {}
+    if machine.memory_gb:
+        changes["memory_bytes"] = part.memory_bytes.model_copy(update={"value": USABLE * machine.memory_gb * 1e9})
+    if machine.bandwidth != 1.0:
+        rate = part.memory_bandwidth_bytes_per_s
+        changes["memory_bandwidth_bytes_per_s"] = rate.model_copy(update={"value": machine.bandwidth * rate.value})
+    peaks, fits = dict(part.peak_flop_per_s), list(part.fits)
+    if "bf16" not in peaks:
+        peaks["bf16"] = peaks["amp_fp16"]
+        fits = [
+            fit.model_copy(update={"precisions": sorted({*fit.precisions, "bf16"})}) if "amp_fp16" in fit.precisions else fit
+            for fit in fits
+        ]
+    if machine.clock != 1.0:
+        peaks = {name: peak.model_copy(update={"value": machine.clock * peak.value}) for name, peak in peaks.items()}
+    part = part.model_copy(update={**changes, "peak_flop_per_s": peaks, "fits": fits})
+    return profile_from_parts(part, count)
