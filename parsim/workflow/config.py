@@ -107,9 +107,10 @@ class ClusterSection(ConfigSection):
         if self.profile is not None:
             return self.profile
         from parsim.hardware.parts.load import load_gpu
+        from parsim.hardware.parts.shorthand import Machines
 
-        count = self.gpus_per_node or load_gpu(str(self.gpu)).gpus_per_node
-        return f"{count}x{self.gpu}" + (f"@{self.link}" if self.link else "")
+        gpu = str(self.gpu)
+        return Machines(gpu, self.gpus_per_node or load_gpu(gpu).gpus_per_node, self.nodes, self.link).node
 
 
 class TrainingSection(ConfigSection):

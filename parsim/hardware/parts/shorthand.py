@@ -22,6 +22,11 @@ class Machines:
     nodes: int
     link: str | None = None
 
+    @property
+    def node(self) -> str:
+        """One of the nodes, as a shorthand."""
+        return f"{self.gpus_per_node}x{self.gpu}" + (f"@{self.link}" if self.link else "")
+
 
 def is_shorthand(text: str) -> bool:
     """Whether a text has the form COUNTxGPU."""

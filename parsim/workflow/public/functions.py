@@ -423,7 +423,8 @@ def load_cluster(
     """A cluster as a value: the devices and links of a profile, or of several copies of it.
 
     Args:
-        profile: a shipped profile by name, or the path of one. devices: the first N of every node, or device numbers.
+        profile: a shipped profile by name, the path of one, or GPUs such as "1024xh100-sxm". devices: the first N of every
+            node, or device numbers.
         nodes: copies, joined by the network of this name (or path).
 
     Raises:
@@ -433,8 +434,12 @@ def load_cluster(
     16
     """
     from parsim.hardware.cluster import cluster_from_profile
+    from parsim.hardware.parts.shorthand import is_shorthand, machines_of
     from parsim.hardware.profile import load_profile
 
+    if not isinstance(profile, Calibration) and is_shorthand(str(profile)):
+        found = machines_of(str(profile))
+        profile, nodes = found.node, found.nodes * nodes
     loaded = profile.profile if isinstance(profile, Calibration) else load_profile(str(profile))
     return cluster_from_profile(loaded, devices, nodes=nodes, network=network)
 
