@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from parsim.model.component import Operator, OperatorShard, Parameter, ParameterShard
 
 FULL_BYTES = 4
+CAST_ARRAYS = 2.0
+"""Of 2 bytes per element: read, and written in 8 bits in both orders."""
 
 
 @dataclass
@@ -17,12 +19,13 @@ class Layer:
     """What a component under construction does.
 
     Attributes:
-        weight_bytes: of one parameter as stored. divided: of the saved bytes. peak: bytes of gradients at the fullest moment of
+        weight_bytes: of one parameter as stored. casts: inputs of products are cast to 8 bits. peak: bytes of gradients at the fullest moment of
             the backward; peak_divided: the part of them that a shard has its share of.
     """
 
     prefix: str
     weight_bytes: int = 2
+    casts: bool = False
     operators: list[Operator] = field(default_factory=list)
     cut: list[OperatorShard] = field(default_factory=list)
     parameters: list[Parameter] = field(default_factory=list)
@@ -67,6 +70,8 @@ class Layer:
             activation_bytes=FULL_BYTES * whole * (outputs + inputs),
             parameter_bytes=FULL_BYTES * problems * outputs * inputs,
         )
+        if self.casts:
+            self.moved(whole * inputs, CAST_ARRAYS, divided=split == "row")
         part = {"column": ("n", outputs), "row": ("k", inputs)}.get(split)
         self.add(operator, *((part[0], FULL_BYTES * whole * part[1]) if part else ()))
         self.weight(f"{name}.weight", problems * outputs * inputs, {"column": 0, "row": 1}.get(split))
@@ -92,10 +97,12 @@ class Layer:
         )
         self.add(operator, *(("elements", size) if divided else ()))
 
-    def norm(self, name: str, tokens: int, hidden: int, *, divided: bool, kind: str = "layer") -> None:
-        """A fused normalisation: read, and written."""
+    def norm(
+        self, name: str, tokens: int, hidden: int, *, divided: bool, kind: str = "layer", arrays: float = 2.0
+    ) -> None:
+        """A normalisation; a fused one is read and written once."""
         elements = 2 * hidden if kind == "layer" else hidden
-        self.moved(tokens * hidden, 2, divided=divided, parameters=elements)
+        self.moved(tokens * hidden, arrays, divided=divided, parameters=elements)
         self.weight(f"{name}.weight", hidden)
         if kind == "layer":
             self.weight(f"{name}.bias", hidden)

@@ -14,12 +14,14 @@ import csv
 import math
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 from answer import Answer, answer
 from question import Asked, CannotExpressError, question_of
-from quoted import in_unit
+from quoted import in_unit, larger_is_faster
 from rows import Row, read_rows
 
 from parsim.errors import ParsimError
@@ -34,12 +36,25 @@ ASSUMED_SIGMA = 0.08
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a judge needs to know of the question. tokens: of a step. rate: larger is faster."""
+
+    model: str
+    gpu: str
+    gpus: int
+    tokens: int
+    precision: str
+    rate: bool
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
     """One line of the answer; step_s None: it cannot be expressed."""
 
     row: Row
     why: str
-    asked: Asked | None = None
+    facts: Facts | None = None
     answer: Answer | None = None
     value: float | None = None
     p05: float | None = None
@@ -98,7 +113,15 @@ def predict(row: Row, factor: float = 1.0) -> Predicted:
         return Predicted(
             row=row,
             why=_why(asked, found),
-            asked=asked,
+            facts=Facts(
+                model=asked.shape.name,
+                gpu=asked.cluster.devices[0].type.name,
+                gpus=asked.gpus,
+                tokens=asked.batch * asked.seq,
+                precision=asked.precision,
+                rate=larger_is_faster(asked),
+                complete=row.complete,
+            ),
             answer=found,
             value=value,
             p05=min(ends),
@@ -122,11 +145,22 @@ def _why(asked: Asked, found: Answer) -> str:
     return "; ".join(parts)
 
 
+def predict_all(rows: Sequence[Row], jobs: int) -> list[Predicted]:
+    """All rows, in order, by so many processes."""
+    if jobs <= 1 or len(rows) < 2 * jobs:
+        return [predict(row) for row in rows]
+    order = sorted(range(len(rows)), key=lambda number: str(rows[number].model))
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        found = dict(zip(order, pool.map(predict, [rows[number] for number in order], chunksize=8), strict=True))
+    return [found[number] for number in range(len(rows))]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args(arguments)
     if not options.rows.is_file():
         print(f"no file {options.rows}; give a csv file of published runs", file=sys.stderr)
@@ -135,10 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with options.out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        for number, row in enumerate(rows):
-            writer.writerow(predict(row).line())
-            if number % 50 == 49:
-                print(f"{number + 1} of {len(rows)} rows", file=sys.stderr)
+        writer.writerows(entry.line() for entry in predict_all(rows, options.jobs))
     return 0
 
 

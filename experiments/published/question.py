@@ -112,6 +112,8 @@ def question_of(row: Row) -> Asked:
         raise CannotExpressError(f"{shape.heads} heads do not divide over tp {tp}")
     precision, how = _precision(row)
     assumed += how
+    if precision == "fp8":
+        software = replace(software, casts=True)
     model = transformer(shape, software, part, granularity)
     chunks = row.vpp or 1
     if pp > 1 and row.vpp is None and "interleaved" in row.notes.lower():
@@ -227,6 +229,8 @@ def _plan(
         segments = _segments(stages)
     elif recompute == "full":
         again = tuple(name for name in names if name.startswith("h."))
+    elif recompute == "selective" and framework.alternate:
+        segments = _segments(stages)[::2]
     elif recompute == "selective":
         again = tuple(name for name in names if name.endswith(".core"))
     return Plan(
@@ -247,6 +251,8 @@ def _plan(
         zero_stage=zero if dp > 1 else 0,
         recompute=again,
         segments=segments,
+        blocking_transfers=framework.blocking_transfers and pp > 1,
+        backward_prefetch=framework.backward_prefetch or zero != 3 or dp == 1,
         gather_ahead=framework.gather_ahead and zero == 1 and dp > 1,
     )
 

@@ -17,6 +17,15 @@ UNFUSED = Software(flash=False, dropout=True)
 EAGER = Software(flash=True, dropout=False, residual_arrays=3.0, activation_saved=2.0, loss_bytes=10, loss_arrays=10.0)
 """Eager PyTorch with flash attention: nothing else is fused."""
 
+TRITON = replace(EAGER, attention_work=1.8, loss_bytes=2, loss_peak=2, loss_arrays=2.0)
+"""A fused loss, and the Triton kernel of 2022. FlashAttention-2 is 1.3 to 2.5 times as fast (Dao 2023, section 4.1): the middle."""
+
+FIRST_FLASH = replace(EAGER, attention_work=2.0, activation_saved=3.0)
+"""FlashAttention 1. FlashAttention-2 is 1.7 to 3 times as fast (Dao 2023, section 4.1)."""
+
+EAGER_LLAMA = replace(EAGER, rope_arrays=10.0, norm_arrays=18.0, activation_arrays=4.0, activation_saved=3.0)
+"""Eager Llama: rotation and RMSNorm in fp32, operation by operation (bytes of each pass added up)."""
+
 COMPILED = Software(flash=True, dropout=False, residual_arrays=2.0, rope_arrays=2.0, activation_saved=2.0, loss_bytes=6)
 """torch.compile, or the fused kernels of Transformer Engine."""
 
@@ -31,6 +40,8 @@ class Framework:
         precision: "fp16" or "bf16" where the row says nothing. micro: samples of a microbatch; 0: `micro_of`.
         seq: tokens of a sample. chunks: per rank, where interleaving is on and its depth is not stated.
         optimizer: one kernel, or a few per array. gather_ahead: ZeRO 1 gathers parameters while the next forward runs.
+        backward_prefetch, blocking_transfers: as in `parsim.plans.plan.Plan`.
+        alternate: selective recomputation is that of every second layer (torchtitan's default).
         repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at once.
     """
 
@@ -46,11 +57,14 @@ class Framework:
     optimizer: str = "adam_fused"
     repeats_sums: bool = True
     gather_ahead: bool = False
+    backward_prefetch: bool = True
+    blocking_transfers: bool = False
+    alternate: bool = False
 
 
-MEGATRON_2020 = Framework(name="Megatron-LM 2020", recompute="full", seq=1024)
-MEGATRON = Framework(name="Megatron-LM 2021 and Megatron-DeepSpeed", recompute="full")
-MEGATRON_SELECTIVE = Framework(name="Megatron-LM 2022", recompute="full", sequence=True)
+MEGATRON_2020 = Framework(name="Megatron-LM 2020", recompute="full", seq=1024, blocking_transfers=True)
+MEGATRON = Framework(name="Megatron-LM 2021 and Megatron-DeepSpeed", recompute="full", blocking_transfers=True)
+MEGATRON_SELECTIVE = Framework(name="Megatron-LM 2022", recompute="full", sequence=True, blocking_transfers=True)
 MEGATRON_CORE = Framework(
     name="Megatron-Core and NeMo",
     software=COMPILED,
@@ -63,14 +77,14 @@ MEGATRON_CORE = Framework(
     gather_ahead=True,
 )
 BLOOM = replace(MEGATRON, name="Megatron-DeepSpeed with ZeRO 1", zero=1)
-COMPOSER = Framework(name="Composer FSDP", software=EAGER, recompute="none", zero=3)
+COMPOSER = Framework(name="Composer FSDP", software=TRITON, recompute="none", zero=3, backward_prefetch=False)
 TITAN = Framework(
-    name="torchtitan FSDP2", software=COMPILED, recompute="selective", zero=3, sequence=True, micro=2, seq=8192
+    name="torchtitan FSDP2", software=COMPILED, recompute="selective", zero=3, sequence=True, micro=2, seq=8192, alternate=True
 )
 INTERNEVO = Framework(
-    name="InternEvo", software=replace(EAGER, activation_saved=3.0), recompute="none", zero=1, bucket_bytes=512 * 2**20
+    name="InternEvo", software=FIRST_FLASH, recompute="none", zero=1, bucket_bytes=512 * 2**20
 )
-SAILOR = Framework(name="Megatron-DeepSpeed, no recomputation", software=UNFUSED, recompute="none", micro=1)
+SAILOR = Framework(name="Megatron-DeepSpeed, no recomputation", software=UNFUSED, recompute="none", micro=1, blocking_transfers=True)
 SIMUMAX = replace(MEGATRON_CORE, name="Megatron-Core under SimuMax", seq=4096, zero=1)
 EAGER_DDP = Framework(name="PyTorch DDP with FlashAttention", software=replace(EAGER, dropout=True), recompute="none", micro=8)
 
@@ -105,7 +119,9 @@ def framework_of(row: Row) -> Framework:
     """The rule for a row's blanks."""
     known = [prefix for prefix in FRAMEWORKS if row.id.startswith(prefix)]
     if known:
-        return FRAMEWORKS[max(known, key=len)]
+        found = FRAMEWORKS[max(known, key=len)]
+        eager = found.name.startswith("torchtitan") and "compile" not in row.notes.lower()
+        return replace(found, software=EAGER_LLAMA) if eager else found
     return MEGATRON_CORE if max(row.tp or 1, row.pp or 1) > 1 else COMPOSER
 
 

@@ -21,9 +21,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from machines import machine_of
-from predict import Predicted, interval_factor, predict
-from quoted import larger_is_faster
+from predict import Predicted, interval_factor, predict_all
 from readme import readme
 from rows import read_rows
 
@@ -70,18 +68,17 @@ def judged(predictions: Sequence[Predicted]) -> list[Judged]:
     found = []
     for entry in predictions:
         row = entry.row
-        if entry.value is None or row.value is None or entry.asked is None or any(word in row.notes for word in NOT_JUDGED):
+        if entry.value is None or row.value is None or entry.facts is None or any(word in row.notes for word in NOT_JUDGED):
             continue
-        ratio = row.value / entry.value if larger_is_faster(entry.asked) else entry.value / row.value
-        machine = machine_of(row)
-        gpu = machine.gpu.split("-")[0].upper() if machine else "?"
+        ratio = row.value / entry.value if entry.facts.rate else entry.value / row.value
+        gpu = entry.facts.gpu.split("-")[0].upper()
         place = f"{row.id}@{gpu}"
         group = next(name for name, pattern in GROUPS.items() if re.search(pattern, place))
         found.append(
             Judged(
                 predicted=entry,
                 log_error=math.log(ratio),
-                key=f"{gpu} {entry.asked.precision}",
+                key=f"{gpu} {entry.facts.precision}",
                 group=group,
                 source=source_of(entry),
             )
@@ -153,18 +150,18 @@ def spearman(rows: Sequence[Judged]) -> float | None:
     """Mean over models with at least four rows of one source, of the rank correlation of step seconds per token."""
     models: dict[str, list[Judged]] = defaultdict(list)
     for row in rows:
-        asked = row.predicted.asked
-        assert asked is not None
-        models[f"{row.source} {asked.shape.name} {asked.gpus}"].append(row)
+        facts = row.predicted.facts
+        assert facts is not None
+        models[f"{row.source} {facts.model} {facts.gpus}"].append(row)
     found = []
     for group in models.values():
         if len(group) < 4:
             continue
         predicted, measured = [], []
         for row in group:
-            asked = row.predicted.asked
-            assert asked is not None
-            own = math.log((row.predicted.step_s or 1.0) / (asked.batch * asked.seq))
+            facts = row.predicted.facts
+            assert facts is not None
+            own = math.log((row.predicted.step_s or 1.0) / facts.tokens)
             predicted.append(own)
             measured.append(own - row.log_error)
         found.append(_correlation(_ranks(predicted), _ranks(measured)))
@@ -224,6 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, required=True, help="the csv file of published runs")
     parser.add_argument("--only", default=".", help="ids to predict, a regular expression; then nothing is written")
     parser.add_argument("--quick", action="store_true", help="every tenth row; nothing is written")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--json", action="store_true", help="print results.json")
     options = parser.parse_args(arguments)
     if not options.rows.is_file():
@@ -232,11 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [row for row in read_rows(options.rows) if re.search(options.only, row.id)]
     if options.quick:
         rows = rows[::10]
-    predictions = []
-    for number, row in enumerate(rows):
-        predictions.append(predict(row))
-        if number % 50 == 49:
-            print(f"{number + 1} of {len(rows)} rows", file=sys.stderr)
+    predictions = predict_all(rows, options.jobs)
     document = results(predictions)
     if not options.quick and options.only == ".":
         (HERE / "results.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -36,9 +36,10 @@ class Software:
         activation_arrays: moved by the activation function's kernels per element of the MLP's inside, gated or not.
         residual_arrays: moved by the addition of the residual. activation_saved: copies of the MLP's inside that are kept.
         norm_arrays: moved by a norm. selective: the inside of attention is computed again.
-        vocabulary_parallel: the loss is computed on shards of the vocabulary. loss_bytes: kept per logit.
+        loss_bytes: kept per logit. loss_peak: of gradients per logit at the fullest moment.
         loss_arrays: of 2 bytes per logit that the loss moves in its forward.
-        element_bytes: of activations in memory and streams.
+        attention_work: seconds of its flash attention over those of the kernel that parts know (FlashAttention-2, cuDNN).
+        casts: inputs of products are cast to 8 bits, in both orders.
     """
 
     flash: bool = False
@@ -47,9 +48,19 @@ class Software:
     activation_arrays: float = 2.0
     activation_saved: float = 2.0
     rope_arrays: float = 2.0
+    norm_arrays: float = 2.0
+    attention_work: float = 1.0
+    casts: bool = False
     selective: bool = False
     loss_bytes: int = 6
+    loss_peak: int = 4
     loss_arrays: float = 8.0
+
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of an input of a product that is kept for the backward."""
+        return 1 if self.casts else HALF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +105,8 @@ def _attention(layer: Layer, shape: Shape, software: Software, part: Part, *, no
     n, h, d = part.tokens, shape.hidden, shape.dim
     queries, keys = shape.heads * d, shape.keys * d
     if norm:
-        layer.norm("norm1", n, h, divided=False, kind=shape.norm)
-        layer.keep(2 * HALF * n * h, divided=False)
+        layer.norm("norm1", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
+        layer.keep((HALF + software.operand_bytes) * n * h, divided=False)
     if shape.key_rank:
         _latent_products(layer, shape, part)
         width = shape.heads * (d + shape.rope_dim)
@@ -126,6 +137,8 @@ def _scores(layer: Layer, shape: Shape, software: Software, part: Part, dim: int
     n, keys, heads = part.tokens, part.context, shape.heads
     scores = heads * n * keys
     if software.flash:
+        heads = round(heads * software.attention_work)
+        scores = heads * n * keys
         operator = Operator(
             kind="attention",
             shape=(("heads", heads), ("q", n), ("kv", keys), ("d", dim)),
@@ -136,7 +149,7 @@ def _scores(layer: Layer, shape: Shape, software: Software, part: Part, dim: int
             function="causal" if shape.causal else "",
         )
         layer.add(operator, "heads", operator.activation_bytes)
-        layer.keep(FULL_BYTES * heads * n, divided=True)
+        layer.keep(FULL_BYTES * shape.heads * n, divided=True)
         return
     first = _batched(heads, n, keys, dim)
     layer.add(first, "problems", first.activation_bytes)
@@ -171,8 +184,8 @@ def _mlp(layer: Layer, shape: Shape, software: Software, part: Part, *, experts:
     """From the stream to the product after the MLP; likewise."""
     n, h = part.tokens, shape.hidden
     if norm:
-        layer.norm("norm2", n, h, divided=False, kind=shape.norm)
-        layer.keep(2 * HALF * n * h, divided=False)
+        layer.norm("norm2", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
+        layer.keep((HALF + software.operand_bytes) * n * h, divided=False)
     if experts:
         layer.linear("router", n, shape.experts, h, split="")
         visits = n * shape.active
@@ -198,15 +211,10 @@ def _feed(layer: Layer, shape: Shape, software: Software, rows: int, inner: int,
     layer.linear(
         f"{name}.down", rows, shape.hidden, inner, split="row", bias=shape.bias and problems == 1, problems=problems
     )
-    saved = software.activation_saved + (1 if shape.gated else 0)
-    layer.keep(round(HALF * problems * rows * inner * saved), divided=True)
-    layer.peak = max(layer.peak, HALF * part_rows(problems, rows) * shape.hidden)
-    layer.peak_divided = max(layer.peak_divided, HALF * part_rows(problems, rows) * inner * (arms + 1))
-
-
-def part_rows(problems: int, rows: int) -> int:
-    """Rows of all experts together."""
-    return problems * rows
+    saved = software.activation_saved - 1 + (1 if shape.gated else 0)
+    layer.keep(round(problems * rows * inner * (HALF * saved + software.operand_bytes)), divided=True)
+    layer.peak = max(layer.peak, HALF * problems * rows * shape.hidden)
+    layer.peak_divided = max(layer.peak_divided, HALF * problems * rows * inner * (arms + 1))
 
 
 def _embed(shape: Shape, software: Software, part: Part) -> Component:
@@ -240,12 +248,12 @@ def _head(shape: Shape, software: Software, part: Part, reads: str, *, norm: boo
     layer.cut_parameters.clear()
     layer.weight("weight", v * h, 0)
     if norm:
-        layer.norm("norm", n, h, divided=False, kind=shape.norm)
+        layer.norm("norm", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
         layer.keep(HALF * n * h, divided=False)
     layer.keep(HALF * n * h, divided=False)
     layer.moved(n * v, software.loss_arrays, divided=True)
     layer.keep(software.loss_bytes * n * v, divided=True)
-    layer.peak, layer.peak_divided = HALF * n * h, FULL_BYTES * n * v
+    layer.peak, layer.peak_divided = HALF * n * h, software.loss_peak * n * v
     return _component(
         "head", layer, (reads, "target"), ("loss",), {RULE: (("full", "full"), ("partial",))}, limit=_even(shape.vocab)
     )
@@ -316,7 +324,7 @@ def _is_mixture(shape: Shape, number: int) -> bool:
 def _by_layer(shape: Shape, software: Software, part: Part) -> tuple[list[Component], list[Value]]:
     made: dict[bool, Component] = {}
     for mixture in {_is_mixture(shape, number) for number in range(shape.layers)}:
-        layer = Layer("h")
+        layer = Layer("h", casts=software.casts)
         _attention(layer, shape, software, part, norm=True, residual=True)
         _mlp(layer, shape, software, part, experts=mixture, norm=True, residual=True)
         made[mixture] = _component("h", layer, ("x",), ("y",), {}, limit=_limit(shape))
@@ -332,12 +340,12 @@ def _by_layer(shape: Shape, software: Software, part: Part) -> tuple[list[Compon
 
 def _by_sublayer(shape: Shape, software: Software, part: Part) -> tuple[list[Component], list[Value]]:
     ends = {RULE: (("full",), ("partial",))}
-    first = Layer("h")
+    first = Layer("h", casts=software.casts)
     _attention(first, shape, software, part, norm=True, residual=True)
     attention = _component("h", first, ("x",), ("y",), ends, limit=_limit(shape))
     feeds: dict[bool, Component] = {}
     for mixture in {_is_mixture(shape, number) for number in range(shape.layers)}:
-        layer = Layer("h")
+        layer = Layer("h", casts=software.casts)
         _mlp(layer, shape, software, part, experts=mixture, norm=True, residual=True)
         feeds[mixture] = _component("h", layer, ("y",), ("z",), ends, limit=_limit(shape))
     components, values = [_embed(shape, software, part)], [_stream("x0", "embed", shape, part, ("h.0.attn",))]
@@ -358,7 +366,7 @@ def _by_sequence(shape: Shape, software: Software, part: Part) -> tuple[list[Com
     sublayer, kept = _attention_parts(shape, software, part)
     feeds: dict[bool, Component] = {}
     for mixture in {_is_mixture(shape, number) for number in range(shape.layers)}:
-        layer = Layer("h")
+        layer = Layer("h", casts=software.casts)
         _mlp(layer, shape, software, part, experts=mixture, norm=False, residual=False)
         feeds[mixture] = _component("h", layer, ("m",), ("p",), ends, limit=_limit(shape))
     start = _norm_component(shape, software, part, joins=False)
@@ -400,7 +408,7 @@ def _attention_parts(
     ends = {RULE: (("full",), ("partial",))}
     limit = _limit(shape)
     if not software.selective or software.flash:
-        layer = Layer("h")
+        layer = Layer("h", casts=software.casts)
         _attention(layer, shape, software, part, norm=False, residual=False)
         whole = _component("h", layer, ("n",), ("a",), ends, limit=limit)
         return (
@@ -409,7 +417,7 @@ def _attention_parts(
         )
     n, h, d = part.tokens, shape.hidden, shape.dim
     queries, keys = shape.heads * d, shape.keys * d
-    before, inside, after = Layer("h"), Layer("h"), Layer("h")
+    before, inside, after = (Layer("h", casts=software.casts) for _ in range(3))
     before.linear("qkv", n, queries + 2 * keys, h, split="column", bias=shape.bias)
     _scores(inside, shape, software, part, d)
     after.linear("proj", n, h, queries, split="row", bias=shape.bias)
@@ -439,11 +447,11 @@ def _attention_parts(
 def _norm_component(shape: Shape, software: Software, part: Part, *, joins: bool) -> Component:
     """A norm, after the addition of what a sublayer made where it joins the stream. All of it is divided."""
     n, h = part.tokens, shape.hidden
-    layer = Layer("h")
+    layer = Layer("h", casts=software.casts)
     if joins:
         _residual(layer, software, n * h, divided=True)
-    layer.norm("norm", n, h, divided=True, kind=shape.norm)
-    layer.keep(2 * HALF * n * h, divided=True)
+    layer.norm("norm", n, h, divided=True, kind=shape.norm, arrays=software.norm_arrays)
+    layer.keep((HALF + software.operand_bytes) * n * h, divided=True)
     layer.peak_divided = 2 * HALF * n * h
     needs = ("shard:1", "shard:1") if joins else ("shard:1",)
     makes = ("shard:1", "shard:1") if joins else ("shard:1",)

@@ -24,6 +24,8 @@ from parsim.registry import is_reference
 SCHEMA_VERSION = 2
 STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
+SIMULATED_ONLY = ("segments", "gather_ahead", "blocking_transfers")
+"""Keys of a plan that the executor does not know; empty or False where unused."""
 ZERO_STAGES = (0, 1, 2, 3)
 ZERO_STAGES_TEXT = "it is 0, 1 (optimizer state divided), 2 (gradients too) or 3 (parameters too)"
 
@@ -72,6 +74,10 @@ class Plan:
             the whole run is computed again, and its conversions on the tp axis are sent again.
         gather_ahead: with zero_stage 1, parameters are gathered at the beginning of a step, bucket by bucket before their first
             use, and not at its end.
+        blocking_transfers: a rank computes nothing while it sends a value or gradient to another stage, as Megatron-LM before
+            2023 and DeepSpeed do.
+        backward_prefetch: with zero_stage 3, parameters are gathered while the backward before runs. False: behind it and behind
+            its reduce_scatter, as FSDP's BACKWARD_POST does.
     """
 
     strategy: str
@@ -85,6 +91,8 @@ class Plan:
     recompute: Recompute = NONE
     segments: tuple[tuple[str, ...], ...] = ()
     gather_ahead: bool = False
+    blocking_transfers: bool = False
+    backward_prefetch: bool = True
 
     def __repr__(self) -> str:
         """`Plan(dp pp=1 dp=8 tp=1 mb=1x128)`."""
@@ -145,7 +153,7 @@ class Plan:
     @property
     def not_executable(self) -> str:
         """The key that only the simulator knows; "" where there is none."""
-        return "segments" if self.segments else "gather_ahead" if self.gather_ahead else ""
+        return next((key for key in SIMULATED_ONLY if getattr(self, key)), "")
 
     @property
     def world_size(self) -> int:
@@ -194,6 +202,7 @@ class Plan:
         again = f" recompute={self._recomputes()}" if self.recompute != NONE else ""
         again += f" segments={len(self.segments)}" if self.segments else ""
         zero += " ahead" if self.gather_ahead else ""
+        zero += "" if self.backward_prefetch else " post"
         return (
             f"{self.strategy} {self.mesh} mb={self.microbatches}x{self.microbatch_samples}{order}{zero}{again}{self._placed()}"
         )
@@ -221,9 +230,11 @@ class Plan:
             entry["placements"] = [str(placement) for placement in stage.placements]
         if self.recompute == NONE:
             del document["recompute"]
-        for key in ("segments", "gather_ahead"):
+        for key in SIMULATED_ONLY:
             if not document[key]:
                 del document[key]
+        if self.backward_prefetch:
+            del document["backward_prefetch"]
         if not self.executable:
             document["executable"] = False
         return {"schema_version": SCHEMA_VERSION, **document}

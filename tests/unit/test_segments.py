@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from parsim.engines import static
+from parsim.engines.compile import compile_graph
 from parsim.errors import PlanError
 from parsim.graph.expand import lower_columns
 from parsim.graph.lower import lower
@@ -18,7 +21,7 @@ from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.kept_activations import KeptActivations
 from parsim.graph.plan_index import PlanIndex
-from parsim.work import Collective, Compute, Phase
+from parsim.work import Collective, Compute, Phase, SendRecv
 
 LAYERS = 2
 WIDTH = 1000
@@ -196,3 +199,57 @@ def test_the_streams_are_those_of_the_plan_without_segments() -> None:
     assert {resource.stream for task in graph.tasks for resource in task.resources if isinstance(resource, Resource)} <= {
         "compute", "tp", "host", "dp",
     }  # fmt: skip
+
+
+def staged(*, blocking: bool) -> Plan:
+    """One layer per stage."""
+    mesh = Mesh(pp=2, dp=1, tp=1)
+    names = [component.name for component in model().components]
+    halves = (tuple(names[:2]), tuple(names[2:]))
+    return Plan(
+        strategy="custom",
+        mesh=mesh,
+        stages=tuple(Stage(components=own, ranks=mesh.stage_ranks(place)) for place, own in enumerate(halves)),
+        global_batch=8,
+        microbatches=8,
+        blocking_transfers=blocking,
+    )
+
+
+def test_a_blocking_transfer_takes_the_senders_time_and_not_the_receivers() -> None:
+    """1F1B in the steady state: f + b per microbatch where transfers hide, and one transfer more where they block."""
+    seconds = {Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0}
+
+    def step_s(made: Plan) -> float:
+        columns = lower_columns(made, model())
+        durations = np.array(
+            [
+                seconds[unit.work.phase] if isinstance(unit.work, Compute) else 0.25 if isinstance(unit.work, SendRecv) else 0.0
+                for unit in columns.units
+            ]
+        )[columns.unit]
+        return static.simulate(compile_graph(columns), durations).makespan_s
+
+    free, blocking = step_s(staged(blocking=False)), step_s(staged(blocking=True))
+    per_microbatch = (blocking - free) / 8
+    assert 0.15 < per_microbatch < 0.35
+
+
+def test_without_backward_prefetch_a_gather_follows_the_backward_before() -> None:
+    made = [
+        lower(plan(tp=1, dp=2, zero_stage=3, bucket_bytes=1, backward_prefetch=prefetch), model()) for prefetch in (True, False)
+    ]
+    for graph, prefetch in zip(made, (True, False), strict=True):
+        by_key = {
+            (task.work.phase, task.work.component): task.index
+            for task in graph.tasks
+            if isinstance(task.work, Compute) and task.origin.microbatch == 0 and task.ranks == (0,)
+        }
+        backward = graph.tasks[by_key[Phase.BACKWARD, "h0.b"]]
+        gathers = [
+            graph.tasks[index]
+            for index in backward.dependencies
+            if isinstance(graph.tasks[index].work, Collective) and graph.tasks[index].work.operation == "all_gather"
+        ]
+        (gather,) = gathers
+        assert (by_key[Phase.BACKWARD, "h1.a"] in gather.dependencies) is not prefetch

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.plan_index import PlanIndex, Reading
-from parsim.graph.task import Origin, Resource
+from parsim.graph.task import COMPUTE, Origin, Resource
 from parsim.plans.redistribution import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion
 from parsim.work import Collective, Phase, SendRecv
 
@@ -258,4 +258,7 @@ def _add_transfer(
         gradient=moving.is_gradient,
         layout=None if how == PIECES else how,
     )
-    draft.add(key, work, [Resource(source, f"pp>{target}"), Resource(target, f"pp<{source}")], after, origin)
+    resources = [Resource(source, f"pp>{target}"), Resource(target, f"pp<{source}")]
+    if layout.plan.blocking_transfers:
+        resources.append(Resource(source, COMPUTE))
+    draft.add(key, work, resources, after, origin)
