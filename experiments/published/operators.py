@@ -19,8 +19,10 @@ class Layer:
     """What a component under construction does.
 
     Attributes:
-        weight_bytes: of one parameter as stored. casts: inputs of products are cast to 8 bits. peak: bytes of gradients at the fullest moment of
-            the backward; peak_divided: the part of them that a shard has its share of.
+        weight_bytes: of one parameter as stored. casts: inputs of products are cast to 8 bits.
+        saved, saved_divided: bytes kept for the backward, and the part of them that a shard has its share of.
+        peak, peak_fixed: bytes of gradients at the fullest moment of the backward, per sample and whatever the samples;
+            with `_divided` the part of them that is shared likewise.
     """
 
     prefix: str
@@ -55,7 +57,9 @@ class Layer:
         self.saved += size
         self.saved_divided += size if divided else 0
 
-    def linear(self, name: str, rows: int, outputs: int, inputs: int, *, split: str, bias: bool = False, problems: int = 1) -> None:
+    def linear(
+        self, name: str, rows: int, outputs: int, inputs: int, *, split: str, bias: bool = False, problems: int = 1
+    ) -> None:
         """A product with a weight: split "column" (its outputs), "row" (its inputs) or "" (whole on every shard).
 
         `problems`: of so many experts, each with its own weight and `rows` rows.
@@ -97,9 +101,7 @@ class Layer:
         )
         self.add(operator, *(("elements", size) if divided else ()))
 
-    def norm(
-        self, name: str, tokens: int, hidden: int, *, divided: bool, kind: str = "layer", arrays: float = 2.0
-    ) -> None:
+    def norm(self, name: str, tokens: int, hidden: int, *, divided: bool, kind: str = "layer", arrays: float = 2.0) -> None:
         """A normalisation; a fused one is read and written once."""
         elements = 2 * hidden if kind == "layer" else hidden
         self.moved(tokens * hidden, arrays, divided=divided, parameters=elements)

@@ -1,4 +1,4 @@
-"""From a row to a question that parsim answers: a Model, a Plan, a Cluster and a precision; with everything that was assumed."""
+"""From a row to a question that parsim answers: a Model, a Plan, a Cluster, a precision, and everything that was assumed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from machines import cluster_of, machine_of
 from rows import Row
 from rules import INTERLEAVED_CHUNKS, Framework, framework_of, micro_of, recompute_of
 from shapes import Shape, shape_of_name
-from transformer import RULE, SEQUENCE, Part, Software, transformer
+from transformer import Part, transformer
 
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
@@ -126,8 +125,20 @@ def question_of(row: Row) -> Asked:
     if chunks > 1 and (per_replica // micro) % pp:
         assumed.append(f"no interleaving: {per_replica // micro} microbatches are no multiple of pp {pp}")
         chunks = 1
-    plan = _plan(model, shape, tp=tp, pp=pp, dp=dp * cp, batch=batch * cp, micro=micro, chunks=chunks, zero=zero,
-                 recompute=recompute, framework=framework, row=row)
+    plan = _plan(
+        model,
+        shape,
+        tp=tp,
+        pp=pp,
+        dp=dp * cp,
+        batch=batch * cp,
+        micro=micro,
+        chunks=chunks,
+        zero=zero,
+        recompute=recompute,
+        framework=framework,
+        row=row,
+    )
     return Asked(
         row=row,
         framework=framework,
@@ -172,9 +183,7 @@ def _shape(row: Row, assumed: list[str]) -> Shape:
         assumed.append(f"vocabulary {vocab}")
         found = re.search(r"vocab (\d+)", row.notes)
         return Shape(name=row.model, layers=layers, hidden=hidden, heads=heads, vocab=int(found[1]) if found else vocab)
-    return replace(
-        named, layers=row.layers or named.layers, hidden=row.hidden or named.hidden, heads=row.heads or named.heads
-    )
+    return replace(named, layers=row.layers or named.layers, hidden=row.hidden or named.hidden, heads=row.heads or named.heads)
 
 
 def _split(shape: Shape, gpus: int, seq: int, per_node: int, assumed: list[str]) -> tuple[int, int]:
@@ -212,8 +221,19 @@ def _precision(row: Row) -> tuple[str, list[str]]:
 
 
 def _plan(
-    model: Model, shape: Shape, *, tp: int, pp: int, dp: int, batch: int, micro: int, chunks: int, zero: int, recompute: str,
-    framework: Framework, row: Row,
+    model: Model,
+    shape: Shape,
+    *,
+    tp: int,
+    pp: int,
+    dp: int,
+    batch: int,
+    micro: int,
+    chunks: int,
+    zero: int,
+    recompute: str,
+    framework: Framework,
+    row: Row,
 ) -> Plan:
     stages = _stages(model, shape, pp, chunks, row)
     mesh = Mesh(pp=pp, dp=dp, tp=tp)
@@ -295,7 +315,6 @@ def _stages(model: Model, shape: Shape, pp: int, chunks: int, row: Row) -> list[
     if min(counts) < 0 or sum(counts) != shape.layers or (min(counts) == 0 and number > 2 and 0 in counts[1:-1]):
         raise CannotExpressError(f"{shape.layers} layers do not divide over {number} stages: {counts}")
     stages: list[list[str]] = [[] for _ in range(number)]
-    place, left = 0, counts[0]
     for component in model.components:
         name = component.name
         layer = re.match(r"h\.(\d+)", name)

@@ -78,10 +78,7 @@ def readme(document: Mapping[str, Any]) -> str:
         "",
         table(
             ("GPU and precision", "factor on seconds", "sources"),
-            [
-                [key, number(entry["factor"], "{:.3f}"), str(entry["sources"])]
-                for key, entry in document["factors"].items()
-            ],
+            [[key, number(entry["factor"], "{:.3f}"), str(entry["sources"])] for key, entry in document["factors"].items()],
         ),
         "",
         "## Worst rows",

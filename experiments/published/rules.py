@@ -18,7 +18,7 @@ EAGER = Software(flash=True, dropout=False, residual_arrays=3.0, activation_save
 """Eager PyTorch with flash attention: nothing else is fused."""
 
 TRITON = replace(EAGER, attention_work=1.8, loss_bytes=2, loss_peak=2, loss_arrays=2.0)
-"""A fused loss, and the Triton kernel of 2022. FlashAttention-2 is 1.3 to 2.5 times as fast (Dao 2023, section 4.1): the middle."""
+"""A fused loss, and the Triton kernel of 2022. FlashAttention-2 is 1.3 to 2.5 times as fast (Dao 2023, section 4.1)."""
 
 FIRST_FLASH = replace(EAGER, attention_work=2.0, activation_saved=3.0)
 """FlashAttention 1. FlashAttention-2 is 1.7 to 3 times as fast (Dao 2023, section 4.1)."""
@@ -81,10 +81,10 @@ COMPOSER = Framework(name="Composer FSDP", software=TRITON, recompute="none", ze
 TITAN = Framework(
     name="torchtitan FSDP2", software=COMPILED, recompute="selective", zero=3, sequence=True, micro=2, seq=8192, alternate=True
 )
-INTERNEVO = Framework(
-    name="InternEvo", software=FIRST_FLASH, recompute="none", zero=1, bucket_bytes=512 * 2**20
+INTERNEVO = Framework(name="InternEvo", software=FIRST_FLASH, recompute="none", zero=1, bucket_bytes=512 * 2**20)
+SAILOR = Framework(
+    name="Megatron-DeepSpeed, no recomputation", software=UNFUSED, recompute="none", micro=1, blocking_transfers=True
 )
-SAILOR = Framework(name="Megatron-DeepSpeed, no recomputation", software=UNFUSED, recompute="none", micro=1, blocking_transfers=True)
 SIMUMAX = replace(MEGATRON_CORE, name="Megatron-Core under SimuMax", seq=4096, zero=1)
 EAGER_DDP = Framework(name="PyTorch DDP with FlashAttention", software=replace(EAGER, dropout=True), recompute="none", micro=8)
 

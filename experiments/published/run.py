@@ -207,9 +207,7 @@ def results(predictions: Sequence[Predicted]) -> dict[str, Any]:
             }
             for row in worst
         ],
-        "not_expressed": {
-            entry.row.id: entry.why for entry in predictions if entry.value is None
-        },
+        "not_expressed": {entry.row.id: entry.why for entry in predictions if entry.value is None},
         "does_not_fit": [row.predicted.row.id for row in rows if (row.predicted.fit_probability or 0.0) < 0.5],
         "errors": {row.predicted.row.id: round(100 * relative(row.log_error), 2) for row in rows},
     }

@@ -181,9 +181,7 @@ SHAPES: dict[str, Shape] = {
     ),
     "mixtral-8x7b": llama("Mixtral 8x7B", 32, 4096, 32, 8, 14336, 32000, experts=8, active=2, expert_ffn=14336),
     "mixtral-8x22b": llama("Mixtral 8x22B", 56, 6144, 48, 8, 16384, 32768, experts=8, active=2, expert_ffn=16384),
-    "qwen3-30b-a3b": llama(
-        "Qwen3 30B A3B", 48, 2048, 32, 4, 6144, 151936, experts=128, active=8, expert_ffn=768, head_dim=128
-    ),
+    "qwen3-30b-a3b": llama("Qwen3 30B A3B", 48, 2048, 32, 4, 6144, 151936, experts=128, active=8, expert_ffn=768, head_dim=128),
     "qwen3-235b-a22b": llama(
         "Qwen3 235B A22B", 94, 4096, 64, 4, 12288, 151936, experts=128, active=8, expert_ffn=1536, head_dim=128
     ),

@@ -19,7 +19,8 @@ from functools import lru_cache
 
 from operators import FULL_BYTES, Layer
 from shapes import Shape
-from parsim.model.component import Component, Operator, OperatorShard, Parameter, ParameterShard, Sharding, ShardPeak, Value
+
+from parsim.model.component import Component, Operator, Parameter, Sharding, ShardPeak, Value
 from parsim.model.model import Model
 
 HALF = 2
@@ -55,7 +56,6 @@ class Software:
     loss_bytes: int = 6
     loss_peak: int = 4
     loss_arrays: float = 8.0
-
 
     @property
     def operand_bytes(self) -> int:
@@ -208,9 +208,7 @@ def _feed(layer: Layer, shape: Shape, software: Software, rows: int, inner: int,
     )
     arrays = software.activation_arrays + (1 if shape.gated else 0)
     layer.moved(problems * rows * inner, arrays, divided=True)
-    layer.linear(
-        f"{name}.down", rows, shape.hidden, inner, split="row", bias=shape.bias and problems == 1, problems=problems
-    )
+    layer.linear(f"{name}.down", rows, shape.hidden, inner, split="row", bias=shape.bias and problems == 1, problems=problems)
     saved = software.activation_saved - 1 + (1 if shape.gated else 0)
     layer.keep(round(problems * rows * inner * (HALF * saved + software.operand_bytes)), divided=True)
     layer.peak = max(layer.peak, HALF * problems * rows * shape.hidden)
@@ -284,7 +282,9 @@ def _component(
             parameters=tuple(layer.cut_parameters) if rule == RULE else (),
             operators=tuple(layer.cut),
             saved_activation_bytes=layer.saved_divided,
-            forward_peaks=(_shard_peak(layer.saved - layer.saved_divided + layer.peak, 0, layer.saved_divided + layer.peak_divided, 0),),
+            forward_peaks=(
+                _shard_peak(layer.saved - layer.saved_divided + layer.peak, 0, layer.saved_divided + layer.peak_divided, 0),
+            ),
             backward_peaks=(_shard_peak(layer.peak, layer.peak_fixed, layer.peak_divided, layer.peak_fixed_divided),),
         )
         for rule, (needs, makes) in rules.items()
@@ -436,9 +436,12 @@ def _attention_parts(
 
     def values(here: str, makes: str) -> list[Value]:
         inner = replace(
-            _stream(f"{here}.q", f"{here}.qkv", shape, part, (f"{here}.core",)), bytes_per_sample=HALF * n * (queries + 2 * keys)
+            _stream(f"{here}.q", f"{here}.qkv", shape, part, (f"{here}.core",)),
+            bytes_per_sample=HALF * n * (queries + 2 * keys),
         )
-        outer = replace(_stream(f"{here}.c", f"{here}.core", shape, part, (f"{here}.proj",)), bytes_per_sample=HALF * n * queries)
+        outer = replace(
+            _stream(f"{here}.c", f"{here}.core", shape, part, (f"{here}.proj",)), bytes_per_sample=HALF * n * queries
+        )
         return [inner, outer, _stream(makes, f"{here}.proj", shape, part, ())]
 
     return sublayer, values

@@ -124,9 +124,7 @@ OPTIMIZERS: Registry[Optimizer] = Registry(
             learning_rate=1e-3,
             temporary_bytes_per_element=4,
         ),
-        "adam_fused": Optimizer(
-            make=_adam_fused, states=("exp_avg", "exp_avg_sq"), accesses_per_element=8, learning_rate=1e-3
-        ),
+        "adam_fused": Optimizer(make=_adam_fused, states=("exp_avg", "exp_avg_sq"), accesses_per_element=8, learning_rate=1e-3),
         "adamw_fused": Optimizer(
             make=_adamw_fused, states=("exp_avg", "exp_avg_sq"), accesses_per_element=8, learning_rate=1e-3
         ),

@@ -76,8 +76,8 @@ class Plan:
             use, and not at its end.
         blocking_transfers: a rank computes nothing while it sends a value or gradient to another stage, as Megatron-LM before
             2023 and DeepSpeed do.
-        backward_prefetch: with zero_stage 3, parameters are gathered while the backward before runs. False: behind it and behind
-            its reduce_scatter, as FSDP's BACKWARD_POST does.
+        backward_prefetch: with zero_stage 3, parameters are gathered while the backward before runs. False: behind it and its
+            reduce_scatter, as FSDP's BACKWARD_POST does.
     """
 
     strategy: str

@@ -12,6 +12,7 @@ from parsim.engines.compile import compile_graph
 from parsim.errors import PlanError
 from parsim.graph.expand import lower_columns
 from parsim.graph.lower import lower
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Resource
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.component import Component, Parameter, Sharding, Value
@@ -20,7 +21,6 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.kept_activations import KeptActivations
-from parsim.graph.plan_index import PlanIndex
 from parsim.work import Collective, Compute, Phase, SendRecv
 
 LAYERS = 2
@@ -67,9 +67,7 @@ def plan(*, tp: int = 2, segments: tuple[tuple[str, ...], ...] = (), **rest: obj
     return Plan(
         strategy="custom",
         mesh=mesh,
-        stages=(
-            Stage(components=components, ranks=mesh.stage_ranks(0), placements=placements if tp > 1 else ()),
-        ),
+        stages=(Stage(components=components, ranks=mesh.stage_ranks(0), placements=placements if tp > 1 else ()),),
         global_batch=4 * mesh.dp,
         microbatches=2,
         segments=segments,
@@ -141,6 +139,7 @@ def test_blocks_expand_to_the_same_program(tp: int) -> None:
 
 def test_a_segment_keeps_what_enters_it_alone() -> None:
     """Of 5 widths that a half saves; the second half's input is made again."""
+
     def kept(**rest: object) -> dict[str, int]:
         found = KeptActivations(PlanIndex(plan(tp=1, **rest), model()), "fp32")  # type: ignore[arg-type]
         return {name: found.component(name).saved_activation_bytes for name in ("h1.a", "h1.b")}
