@@ -65,7 +65,9 @@ def test_without_rows_the_prior_decides() -> None:
 def test_a_burst_is_faster_only_while_it_is_short() -> None:
     rows = products.products_of(products.read_products(SYNTHETIC), ("Made-up",), products.HALF)
     parameters = {**TRUTH, "burst_gain": 1.2, "burst_s": 1e-4}
-    short = products.Products(rows.rows, rows.columns, rows.depth, rows.problems, rows.size_bytes, rows.seconds, 0 * rows.sustained, rows.source)
+    short = products.Products(
+        rows.rows, rows.columns, rows.depth, rows.problems, rows.size_bytes, rows.seconds, 0 * rows.sustained, rows.source
+    )
     gain = products.predicted(rows, CHIP, parameters) / products.predicted(short, CHIP, parameters)
     assert gain.min() >= 1
     assert gain.max() <= 1.2

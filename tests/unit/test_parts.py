@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from parsim.workflow.load import cluster_of
 GIB = 2**30
 
 
+@lru_cache(maxsize=64)
 def model_of(gpu: str, precision: str) -> KernelModel:
     profile = profile_from_parts(gpu, 1)
     device = cluster_from_profile(profile).devices[0].type
@@ -94,7 +96,7 @@ def test_aliases_stand_for_shipped_parts() -> None:
 
 
 @pytest.mark.parametrize("name", shipped_gpus())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_prices_grow_with_sizes_and_keep_the_roofline(name: str, data: st.DataObject) -> None:
     part = load_gpu(name)
@@ -116,7 +118,7 @@ def test_prices_grow_with_sizes_and_keep_the_roofline(name: str, data: st.DataOb
 
 
 @pytest.mark.parametrize("name", [name for name in shipped_gpus() if not name.startswith("v100")])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     sequence=st.integers(16, 20000), depth=st.sampled_from((64, 128)), problems=st.integers(1, 200), causal=st.booleans(),
     backward=st.booleans(), more=st.integers(1, 5000),

@@ -8,9 +8,10 @@ The links of a node, by the form of the link part:
     cube     the hybrid cube mesh of eight devices (two lanes or one per pair)
     host     none of its own
 
-Besides, every device hangs on the host: on a PCIe switch (two share one) under one of two sockets. With "switch" and
-"mesh" every device has a PCIe switch of its own with a slot for a network card, as in machines with a card per GPU; else each
-PCIe switch has one slot. `cards_per_node` changes only how many cards are plugged in.
+Besides, every device hangs on the host: on a PCIe switch (two share one) under one of two sockets, with a slot for a network
+card at each switch. With "switch" and "mesh" every device has a PCIe switch and a slot of its own, as in machines with a card
+per GPU, and all switches hang on one host end: the library reaches a card of another socket over the direct links and
+the device beside the card. `cards_per_node` changes only how many cards are plugged in.
 
 Leaves out: which cards share a socket's memory, and hosts whose PCIe differs from the GPU's generation.
 """
@@ -169,7 +170,7 @@ def _links(own: LinkPart, host: LinkPart, number: int) -> tuple[list[LinkEntry],
     per_switch = 1 if own.form in ("switch", "mesh") else 2
     switches = -(-number // per_switch)
     links += [LinkEntry(a=f"gpu{gpu}", b=f"pcie{gpu // per_switch}", kind=HOST) for gpu in range(number)]
-    sockets = min(2, switches)
+    sockets = 1 if per_switch == 1 else min(2, switches)
     links += [
         LinkEntry(a=f"pcie{switch}", b=f"socket{switch * sockets // switches}", kind=HOST, lanes=1)
         for switch in range(switches)
