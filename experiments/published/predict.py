@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from answer import Answer, answer
 from question import Asked, CannotExpressError, question_of
@@ -31,8 +34,13 @@ Z90 = 1.6448536
 MEMORY_SIGMA = 0.05
 """Of a predicted peak."""
 
-FRAMEWORK_SIGMA = 0.05
-ASSUMED_SIGMA = 0.08
+UNKNOWN_SIGMA = 0.12
+"""Of a framework of which no run was seen, beside the spreads of the parts."""
+
+
+def part_of(device: str) -> str:
+    """The chip of a part: `a100-sxm-80gb` is A100."""
+    return device.split("-")[0].upper()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +49,7 @@ class Facts:
 
     model: str
     gpu: str
+    framework: str
     gpus: int
     tokens: int
     precision: str
@@ -93,21 +102,36 @@ def _text(number: float | None) -> str:
     return "" if number is None else f"{number:.6g}"
 
 
-def interval_factor(predicted: Predicted) -> float:
-    """Half the width of the 90% interval, as a logarithm."""
-    return Z90 * predicted.sigma
+def fitted() -> Mapping[str, Any]:
+    """What `run.py` fitted: a factor per GPU and precision, and the spread of each framework. Empty before the first run."""
+    path = Path(__file__).parent / "fitted.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def predict(row: Row, factor: float = 1.0) -> Predicted:
+def _question_that_fits(row: Row, without: str) -> tuple[Asked, Answer]:
+    """Where recomputation is not stated and the plan would not fit, half of the layers are recomputed, then all."""
+    asked = question_of(row, without=without)
+    found = answer(asked)
+    for more in ("half", "full"):
+        if found.peak_bytes <= found.limit_bytes or "recompute" not in " ".join(asked.assumed):
+            break
+        asked = question_of(row, more, without=without)
+        found = answer(asked)
+    return asked, found
+
+
+def predict(row: Row, without: str = "", raw: bool = False) -> Predicted:
     """The prediction for one row. Never raises for a row.
 
     Args:
-        row: of a file of published runs. factor: on the step's seconds.
+        row: of a file of published runs. without: a piece to leave out (`question_of`). raw: without fitted factors.
     """
     try:
-        asked = question_of(row)
-        found = answer(asked)
-        spread = math.sqrt(found.sigma**2 + FRAMEWORK_SIGMA**2 + (ASSUMED_SIGMA**2 if asked.assumed else 0.0))
+        asked, found = _question_that_fits(row, without)
+        known = {} if raw else fitted()
+        gpu = part_of(asked.cluster.devices[0].type.name)
+        factor = known.get("factors", {}).get(f"{gpu} {asked.precision}", 1.0)
+        spread = known.get("sigmas", {}).get(asked.framework.name) or math.hypot(found.sigma, UNKNOWN_SIGMA)
         steps = [factor * found.step_s * math.exp(sign * Z90 * spread) for sign in (0, -1, 1)]
         value, *ends = (in_unit(asked, step) for step in steps)
         return Predicted(
@@ -115,7 +139,8 @@ def predict(row: Row, factor: float = 1.0) -> Predicted:
             why=_why(asked, found),
             facts=Facts(
                 model=asked.shape.name,
-                gpu=asked.cluster.devices[0].type.name,
+                gpu=gpu,
+                framework=asked.framework.name,
                 gpus=asked.gpus,
                 tokens=asked.batch * asked.seq,
                 precision=asked.precision,
@@ -145,13 +170,14 @@ def _why(asked: Asked, found: Answer) -> str:
     return "; ".join(parts)
 
 
-def predict_all(rows: Sequence[Row], jobs: int) -> list[Predicted]:
+def predict_all(rows: Sequence[Row], jobs: int, without: str = "", raw: bool = False) -> list[Predicted]:
     """All rows, in order, by so many processes."""
+    one = partial(predict, without=without, raw=raw)
     if jobs <= 1 or len(rows) < 2 * jobs:
-        return [predict(row) for row in rows]
+        return [one(row) for row in rows]
     order = sorted(range(len(rows)), key=lambda number: str(rows[number].model))
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        found = dict(zip(order, pool.map(predict, [rows[number] for number in order], chunksize=8), strict=True))
+        found = dict(zip(order, pool.map(one, [rows[number] for number in order], chunksize=8), strict=True))
     return [found[number] for number in range(len(rows))]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from machines import cluster_of, machine_of
 from rows import Row
-from rules import INTERLEAVED_CHUNKS, Framework, framework_of, micro_of, recompute_of
+from rules import Framework, framework_of, micro_of, recompute_of
 from shapes import Shape, shape_of_name
 from transformer import Part, transformer
 
@@ -19,6 +19,8 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import Plan, Stage
+
+BERT_SEQ = 512
 
 
 class CannotExpressError(Exception):
@@ -50,20 +52,31 @@ class Asked:
     context_ways: int = 1
 
 
-def question_of(row: Row) -> Asked:
-    """The question of a row. Raises CannotExpressError with the reason."""
+def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
+    """The question of a row.
+
+    Args:
+        row: of a file of published runs.
+        recompute_more: "half" of the layers or "full", where the row does not state it and its plan would not fit.
+        without: a field of Framework that is set back to its default, to see what it is worth.
+
+    Raises:
+        CannotExpressError: with the reason.
+    """
     framework = framework_of(row)
+    if without:
+        framework = replace(framework, **{without: next(entry.default for entry in fields(Framework) if entry.name == without)})
     assumed: list[str] = []
     lacks: list[str] = []
     machine = machine_of(row)
     if machine is None:
         raise CannotExpressError(f"no single kind of GPU that parsim has a part for: {row.hardware!r}")
     shape = _shape(row, assumed)
-    seq = row.seq or _assume(assumed, "seq", framework.seq)
+    seq = row.seq or _assume(assumed, "seq", framework.seq if shape.causal else BERT_SEQ)
     tp, pp, cp = row.tp, row.pp, row.cp or 1
     gpus = row.gpus or (tp or 1) * (pp or 1) * (row.dp or 1) * cp
     if tp is None or pp is None:
-        tp, pp = _split(shape, gpus, seq, machine.per_node, assumed)
+        tp, pp = (framework.tp, 1) if framework.tp else _split(shape, gpus, machine.per_node, assumed)
     gpus = max(gpus, tp * pp * cp)
     dp = row.dp or max(1, gpus // (tp * pp * cp))
     if row.gpus is not None and tp * pp * dp * cp != gpus and row.dp is not None:
@@ -73,7 +86,9 @@ def question_of(row: Row) -> Asked:
     if tp * pp * dp * cp != gpus:
         assumed.append(f"{tp * pp * dp * cp} of {gpus} GPUs take part")
         gpus = tp * pp * dp * cp
-    batch = row.global_batch or _batch(row, framework, shape, dp, seq, assumed)
+    batch = row.global_batch or framework.batch or _batch(row, framework, shape, dp, seq, assumed)
+    if batch < dp and row.dp is None:
+        raise CannotExpressError(f"batch {batch} does not reach dp {dp}, and the split is not stated")
     if batch % dp:
         rounded = max(1, round(batch / dp)) * dp
         assumed.append(f"batch {batch} rounded to {rounded}, a multiple of dp {dp}")
@@ -86,6 +101,8 @@ def question_of(row: Row) -> Asked:
         assumed.append(f"batch {batch} rounded to {rounded}: microbatches of {micro} (gcd {fitting})")
         batch, per_replica = rounded, rounded // dp
     recompute, stated = recompute_of(row, framework)
+    if recompute_more and not stated:
+        recompute = recompute_more
     if not stated:
         assumed.append(f"recompute {recompute}")
     sequence = tp > 1 and ("sequence" in row.recompute.lower() or (framework.sequence and framework.recompute != "full"))
@@ -116,9 +133,7 @@ def question_of(row: Row) -> Asked:
     model = transformer(shape, software, part, granularity)
     chunks = row.vpp or 1
     if pp > 1 and row.vpp is None and "interleaved" in row.notes.lower():
-        chunks = INTERLEAVED_CHUNKS
-        while (shape.layers % (pp * chunks) and chunks > 1) or chunks > shape.layers // pp:
-            chunks -= 1
+        chunks = min(framework.depth, -(-shape.layers // pp))
         assumed.append(f"{chunks} chunks per rank")
     if pp == 1:
         chunks = 1
@@ -175,7 +190,7 @@ def _shape(row: Row, assumed: list[str]) -> Shape:
         raise CannotExpressError(f"the shape of {row.model!r} is not known and the row does not state it")
     if named is None:
         hidden = row.hidden or 1
-        heads = row.heads or _assume(assumed, "heads", max(1, hidden // 128))
+        heads = row.heads or _assume(assumed, "heads", _usual_heads(hidden))
         layers = row.layers or (_assume(assumed, "layers", max(1, round(row.params / (12 * hidden**2)))) if row.params else 0)
         if not layers:
             raise CannotExpressError(f"the layers of {row.model!r} are not known")
@@ -186,7 +201,13 @@ def _shape(row: Row, assumed: list[str]) -> Shape:
     return replace(named, layers=row.layers or named.layers, hidden=row.hidden or named.hidden, heads=row.heads or named.heads)
 
 
-def _split(shape: Shape, gpus: int, seq: int, per_node: int, assumed: list[str]) -> tuple[int, int]:
+def _usual_heads(hidden: int) -> int:
+    """A multiple of 8 that divides the hidden size, with about 128 channels each."""
+    fitting = [heads for heads in range(8, hidden + 1, 8) if hidden % heads == 0]
+    return min(fitting, key=lambda heads: abs(hidden / heads - 128)) if fitting else max(1, hidden // 128)
+
+
+def _split(shape: Shape, gpus: int, per_node: int, assumed: list[str]) -> tuple[int, int]:
     """tp and pp that are not stated: the fewest GPUs on which 18 bytes per parameter take half of 80 GB."""
     parameters = 12 * shape.layers * shape.hidden**2
     needed = max(1, math.ceil(18 * parameters / 40e9))
@@ -249,7 +270,7 @@ def _plan(
         segments = _segments(stages)
     elif recompute == "full":
         again = tuple(name for name in names if name.startswith("h."))
-    elif recompute == "selective" and framework.alternate:
+    elif recompute == "half" or (recompute == "selective" and framework.alternate):
         segments = _segments(stages)[::2]
     elif recompute == "selective":
         again = tuple(name for name in names if name.endswith(".core"))
@@ -272,6 +293,7 @@ def _plan(
         recompute=again,
         segments=segments,
         blocking_transfers=framework.blocking_transfers and pp > 1,
+        scatter_gather=framework.scatter_gather and pp > 1 and tp > 1,
         backward_prefetch=framework.backward_prefetch or zero != 3 or dp == 1,
         gather_ahead=framework.gather_ahead and zero == 1 and dp > 1,
     )

@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from rows import Row
 from transformer import Software
 
+INTERLEAVED_CHUNKS = 2
+"""Where a row says that the schedule is interleaved and not how deeply. Llama 3: a layer per chunk."""
+
 UNFUSED = Software(flash=False, dropout=True)
 """Megatron-LM before flash attention: fused scale, mask and softmax; fused bias, dropout and addition; fused GELU."""
 
-EAGER = Software(flash=True, dropout=False, residual_arrays=3.0, activation_saved=2.0, loss_bytes=10, loss_arrays=10.0)
+EAGER = Software(flash=True, dropout=False, residual_arrays=3.0, loss_bytes=6, loss_arrays=10.0)
 """Eager PyTorch with flash attention: nothing else is fused."""
 
 TRITON = replace(EAGER, attention_work=1.8, loss_bytes=2, loss_peak=2, loss_arrays=2.0)
@@ -40,7 +43,8 @@ class Framework:
         precision: "fp16" or "bf16" where the row says nothing. micro: samples of a microbatch; 0: `micro_of`.
         seq: tokens of a sample. chunks: per rank, where interleaving is on and its depth is not stated.
         optimizer: one kernel, or a few per array. gather_ahead: ZeRO 1 gathers parameters while the next forward runs.
-        backward_prefetch, blocking_transfers: as in `parsim.plans.plan.Plan`.
+        batch, tp: of a row that does not state them; 0: by size. depth: chunks per rank of an interleaved schedule.
+        backward_prefetch, blocking_transfers, scatter_gather: as in `parsim.plans.plan.Plan`.
         alternate: selective recomputation is that of every second layer (torchtitan's default).
         repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at once.
     """
@@ -59,12 +63,20 @@ class Framework:
     gather_ahead: bool = False
     backward_prefetch: bool = True
     blocking_transfers: bool = False
+    scatter_gather: bool = False
     alternate: bool = False
+    batch: int = 0
+    tp: int = 0
+    depth: int = INTERLEAVED_CHUNKS
 
 
-MEGATRON_2020 = Framework(name="Megatron-LM 2020", recompute="full", seq=1024, blocking_transfers=True)
-MEGATRON = Framework(name="Megatron-LM 2021 and Megatron-DeepSpeed", recompute="full", blocking_transfers=True)
-MEGATRON_SELECTIVE = Framework(name="Megatron-LM 2022", recompute="full", sequence=True, blocking_transfers=True)
+MEGATRON_2020 = Framework(name="Megatron-LM 2020", recompute="full", seq=1024, blocking_transfers=True, scatter_gather=True)
+MEGATRON = Framework(
+    name="Megatron-LM 2021 and Megatron-DeepSpeed", recompute="full", blocking_transfers=True, scatter_gather=True
+)
+MEGATRON_SELECTIVE = Framework(
+    name="Megatron-LM 2022", recompute="full", sequence=True, batch=4, tp=8, blocking_transfers=True, scatter_gather=True
+)
 MEGATRON_CORE = Framework(
     name="Megatron-Core and NeMo",
     software=COMPILED,
@@ -75,6 +87,7 @@ MEGATRON_CORE = Framework(
     seq=4096,
     bucket_bytes=80 * 2**20,
     gather_ahead=True,
+    scatter_gather=True,
 )
 BLOOM = replace(MEGATRON, name="Megatron-DeepSpeed with ZeRO 1", zero=1)
 COMPOSER = Framework(name="Composer FSDP", software=TRITON, recompute="none", zero=3, backward_prefetch=False)
@@ -82,9 +95,7 @@ TITAN = Framework(
     name="torchtitan FSDP2", software=COMPILED, recompute="selective", zero=3, sequence=True, micro=2, seq=8192, alternate=True
 )
 INTERNEVO = Framework(name="InternEvo", software=FIRST_FLASH, recompute="none", zero=1, bucket_bytes=512 * 2**20)
-SAILOR = Framework(
-    name="Megatron-DeepSpeed, no recomputation", software=UNFUSED, recompute="none", micro=1, blocking_transfers=True
-)
+SAILOR = replace(MEGATRON, name="Megatron-DeepSpeed, no recomputation", recompute="none", micro=1)
 SIMUMAX = replace(MEGATRON_CORE, name="Megatron-Core under SimuMax", seq=4096, zero=1)
 EAGER_DDP = Framework(name="PyTorch DDP with FlashAttention", software=replace(EAGER, dropout=True), recompute="none", micro=8)
 
@@ -105,7 +116,7 @@ FRAMEWORKS: dict[str, Framework] = {
     "titan": TITAN,
     "internevo": INTERNEVO,
     "llama1": replace(COMPOSER, name="LLaMA's own, FSDP", micro=2),
-    "llama3": replace(MEGATRON_CORE, name="Llama 3's own", zero=1, seq=8192),
+    "llama3": replace(MEGATRON_CORE, name="Llama 3's own", zero=1, seq=8192, depth=8),
     "nemo": MEGATRON_CORE,
     "nemo-launcher": replace(MEGATRON_CORE, name="NeMo 23.07", seq=2048),
     "sailor": SAILOR,
@@ -148,9 +159,3 @@ def recompute_of(row: Row, framework: Framework) -> tuple[str, bool]:
         if text.startswith(word):
             return word, True
     return framework.recompute, False
-
-
-INTERLEAVED_CHUNKS = 2
-"""Where a row says that the schedule is interleaved and not how deeply: at least two, more where the layers do not divide."""
-
-CARDS_OF_UNSTATED_NETWORK = {"A100": (8, 200), "H100": (8, 400), "H200": (8, 400), "B200": (8, 400), "V100": (4, 100)}

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from predict import Predicted, interval_factor, predict_all
+from predict import Predicted, predict_all
 from readme import readme
 from rows import read_rows
 
@@ -71,7 +71,7 @@ def judged(predictions: Sequence[Predicted]) -> list[Judged]:
         if entry.value is None or row.value is None or entry.facts is None or any(word in row.notes for word in NOT_JUDGED):
             continue
         ratio = row.value / entry.value if entry.facts.rate else entry.value / row.value
-        gpu = entry.facts.gpu.split("-")[0].upper()
+        gpu = entry.facts.gpu
         place = f"{row.id}@{gpu}"
         group = next(name for name, pattern in GROUPS.items() if re.search(pattern, place))
         found.append(
@@ -86,18 +86,61 @@ def judged(predictions: Sequence[Predicted]) -> list[Judged]:
     return found
 
 
-def fitted_factors(rows: Sequence[Judged]) -> dict[str, tuple[float, int]]:
-    """By GPU and precision: minus the mean over sources of the median log error, and the number of sources.
+PRIOR_ROWS = 4
+PRIOR_SOURCES = 1
 
-    A source counts once, however many rows it has. One source alone is shrunk to half: its framework may be the cause.
+
+def fitted_factors(rows: Sequence[Judged]) -> dict[str, tuple[float, int]]:
+    """By GPU and precision: minus a weighted mean over sources of the median log error, and the number of sources.
+
+    A source of n rows weighs n / (n + 4), so that none decides by its number of rows, and one row decides little. The mean is
+    shrunk towards no factor as if one more source had shown none.
     """
     by_source: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         by_source[row.key][row.source].append(row.log_error)
-    return {
-        key: (-mean(median(errors) for errors in sources.values()) * len(sources) / (len(sources) + 1), len(sources))
-        for key, sources in by_source.items()
-    }
+    found = {}
+    for key, sources in by_source.items():
+        weights = [len(errors) / (len(errors) + PRIOR_ROWS) for errors in sources.values()]
+        total = sum(weight * median(errors) for weight, errors in zip(weights, sources.values(), strict=True))
+        found[key] = (-total / (sum(weights) + PRIOR_SOURCES / 2), len(sources))
+    return found
+
+
+def framework_sigmas(rows: Sequence[Judged], factors: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+    """By framework the spread of what its factor leaves, so that 90% of its rows lie within 1.645 of it.
+
+    With n rows, the (n + 1) 0.9-th smallest error; frameworks of fewer than 9 rows use at least that of all rows.
+    """
+    by_framework: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        assert row.predicted.facts is not None
+        by_framework[row.predicted.facts.framework].append(abs(row.log_error + factors.get(row.key, (0.0, 0))[0]))
+
+    def sigma(errors: list[float]) -> float:
+        ordered = sorted(errors)
+        return ordered[min(len(ordered), math.ceil(0.9 * (len(ordered) + 1))) - 1] / 1.6448536
+
+    everyone = sigma([error for errors in by_framework.values() for error in errors])
+    return {name: sigma(errors) if len(errors) >= 9 else max(sigma(errors), everyone) for name, errors in by_framework.items()}
+
+
+def covered(rows: Sequence[Judged], outside: Mapping[str, float]) -> dict[str, tuple[bool, float]]:
+    """By row whether its held-out error lies in the interval of its framework without this row, and half its width."""
+    found = {}
+    for row in rows:
+        facts = row.predicted.facts
+        assert facts is not None
+        others = [other for other in rows if other is not row]
+        same = [
+            abs(outside[other.predicted.row.id])
+            for other in others
+            if other.predicted.facts is not None and other.predicted.facts.framework == facts.framework
+        ]
+        errors = sorted(same if len(same) >= 8 else [abs(outside[other.predicted.row.id]) for other in others])
+        half = errors[min(len(errors), math.ceil(0.9 * (len(errors) + 1))) - 1] if errors else math.inf
+        found[row.predicted.row.id] = (abs(outside[row.predicted.row.id]) <= half, half)
+    return found
 
 
 def held_out(rows: Sequence[Judged]) -> dict[str, float]:
@@ -116,7 +159,12 @@ def relative(log_error: float) -> float:
     return math.exp(log_error) - 1
 
 
-def summary(rows: Sequence[Judged], outside: Mapping[str, float], factors: Mapping[str, tuple[float, int]]) -> dict[str, Any]:
+def summary(
+    rows: Sequence[Judged],
+    outside: Mapping[str, float],
+    factors: Mapping[str, tuple[float, int]],
+    intervals: Mapping[str, tuple[bool, float]],
+) -> dict[str, Any]:
     """The numbers of a group of rows, in per cent."""
     if not rows:
         return {}
@@ -124,8 +172,8 @@ def summary(rows: Sequence[Judged], outside: Mapping[str, float], factors: Mappi
     own = [row.log_error + factors.get(row.key, (0.0, 0))[0] for row in rows]
     held = [outside[row.predicted.row.id] for row in rows]
     shift = -median(raw)
-    inside = [abs(row.log_error) <= interval_factor(row.predicted) for row in rows]
-    widths = [2 * math.sinh(interval_factor(row.predicted)) for row in rows]
+    inside = [intervals[row.predicted.row.id][0] for row in rows]
+    widths = [2 * math.sinh(intervals[row.predicted.row.id][1]) for row in rows]
     percent = 100.0
 
     def error(values: Sequence[float]) -> float:
@@ -187,6 +235,7 @@ def results(predictions: Sequence[Predicted]) -> dict[str, Any]:
     """The whole document."""
     rows = judged(predictions)
     factors, outside = fitted_factors(rows), held_out(rows)
+    intervals = covered(rows, outside)
     groups: dict[str, list[Judged]] = defaultdict(list)
     for row in rows:
         groups[row.group].append(row)
@@ -194,9 +243,9 @@ def results(predictions: Sequence[Predicted]) -> dict[str, Any]:
     return {
         "rows": len(predictions),
         "judged": len(rows),
-        "all": summary(rows, outside, factors),
-        "complete": summary([row for row in rows if row.predicted.row.complete], outside, factors),
-        "groups": {name: summary(groups[name], outside, factors) for name in GROUPS if groups[name]},
+        "all": summary(rows, outside, factors, intervals),
+        "complete": summary([row for row in rows if row.predicted.row.complete], outside, factors, intervals),
+        "groups": {name: summary(groups[name], outside, factors, intervals) for name in GROUPS if groups[name]},
         "factors": {key: {"factor": math.exp(value), "sources": count} for key, (value, count) in sorted(factors.items())},
         "worst": [
             {
@@ -219,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, required=True, help="the csv file of published runs")
     parser.add_argument("--only", default=".", help="ids to predict, a regular expression; then nothing is written")
     parser.add_argument("--quick", action="store_true", help="every tenth row; nothing is written")
+    parser.add_argument("--without", default="", help="a rule of rules.Framework to leave out; then nothing is written")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--json", action="store_true", help="print results.json")
     options = parser.parse_args(arguments)
@@ -228,9 +278,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [row for row in read_rows(options.rows) if re.search(options.only, row.id)]
     if options.quick:
         rows = rows[::10]
-    predictions = predict_all(rows, options.jobs)
+    predictions = predict_all(rows, options.jobs, options.without, raw=True)
     document = results(predictions)
-    if not options.quick and options.only == ".":
+    if not options.quick and options.only == "." and not options.without:
+        rows_judged = judged(predictions)
+        factors = fitted_factors(rows_judged)
+        fitted = {
+            "factors": {key: round(math.exp(value), 4) for key, (value, _) in sorted(factors.items())},
+            "sigmas": {name: round(value, 4) for name, value in sorted(framework_sigmas(rows_judged, factors).items())},
+        }
+        (HERE / "fitted.json").write_text(json.dumps(fitted, indent=1) + "\n")
         (HERE / "results.json").write_text(json.dumps(document, indent=1) + "\n")
         (HERE / "README.md").write_text(readme(document))
     print(json.dumps(document, indent=1) if options.json else readme(document).split("## Rules")[0])

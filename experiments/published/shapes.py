@@ -121,7 +121,7 @@ SHAPES: dict[str, Shape] = {
     "mpt-30b": mpt("MPT-30b", 48, 7168, 56),
     "mpt-70b": mpt("MPT-70b", 80, 8192, 64),
     "internlm-7b": llama("InternLM 7B", 32, 4096, 32, 32, 10944, 103168, bias=True),
-    "llama-65b": llama("LLaMA 65B", 80, 8192, 64, 64, 22016, 32000),
+    "llama65b": llama("LLaMA 65B", 80, 8192, 64, 64, 22016, 32000),
     "llama2-7b": llama("Llama 2 7B", 32, 4096, 32, 32, 11008, 32000),
     "llama2-13b": llama("Llama 2 13B", 40, 5120, 40, 40, 13824, 32000),
     "llama2-70b": llama("Llama 2 70B", 80, 8192, 64, 8, 28672, 32000),

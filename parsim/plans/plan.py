@@ -24,7 +24,7 @@ from parsim.registry import is_reference
 SCHEMA_VERSION = 2
 STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
-SIMULATED_ONLY = ("segments", "gather_ahead", "blocking_transfers")
+SIMULATED_ONLY = ("segments", "gather_ahead", "blocking_transfers", "scatter_gather")
 """Keys of a plan that the executor does not know; empty or False where unused."""
 ZERO_STAGES = (0, 1, 2, 3)
 ZERO_STAGES_TEXT = "it is 0, 1 (optimizer state divided), 2 (gradients too) or 3 (parameters too)"
@@ -76,6 +76,8 @@ class Plan:
             use, and not at its end.
         blocking_transfers: a rank computes nothing while it sends a value or gradient to another stage, as Megatron-LM before
             2023 and DeepSpeed do.
+        scatter_gather: of a value or gradient that all tp ranks have whole, each sends its part to the next stage, whose ranks
+            gather it.
         backward_prefetch: with zero_stage 3, parameters are gathered while the backward before runs. False: behind it and its
             reduce_scatter, as FSDP's BACKWARD_POST does.
     """
@@ -92,6 +94,7 @@ class Plan:
     segments: tuple[tuple[str, ...], ...] = ()
     gather_ahead: bool = False
     blocking_transfers: bool = False
+    scatter_gather: bool = False
     backward_prefetch: bool = True
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ import pytest
 from parsim.engines import static
 from parsim.engines.compile import compile_graph
 from parsim.errors import PlanError
+from parsim.graph.columns import columns_of
 from parsim.graph.expand import lower_columns
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
@@ -252,3 +253,33 @@ def test_without_backward_prefetch_a_gather_follows_the_backward_before() -> Non
         ]
         (gather,) = gathers
         assert (by_key[Phase.BACKWARD, "h1.a"] in gather.dependencies) is not prefetch
+
+
+def test_scattered_transfers_send_a_part_and_gather_it() -> None:
+    """Two stages of a layer each over two shards: values and gradients cross in halves, and values are gathered."""
+
+    def made(*, scatter: bool) -> TaskGraph:
+        mesh = Mesh(pp=2, dp=1, tp=2)
+        names = [component.name for component in model().components]
+        placements = [Placement("shard", rule="split", ways=2) if name != "loss" else Placement("replicate") for name in names]
+        return lower(
+            Plan(
+                strategy="custom",
+                mesh=mesh,
+                stages=(
+                    Stage(components=tuple(names[:2]), ranks=mesh.stage_ranks(0), placements=tuple(placements[:2])),
+                    Stage(components=tuple(names[2:]), ranks=mesh.stage_ranks(1), placements=tuple(placements[2:])),
+                ),
+                global_batch=4,
+                microbatches=4,
+                scatter_gather=scatter,
+            ),
+            model(),
+        )
+
+    whole, parts = made(scatter=False), made(scatter=True)
+    sent = [sum(task.work.size_bytes for task in graph.tasks if isinstance(task.work, SendRecv)) for graph in (whole, parts)]
+    assert sent[0] == 2 * sent[1]
+    assert collectives(parts) == collectives(whole) + 4
+    columns = compile_graph(columns_of(parts))
+    assert static.simulate(columns, np.ones(columns.size)).makespan_s > 0

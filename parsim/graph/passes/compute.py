@@ -15,6 +15,7 @@ from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.passes.convert import (
     Moving,
     add_arriving_gradient,
+    add_arriving_value,
     add_gradient_moves,
     add_repeated_moves,
     add_value_moves,
@@ -117,6 +118,7 @@ def _add_forward(draft: Draft, layout: PlanIndex, replica: int, name: str, micro
         after: list[TaskKey] = []
         for value in dict.fromkeys(component.inputs):
             reading = next(entry for entry in layout.readings[value] if name in entry.components)
+            add_arriving_value(draft, layout, Moving(value, microbatch, replica), reading)
             after.extend(value_keys(layout, Moving(value, microbatch, replica), reading, shard))
         draft.add((Phase.FORWARD, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
     for value in component.outputs:

@@ -61,6 +61,8 @@ def value_keys(layout: PlanIndex, moving: Moving, reading: Reading, shard: int) 
     if home is None:
         return [("load", layout.rank(reading.stage, moving.replica, shard))]
     if home != reading.stage:
+        if is_scattered(layout, reading.ends.value):
+            return [_join_key(moving, reading, shard)]
         return [moving.key("send", reading.stage, reading.ends.value, shard)]
     return converted_keys(layout, moving, reading, shard)
 
@@ -100,6 +102,40 @@ def add_repeated_moves(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
     for reading in layout.readings[moving.value]:
         hops = conversion(layout.source[moving.value].value, reading.ends.value, tp)
         _add_hops(draft, layout, moving, hops, home, _producer(layout, moving))
+
+
+def is_scattered(layout: PlanIndex, how: ValueLayout) -> bool:
+    """Whether each tp rank sends a part of what it has to the next stage, since its neighbours have the same.
+
+    Summands count too: a reduce_scatter before the transfer and an all_gather behind it cost what their all_reduce does.
+    """
+    return layout.plan.scatter_gather and how.form in ("full", "partial") and how.ways > 1
+
+
+def add_arriving_value(draft: Draft, layout: PlanIndex, moving: Moving, reading: Reading) -> None:
+    """The all_gather of the parts that another stage has sent, issued where the value is read."""
+    how, tp = reading.ends.value, layout.plan.mesh.tp
+    home = layout.stage_of_value[moving.value]
+    if home is None or home == reading.stage or not is_scattered(layout, how):
+        return
+    whole = layout.model.value[moving.value].size_bytes(layout.plan.microbatch_samples)
+    for start in range(0, tp, how.ways):
+        key = _join_key(moving, reading, start)
+        if key in draft:
+            continue
+        shards = range(start, start + how.ways)
+        ranks = tuple(layout.rank(reading.stage, moving.replica, shard) for shard in shards)
+        work = Collective(operation="all_gather", group=ranks, size_bytes=transfer_bytes(whole, how, tp))
+        after = [moving.key("send", reading.stage, how, shard) for shard in shards]
+        origin = Origin(
+            stage=reading.stage, replica=moving.replica, microbatch=moving.microbatch, value=moving.value, layout=how
+        )
+        draft.add(key, work, [Resource(rank, TP_STREAM) for rank in ranks], after, origin)
+
+
+def _join_key(moving: Moving, reading: Reading, shard: int) -> TaskKey:
+    how = reading.ends.value
+    return moving.key("join", reading.stage, how, shard // how.ways)
 
 
 def add_gradient_moves(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
@@ -249,7 +285,10 @@ def _add_transfer(
 ) -> None:
     source, target = (layout.rank(stage, moving.replica, shard) for stage in stages)
     whole = layout.model.value[moving.value].size_bytes(layout.plan.microbatch_samples)
-    work = SendRecv(source=source, destination=target, size_bytes=transfer_bytes(whole, how, layout.plan.mesh.tp))
+    size_bytes = transfer_bytes(whole, how, layout.plan.mesh.tp)
+    if is_scattered(layout, how):
+        size_bytes = -(-size_bytes // how.ways)
+    work = SendRecv(source=source, destination=target, size_bytes=size_bytes)
     origin = Origin(
         stage=stages[0],
         replica=moving.replica,
