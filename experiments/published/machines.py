@@ -18,8 +18,9 @@ from parsim.hardware.profile import Profile
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """Attributes:
-    gpu: a part. per_node: GPUs joined by NVLink. cards, gbit: network cards per node, and Gb/s of each.
-    memory_gb: of one GPU where it is not the part's. bandwidth, clock: of the part's, where it is another board of that chip.
+    gpu: a part. chip: its name where the part is that of another. per_node: GPUs joined by NVLink.
+    cards, gbit: network cards per node, and Gb/s of each. memory_gb: of one GPU where it is not the part's.
+    bandwidth, clock: of the part's, where it is another board of that chip.
     """
 
     gpu: str
@@ -29,15 +30,20 @@ class Machine:
     memory_gb: float = 0.0
     bandwidth: float = 1.0
     clock: float = 1.0
-    stated_network: bool = False
+    chip: str = ""
+
+
+def chip_of(machine: Machine) -> str:
+    """The name under which a factor is kept: `a100-sxm-80gb` is A100."""
+    return machine.chip or machine.gpu.split("-")[0].upper()
 
 
 GPUS: tuple[tuple[str, Machine], ...] = (
-    (r"GB300", Machine(gpu="gb200", per_node=72, cards=72, gbit=800, memory_gb=288)),
+    (r"GB300", Machine(gpu="gb200", per_node=72, cards=72, gbit=800, memory_gb=288, chip="GB300")),
     (r"GB200", Machine(gpu="gb200", per_node=72, cards=72, gbit=400)),
-    (r"B300", Machine(gpu="b200", cards=8, gbit=800, memory_gb=288)),
+    (r"B300", Machine(gpu="b200", cards=8, gbit=800, memory_gb=288, chip="B300")),
     (r"B200", Machine(gpu="b200", cards=8, gbit=400)),
-    (r"GH-?96|GH200", Machine(gpu="h100-sxm", per_node=4, cards=4, gbit=200, memory_gb=96)),
+    (r"GH-?96|GH200", Machine(gpu="h100-sxm", per_node=4, cards=4, gbit=200, memory_gb=96, chip="GH200")),
     (r"H200", Machine(gpu="h200", cards=8, gbit=400)),
     (r"H100 96GB", Machine(gpu="h100-sxm", cards=8, gbit=400, memory_gb=96, bandwidth=2.4 / 3.35, clock=0.85)),
     (r"H100", Machine(gpu="h100-sxm", cards=8, gbit=400)),
@@ -65,9 +71,9 @@ def machine_of(row: Row) -> Machine | None:
     if whole:
         total = float(whole[1])
         cards = max(1, round(total / found.gbit))
-        changes |= {"cards": cards, "gbit": total / cards, "stated_network": True}
+        changes |= {"cards": cards, "gbit": total / cards}
     elif several:
-        changes |= {"cards": int(several[1]), "gbit": float(several[2]), "stated_network": True}
+        changes |= {"cards": int(several[1]), "gbit": float(several[2])}
     values = {name: getattr(found, name) for name in Machine.__slots__}
     return Machine(**{**values, **changes})
 

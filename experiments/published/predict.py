@@ -38,11 +38,6 @@ UNKNOWN_SIGMA = 0.12
 """Of a framework of which no run was seen, beside the spreads of the parts."""
 
 
-def part_of(device: str) -> str:
-    """The chip of a part: `a100-sxm-80gb` is A100."""
-    return device.split("-")[0].upper()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What a judge needs to know of the question. tokens: of a step. rate: larger is faster."""
@@ -129,7 +124,7 @@ def predict(row: Row, without: str = "", raw: bool = False) -> Predicted:
     try:
         asked, found = _question_that_fits(row, without)
         known = {} if raw else fitted()
-        gpu = part_of(asked.cluster.devices[0].type.name)
+        gpu = asked.chip
         factor = known.get("factors", {}).get(f"{gpu} {asked.precision}", 1.0)
         spread = known.get("sigmas", {}).get(asked.framework.name) or math.hypot(found.sigma, UNKNOWN_SIGMA)
         steps = [factor * found.step_s * math.exp(sign * Z90 * spread) for sign in (0, -1, 1)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
-from machines import cluster_of, machine_of
+from machines import chip_of, cluster_of, machine_of
 from rows import Row
-from rules import Framework, framework_of, micro_of, recompute_of
+from rules import WITHOUT, Framework, framework_of, micro_of, recompute_of
 from shapes import Shape, shape_of_name
 from transformer import Part, transformer
 
@@ -48,6 +48,7 @@ class Asked:
     recompute: str
     assumed: tuple[str, ...]
     lacks: tuple[str, ...]
+    chip: str = ""
     experts: int = 1
     context_ways: int = 1
 
@@ -58,14 +59,14 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
     Args:
         row: of a file of published runs.
         recompute_more: "half" of the layers or "full", where the row does not state it and its plan would not fit.
-        without: a field of Framework that is set back to its default, to see what it is worth.
+        without: a key of `rules.WITHOUT`, to see what that piece is worth.
 
     Raises:
         CannotExpressError: with the reason.
     """
     framework = framework_of(row)
     if without:
-        framework = replace(framework, **{without: next(entry.default for entry in fields(Framework) if entry.name == without)})
+        framework = WITHOUT[without](framework)
     assumed: list[str] = []
     lacks: list[str] = []
     machine = machine_of(row)
@@ -111,6 +112,8 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
     zero = int(found[0]) if (found := re.findall(r"\d", row.zero)) else framework.zero
     if not row.zero and zero:
         assumed.append(f"ZeRO {zero}")
+    if zero == 3 and pp > 1:
+        zero = _assume(assumed, "parameters whole for a step under the pipeline, as ZeRO", 1)
     software = replace(framework.software, selective=recompute == "selective")
     expert_ways = 1
     if shape.experts:
@@ -169,6 +172,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         recompute=recompute,
         assumed=tuple(assumed),
         lacks=tuple(lacks),
+        chip=chip_of(machine),
         experts=expert_ways,
         context_ways=cp,
     )

@@ -6,6 +6,7 @@ parallelism, and as FSDP otherwise. README.md shows this table.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rows import Row
@@ -92,7 +93,15 @@ MEGATRON_CORE = Framework(
 BLOOM = replace(MEGATRON, name="Megatron-DeepSpeed with ZeRO 1", zero=1)
 COMPOSER = Framework(name="Composer FSDP", software=TRITON, recompute="none", zero=3, backward_prefetch=False)
 TITAN = Framework(
-    name="torchtitan FSDP2", software=COMPILED, recompute="selective", zero=3, sequence=True, micro=2, seq=8192, alternate=True
+    name="torchtitan FSDP2",
+    software=COMPILED,
+    recompute="selective",
+    zero=3,
+    sequence=True,
+    micro=2,
+    seq=8192,
+    alternate=True,
+    gather_ahead=True,
 )
 INTERNEVO = Framework(name="InternEvo", software=FIRST_FLASH, recompute="none", zero=1, bucket_bytes=512 * 2**20)
 SAILOR = replace(MEGATRON, name="Megatron-DeepSpeed, no recomputation", recompute="none", micro=1)
@@ -116,7 +125,9 @@ FRAMEWORKS: dict[str, Framework] = {
     "titan": TITAN,
     "internevo": INTERNEVO,
     "llama1": replace(COMPOSER, name="LLaMA's own, FSDP", micro=2),
-    "llama3": replace(MEGATRON_CORE, name="Llama 3's own", zero=1, seq=8192, depth=8),
+    "llama3": replace(
+        MEGATRON_CORE, name="Llama 3's own", software=replace(COMPILED, activation_saved=1.0), zero=1, seq=8192, depth=8
+    ),
     "nemo": MEGATRON_CORE,
     "nemo-launcher": replace(MEGATRON_CORE, name="NeMo 23.07", seq=2048),
     "sailor": SAILOR,
@@ -124,6 +135,20 @@ FRAMEWORKS: dict[str, Framework] = {
     "flashattn": EAGER_DDP,
 }
 """By the longest beginning of a row's id that stands here."""
+
+
+WITHOUT: dict[str, Callable[[Framework], Framework]] = {
+    "repeated sums": lambda rule: replace(rule, repeats_sums=False),
+    "scatter-gather": lambda rule: replace(rule, scatter_gather=False),
+    "blocking transfers": lambda rule: replace(rule, blocking_transfers=False),
+    "late gathering": lambda rule: replace(rule, backward_prefetch=True),
+    "gathering ahead": lambda rule: replace(rule, gather_ahead=False),
+    "fused Adam": lambda rule: replace(rule, optimizer="adam"),
+    "fused attention": lambda rule: replace(rule, software=replace(rule.software, flash=False)),
+    "age of the attention kernel": lambda rule: replace(rule, software=replace(rule.software, attention_work=1.0)),
+    "sequence parallelism": lambda rule: replace(rule, sequence=False),
+}
+"""A piece of the model, and the rule without it: what it is worth."""
 
 
 def framework_of(row: Row) -> Framework:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.kept_activations import KeptActivations
 from parsim.work import Collective, Compute, Phase, SendRecv
+from parsim.workflow.ask import check_runnable
 
 LAYERS = 2
 WIDTH = 1000
@@ -283,3 +285,9 @@ def test_scattered_transfers_send_a_part_and_gather_it() -> None:
     assert collectives(parts) == collectives(whole) + 4
     columns = compile_graph(columns_of(parts))
     assert static.simulate(columns, np.ones(columns.size)).makespan_s > 0
+
+
+def test_a_run_of_what_is_simulated_only_is_refused_before_launch() -> None:
+    asked = SimpleNamespace(evaluation=SimpleNamespace(result=SimpleNamespace(plan=plan(segments=BOTH)), memory=()))
+    with pytest.raises(PlanError, match=r"segments.*executable: false"):
+        check_runnable(asked, None)  # type: ignore[arg-type]
