@@ -111,7 +111,8 @@ def fitted_factors(rows: Sequence[Judged]) -> dict[str, tuple[float, int]]:
 def framework_sigmas(rows: Sequence[Judged], factors: Mapping[str, tuple[float, int]]) -> dict[str, float]:
     """By framework the spread of what its factor leaves, so that 90% of its rows lie within 1.645 of it.
 
-    With n rows, the (n + 1) 0.9-th smallest error; frameworks of fewer than 9 rows use at least that of all rows.
+    With n rows, the (n + 1) 0.9-th smallest error; frameworks of fewer than 9 rows use at least that of
+    their family.
     """
     by_framework: dict[str, list[float]] = defaultdict(list)
     for row in rows:
@@ -122,8 +123,15 @@ def framework_sigmas(rows: Sequence[Judged], factors: Mapping[str, tuple[float, 
         ordered = sorted(errors)
         return ordered[min(len(ordered), math.ceil(0.9 * (len(ordered) + 1))) - 1] / 1.6448536
 
-    everyone = sigma([error for errors in by_framework.values() for error in errors])
-    return {name: sigma(errors) if len(errors) >= 9 else max(sigma(errors), everyone) for name, errors in by_framework.items()}
+    def family(name: str) -> list[float]:
+        """Errors of the frameworks with the same first word, or of all where these are few."""
+        own = [error for other, errors in by_framework.items() if other.split()[0] == name.split()[0] for error in errors]
+        return own if len(own) >= 9 else [error for errors in by_framework.values() for error in errors]
+
+    return {
+        name: sigma(errors) if len(errors) >= 9 else max(sigma(errors), sigma(family(name)))
+        for name, errors in by_framework.items()
+    }
 
 
 def covered(rows: Sequence[Judged], outside: Mapping[str, float]) -> dict[str, tuple[bool, float]]:
