@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from calibration.parts.catalog import GPUS
-from calibration.parts.gpus import all_fits, part_of, read_sources
+from calibration.parts.gpus import all_fits
 from calibration.parts.links import link_parts
 from calibration.parts.networks import network_parts
+from calibration.parts.part_files import part_of, read_sources
 from calibration.parts.v100 import v100_parts
 from parsim.files import write_text_atomically
 from parsim.hardware.network import Network

@@ -10,24 +10,23 @@ import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from calibration.parts import attentions, products, streams
 from calibration.parts.catalog import (
-    BUSY_ROWS,
-    CONTEXT_BYTES,
-    ECC_SHARE,
     GPUS,
-    IDLE,
-    REPORTED_SHARE,
-    ZEUS_ROWS,
     CatalogGpu,
 )
 from calibration.parts.products import FP8, FP32, HALF, Chip
 from calibration.parts.robust import Errors, Prior, named, pooled
+from parsim.costs.compute.attention_model import COEFFICIENTS as ATTENTION_COEFFICIENTS
+from parsim.costs.compute.tile_model import COEFFICIENTS as TILE_COEFFICIENTS
 from parsim.costs.compute.tile_model import Array
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 HALF_PRECISIONS = ["bf16", "amp_bf16", "amp_fp16"]
 TF32_SIGMA = 0.1
@@ -35,6 +34,9 @@ TF32_SIGMA = 0.1
 DIGITS = 5
 LEAST_SIGMA = 0.02
 SOURCE = "fit"
+OTHERS, DEPTHS = "other GPUs", "other depths"
+"""What is left out of a fit beside its sources: the whole GPU, and a third of the depths at a time."""
+UNKNOWN_SIGMA = 0.3
 
 KINDS: Mapping[str, tuple[str, str]] = {
     HALF: ("fp16_bf16_tflops", "bf16"),
@@ -120,7 +122,7 @@ def fit_all(
         if len(rows):
             held = leave_out(rows, own, prior)
             if donors:
-                held["other GPUs"] = judge(rows, own, named(prior.names, prior.mean))
+                held[OTHERS] = judge(rows, own, named(prior.names, prior.mean))
         flop = flop_of(rows) if len(rows) else np.array([1e8, 1e13])
         limits = (float(flop.min()), float(flop.max()))
         found[gpu.name] = Fitted(named(prior.names, theta), len(rows), limits, held, [] if len(rows) else donors)
@@ -128,13 +130,17 @@ def fit_all(
 
 
 def sigma_of(fitted: Fitted, all_fitted: Mapping[str, Fitted]) -> float:
-    """Relative spread of the prices: the typical error of held-out sources, or of GPUs left out where there are no rows."""
-    judged = [fitted] if fitted.points else list(all_fitted.values())
-    key = "other GPUs"
-    sources = [
-        error.median for entry in judged for name, error in entry.held_out.items() if (name == key) == (not fitted.points)
-    ] or [error.median for entry in judged for error in entry.held_out.values()]
-    return max(LEAST_SIGMA, 1.4826 * float(np.median(sources))) if sources else 0.3
+    """Relative spread of the prices, from the errors on what the fit had not seen.
+
+    Of several sources the typical one left out; of a single source its other depths; without rows, the typical GPU left out.
+    """
+    if fitted.points:
+        sources = [error.median for name, error in fitted.held_out.items() if name not in (OTHERS, DEPTHS)]
+        if len(sources) < 2 and DEPTHS in fitted.held_out:
+            sources = [fitted.held_out[DEPTHS].median]
+    else:
+        sources = [entry.held_out[OTHERS].median for entry in all_fitted.values() if OTHERS in entry.held_out]
+    return max(LEAST_SIGMA, 1.4826 * float(np.median(sources))) if sources else UNKNOWN_SIGMA
 
 
 def part_fit(
@@ -182,179 +188,110 @@ def all_fits(folder: Path) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {gpu.name: [] for gpu in GPUS}
     table = products.read_products(folder)
     for kind, precisions in ((HALF, HALF_PRECISIONS), (FP8, ["fp8"]), (FP32, ["fp32"])):
-        fitted = fit_all(
-            products.BASE,
-            lambda gpu, kind=kind: products.products_of(table, gpu.rows, kind),
-            lambda gpu, kind=kind: chip_of(gpu, peaks[gpu.peaks], kind),
-            products.fit_products,
-            products.judge,
-            products.leave_sources_out,
-            lambda rows: rows.flop,
-        )
-        for gpu in GPUS:
-            if gpu.name not in fitted:
-                continue
-            own = fitted[gpu.name]
-            sigma = sigma_of(own, fitted)
-            found[gpu.name].append(part_fit("matmul", "forward", "tiles", precisions, products.COEFFICIENTS, own, sigma))
-            if kind == HALF:
-                tf32 = Fitted(own.parameters, 0, own.flop, {}, [gpu.name])
-                entry = part_fit("matmul", "forward", "tiles", ["tf32"], products.COEFFICIENTS, tf32, sigma + TF32_SIGMA)
-                found[gpu.name].append(entry)
+        _add(found, _product_fits(table, peaks, kind, precisions))
     rows = attentions.read_attentions(folder)
-    for direction, phase in (("fwd", "forward"), ("bwd", "backward")):
-        backward = direction == "bwd"
-        fitted = fit_all(
-            attentions.BASE,
-            lambda gpu, direction=direction: attentions.attentions_of(rows, gpu.attention_rows, direction, gpu.attention),
-            lambda gpu: chip_of(gpu, peaks[gpu.peaks], HALF),
-            lambda own, chip, prior, backward=backward: attentions.fit_attentions(own, chip, prior, backward=backward),
-            lambda own, chip, told, backward=backward: attentions.judge(own, chip, told, backward=backward),
-            lambda own, chip, prior, backward=backward: attentions.leave_sources_out(own, chip, prior, backward=backward),
-            lambda own, backward=backward: attentions.flop_of(own, backward=backward),
-        )
-        for gpu in GPUS:
-            if gpu.name in fitted:
-                own = fitted[gpu.name]
-                sigma = sigma_of(own, fitted)
-                names = attentions.COEFFICIENTS
-                variant = gpu.attention[0] if own.points else "transferred"
-                entry = part_fit("attention", phase, "fused_attention", HALF_PRECISIONS, names, own, sigma, variant)
-                found[gpu.name].append(entry)
-    moved = streams.read_streams(folder)
+    for direction in ("fwd", "bwd"):
+        _add(found, _attention_fits(rows, peaks, direction))
+    _add(found, _stream_fits(streams.read_streams(folder), peaks))
+    return found
+
+
+def _add(found: dict[str, list[dict[str, Any]]], entries: Mapping[str, list[dict[str, Any]]]) -> None:
+    for name, own in entries.items():
+        found[name] += own
+
+
+def _product_fits(
+    table: pd.DataFrame, peaks: Mapping[str, Mapping[str, str]], kind: str, precisions: Sequence[str]
+) -> dict[str, list[dict[str, Any]]]:
+    """Matrix products in one precision; tf32 takes the coefficients of the 16-bit fit."""
+
+    def rows_of(gpu: CatalogGpu) -> products.Products:
+        return products.products_of(table, gpu.rows, kind)
+
+    def chip(gpu: CatalogGpu) -> Chip | None:
+        return chip_of(gpu, peaks[gpu.peaks], kind)
+
+    def leave_out(rows: products.Products, own: Chip, prior: Prior) -> dict[str, Errors]:
+        return {**products.leave_sources_out(rows, own, prior), DEPTHS: products.leave_shapes_out(rows, own, prior)}
+
+    fitted = fit_all(
+        products.BASE, rows_of, chip, products.fit_products, products.judge, leave_out, lambda rows: np.asarray(rows.flop)
+    )
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, own in fitted.items():
+        sigma = sigma_of(own, fitted)
+        found[name] = [part_fit("matmul", "forward", "tiles", precisions, TILE_COEFFICIENTS, own, sigma)]
+        if kind == HALF:
+            tf32 = Fitted(own.parameters, 0, own.flop, {}, [name])
+            found[name].append(part_fit("matmul", "forward", "tiles", ["tf32"], TILE_COEFFICIENTS, tf32, sigma + TF32_SIGMA))
+    return found
+
+
+def _attention_fits(
+    table: pd.DataFrame, peaks: Mapping[str, Mapping[str, str]], direction: str
+) -> dict[str, list[dict[str, Any]]]:
+    """Fused attention in one direction ("fwd", "bwd"), of the library that is each GPU's default."""
+    backward = direction == "bwd"
+    libraries = {gpu.name: gpu.attention[0] for gpu in GPUS}
+
+    def rows_of(gpu: CatalogGpu) -> attentions.Attentions:
+        return attentions.attentions_of(table, gpu.attention_rows, direction, gpu.attention)
+
+    def chip(gpu: CatalogGpu) -> Chip | None:
+        return chip_of(gpu, peaks[gpu.peaks], HALF)
+
+    def fit(rows: attentions.Attentions, own: Chip, prior: Prior) -> Array:
+        return attentions.fit_attentions(rows, own, prior, backward=backward)
+
+    def judge(rows: attentions.Attentions, own: Chip, told: Mapping[str, float]) -> Errors:
+        return attentions.judge(rows, own, told, backward=backward)
+
+    def leave_out(rows: attentions.Attentions, own: Chip, prior: Prior) -> dict[str, Errors]:
+        return attentions.leave_sources_out(rows, own, prior, backward=backward)
+
+    def flop(rows: attentions.Attentions) -> Array:
+        return attentions.flop_of(rows, backward=backward)
+
+    fitted = fit_all(attentions.BASE, rows_of, chip, fit, judge, leave_out, flop)
+    phase = "backward" if backward else "forward"
+    return {
+        name: [
+            part_fit(
+                "attention",
+                phase,
+                "fused_attention",
+                HALF_PRECISIONS,
+                ATTENTION_COEFFICIENTS,
+                own,
+                sigma_of(own, fitted),
+                libraries[name] if own.points else "transferred",
+            )
+        ]
+        for name, own in fitted.items()
+    }
+
+
+def _stream_fits(table: pd.DataFrame, peaks: Mapping[str, Mapping[str, str]]) -> dict[str, list[dict[str, Any]]]:
+    """Kernels that only move memory, for every precision."""
+
+    def rows_of(gpu: CatalogGpu) -> streams.StreamRows:
+        return streams.streams_of(table, streams.ROWS.get(gpu.name, gpu.rows))
+
+    def chip(gpu: CatalogGpu) -> Chip | None:
+        return chip_of(gpu, peaks[gpu.peaks], FP32) or chip_of(gpu, peaks[gpu.peaks], HALF)
+
     fitted = fit_all(
         streams.BASE,
-        lambda gpu: streams.streams_of(moved, streams.ROWS.get(gpu.name, gpu.rows)),
-        lambda gpu: chip_of(gpu, peaks[gpu.peaks], FP32) or chip_of(gpu, peaks[gpu.peaks], HALF),
+        rows_of,
+        chip,
         streams.fit_streams,
         streams.judge,
         streams.leave_sources_out,
-        lambda rows: rows.size_bytes,
+        lambda rows: np.asarray(rows.size_bytes),
     )
-    for gpu in GPUS:
-        own = fitted[gpu.name]
-        precisions = [*HALF_PRECISIONS, "tf32", "fp32", "fp8"]
-        entry = part_fit("memory_bound", "forward", "saturation", precisions, streams.NAMES, own, sigma_of(own, fitted))
-        found[gpu.name].append(entry)
-    return found
-
-
-def part_of(gpu: CatalogGpu, folder: Path, fits: list[dict[str, Any]]) -> dict[str, Any]:
-    """The JSON of one part."""
-    row = peaks_of(folder)[gpu.peaks]
-    peaks = peak_numbers(gpu, row)
-    share = REPORTED_SHARE * (ECC_SHARE if gpu.ecc_in_memory else 1.0)
-    memory = float(row["memory_gb"]) * 2**30 * share
-    ecc = " and GDDR keeps a sixteenth for error correction, as on a T4 (NeuSight: 15 of 16)" if gpu.ecc_in_memory else ""
-    sources: dict[str, dict[str, str]] = {
-        "peaks": {
-            "kind": "datasheet",
-            "text": f"vendor figures gathered from {expanded(row['source'])}; dense, without sparsity",
-        },
-        "memory": {
-            "kind": "derived",
-            "text": f"nominal {row['memory_gb']} GB (as peaks) times the share that an A100 of 80 GB reports{ecc}",
-        },
-        "units": {"kind": gpu.units[1], "text": gpu.units[2]},
-        "context": {"kind": "assumption", "text": "CUDA context and communicators: no measurement was found for this GPU"},
-        SOURCE: {"kind": "derived", "text": fit_text(fits)},
+    precisions = [*HALF_PRECISIONS, "tf32", "fp32", "fp8"]
+    return {
+        name: [part_fit("memory_bound", "forward", "saturation", precisions, streams.NAMES, own, sigma_of(own, fitted))]
+        for name, own in fitted.items()
     }
-    part: dict[str, Any] = {
-        "schema_version": 1,
-        "name": gpu.name,
-        "description": gpu.description,
-        "sources": sources,
-        "kind": gpu.kind,
-        "memory_bytes": {"value": float(round(memory)), "source": "memory"},
-        "memory_bandwidth_bytes_per_s": {"value": float(row["memory_gbs"]) * 1e9, "source": "peaks"},
-        "context_bytes": {"value": float(CONTEXT_BYTES), "source": "context"},
-        "multiprocessors": {"value": float(gpu.units[0]), "source": "units"},
-        "peak_flop_per_s": {name: {"value": digits(value), "source": "peaks"} for name, value in peaks.items()},
-    }
-    if row["tdp_w"]:
-        part["board_limit_w"] = {"value": float(row["tdp_w"]), "source": "peaks"}
-    part |= economics(gpu, row, folder, sources)
-    part |= {"link": gpu.link, "host_link": gpu.host_link, "gpus_per_node": gpu.gpus_per_node}
-    part["fits"] = [fit for fit in fits if set(fit["precisions"]) & set(peaks)]
-    return part
-
-
-def peak_numbers(gpu: CatalogGpu, row: Mapping[str, str]) -> dict[str, float]:
-    """Peaks by precision."""
-    found: dict[str, float] = {}
-    for column, precisions in (
-        ("fp32_tflops", ["fp32"]),
-        ("tf32_tflops", ["tf32"]),
-        ("fp16_bf16_tflops", HALF_PRECISIONS if gpu.bf16 else ["amp_fp16"]),
-        ("fp8_tflops", ["fp8"]),
-    ):
-        if row[column]:
-            found |= dict.fromkeys(precisions, float(row[column]) * 1e12)
-    return found
-
-
-def economics(gpu: CatalogGpu, row: Mapping[str, str], folder: Path, sources: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """Price and watts, with their sources; left out where nobody published them."""
-    found: dict[str, Any] = {}
-    if gpu.name in BUSY_ROWS:
-        name, workload = BUSY_ROWS[gpu.name]
-        with (folder / "power.csv").open(encoding="utf-8") as file:
-            rows = [entry for entry in csv.DictReader(file) if entry["gpu"] == name and entry["workload"] == workload]
-        chosen = next((entry for entry in rows if entry["bin"] == "1e11 to 1e12 flop"), rows[-1])
-        text = (
-            f"median board power over {chosen['samples']} samples of {workload} ({chosen['bin']}), {expanded(chosen['source'])}"
-        )
-        sources["busy"] = {"kind": "measurement", "text": text}
-        found["busy_power_w"] = {"value": float(chosen["median_w"]), "source": "busy"}
-    elif gpu.name in ZEUS_ROWS:
-        found["busy_power_w"] = {"value": zeus_watts(folder, *ZEUS_ROWS[gpu.name], sources), "source": "busy"}
-    if gpu.name in IDLE:
-        watts, text = IDLE[gpu.name]
-        sources["idle"] = {"kind": "measurement", "text": text}
-        found["idle_power_w"] = {"value": watts, "source": "idle"}
-    if row["usd_per_gpu_hour"]:
-        low, _, high = row["usd_per_gpu_hour"].partition(" to ")
-        price = float(low) if not high else (float(low) + float(high)) / 2
-        version = "an older catalogue (v5)" if "older" in row["price_note"] else "catalogue v8"
-        sources["price"] = {"kind": "datasheet", "text": f"on demand at {row['price_note']}: {expanded('prices')}"}
-        found["usd_per_hour"] = {
-            "value": digits(price),
-            "as_of": f"SkyPilot {version}; its commit bears no date here",
-            "source": "price",
-        }
-    return found
-
-
-def zeus_watts(folder: Path, gpu: str, limit_w: float, sources: dict[str, dict[str, str]]) -> float:
-    """The median board power of whole trainings at one power limit."""
-    with (folder / "power_limit_training.csv").open(encoding="utf-8") as file:
-        rows = [entry for entry in csv.DictReader(file) if entry["gpu"] == gpu and float(entry["power_limit_w"]) == limit_w]
-    text = f"median over {len(rows)} trainings of small models at the limit of {limit_w:g} W, {expanded(rows[0]['source'])}"
-    sources["busy"] = {"kind": "measurement", "text": text}
-    return float(np.median([float(entry["average_power_w"]) for entry in rows]))
-
-
-SOURCES: dict[str, str] = {}
-"""By key of sources.csv, repository, path and commit."""
-
-
-def read_sources(folder: Path) -> None:
-    """Fill `SOURCES`."""
-    with (folder / "sources.csv").open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            SOURCES[row["key"]] = f"{row['repo']} {row['path']} @{row['commit'][:12]}".replace(" @thread text", "")
-
-
-def expanded(keys: str) -> str:
-    """The sources behind the keys of a cell, which may carry notes."""
-    parts = [piece.strip() for piece in keys.split(";")]
-    return "; ".join(SOURCES.get(part, part) for part in parts)
-
-
-def fit_text(fits: Sequence[Mapping[str, Any]]) -> str:
-    """What the fits were made from."""
-    names = sorted({name for fit in fits for name in fit["held_out"] if name != "other GPUs"})
-    donors = sorted({name for fit in fits for name in fit["transferred_from"]})
-    own = f"fitted by calibration.parts to published timings ({'; '.join(expanded(name) for name in names)})" if names else ""
-    taken = f"without own rows: the mean of {', '.join(donors)}" if donors else ""
-    return "; ".join(text for text in (own, taken) if text) or "fitted by calibration.parts"

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from calibration.parts import collectives
-from calibration.parts.gpus import digits, expanded
+from calibration.parts.gpus import digits
+from calibration.parts.part_files import expanded
 from calibration.parts.robust import named
 from parsim.hardware.profile import LinkProtocol, Profile, load_profile
 

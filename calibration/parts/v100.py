@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from calibration.parts.catalog import V100_FORMS, ZEUS_ROWS
-from calibration.parts.gpus import HALF_PRECISIONS, zeus_watts
+from calibration.parts.gpus import HALF_PRECISIONS
+from calibration.parts.part_files import zeus_watts
 from parsim.hardware.profile import Profile, load_profile
 
 UNITS = "github sitar-lab/NeuSight scripts/asplos/data/device_configs/Tesla_V100-PCIE-32GB.json @6945927d9afc, Num_Sm"

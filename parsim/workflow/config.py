@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     StrictBool,
     StrictInt,
@@ -46,6 +44,7 @@ from parsim.plans.placement import KINDS, parse_placement
 from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.recompute import AUTO, FULL, NONE
 from parsim.registry import RowOf, is_reference
+from parsim.workflow.cluster_section import ClusterSection, ConfigSection, check_machine
 from parsim.workflow.references import put_on_path
 from parsim.workflow.toml_text import merge, parse_overrides, parse_value, table_text
 
@@ -66,12 +65,6 @@ Name = Annotated[str, Field(strict=True, min_length=1)]
 CUSTOM_KEYS = ("mesh", "microbatches", "pipeline_order", "chunks", "bucket_bytes", "placements")
 # Keys that steer the search of strategy = "adaptive".
 ADAPTIVE_KEYS = ("pin", "forbid")
-
-
-class ConfigSection(BaseModel):
-    """Base of all tables: unknown keys are errors, values are immutable."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 def _checked(make: Callable[[], object]) -> None:
@@ -113,40 +106,6 @@ class ModelSection(ConfigSection):
         if value is not None:
             _checked(lambda: ordered(inputs_from(value)) if key.field_name == "inputs" else ModelInput.from_dict(TARGET, value))
         return value
-
-
-class ClusterSection(ConfigSection):
-    """[cluster]: the devices that train."""
-
-    profile: Annotated[str, Field(strict=True, min_length=1)] | None = None
-    """A shipped hardware profile by name, or the path of one; or `gpu`, which needs none."""
-    gpu: Annotated[str, Field(strict=True, min_length=1)] | None = None
-    """A shipped GPU by name ("h100-sxm"), or the path of one: a machine made of parts."""
-    gpus_per_node: Count | None = None
-    """With `gpu`: of each node; left out: as many as the usual machine has."""
-    link: Annotated[str, Field(strict=True, min_length=1)] | None = None
-    """With `gpu`: what joins the GPUs of a node, by name or path; left out: what the usual machine has."""
-    cards_per_node: Count | None = None
-    """Network cards of each node; left out: as the network says, usually one for each slot of the machine."""
-    history: Annotated[str, Field(strict=True, min_length=1)] | None = None
-    """Path of the profile's validations; left out: beside a profile that is a file, none for a shipped one."""
-    devices: Count | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None = None
-    """The first N devices of every node, or a list of device numbers, which count through the nodes; left out: all."""
-    nodes: Annotated[int, Field(strict=True, ge=1)] = 1
-    """So many machines of the profile, joined by `network`."""
-    network: Annotated[str, Field(strict=True, min_length=1)] | None = None
-    """A shipped network by name, or the path of one; needed for nodes > 1, and without meaning for one node."""
-
-    @property
-    def machine(self) -> str:
-        """The profile, or the node of `gpu` as a shorthand: what `parsim.hardware.profile.load_profile` takes."""
-        if self.profile is not None:
-            return self.profile
-        from parsim.hardware.parts.load import load_gpu
-        from parsim.hardware.parts.shorthand import Machines
-
-        gpu = str(self.gpu)
-        return Machines(gpu, self.gpus_per_node or load_gpu(gpu).gpus_per_node, self.nodes, self.link).node
 
 
 class TrainingSection(ConfigSection):
@@ -414,7 +373,7 @@ def _check_plan_section(config: RunConfig) -> None:
         raise ConfigError(f"plan.recompute = {plan.recompute!r} is unknown{near} (or a list of component names)")
     if plan.recompute != AUTO and plan.plan_path is not None:
         raise ConfigError(f"plan.recompute = {plan.recompute!r}: the plan is read from {plan.plan_path}; drop recompute")
-    _check_machine(cluster)
+    check_machine(cluster)
     if cluster.nodes > 1 and cluster.network is None:
         raise ConfigError(
             f"cluster.nodes = {cluster.nodes} needs cluster.network, which joins the nodes; for example "
@@ -440,21 +399,6 @@ def _check_plan_section(config: RunConfig) -> None:
             f'set strategy = "adaptive" or drop {", ".join(steering)}'
         )
     _check_placements(plan)
-
-
-def _check_machine(cluster: ClusterSection) -> None:
-    """Exactly one of profile and gpu, and the keys that belong to gpu."""
-    if (cluster.profile is None) == (cluster.gpu is None):
-        given = "neither is given" if cluster.profile is None else f"profile = {cluster.profile!r} and gpu = {cluster.gpu!r}"
-        raise ConfigError(
-            f"[cluster] needs exactly one of profile and gpu, and {given}: {_EXAMPLES['cluster.profile']} names a machine, "
-            f"{_EXAMPLES['cluster.gpu']} makes one of parts"
-        )
-    for key in ("gpus_per_node", "link"):
-        if cluster.gpu is None and (value := getattr(cluster, key)) is not None:
-            raise ConfigError(f"cluster.{key} = {value!r} belongs to cluster.gpu, and a profile says it itself; drop {key}")
-    if cluster.cards_per_node is not None and cluster.network is None:
-        raise ConfigError(f"cluster.cards_per_node = {cluster.cards_per_node} needs cluster.network; add it, or drop the cards")
 
 
 def _check_family(name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -65,9 +66,7 @@ def test_without_rows_the_prior_decides() -> None:
 def test_a_burst_is_faster_only_while_it_is_short() -> None:
     rows = products.products_of(products.read_products(SYNTHETIC), ("Made-up",), products.HALF)
     parameters = {**TRUTH, "burst_gain": 1.2, "burst_s": 1e-4}
-    short = products.Products(
-        rows.rows, rows.columns, rows.depth, rows.problems, rows.size_bytes, rows.seconds, 0 * rows.sustained, rows.source
-    )
+    short = replace(rows, sustained=0 * rows.sustained)
     gain = products.predicted(rows, CHIP, parameters) / products.predicted(short, CHIP, parameters)
     assert gain.min() >= 1
     assert gain.max() <= 1.2
@@ -77,7 +76,8 @@ def test_a_burst_is_faster_only_while_it_is_short() -> None:
 @pytest.mark.slow
 def test_shipped_products_come_from_the_tables() -> None:
     """The numbers of one part, fitted again."""
-    from calibration.parts.gpus import all_fits, read_sources
+    from calibration.parts.gpus import all_fits
+    from calibration.parts.part_files import read_sources
 
     folder = data_folder()
     read_sources(folder)
@@ -88,8 +88,8 @@ def test_shipped_products_come_from_the_tables() -> None:
 
 
 def test_shipped_links_come_from_the_tables() -> None:
-    from calibration.parts.gpus import read_sources
     from calibration.parts.links import SWITCHES, _switch
+    from calibration.parts.part_files import read_sources
 
     folder = data_folder()
     read_sources(folder)

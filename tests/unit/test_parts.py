@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parsim.cli import main
 from parsim.costs.communication.collectives import busbw_bytes_per_s, estimate_collective
 from parsim.costs.compute.kernel_model import KernelModel
 from parsim.costs.compute.operators import Kernel, element_bytes
@@ -295,3 +297,32 @@ def test_a_written_profile_takes_own_numbers_with_a_source(tmp_path: Path) -> No
     path.write_text('name = "ours"\ngpu = "h100"\ncuont = 4\n')
     with pytest.raises(ProfileError, match="cuont"):
         load_profile(str(path))
+
+
+def test_commands_take_gpus_and_write_profiles(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`parsim profile new`, and a plan on the file it wrote equal to one on the same GPUs by name."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[str, str, object]:
+        monkeypatch.setattr(sys, "argv", ["parsim", *arguments])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        captured = capsys.readouterr()
+        return captured.out, captured.err, ending.value.code
+
+    assert "h100-sxm" in call("profile", "list")[0]
+    out, _, code = call("profile", "new", "--gpu", "h100", "--count", "4", "--out", "ours.toml")
+    assert (not code, "ours.toml" in out, (tmp_path / "ours.toml").is_file()) == (True, True, True)
+    _, err, code = call("profile", "new", "--gpu", "h100", "--out", "ours.toml")
+    assert (code, "is there already" in err) == (1, True)
+    question = ("resnet50", "--batch", "256", "--set", "training.precision=amp_bf16", "--strategy", "dp", "--json")
+    seconds = []
+    for where in (("--on", "ours.toml"), ("--gpus", "4xh100-sxm")):
+        out, err, code = call("simulate", *where, *question)
+        assert not code, err
+        seconds.append(json.loads(out)["step_s"]["median"])
+    assert seconds[0] == seconds[1] > 0
+    _, err, code = call("simulate", "--on", "ours.toml", "--gpus", "4xh100", *question)
+    assert (code, "drop one of them" in err) == (1, True)
