@@ -154,6 +154,19 @@ class PlanIndex:
     def _recomputed(self) -> frozenset[str]:
         return self.plan.recomputed & self.differentiable
 
+    def segment_of(self, component: str) -> tuple[str, ...]:
+        """The components that are recomputed together with this one, those with a backward; none if it is not in a segment."""
+        return self._segments.get(component, ())
+
+    @cached_property
+    def _segments(self) -> dict[str, tuple[str, ...]]:
+        kept = (tuple(name for name in segment if name in self.differentiable) for segment in self.plan.segments)
+        return {name: segment for segment in kept for name in segment}
+
+    def is_remade(self, value: str, reader: str) -> bool:
+        """Whether a recomputed reader gets the value from the second forward of its own segment."""
+        return self.model.value[value].producer in self.segment_of(reader)
+
     def wants_input_gradient(self, component: str) -> bool:
         """Whether its backward hands a gradient on."""
         values = (self.model.value[name] for name in self.model.component(component).inputs)
@@ -339,6 +352,10 @@ class PlanIndex:
                     if self.model.component_index[name] < self.model.component_index[first]:
                         found[chunk] = name
         return tuple(found[chunk] for chunk in sorted(found))
+
+    def users_of(self, bucket: Bucket) -> tuple[str, ...]:
+        """The components that use a bucket's parameters, each once."""
+        return tuple(dict.fromkeys(name for parameter in bucket.parameters for name in self._users[parameter.name]))
 
     @cached_property
     def _users(self) -> dict[str, tuple[str, ...]]:

@@ -16,7 +16,7 @@ from parsim.costs.pricing import Priced, price
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
-from parsim.model.precision import check_recorded
+from parsim.model.precision import check_recorded, model_as_sent
 from parsim.plans.concurrent import concurrent_with
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import Placement
@@ -30,7 +30,8 @@ KeptPrices = TypeVar("KeptPrices")
 @dataclass(frozen=True, kw_only=True)
 class PlanningProblem:
     """Attributes:
-    global_batch: samples per step. precision, optimizer, master_weights: as in RUN.toml. corrections: learnt from a run.
+    model: its values are as wide as the precision sends them. global_batch: samples per step.
+    precision, optimizer, master_weights: as in RUN.toml. corrections: learnt from a run.
     zero_stage: that plans are to have. recompute: likewise; "auto": where a plan would not fit, as little as makes it fit.
     history: of the profile's validations, by which intervals are corrected.
     pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
@@ -51,6 +52,7 @@ class PlanningProblem:
 
     def __post_init__(self) -> None:
         check_recorded(self.model, self.precision)
+        object.__setattr__(self, "model", model_as_sent(self.model, self.precision))
 
     @property
     def optimizer_state_bytes_per_element(self) -> int:

@@ -31,6 +31,7 @@ from parsim.hardware.device import DeviceType
 from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import Profile
 from parsim.model.component import Operator
+from parsim.model.number_formats import operator_precision
 from parsim.work import Phase
 
 FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.02
@@ -160,7 +161,7 @@ class KernelModel:
         """By kind and phase; of several the first."""
         found: dict[tuple[str, str], OperatorFit] = {}
         for fit in self.profile.compute.operator_fits:
-            if (fit.precision, fit.device_type) == (self.precision, self.device.name):
+            if (fit.precision, fit.device_type) == (operator_precision(self.precision, fit.kind), self.device.name):
                 found.setdefault((fit.kind, fit.phase), fit)
         return found
 
@@ -232,13 +233,17 @@ def component_kernels(
         operators, forward, backward = component.operators, forward_kernels, halved_backward_kernels
     if fused_attention:
         forward, backward = _with_fused_attention(forward, backward)
+
+    def own(operator: Operator) -> str:
+        return operator_precision(precision, operator.kind)
+
     if phase is Phase.FORWARD:
-        return tuple(kernel for operator in operators for kernel in forward(operator, samples, precision))
+        return tuple(kernel for operator in operators for kernel in forward(operator, samples, own(operator)))
     wanted = (HALVES.index(phase),) if phase in HALVES else range(len(HALVES))
     return tuple(
         kernel
         for number, operator in enumerate(operators)
-        for halves in (backward(operator, samples, precision, input_gradient=request.input_gradient or number > 0),)
+        for halves in (backward(operator, samples, own(operator), input_gradient=request.input_gradient or number > 0),)
         for half in wanted
         for kernel in halves[half]
     )
