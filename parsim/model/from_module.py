@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from parsim.errors import ModelError
 from parsim.model.losses import usual_loss
 from parsim.model.model import Model
-from parsim.model.tracing.trace import require_torch, split_inputs
+from parsim.model.tracing.trace import follows_example, require_torch, split_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -21,6 +21,7 @@ def model_from_module(
     granularity: str = "block",
     loss: str | None = None,
     name: str | None = None,
+    control_flow: str = "refuse",
 ) -> Model:
     """Trace a module on fake tensors, and add its loss as the last component.
 
@@ -29,6 +30,7 @@ def model_from_module(
         input_shape: of one sample, instead of `example_inputs`; integers below the table's size where the sample has one dim
             and the module an nn.Embedding, else floats.
         loss: a row of `parsim.model.losses.LOSSES`; left out: the usual one of such an output (`usual_loss`).
+        control_flow: "refuse" or "example", as for `parsim.model.trace`; an example needs `example_inputs`.
 
     Raises:
         ModelError: not a module, neither inputs nor a shape, or an output that leaves the loss open. TraceError: the module
@@ -53,13 +55,14 @@ def model_from_module(
             )
         example_inputs = _zeros(module, input_shape)
     args, kwargs = split_inputs(example_inputs)
+    example = follows_example(control_flow)
     if loss is None:
-        recording = run_recorded(module, args, kwargs, loss="mse")
+        recording = run_recorded(module, args, kwargs, loss="mse", example=example)
         assert recording.logits_value is not None, "a recording with a loss has logits"
         output = tuple(recording.tensors[recording.logits_value].shape[1:])
         tokens = not recording.tensors[recording.inputs[0][1]].is_floating_point()
         loss = usual_loss(name or type(module).__name__, output, tokens=tokens)
-    return model_of(module, args, kwargs, granularity=granularity, name=name, loss=loss)
+    return model_of(module, args, kwargs, granularity=granularity, name=name, loss=loss, example=example)
 
 
 def _zeros(module: nn.Module, input_shape: tuple[int, ...]) -> Tensor:

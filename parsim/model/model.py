@@ -38,6 +38,7 @@ class Model:
         granularity: one of GRANULARITIES. inputs, outputs: names of Values.
         source: how it was made, e.g. "trace of parsim.model.zoo.resnet.resnet50(num_classes=100)".
         loss: a row of `parsim.model.losses.LOSSES`, by which it trains; "": unknown, or none.
+        assumptions: what its numbers assume about the data, for people: balanced experts, the branch of an example.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Model:
     outputs: tuple[str, ...]
     source: str = ""
     loss: str = ""
+    assumptions: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """One line: its components and sizes."""
@@ -127,6 +129,8 @@ class Model:
         document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         if not self.loss:
             del document["loss"]
+        if not self.assumptions:
+            del document["assumptions"]
         for component in document["components"]:
             _drop_defaults(component["parameters"], "trainable", True)
             _drop_defaults(component["operators"], "gradients", "")
@@ -147,6 +151,7 @@ class Model:
             document["values"] = tuple(_value(entry) for entry in document["values"])
             document["inputs"] = tuple(document["inputs"])
             document["outputs"] = tuple(document["outputs"])
+            document["assumptions"] = tuple(document.get("assumptions", ()))
             return cls(**document)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ModelError(f"{where} is not a model: {error}; write it with Model.save") from error
@@ -167,7 +172,7 @@ def _drop_defaults(entries: Iterable[dict[str, Any]], key: str, default: object)
 
 def _component(entry: dict[str, Any]) -> Component:
     operators = tuple(
-        Operator(**{**operator, "shape": tuple((str(name), int(size)) for name, size in operator["shape"])})
+        Operator(**{**operator, "shape": tuple((str(name), size) for name, size in operator["shape"])})
         for operator in entry["operators"]
     )
     return Component(
