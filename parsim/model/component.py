@@ -76,12 +76,14 @@ class Parameter:
 class ParameterShard:
     """How one parameter or buffer is divided: dim `dim` consists of `blocks` equal runs, each cut into `ways` equal pieces.
 
-    Shard s holds piece s of every run. A fused query-key-value matrix has 3 runs; everything else has one.
+    Shard s holds piece s of every run. A fused query-key-value matrix has 3 runs, with a gate 2; everything else has one.
+    `runs`: the sizes of runs that are not equal (fewer heads of keys than of queries); `blocks` is 1 then.
     """
 
     name: str
     dim: int
     blocks: int = 1
+    runs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,8 @@ class Sharding:
             joined by "+", in the order they apply.
         limit: `ways` must divide it (heads, features, channels, vocabulary rows: the greatest common divisor).
         inputs: per input what a shard needs: "full", or "shard:d" (its piece of dim d of that value, the batch being dim 0).
-        outputs: per output what a shard makes: "partial" (the sum over the shards is the value) or "shard:d".
+        outputs: per output what a shard makes: "partial" (the sum over the shards is the value), "shard:d", or "full" for
+            what every shard makes whole (a mask, rotary positions, a sum of residuals); shard 0 takes its gradient.
         parameters, buffers: those that are divided; what is not listed, every shard holds whole.
         operators: those that are divided; the others run whole on every shard.
         saved_activation_bytes, saved_fixed_bytes: the part of the component's that is divided.

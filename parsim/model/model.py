@@ -214,13 +214,17 @@ def _sharding(entry: dict[str, Any]) -> Sharding:
             **entry,
             "inputs": tuple(entry["inputs"]),
             "outputs": tuple(entry["outputs"]),
-            "parameters": tuple(ParameterShard(**part) for part in entry["parameters"]),
-            "buffers": tuple(ParameterShard(**part) for part in entry["buffers"]),
+            "parameters": tuple(_part(part) for part in entry["parameters"]),
+            "buffers": tuple(_part(part) for part in entry["buffers"]),
             "operators": tuple(OperatorShard(**part) for part in entry["operators"]),
             **_shard_peaks(entry),
             "half": None if entry["half"] is None else HalfSharding(**_shard_peaks(entry["half"])),
         }
     )
+
+
+def _part(entry: dict[str, Any]) -> ParameterShard:
+    return ParameterShard(**{**entry, "runs": tuple(entry.get("runs", ()))})
 
 
 def _shard_peaks(entry: dict[str, Any]) -> dict[str, tuple[ShardPeak, ...]]:

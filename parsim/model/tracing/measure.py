@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.errors import TraceError
-from parsim.model.component import LOSS, Component, Parameter, Sharding, Value
+from parsim.model.component import LOSS, PARTIAL, Component, Parameter, Sharding, Value
 from parsim.model.memory.peaks import Peaks, Recorded, autocast_as, component_peaks
 from parsim.model.model import Model
 from parsim.model.runnable import CallProgram
@@ -196,6 +196,11 @@ def combine(small: TracedForward, large: TracedForward, *, name: str, granularit
     )
 
 
+def _can_leave(sharding: Sharding, outputs: Sequence[Value]) -> bool:
+    """Whether every output can go on as shards make it: one without samples along dim 0 is never converted."""
+    return all(value.batch_first or makes != PARTIAL for value, makes in zip(outputs, sharding.outputs, strict=True))
+
+
 class Counted:
     """The fullest moments of components and their shards, counted once for all that are alike."""
 
@@ -296,8 +301,10 @@ def _component(
         (rate, fixed),
         [values[names[number]].batch_first for number in one.inputs],
     )
-    runs_whole = any(op.function is call_module for op in calls)
-    if not all(values[names[number]].batch_first for number in one.outputs) or one.name == LOSS or runs_whole:
+    shardings = tuple(
+        sharding for sharding in shardings if _can_leave(sharding, [values[names[number]] for number in one.outputs])
+    )
+    if one.name == LOSS or any(op.function is call_module for op in calls):
         shardings = ()
     component = Component(
         name=one.name,

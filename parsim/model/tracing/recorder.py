@@ -54,7 +54,7 @@ class CallEnds:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class DataDecision:
     """A place where Python code looked at a value that depends on data: the module call and the line."""
 
     call: int | None
@@ -88,6 +88,8 @@ class Recording:
         tensors: the fake tensor of every value number. inputs: (name, value number). state, constants: by value number.
         output_leaves: a value number, or a constant, per leaf of `output_spec`.
         buffer_writes: buffers assigned anew in the forward -> value number.
+        outputs: value numbers of the tensors of the output, by `parsim.model.objective.total.entries`.
+        loss_form: what the loss gave, as `parsim.model.objective.total` names it.
         ends: of every call. decisions: where the forward looked at values. assumed: whole numbers that rest on an assumption
             about the data, by value number; `assumptions` says which.
     """
@@ -104,9 +106,10 @@ class Recording:
     output_spec: TreeSpec | None = None
     loss_start: int | None = None
     loss_value: int | None = None
-    logits_value: int | None = None
+    outputs: dict[str, int] = field(default_factory=dict)
+    loss_form: str = ""
     ends: list[CallEnds] = field(default_factory=list)
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[DataDecision] = field(default_factory=list)
     assumed: dict[int, Tensor] = field(default_factory=dict)
     routings: dict[int, Routing] = field(default_factory=dict)
     samples: int = 1
@@ -317,7 +320,7 @@ class Recorder(TorchFunctionMode):
     def _decide(self, name: str) -> None:
         """Note that the forward depends on data here."""
         line = at_line(traceback.extract_stack())
-        self.recording.decisions.append(Decision(self.stack[-1] if self.stack else None, name, line))
+        self.recording.decisions.append(DataDecision(self.stack[-1] if self.stack else None, name, line))
 
     def _value(self, tensor: Tensor) -> tuple[Tensor, bool]:
         """Of a fake tensor, and whether it rests on an assumption. Raises UnknownValueError."""
@@ -503,7 +506,7 @@ def with_index_arrays(
                     spread.append(int(part) if isinstance(part, Tensor) and part.dim() == 0 else part)
         return function, (args[0], tuple(spread), *args[2:]), kwargs
     if name == "masked_select":
-        given, mask = torch.broadcast_tensors(args[0], args[1] if len(args) > 1 else kwargs["mask"])
+        given, mask = torch.broadcast_tensors(args[0], args[1] if len(args) > 1 else kwargs["mask"])  # type: ignore[no-untyped-call]
         with _disable_current_modes():
             places = mask.nonzero(as_tuple=True)
         return Tensor.__getitem__, (given, places), {}

@@ -143,7 +143,7 @@ def model_of(
         else:
             first = measure(module, *with_batch(args, kwargs, BATCHES[0]), granularity=granularity, loss=loss)
             batches = tuple(first.even_batches * batch for batch in BATCHES)
-            known = {(None, first.batch): first}
+            known: dict[tuple[torch.dtype | None, int], TracedForward] = {(None, first.batch): first}
             (small, large), (small_half, large_half) = (
                 [
                     known.get((autocast, batch))

@@ -184,13 +184,18 @@ def collapse(recording: Recording, whole: frozenset[str], root: nn.Module) -> Co
     place = 0
     loss_start = None
     while place < len(recording.ops):
-        if place == last:
+        if place >= last and loss_start is None:
             loss_start = len(ops)
         starts.append(place)
         end, op = spans.get(place, (place + 1, recording.ops[place]))
         ops.append(op)
         place = end
     starts.append(len(recording.ops))
+    if recording.loss_start is not None and loss_start is None:
+        raise TraceError(
+            f"{type(root).__name__} computes its own loss inside {', '.join(sorted(whole)) or 'its forward'}, whose code depends "
+            "on the data; put the code that depends on the data into a module of its own"
+        )
     made = {number for op in ops for _, number in op.outputs}
     collapsed = replace(
         recording,
@@ -263,11 +268,11 @@ def _collapse_call(recording: Recording, call: int, start: int, end: int, root: 
 
 
 def _step(key: Any) -> Any:
-    """An index or key of a path into a result."""
-    for name in ("idx", "key", "name"):
+    """An index or key of a path into a result. Raises _EscapesError for anything else."""
+    for name in ("idx", "key"):
         if hasattr(key, name):
             return getattr(key, name)
-    raise TraceError(f"cannot find a tensor in a result at {key!r}; return tensors in tuples, lists or dicts")
+    raise _EscapesError(f"a tensor lies in its result at {key}, which is no place in a tuple, list or dict")
 
 
 def assumptions(recording: Recording) -> tuple[str, ...]:
