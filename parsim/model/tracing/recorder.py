@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +25,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec
 
-import parsim.model.shard
-import parsim.model.tracing
 from parsim.errors import TraceError
 from parsim.model.runnable import PLAIN, Context, Nested, Ref, StateKey
 from parsim.model.tracing.known_values import KnownValues, Routing, UnknownValueError
+from parsim.model.tracing.masked_calls import sets_by_mask, with_index_arrays
+from parsim.model.tracing.refusals import at_line, value_message
 from parsim.model.tracing.unsupported import hint
 
 
@@ -293,7 +292,7 @@ class Recorder(TorchFunctionMode):
             measured = None
             if not exact:
                 try:
-                    if _sets_by_mask(name, args):
+                    if sets_by_mask(name, args):
                         with contextlib.suppress(TraceError):
                             result, measured, exact = self._with_known_sizes(function, name, args, kwargs, name)
                     if measured is None:
@@ -478,75 +477,3 @@ def _compute_exactly(function: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 _SIZES_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
-
-
-def _sets_by_mask(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a call puts rows where a mask is true: the number of rows depends on the mask."""
-    if name != "__setitem__" or not isinstance(args[2], Tensor) or args[2].dim() == 0:
-        return False
-    return any(tensor.dtype is torch.bool and isinstance(tensor, FakeTensor) for _, tensor in tensors_in(args[1]))
-
-
-def with_index_arrays(
-    function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The same call with arrays of indices in the place of masks, whose sizes are those of the result.
-
-    Args:
-        function, name: a call. args, kwargs: with real masks.
-    """
-    if name in ("__getitem__", "__setitem__"):
-        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-        spread: list[Any] = []
-        with _disable_current_modes():
-            for part in parts:
-                if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
-                    spread += part.nonzero(as_tuple=True)
-                else:
-                    spread.append(int(part) if isinstance(part, Tensor) and part.dim() == 0 else part)
-        return function, (args[0], tuple(spread), *args[2:]), kwargs
-    if name == "masked_select":
-        given, mask = torch.broadcast_tensors(args[0], args[1] if len(args) > 1 else kwargs["mask"])  # type: ignore[no-untyped-call]
-        with _disable_current_modes():
-            places = mask.nonzero(as_tuple=True)
-        return Tensor.__getitem__, (given, places), {}
-    if name == "repeat_interleave":
-        repeats = args[1] if len(args) > 1 else kwargs["repeats"]
-        with _disable_current_modes():
-            return function, args, {**kwargs, "output_size": int(repeats.sum())}
-    return function, args, kwargs
-
-
-_STANDARD = str(Path(traceback.__file__).parent)
-_LIBRARIES = tuple(str(Path(module.__path__[0])) for module in (torch, parsim.model.tracing, parsim.model.shard))
-_PACKED = "pack_padded_sequence"
-
-
-def value_message(where: str, what: object, line: str = "", why: str = "") -> str:
-    """Why a forward that looks at tensor values cannot be recorded."""
-    line = line or at_line(traceback.extract_stack())
-    because = f": {why}" if why else ""
-    if _PACKED in str(what):
-        return (
-            f"{where} packs sequences by their lengths ({what}){line}: they depend on data and cannot be recorded{because}; "
-            "give the padded batch to the recurrent layer and pick each last step by index (gather), or sort the data into "
-            "batches of one length"
-        )
-    return (
-        f"{where} looks at the values of a tensor ({what}){line}, so what it does depends on the data and cannot be "
-        f"recorded{because}; rewrite that step with torch.where or masks, keep the value outside the forward, or trace the "
-        'branch that an example batch takes (example_inputs with data, and control_flow="example")'
-    )
-
-
-def _is_standard(filename: str) -> bool:
-    """Python's own library, what is installed beside it apart."""
-    return filename.startswith(_STANDARD) and "site-packages" not in filename
-
-
-def at_line(frames: Iterable[traceback.FrameSummary]) -> str:
-    """ " at FILE:LINE `code`" of the innermost frame that is the user's; "" if none is."""
-    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<")) and not _is_standard(frame.filename)]
-    if not own:
-        return ""
-    return f" at {own[-1].filename}:{own[-1].lineno} `{(own[-1].line or '').strip()}`"

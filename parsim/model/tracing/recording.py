@@ -26,7 +26,8 @@ from parsim.model.objective.objective import TARGET, parse_objective
 from parsim.model.objective.settle import settle
 from parsim.model.objective.total import entries, output_kinds, total_and_form
 from parsim.model.runnable import Ref, StateKey
-from parsim.model.tracing.recorder import Recorder, Recording, at_line, value_message
+from parsim.model.tracing.recorder import Recorder, Recording
+from parsim.model.tracing.refusals import at_line, value_message
 from parsim.model.tracing.unsupported import check_supported, eager, hint
 
 

@@ -192,9 +192,10 @@ def collapse(recording: Recording, whole: frozenset[str], root: nn.Module) -> Co
         place = end
     starts.append(len(recording.ops))
     if recording.loss_start is not None and loss_start is None:
+        where = ", ".join(sorted(whole)) or "its forward"
         raise TraceError(
-            f"{type(root).__name__} computes its own loss inside {', '.join(sorted(whole)) or 'its forward'}, whose code depends "
-            "on the data; put the code that depends on the data into a module of its own"
+            f"{type(root).__name__} computes its own loss inside {where}, whose code depends on the data; put that "
+            "code into a module of its own"
         )
     made = {number for op in ops for _, number in op.outputs}
     collapsed = replace(
