@@ -398,11 +398,14 @@ def trace(
     granularity: Granularity = "block",
     loss: str | None = None,
     name: str | None = None,
+    control_flow: Literal["refuse", "example"] = "refuse",
 ) -> Model:
     """Trace a torch module into components: a Model that can be planned, priced and saved as JSON.
 
     Args:
         example_inputs: a batch as the module takes it; or input_shape, of one sample.
+        control_flow: where the forward looks at values of tensors, refuse it with its line, or follow the example inputs and
+            say so in `Model.assumptions`. Experts chosen by topk or argmax are always taken as balanced.
         granularity: "block", "sublayer" (halves of blocks, which can be sharded) or "layer".
         loss: "cross_entropy", "mse", "bce", "own" or "package:function", with `output`, `classes_dim` and `target` in brackets:
             "cross_entropy(classes_dim=0)"; left out: what the output calls for. name: of the Model.
@@ -413,7 +416,15 @@ def trace(
     from parsim.model.from_module import model_from_module
 
     shape = None if input_shape is None else tuple(input_shape)
-    return model_from_module(module, example_inputs, input_shape=shape, granularity=granularity, loss=loss, name=name)
+    return model_from_module(
+        module,
+        example_inputs,
+        input_shape=shape,
+        granularity=granularity,
+        loss=loss,
+        name=name,
+        control_flow=control_flow,
+    )
 
 
 def load_cluster(
