@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
@@ -18,10 +18,11 @@ from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
 from parsim.model.precision import check_recorded
 from parsim.plans.concurrent import concurrent_with
+from parsim.plans.constraints import FREE, PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan
-from parsim.plans.recompute import NONE, Recompute
+from parsim.plans.recompute import AUTO, Recompute
 from parsim.predict.plan_memory import plan_memory
 
 KeptPrices = TypeVar("KeptPrices")
@@ -31,7 +32,8 @@ KeptPrices = TypeVar("KeptPrices")
 class PlanningProblem:
     """Attributes:
     global_batch: samples per step. precision, optimizer, master_weights: as in RUN.toml. corrections: learnt from a run.
-    zero_stage: that plans are to have. recompute: likewise; "auto": where a plan would not fit, as little as makes it fit.
+    zero_stage: that plans are to have; "auto": any. recompute: likewise; "auto": where a plan would not fit, as little as
+        makes it fit. constraints: what else plans must keep.
     history: of the profile's validations, by which intervals are corrected.
     pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
     """
@@ -44,13 +46,19 @@ class PlanningProblem:
     master_weights: bool = True
     corrections: RunCorrections = NO_RUN_CORRECTIONS
     history: History = NO_HISTORY
-    zero_stage: int = 0
-    recompute: Recompute = NONE
+    zero_stage: int | Literal["auto"] = AUTO
+    recompute: Recompute = AUTO
+    constraints: PlanConstraints = FREE
     pins: tuple[tuple[str, Placement], ...] = ()
     forbids: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         check_recorded(self.model, self.precision)
+
+    @property
+    def fixed_zero_stage(self) -> int:
+        """The ZeRO stage of a plan that is not searched for: 0 where it is left open."""
+        return self.zero_stage if isinstance(self.zero_stage, int) else 0
 
     @property
     def optimizer_state_bytes_per_element(self) -> int:

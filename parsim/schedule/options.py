@@ -138,6 +138,10 @@ class Prices:
             }
         return known
 
+    def same_work(self, component: Component) -> tuple[str, bool]:
+        """Equal for components that cost the same."""
+        return self._same_work[component.name]
+
     @cached_property
     def differentiable(self) -> frozenset[str]:
         """Components that have a backward."""
