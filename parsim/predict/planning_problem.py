@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal, TypeVar
 
@@ -21,8 +21,8 @@ from parsim.plans.concurrent import concurrent_with
 from parsim.plans.constraints import FREE, PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import Placement
-from parsim.plans.plan import Plan
-from parsim.plans.recompute import AUTO, Recompute
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
+from parsim.plans.recompute import AUTO, NONE, Recompute
 from parsim.predict.plan_memory import plan_memory
 
 KeptPrices = TypeVar("KeptPrices")
@@ -83,8 +83,16 @@ class PlanningProblem:
     def layout(self, plan: Plan) -> PlanIndex:
         """The plan over this model; made once. Raises PlanError if they do not match."""
         if plan not in self._layouts:
-            self._layouts[plan] = PlanIndex(plan, self.model)
+            shape = replace(plan, strategy="custom", zero_stage=0, bucket_bytes=DEFAULT_BUCKET_BYTES, recompute=NONE)
+            made = PlanIndex(plan, self.model)
+            made.share(self._shapes.setdefault(shape, made))
+            self._layouts[plan] = made
         return self._layouts[plan]
+
+    @cached_property
+    def _shapes(self) -> dict[Plan, PlanIndex]:
+        """The first layout of each mesh, stages, placements and order: what does not depend on the rest is worked out once."""
+        return {}
 
     @cached_property
     def _layouts(self) -> dict[Plan, PlanIndex]:
@@ -122,8 +130,19 @@ class PlanningProblem:
         """Prices under the load of `ranks` ranks that compute at once, but of at most one rank per core. The engines
         model how ranks on one core take turns.
         """
+        return self._costs_of(ranks)[1]
+
+    def cost_group(self, ranks: int) -> int:
+        """The same for numbers of ranks that have the same prices.
+
+        Args:
+            ranks: that compute at once.
+        """
+        return self._costs_of(ranks)[0]
+
+    def _costs_of(self, ranks: int) -> tuple[int, Costs]:
         if ranks not in self._costs:
-            self._costs[ranks] = Costs(
+            own = Costs(
                 model=self.model,
                 cluster=self.cluster,
                 precision=self.precision,
@@ -133,18 +152,20 @@ class PlanningProblem:
                 ranks=ranks,
                 corrections=self.corrections,
             )
+            alike = (entry for entry in self._costs.values() if own.priced_alike(entry[1]))
+            self._costs[ranks] = next(alike, (len(self._costs), own))
         return self._costs[ranks]
 
     def price(self, work_of_ranks: Iterable[Priced], mesh: Mesh) -> list[Estimate]:
         """Estimates in order, for a plan on a mesh whose groups slow one another where they share links; what one plan has
         asked is known for the next. Raises CostError."""
-        known = self._known.setdefault(mesh.size, {})
-        return price(work_of_ranks, self.costs(mesh.size), known, partial(concurrent_with, mesh))
+        group, costs = self._costs_of(mesh.size)
+        return price(work_of_ranks, costs, self._known.setdefault(group, {}), partial(concurrent_with, mesh))
 
     @cached_property
     def _known(self) -> dict[int, dict[Hashable, Estimate]]:
         return {}
 
     @cached_property
-    def _costs(self) -> dict[int, Costs]:
+    def _costs(self) -> dict[int, tuple[int, Costs]]:
         return {}

@@ -117,9 +117,7 @@ def prices_of(problem: PlanningProblem, plan: Plan) -> Prices:
     known = problem.remembered(KnownBounds).prices
     key = plan.mesh, plan.microbatch_samples
     if key not in known:
-        known[key] = Prices(
-            problem=problem, mesh=plan.mesh, samples=plan.microbatch_samples, bucket_bytes=DEFAULT_BUCKET_BYTES
-        )
+        known[key] = Prices(problem=problem, mesh=plan.mesh, samples=plan.microbatch_samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
     return known[key]
 
 
@@ -346,9 +344,7 @@ class _Computation:
                 found[chunk] = max(going, found[chunk] or 0.0)
         return found
 
-    def _returning_s(
-        self, chunk: int, first: str, rest: Mapping[str, float], found: Sequence[float | None]
-    ) -> float | None:
+    def _returning_s(self, chunk: int, first: str, rest: Mapping[str, float], found: Sequence[float | None]) -> float | None:
         """From the backward of a stage's first component by way of its inputs to place 0, the longest way."""
         model, longest = self.problem.model, None
         for input_name in model.component(first).inputs:

@@ -6,6 +6,7 @@ found. So the best of the family is found, among its members.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -57,18 +58,35 @@ class Tally:
         self.unpriced = self.unpriced or other.unpriced
 
 
+LOSERS_WITHIN = 0.02
+"""A family that has lost to a plan of another one is known this well: its best may take so much less than the one shown."""
+
+
 @dataclass
 class Incumbents:
-    """The steps of the best plans so far, of which `wanted` are kept."""
+    """The steps of the best plans of a family so far, of which `wanted` are kept.
+
+    Attributes: rival_s: of the best plan of other families. A family that no longer can be faster is left at a plan of which
+        its best is within `LOSERS_WITHIN`.
+    """
 
     wanted: int = 1
     steps_s: dict[Plan, float] = field(default_factory=dict)
+    rival_s: float = float("inf")
+
+    @property
+    def best_s(self) -> float:
+        """Of all plans so far."""
+        return min(self.steps_s.values(), default=float("inf"))
 
     @property
     def bar_s(self) -> float:
-        """A plan that takes as long as this is not wanted."""
+        """A plan whose bound is at or above this is not wanted."""
         best = sorted(self.steps_s.values())
-        return best[self.wanted - 1] if len(best) >= self.wanted else float("inf")
+        if len(best) < self.wanted:
+            return float("inf")
+        bar = best[self.wanted - 1]
+        return min(bar, max(self.rival_s, (1 - LOSERS_WITHIN) * bar))
 
 
 def judged_best_first(
@@ -90,12 +108,23 @@ def judged_best_first(
     tally, number = Tally(), count()
     queue: list[tuple[float, int, Node]] = []
     judged: list[Evaluation] = []
-    closest: tuple[int, Plan] | None = None
+    closest: tuple[float, Node] | None = None
+
+    def too_large(excess: float, node: Node) -> None:
+        nonlocal closest
+        if closest is None or excess < closest[0]:
+            closest = excess, node
+
     for node in nodes:
         heapq.heappush(queue, (node.bound_s, next(number), node))
     while queue and queue[0][0] < incumbents.bar_s:
         _, _, node = heapq.heappop(queue)
         try:
+            missing = 0.0 if node.missing_bytes is None else node.missing_bytes()
+            if missing:
+                tally.too_large += node.size
+                too_large(missing, node)
+                continue
             if node.opened is not None:
                 for part in node.opened():
                     heapq.heappush(queue, (max(part.bound_s, node.bound_s), next(number), part))
@@ -105,7 +134,7 @@ def judged_best_first(
             if over:
                 others = list(node.instead()) if node.instead is not None else []
                 tally.too_large += not others
-                closest = min(closest or (over, node.plan), (over, node.plan), key=lambda entry: entry[0])
+                too_large(over, node)
                 for other in others:
                     heapq.heappush(queue, (max(other.bound_s, node.bound_s), next(number), other))
                 continue
@@ -122,5 +151,17 @@ def judged_best_first(
         incumbents.steps_s[replace(node.plan, strategy="custom")] = evaluation.result.step_s.median
     tally.slower = sum(node.size for _, _, node in queue)
     if not judged and closest is not None and not incumbents.steps_s:
-        judged.append(judge(closest[1]))
+        plan = _first_plan(closest[1])
+        judged += [] if plan is None else [judge(plan)]
     return judged, tally
+
+
+def _first_plan(node: Node) -> Plan | None:
+    """The first plan of a part that is possible."""
+    if node.opened is None:
+        return node.plan
+    with contextlib.suppress(PlanError, ScheduleError, CostError):
+        for part in node.opened():
+            if (plan := _first_plan(part)) is not None:
+                return plan
+    return None

@@ -1,6 +1,7 @@
 """The named strategies as families of plans: one row per name.
 
-"adaptive" stands for all of them and the plans whose components each have the best placement; `parsim.schedule.search` knows it.
+"adaptive" stands for all of them and the plans whose components each have the best placement: `parsim.schedule.search`
+knows it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from parsim.errors import PlanError, ScheduleError
+from parsim.errors import ScheduleError
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
@@ -68,25 +69,42 @@ def nodes_of(members: Members, some: list[Mesh]) -> list[Node]:
     return found
 
 
-def every_plan(problem: PlanningProblem, strategy: Strategy, name: str = "custom") -> Iterator[Plan]:
-    """All members of a family, those that are impossible left out; recomputation only where it is asked for.
+def every_plan(problem: PlanningProblem, strategy: Strategy) -> Iterator[Plan]:
+    """All members of a family, those that are impossible left out; with recomputation only where it is asked for.
 
     Args:
-        problem: model, cluster, batch and constraints. strategy: with meshes. name: that the plans get.
+        problem: model, cluster, batch and constraints. strategy: with meshes.
 
     Raises:
         ScheduleError: it has no member.
     """
-    pending = strategy.nodes(problem, next((key for key, row in FAMILIES.items() if row is strategy), name))
-    while pending:
-        node = pending.pop(0)
-        if node.plan is not None:
-            yield node.plan
-        elif node.opened is not None:
-            try:
-                pending = [*node.opened(), *pending]
-            except (PlanError, ScheduleError):
-                continue
+    assert strategy.meshes is not None
+    name = next((key for key, row in FAMILIES.items() if row is strategy), "custom")
+    members, some = Members(problem, name), strategy.meshes(problem)
+    nodes_of(members, some)
+    for mesh in some:
+        yield from members.plans(mesh)
+
+
+def single_plans(problem: PlanningProblem) -> Iterator[Plan]:
+    """Plans on one device, fewest microbatches first.
+
+    Args:
+        problem: model, cluster and batch.
+    """
+    return FAMILIES["single"](problem)
+
+
+def dp_plans(problem: PlanningProblem) -> Iterator[Plan]:
+    """Plans with a replica per device, most devices and fewest microbatches first.
+
+    Args:
+        problem: model, cluster and batch.
+
+    Raises:
+        ScheduleError: the batch does not divide over any number of devices.
+    """
+    return FAMILIES["dp"](problem)
 
 
 def single_meshes(problem: PlanningProblem) -> list[Mesh]:
@@ -102,7 +120,7 @@ def single_meshes(problem: PlanningProblem) -> list[Mesh]:
 
 
 def dp_meshes(problem: PlanningProblem) -> list[Mesh]:
-    """A replica per device.
+    """A replica per device, of all devices or of fewer.
 
     Args:
         problem: with constraints.
@@ -110,7 +128,7 @@ def dp_meshes(problem: PlanningProblem) -> list[Mesh]:
     Raises:
         ScheduleError: another mesh is asked for.
     """
-    return _kept(problem, "dp", [Mesh(dp=problem.cluster.size)])
+    return _kept(problem, "dp", [mesh for mesh in meshes(problem) if mesh.dp == mesh.size > 1])
 
 
 def mp_meshes(problem: PlanningProblem) -> list[Mesh]:
@@ -122,12 +140,9 @@ def mp_meshes(problem: PlanningProblem) -> list[Mesh]:
     Raises:
         ScheduleError: another mesh is asked for.
     """
-    devices = problem.cluster.size
-    some = [mesh for mesh in meshes(problem) if mesh.dp == 1]
-    whole = Mesh(pp=devices)
-    if problem.constraints.allow(whole) and whole not in some:
-        some.append(whole)  # too few components: it says so
-    return _kept(problem, "mp", some)
+    some = [mesh for mesh in meshes(problem) if mesh.dp == 1 and mesh.size > 1]
+    whole = Mesh(pp=problem.cluster.size)
+    return _kept(problem, "mp", some or [whole])  # too few components: it says so
 
 
 def hp_meshes(problem: PlanningProblem) -> list[Mesh]:
@@ -143,7 +158,7 @@ def hp_meshes(problem: PlanningProblem) -> list[Mesh]:
     dividing = [mesh for mesh in found if problem.global_batch % mesh.dp == 0]
     if not dividing and not problem.constraints.axes:
         raise ScheduleError(
-            f"hp needs dp > 1 and pp * tp > 1 with pp * dp * tp = {problem.cluster.size} and dp dividing the batch "
+            f"hp needs dp > 1 and pp * tp > 1 with pp * dp * tp at most {problem.cluster.size} and dp dividing the batch "
             f"({problem.global_batch}); use another number of devices or another batch"
         )
     return _kept(problem, "hp", dividing or found)
@@ -165,7 +180,9 @@ def _kept(problem: PlanningProblem, name: str, some: list[Mesh]) -> list[Mesh]:
     """Those that keep the constraints. Raises ScheduleError if none does."""
     kept = [mesh for mesh in some if problem.constraints.allow(mesh)]
     if not kept:
-        raise ScheduleError(f"plan.mesh asks for {problem.constraints.axes}, which no mesh of {name} has; drop it or take another strategy")
+        raise ScheduleError(
+            f"plan.mesh asks for {problem.constraints.axes}, which no mesh of {name} has; drop it or take another strategy"
+        )
     return kept
 
 

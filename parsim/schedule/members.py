@@ -11,24 +11,27 @@ bound is above a plan it has simulated.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 
 from parsim.arrays import Floats
-from parsim.errors import ScheduleError
+from parsim.errors import PlanError, ScheduleError
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES, Plan
 from parsim.plans.recompute import AUTO, NONE
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.bounds import computation_bound_s, step_bound_s
+from parsim.schedule.bounds import ROUNDING, computation_bound_s, step_bound_s
 from parsim.schedule.choose_recompute import recomputed_to_fit
 from parsim.schedule.options import Prices, placements_of
 from parsim.schedule.partition import least_round_s
 from parsim.schedule.placement.objective import Solution
+from parsim.schedule.room import missing_bytes
 from parsim.schedule.space import bucket_sizes, microbatch_counts, orders, zero_stages
 from parsim.schedule.stages import Cutting
 from parsim.schedule.tensor import MOST_PLACES, best_placement, can_be_cut, uniform_options, uniform_placements
@@ -43,6 +46,7 @@ class Node:
         bound_s: no plan of it is simulated to take less. size: plans in it.
         opened: the parts it consists of; None for a single plan. Raises PlanError or ScheduleError if it has none.
         plan: the single plan. instead: what may be judged in its place if it does not fit.
+        missing_bytes: by how much none of its plans can fit; 0 where some might. None: not known.
     """
 
     bound_s: float
@@ -50,6 +54,7 @@ class Node:
     opened: Callable[[], list[Node]] | None = None
     plan: Plan | None = None
     instead: Callable[[], Iterator[Node]] | None = None
+    missing_bytes: Callable[[], float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,35 +104,61 @@ class Members:
             by_chunks: dict[bool, list[tuple[str, int]]] = {}
             for order in orders(self.problem, mesh):
                 by_chunks.setdefault(order[1] > 1, []).append(order)
-            seconds = self._least_seconds(mesh, count)
+            least = self._least_seconds(mesh, count)
             for several, some in by_chunks.items():
-                whole = seconds.sum() * count
-                bound = max(whole / mesh.pp, seconds.max() * count) if several else least_round_s(seconds, mesh.pp, count)
-                size = self._ways(mesh) * len(some)
-                found.append(Node(float(bound), size, self._opening(mesh, count, some, float(bound))))
+                bound = count * max(least.sum_s / mesh.pp, least.longest_s)
+                if not several:
+                    bound = max(bound, least.sum_s / (1 - (1 - 1 / count) ** mesh.pp))
+                found.append(self._root(mesh, count, some, bound))
         return found
+
+    def _root(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]], bound_s: float) -> Node:
+        """With a bound that is made sharper when it is opened first."""
+        size = self._ways(mesh) * len(some)
+        missing = partial(self._missing_bytes, mesh, count)
+        if mesh.pp == 1 or some[0][1] > 1:
+            return Node(bound_s, size, self._opening(mesh, count, some, bound_s), missing_bytes=missing)
+
+        def opened() -> list[Node]:
+            sharper = max(bound_s, least_round_s(self._least_seconds(mesh, count).seconds, mesh.pp, count) * ROUNDING)
+            return [Node(sharper, size, self._opening(mesh, count, some, sharper))]
+
+        return Node(bound_s * ROUNDING, size, opened, missing_bytes=missing)
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        return bucket_sizes(self.problem)
 
     def _ways(self, mesh: Mesh) -> int:
         """Combinations of ZeRO stages and bucket sizes."""
         stages = 1 if isinstance(self.problem.zero_stage, int) or mesh.dp * mesh.tp == 1 else len(ZERO_STAGES)
-        return stages * len(bucket_sizes(self.problem))
+        return stages * len(self._sizes)
 
-    def _least_seconds(self, mesh: Mesh, count: int) -> Floats:
+    def _least_seconds(self, mesh: Mesh, count: int) -> _Least:
         """Per component forward and backward of one microbatch, under the cheapest of its placements on the fastest device."""
         samples = self.problem.global_batch // (mesh.dp * count)
         known = self.problem.remembered(_LeastSeconds).by_shape
-        key = (mesh.size, mesh.tp, samples, self.mixed)
+        key = (self.problem.cost_group(mesh.size), mesh.tp, samples, self.mixed)
         if key not in known:
             prices = Prices(problem=self.problem, mesh=mesh, samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
             seen: dict[object, float] = {}
-            found = []
+            found, chosen = [], []
             for component in self.problem.model.components:
                 options = self._options(component.name, mesh.tp, samples)
+                chosen.append(options)
                 work = (prices.same_work(component), component.name in prices.differentiable, options)
                 if work not in seen:
                     seen[work] = min((_mean_s(prices, component.name, option) for option in options), default=0.0)
                 found.append(seen[work])
-            known[key] = np.array(found)
+            known[key] = _Least(np.array(found), sum(found), max(found), tuple(chosen))
+        return known[key]
+
+    def _missing_bytes(self, mesh: Mesh, count: int) -> float:
+        known = self.problem.remembered(_LeastSeconds).missing
+        samples = self.problem.global_batch // (mesh.dp * count)
+        key = (mesh, samples, self.mixed)
+        if key not in known:
+            known[key] = missing_bytes(self.problem, mesh, samples, self._least_seconds(mesh, count).options)
         return known[key]
 
     def _options(self, name: str, tp: int, samples: int) -> tuple[Placement, ...]:
@@ -139,29 +170,58 @@ class Members:
 
     def _opening(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]], bound_s: float) -> Callable[[], list[Node]]:
         def opened() -> list[Node]:
-            found = []
-            for placements in self._placed(mesh, count):
-                for order, chunks in some:
-                    cutting = Cutting(
-                        problem=self.problem,
-                        strategy=self.strategy,
-                        mesh=mesh,
-                        microbatches=count,
-                        order=order,
-                        chunks=chunks,
-                        placements=placements,
-                    )
-                    found.append(Node(bound_s, self._ways(mesh), partial(self._of_cut, cutting)))
-            return found
+            cuttings = self._cuttings(mesh, count, some)
+            return [Node(bound_s, self._ways(mesh), partial(self._of_cut, cutting)) for cutting in cuttings]
 
         return opened
+
+    def _cuttings(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]]) -> Iterator[Cutting]:
+        for placements in self._placed(mesh, count):
+            for order, chunks in some:
+                yield Cutting(
+                    problem=self.problem,
+                    strategy=self.strategy,
+                    mesh=mesh,
+                    microbatches=count,
+                    order=order,
+                    chunks=chunks,
+                    placements=placements,
+                )
+
+    def plans(self, mesh: Mesh) -> Iterator[Plan]:
+        """Every plan on a mesh, those that are impossible left out; with recomputation only where it is asked for.
+
+        Args:
+            mesh: of all devices, or of fewer.
+        """
+        with contextlib.suppress(ScheduleError):
+            self.of_mesh(mesh)
+            for count in microbatch_counts(self.problem, mesh):
+                for cutting in self._cuttings(mesh, count, orders(self.problem, mesh)):
+                    with contextlib.suppress(PlanError, ScheduleError):
+                        yield from self._of_ways(self._fastest(cutting))
+
+    def _fastest(self, cutting: Cutting) -> Plan:
+        """With recomputation as the question has it. Raises PlanError, ScheduleError, CostError."""
+        plan = cutting.fastest()
+        if self.problem.recompute != AUTO:
+            plan = replace(plan, recompute=self.problem.recompute)
+        self._check_asked(plan)
+        return plan
+
+    def _of_ways(self, plan: Plan) -> list[Plan]:
+        """With every ZeRO stage and every bucket size."""
+        stages = zero_stages(self.problem, self.problem.layout(plan))
+        return [replace(plan, zero_stage=stage, bucket_bytes=size) for stage in stages for size in self._sizes]
 
     def _placed(self, mesh: Mesh, count: int) -> Iterator[Mapping[str, Placement]]:
         """The placements worth judging with so many microbatches."""
         samples = self.problem.global_batch // (mesh.dp * count)
         if not self.mixed:
             chosen = (
-                {} if mesh.tp == 1 else uniform_placements(self.problem, Mesh(dp=mesh.dp, tp=mesh.tp), divides=samples % mesh.tp == 0)
+                {}
+                if mesh.tp == 1
+                else uniform_placements(self.problem, Mesh(dp=mesh.dp, tp=mesh.tp), divides=samples % mesh.tp == 0)
             )
             yield chosen
             return
@@ -183,18 +243,10 @@ class Members:
             raise ScheduleError(f"no choice of placements fits: {reason}")
 
     def _of_cut(self, cutting: Cutting) -> list[Node]:
-        """With recomputation as the question has it, every ZeRO stage and every bucket size."""
-        problem, plan = self.problem, cutting.fastest()
-        if problem.recompute != AUTO:
-            plan = replace(plan, recompute=problem.recompute)
-        self._check_asked(plan)
-        stages, sizes = zero_stages(problem, problem.layout(plan)), bucket_sizes(problem)
-
-        def opened() -> list[Node]:
-            plans = [replace(plan, zero_stage=stage, bucket_bytes=size) for stage in stages for size in sizes]
-            return [self.of_plan(each, cutting) for each in plans]
-
-        return [Node(computation_bound_s(problem, plan), len(stages) * len(sizes), opened)]
+        plan = self._fastest(cutting)
+        plans = self._of_ways(plan)
+        bound_s = computation_bound_s(self.problem, plan)
+        return [Node(bound_s, len(plans), lambda: [self.of_plan(each, cutting) for each in plans])]
 
     def _check_asked(self, plan: Plan) -> None:
         for stage in plan.stages:
@@ -231,11 +283,22 @@ class Members:
             if other is not None:
                 yield Node(step_bound_s(problem, other), 1, None, other)
 
+
+class _Least(NamedTuple):
+    """Seconds of every component, their sum and the longest; the placements among which they are the least."""
+
+    seconds: Floats
+    sum_s: float
+    longest_s: float
+    options: tuple[tuple[Placement, ...], ...]
+
+
 @dataclass
 class _LeastSeconds:
-    """Of one problem, by ranks, tp, samples and whether placements are mixed."""
+    """Of one problem, by prices, tp, samples and whether placements are mixed."""
 
-    by_shape: dict[tuple[int, int, int, bool], Floats] = field(default_factory=dict)
+    by_shape: dict[tuple[int, int, int, bool], _Least] = field(default_factory=dict)
+    missing: dict[tuple[Mesh, int, bool], float] = field(default_factory=dict)
 
 
 def _mean_s(prices: Prices, name: str, placement: Placement) -> float:
@@ -259,6 +322,7 @@ def uncut_text(problem: PlanningProblem, tp: int) -> str:
     texts = ", ".join(f"{rule} ({limit})" for rule, limit in limits[:6])
     possible = [ways for ways in range(2, problem.cluster.size + 1) if any(limit % ways == 0 for _, limit in limits)]
     return (
-        f"no component of {problem.model.name} can be cut into tp = {tp} shards: tp must divide the size that a rule cuts: {texts}; "
+        f"no component of {problem.model.name} can be cut into tp = {tp} shards: tp must divide the size that a rule cuts: "
+        f"{texts}; "
         f"{'use tp = ' + ', '.join(map(str, possible)) if possible else 'use pp and dp'}, or another granularity"
     )

@@ -83,7 +83,7 @@ def least_round_s(seconds: Floats, stages: int, microbatches: int) -> float:
     low, high = whole * microbatches / stages, whole * microbatches
     if reaches(low):
         return low
-    while high - low > 1e-9 * high:
+    while high - low > 1e-4 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if reaches(middle) else (middle, high)
     return low

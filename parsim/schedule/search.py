@@ -106,7 +106,7 @@ def search(
             skipped[name] = str(error)
             continue
         shared = name == "adaptive" or top is not None
-        own = together if shared else Incumbents()
+        own = together if shared else Incumbents(rival_s=together.best_s if mixes else float("inf"))
         found, counted = judged_best_first(
             nodes, excess_bytes=lambda plan: _excess_bytes(problem, plan), judge=judge, incumbents=own
         )

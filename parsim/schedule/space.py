@@ -25,14 +25,21 @@ FREE_CHUNKS = (1, 2, 3, 4, 6, 8)
 
 
 def meshes(problem: PlanningProblem) -> Iterator[Mesh]:
-    """Every mesh over all devices that keeps the constraints, fewest stages first."""
-    devices = problem.cluster.size
-    for pp in range(1, min(devices, len(problem.model.components)) + 1):
-        for tp in range(1, devices // pp + 1):
-            dp, rest = divmod(devices, pp * tp)
-            mesh = Mesh(pp=pp, dp=dp, tp=tp) if not rest else None
-            if mesh is not None and problem.constraints.allow(mesh):
-                yield mesh
+    """Every mesh over the first devices of the cluster that keeps the constraints, most devices and fewest stages first.
+
+    Those that leave devices idle are among them: the batch, or what shards divide by, may not divide over all, and one more
+    device must not make the answer slower.
+
+    Args:
+        problem: cluster, model and constraints.
+    """
+    asked = problem.constraints
+    for devices in range(problem.cluster.size, 0, -1):
+        for pp in (asked.pp,) if asked.pp else range(1, min(devices, len(problem.model.components)) + 1):
+            for tp in (asked.tp,) if asked.tp else range(1, devices // pp + 1):
+                dp, rest = divmod(devices, pp * tp)
+                if not rest and dp and asked.dp in (None, dp):
+                    yield Mesh(pp=pp, dp=dp, tp=tp)
 
 
 def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
@@ -48,7 +55,8 @@ def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
     if rest:
         nearest = max(1, round(problem.global_batch / mesh.dp)) * mesh.dp
         raise ScheduleError(
-            f"global_batch ({problem.global_batch}) is not divisible by dp ({mesh.dp}); use a multiple of {mesh.dp}, e.g. {nearest}"
+            f"global_batch ({problem.global_batch}) is not divisible by dp ({mesh.dp}); use a multiple of {mesh.dp}, "
+            f"e.g. {nearest}"
         )
     asked = problem.constraints.microbatches
     if asked is None:
@@ -57,8 +65,8 @@ def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
         parts = mesh.dp * asked
         nearest = max(1, round(problem.global_batch / parts)) * parts
         raise ScheduleError(
-            f"global_batch ({problem.global_batch}) is not divisible by dp ({mesh.dp}) * microbatches ({asked}) = {parts}; use a "
-            f"multiple of it, e.g. {nearest}"
+            f"global_batch ({problem.global_batch}) is not divisible by dp ({mesh.dp}) * microbatches ({asked}) = {parts}; "
+            f"use a multiple of it, e.g. {nearest}"
         )
     return [asked]
 
@@ -92,7 +100,7 @@ def orders(problem: PlanningProblem, mesh: Mesh) -> list[tuple[str, int]]:
     if not found:
         raise ScheduleError(
             f"{problem.model.name} has {len(problem.model.components)} components for {mesh.pp} ranks of a pipeline"
-            f"{'' if asked.chunks is None else f' with {asked.chunks} chunks each'}; use fewer stages or granularity \"layer\""
+            f'{"" if asked.chunks is None else f" with {asked.chunks} chunks each"}; use fewer stages or granularity "layer"'
         )
     return found
 
@@ -101,7 +109,8 @@ def bucket_sizes(problem: PlanningProblem) -> tuple[int, ...]:
     """Bucket sizes that differ for this model: all that hold the whole model are one."""
     if problem.constraints.bucket_bytes is not None:
         return (problem.constraints.bucket_bytes,)
-    useful = [size for size in BUCKET_BYTES if size < problem.model.parameter_bytes]
+    whole = problem.model.parameter_bytes
+    useful = [size for size in BUCKET_BYTES if size < whole]
     return tuple(useful) or (DEFAULT_BUCKET_BYTES,)
 
 
@@ -109,4 +118,5 @@ def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
     """Every stage that is asked for; 0 alone where no two ranks hold the same parameters."""
     if isinstance(problem.zero_stage, int):
         return (problem.zero_stage,)
-    return ZERO_STAGES if any(len(bucket.group) > 1 for bucket in layout.buckets) else (0,)
+    shared = layout.plan.mesh.dp > 1 or any(len(bucket.group) > 1 for bucket in layout.buckets)
+    return ZERO_STAGES if shared else (0,)

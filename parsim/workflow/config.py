@@ -210,8 +210,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         overrides: texts "section.key=value", the value as TOML or as a bare word. An override of plan.strategy
-            replaces the hand-written plan of a file with strategy = "custom" (CUSTOM_KEYS) unless it says "custom" too, and what
-            steers the file's search (ADAPTIVE_KEYS) unless it says "adaptive". Constraints of a search stay.
+            replaces the hand-written plan of a file with strategy = "custom" (CUSTOM_KEYS) unless it says "custom" too, and
+            what steers the file's search (ADAPTIVE_KEYS) unless it says "adaptive". Constraints of a search stay.
 
     Raises:
         ConfigError: no such file, not TOML, or a wrong key; with its path, its value and the fix.
@@ -351,11 +351,11 @@ def _check_plan_section(config: RunConfig) -> None:
         raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: the plan is read from {plan.plan_path}; drop zero_stage")
     if plan.recompute == "selective":
         raise ConfigError(
-            'plan.recompute = "selective" means the core of attention (scores, softmax and their product with the values) in the '
-            "literature, and parsim recomputes whole components, of which that core is only a part. With fused attention "
-            "(scaled_dot_product_attention) the core saves no scores, so nothing is left to gain. What exists: \"auto\", "
+            'plan.recompute = "selective" means the core of attention (scores, softmax and their product with the values) in '
+            "the literature, and parsim recomputes whole components, of which that core is only a part. With fused attention "
+            '(scaled_dot_product_attention) the core saves no scores, so nothing is left to gain. What exists: "auto", '
             '"none", "full", or a list of components; with model.granularity = "sublayer" whole attention halves are '
-            "components, e.g. recompute = [\"*attention*\"]"
+            'components, e.g. recompute = ["*attention*"]'
         )
     if isinstance(plan.recompute, str) and plan.recompute not in (AUTO, NONE, FULL):
         near = near_matches(plan.recompute, (AUTO, NONE, FULL))
