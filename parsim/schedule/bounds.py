@@ -5,10 +5,11 @@ F and B the computation of one microbatch on a place of the pp axis (a block), c
 
     own       M * (F + B), then every bucket whose gradients are complete k seconds before the end, then the optimizer
     round     place 0 begins the step; place p cannot begin before the first microbatch has come to it (E), and after the last
-              backward of p a gradient still goes back to place 0 (D): E + M * (F + B) + D, then the last buckets of place 0
+              backward of p a gradient still goes back to place 0 (D): E + M * (F + B) + D, then the last buckets of place 0;
+              nor can its backwards begin before one microbatch has come to the loss and back (L): L + M * B + D
     sending   all collectives on the stream of the gradients, which takes one at a time
 
-The bound is the largest of these over the places. All prices are those of the simulation, of ranks in the first replica.
+The bound is the largest of these over the places. All prices are those of the simulation.
 
 Leaves out: loading, overlap factors, cores that ranks share, waiting between blocks. All of them make a step longer.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -39,18 +41,23 @@ ROUNDING = 1 - 1e-9
 """Sums in another order differ by rounding: a bound is lowered by that much."""
 
 
+SOME_BYTES, SOME_REPLICAS = 2**20, 8
+"""The transfers by which the links of replicas are compared, and how many replicas are."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlaceWork:
     """The computation of one step at a place on the pp axis, in seconds.
 
     Attributes:
-        busy_s: of all microbatches on its slowest rank. before_s: until its first block can begin.
+        busy_s: of all microbatches on its slowest rank.
+        done_s: until its last block can have ended, after the beginning of the step at place 0.
         after_s: from its last block to the end of the last block of place 0; None if no gradient goes there.
         remaining_s: by component, what its place computes after the last backward of the component.
     """
 
     busy_s: float
-    before_s: float
+    done_s: float
     after_s: float | None
     remaining_s: Mapping[str, float]
 
@@ -76,7 +83,7 @@ def step_bound_s(problem: PlanningProblem, plan: Plan) -> float:
     layout = problem.layout(plan)
     places = computation_of(problem, plan)
     ends = [_place_end_s(problem, layout, place, work) for place, work in enumerate(places)]
-    rounds = [work.before_s + work.busy_s + work.after_s for work in places if work.after_s is not None]
+    rounds = [work.done_s + work.after_s for work in places if work.after_s is not None]
     last = _last_buckets_s(problem, layout, places[0])
     bound = max(*ends, max(rounds, default=0.0) + last)
     return (bound * _noise(problem, plan) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
@@ -90,7 +97,7 @@ def computation_bound_s(problem: PlanningProblem, plan: Plan) -> float:
     """
     places = computation_of(problem, plan)
     own = max(work.busy_s for work in places)
-    rounds = [work.before_s + work.busy_s + work.after_s for work in places if work.after_s is not None]
+    rounds = [work.done_s + work.after_s for work in places if work.after_s is not None]
     bound = max(own, *rounds) if rounds else own
     return (bound * _noise(problem, plan) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
 
@@ -166,7 +173,7 @@ class _Computation:
         return any(self.layout.is_halved(name) for name in self.plan.components)
 
     def places(self) -> tuple[PlaceWork, ...]:
-        before, after = self._before_s(), self._after_s()
+        (before, turned), after = self._begins_s(), self._after_s()
         found = []
         for place in range(self.plan.mesh.pp):
             chunks = self.plan.place_stages(place)
@@ -177,10 +184,14 @@ class _Computation:
             seconds, within = busiest
             late = [after[chunk] for chunk in chunks]
             reached = [value for value in late if value is not None]
+            busy_s = self.plan.microbatches * sum(map(sum, seconds.values()))
+            back_s = self.plan.microbatches * sum(backward for _, backward in seconds.values())
             found.append(
                 PlaceWork(
-                    busy_s=self.plan.microbatches * sum(map(sum, seconds.values())),
-                    before_s=min(before[chunk] for chunk in chunks),
+                    busy_s=busy_s,
+                    done_s=max(
+                        min(before[chunk] for chunk in chunks) + busy_s, min(turned[chunk] for chunk in chunks) + back_s
+                    ),
                     after_s=min(reached) if len(reached) == len(late) else None,
                     remaining_s=self._remaining_s(place, seconds, within),
                 )
@@ -297,16 +308,28 @@ class _Computation:
         return self.problem.price([(work, rank)], self.plan.mesh)[0].median_s
 
     def _transfer_s(self, value: Value, home: int, stage: int, moved: ValueLayout) -> float:
-        """From place to place, in the first replica."""
+        """From place to place, in the replica whose links are slowest."""
         size_bytes = round(value.size_bytes(self.plan.microbatch_samples) * moved.local_share(self.plan.mesh.tp))
-        ends = self.layout.rank(home, 0), self.layout.rank(stage, 0)
+        ends = self.layout.rank(home, self._replica), self.layout.rank(stage, self._replica)
         return self._work_s(SendRecv(source=ends[0], destination=ends[1], size_bytes=size_bytes), ends[0])
 
-    def _before_s(self) -> list[float]:
-        """Per stage of the plan when its first block can begin, after the beginning of the step at place 0."""
+    @cached_property
+    def _replica(self) -> int:
+        """Of the first few. Any replica gives a bound, since all of them take part in every step."""
+
+        def passing_s(replica: int) -> float:
+            ranks = [self.layout.rank(place, replica) for place in range(self.plan.mesh.pp)]
+            works = (SendRecv(source=one, destination=two, size_bytes=SOME_BYTES) for one, two in pairwise(ranks))
+            return sum(self._work_s(work, work.source) for work in works)
+
+        return max(range(min(self.plan.mesh.dp, SOME_REPLICAS)), key=passing_s)
+
+    def _begins_s(self) -> tuple[list[float], list[float]]:
+        """Per stage of the plan when its first forward and its first backward can begin, after the beginning of the step at
+        place 0: as one microbatch alone would find every place free."""
         count = len(self.plan.stages)
         if self.plan.mesh.pp == 1 or self._placed_alone:
-            return [0.0] * count
+            return [0.0] * count, [0.0] * count
         clocks, begins = [0.0] * count, [0.0] * count
         ends: dict[str, float] = {}
         for chunk, stage in enumerate(self.plan.stages):
@@ -319,7 +342,32 @@ class _Computation:
                 if not number:
                     begins[chunk] = ready
                 clocks[chunk] = ends[name] = ready + self._least_s(name, Phase.FORWARD)
+        return begins, self._turns_s(clocks)
+
+    def _turns_s(self, forwards: Sequence[float]) -> list[float]:
+        """Per stage when its first backward can begin, given when the forward of one microbatch ends there."""
+        clocks, begins = list(forwards), list(forwards)
+        ends: dict[str, float] = {}
+        for chunk in range(len(self.plan.stages) - 1, -1, -1):
+            names = [name for name in reversed(self.plan.stages[chunk].components) if name in self.layout.differentiable]
+            for number, name in enumerate(names):
+                ready = clocks[chunk]
+                for output in self.problem.model.component(name).outputs:
+                    value = self.problem.model.value[output]
+                    for reading in self.layout.readings[output] if value.differentiable else ():
+                        first = next((each for each in reading.components if each in ends), None)
+                        if first is not None:
+                            ready = max(ready, ends[first] + self._going_s(value, reading.stage, reading.ends.gradient))
+                if not number:
+                    begins[chunk] = ready
+                own = 0.0 if self._halved else self._least_s(name, Phase.BACKWARD)
+                clocks[chunk] = ends[name] = ready + own
         return begins
+
+    def _going_s(self, value: Value, stage: int, moved: ValueLayout) -> float:
+        assert value.producer is not None
+        home = self.layout.stage_of[value.producer]
+        return 0.0 if home == stage else self._transfer_s(value, stage, home, moved)
 
     def _coming_s(self, value: Value, name: str) -> float:
         assert value.producer is not None

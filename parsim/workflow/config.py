@@ -515,7 +515,7 @@ def _explain(problem: ErrorDetails) -> str:
         example = _EXAMPLES.get(path, "")
         place = f"under [{'.'.join(location[:-1])}]" if len(location) > 1 else "to the file"
         return f"{path} is missing; add {example or path} {place}"
-    if kind == "literal_error":
+    if kind == "literal_error" and table_key not in _UNION_RULES:
         allowed = _choices(location)
         near = near_matches(value, allowed) if isinstance(value, str) else ""
         listing = "" if near.startswith("; known") else f" (known: {', '.join(allowed)})"
@@ -579,7 +579,7 @@ _EXAMPLES = {
 
 def _key_parts(problem: ErrorDetails) -> list[str]:
     """`[cluster, devices, 1]`, without the names of union members that pydantic puts between."""
-    tag = re.compile(r"(constrained-)?(int|float|str|bool)|tuple\[.*")
+    tag = re.compile(r"(constrained-)?(int|float|str|bool)|(tuple|literal)\[.*")
     return [str(part) for part in problem["loc"] if not (isinstance(part, str) and tag.fullmatch(part))]
 
 

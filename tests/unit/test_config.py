@@ -153,7 +153,7 @@ MISTAKES = [
     (["plan.zero_stage=4"], r"plan.zero_stage = 4: it is 0, 1 .optimizer state divided., 2 .* or 3 "),
     (["plan.zero_stage=1", "plan.strategy=x/plan.json"], r"plan.zero_stage = 1: the plan is read from .*drop zero_stage"),
     (["model.granularity=blocks"], r"model.granularity = 'blocks' is unknown; did you mean block"),
-    (["plan.placements={ head = 'batch' }"], r"plan.placements fixes the plan by hand.*or drop placements"),
+    (["plan.placements={ head = 'batch' }"], r"plan.placements fixes all placements by hand.*set strategy = .custom., or name those"),
     (
         ["plan.strategy=custom", "plan.mesh.tp=8", "plan.placements={ head = 'shard:column' }"],
         r"plan.placements.'head' = 'shard:column': cannot read placement .*write batch, replicate, shard:RULE/WAYS or place:",
@@ -173,7 +173,6 @@ MISTAKES = [
     (["plan.mesh.tp=3"], r"mesh tp \(3\) = 3 must divide the devices \(8\); change the axes or ask for devices = 9"),
     (["plan.zero_stage=all"], r"plan.zero_stage = 'all': must be 0, 1, 2, 3 or \"auto\""),
     (["plan.recompute=selective"], r"selective. means the core of attention.*What exists: .*granularity = .sublayer."),
-    (["plan.placements={ '*' = 'batch' }"], r"plan.placements fixes all placements by hand.*plan.pin"),
     (
         ["plan.strategy=custom", "plan.mesh.pp=3", "plan.mesh.dp=2"],
         r"pp \(3\) \* dp \(2\) \* tp \(1\) = 6 must equal the devices \(8\); change the axes or ask for devices = 6",
