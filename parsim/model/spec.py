@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parsim.errors import ModelError, near_matches
+from parsim.model.inputs import ModelInput, inputs_from, ordered
+from parsim.model.objective.objective import TARGET, Objective, parse_objective
 from parsim.model.zoo import ZOO, Scalar, ZooRow
+
+OBJECTIVE_KEYS = ("output", "classes_dim", "target")
+_NEEDED = {
+    "classes_dim": 'loss = "cross_entropy"',
+    "target": 'loss = "package:function", a function (output, target) of your own',
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,19 +27,51 @@ class ModelSpec:
     name: a key of the zoo, "package.module:factory", or the path of a Hugging Face config.json.
     args: keyword arguments of the factory (for a config: values that replace its own).
     input_shape: of ONE sample, e.g. (3, 224, 224); tokens: (seq,). None takes the model's default.
-    loss: a row of `parsim.model.losses`, or "package.module:ROW". None takes the model's default.
+        With one input it says all; `inputs` is for others.
+    inputs: what `forward` takes, by the names of its arguments. None: one input of `input_shape`, integers where the sample
+        has one dim and the model an embedding, else floats.
+    loss: a row of `parsim.model.losses`, "package.module:ROW" or "package:function". None takes the model's default.
+    output, classes_dim, target: of an `Objective`: which output the loss reads, where its classes lie, what its targets are.
     """
 
     name: str
     args: tuple[tuple[str, Scalar], ...] = ()
     input_shape: tuple[int, ...] | None = None
     loss: str | None = None
+    inputs: tuple[ModelInput, ...] | None = None
+    output: str | None = None
+    classes_dim: int | None = None
+    target: ModelInput | None = None
+
+    def objective(self, usual: str | None = None) -> Objective | None:
+        """The loss that is asked for; None where neither the spec nor `usual` names one.
+
+        Raises ModelError for an unknown loss, or for keys that belong to a loss which is not named.
+        """
+        loss = self.loss or usual
+        if loss is not None:
+            given = {key: value for key in OBJECTIVE_KEYS if (value := getattr(self, key)) is not None}
+            return replace(parse_objective(loss), **given)
+        for key in ("classes_dim", "target"):
+            if getattr(self, key) is not None:
+                raise ModelError(f"{self.name}: {key} belongs to a loss; give loss, too, for example {_NEEDED[key]}")
+        return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; the loss only if it is not the model's own."""
+        """Plain JSON values; inputs and the loss only if they are given."""
         shape = None if self.input_shape is None else list(self.input_shape)
-        document = {"name": self.name, "args": dict(self.args), "input_shape": shape}
-        return document if self.loss is None else {**document, "loss": self.loss}
+        document: dict[str, Any] = {"name": self.name, "args": dict(self.args), "input_shape": shape}
+        if self.inputs is not None:
+            document["inputs"] = {entry.name: entry.to_dict() for entry in self.inputs}
+        if self.loss is not None:
+            document["loss"] = self.loss
+        if self.output is not None:
+            document["output"] = self.output
+        if self.classes_dim is not None:
+            document["classes_dim"] = self.classes_dim
+        if self.target is not None:
+            document["target"] = self.target.to_dict()
+        return document
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> ModelSpec:
@@ -41,7 +81,17 @@ class ModelSpec:
             args = tuple((str(key), value) for key, value in dict(document.get("args") or {}).items())
             shape = None if shape is None else tuple(int(size) for size in shape)
             loss = document.get("loss")
-            return cls(name=str(document["name"]), args=args, input_shape=shape, loss=None if loss is None else str(loss))
+            inputs, target = document.get("inputs"), document.get("target")
+            return cls(
+                name=str(document["name"]),
+                args=args,
+                input_shape=shape,
+                loss=None if loss is None else str(loss),
+                inputs=None if inputs is None else inputs_from(inputs),
+                output=document.get("output"),
+                classes_dim=document.get("classes_dim"),
+                target=None if target is None else ModelInput.from_dict(TARGET, target),
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(f"not a model: {document!r} ({error!r}); give name, args and input_shape") from error
 
@@ -58,8 +108,13 @@ def resolve(spec: ModelSpec) -> ModelSpec:
     if ":" in spec.name or is_config(spec.name):
         if any(size < 1 for size in spec.input_shape or ()):
             raise ModelError(f"input_shape sizes must be >= 1, got {spec.input_shape}")
-        return replace(spec, args=tuple(sorted(spec.args)))
+        if spec.inputs is not None and spec.input_shape is not None:
+            raise ModelError(f"{spec.name}: inputs and input_shape both say what it takes; drop input_shape")
+        inputs = None if spec.inputs is None else ordered(spec.inputs)
+        return replace(spec, args=tuple(sorted(spec.args)), inputs=inputs)
     row = zoo_row(spec.name)
+    if spec.inputs is not None:
+        raise ModelError(f"{spec.name} of the zoo has its own input; drop inputs, and give input_shape for another size")
     defaults, given = dict(row.args), dict(spec.args)
     for name in given:
         if name not in defaults:
@@ -84,7 +139,7 @@ def resolve(spec: ModelSpec) -> ModelSpec:
         elif isinstance(value, int) and value < 1:
             raise ModelError(f"argument {name} of {spec.name} must be >= 1, got {value!r}; for example {defaults[name]}")
     loss = None if spec.loss == row.loss else spec.loss
-    return ModelSpec(name=spec.name, args=tuple(sorted({**defaults, **given}.items())), input_shape=shape, loss=loss)
+    return replace(spec, args=tuple(sorted({**defaults, **given}.items())), input_shape=shape, loss=loss)
 
 
 def is_config(name: str) -> bool:

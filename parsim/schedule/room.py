@@ -56,6 +56,9 @@ def _weight_bytes(problem: PlanningProblem, mesh: Mesh, stage: int, component: C
         groups = alike(component, placement, parameter.name, mesh.tp)
         holders = sum(len(group) for group in groups) / mesh.tp
         group = mesh.dp * len(groups[0])
+        if not parameter.trainable:
+            total += holders * held.size_bytes
+            continue
         state = problem.optimizer_state_bytes_per_element * held.elements
         parts = enumerate((state, held.size_bytes, held.size_bytes), start=1)  # optimizer state, gradients, parameters
         total += holders * sum(size / group if number <= stage else size for number, size in parts)

@@ -109,7 +109,7 @@ def bucket_sizes(problem: PlanningProblem) -> tuple[int, ...]:
     """Bucket sizes that differ for this model: all that hold the whole model are one."""
     if problem.constraints.bucket_bytes is not None:
         return (problem.constraints.bucket_bytes,)
-    whole = problem.model.parameter_bytes
+    whole = sum(parameter.size_bytes for parameter in problem.model.trainable_parameters)
     useful = [size for size in BUCKET_BYTES if size < whole]
     return tuple(useful) or (DEFAULT_BUCKET_BYTES,)
 

@@ -153,7 +153,10 @@ MISTAKES = [
     (["plan.zero_stage=4"], r"plan.zero_stage = 4: it is 0, 1 .optimizer state divided., 2 .* or 3 "),
     (["plan.zero_stage=1", "plan.strategy=x/plan.json"], r"plan.zero_stage = 1: the plan is read from .*drop zero_stage"),
     (["model.granularity=blocks"], r"model.granularity = 'blocks' is unknown; did you mean block"),
-    (["plan.placements={ head = 'batch' }"], r"plan.placements fixes all placements by hand.*set strategy = .custom., or name those"),
+    (
+        ["plan.placements={ head = 'batch' }"],
+        r"plan.placements fixes all placements by hand.*set strategy = .custom., or name those",
+    ),
     (
         ["plan.strategy=custom", "plan.mesh.tp=8", "plan.placements={ head = 'shard:column' }"],
         r"plan.placements.'head' = 'shard:column': cannot read placement .*write batch, replicate, shard:RULE/WAYS or place:",

@@ -8,7 +8,7 @@ out what an allocator rounds up, and workspaces of kernels.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.errors import TraceError
-from parsim.model.component import LOSS, Component, Parameter, Sharding, Value
+from parsim.model.component import LOSS, PARTIAL, Component, Parameter, Sharding, Value
 from parsim.model.memory.peaks import Peaks, Recorded, autocast_as, component_peaks
 from parsim.model.model import Model
 from parsim.model.runnable import CallProgram
@@ -120,7 +120,10 @@ class _Watch:
         self.recorder = recorder
         tensors = recorder.recording.tensors
         state = {storage_key(tensors[number]) for number in recorder.recording.state}
-        self.mode = OperatorMode(lambda: recorder.current, state)
+        frozen = any(
+            key.kind == "parameter" and not tensors[number].requires_grad for number, key in recorder.recording.state.items()
+        )
+        self.mode = OperatorMode(lambda: recorder.current, state, lambda: recorder.has_gradients, frozen=frozen)
         self.saved: list[tuple[int, int, int]] = []
         self.saves: set[tuple[int, int]] = set()
         self._seen = set(state)
@@ -165,6 +168,11 @@ def combine(small: TracedForward, large: TracedForward, *, name: str, granularit
         outputs=tuple(names[number] for number in final_values(small.recording) if number in names),
         source=source,
     )
+
+
+def _can_leave(sharding: Sharding, outputs: Sequence[Value]) -> bool:
+    """Whether every output can go on as shards make it: one without samples along dim 0 is never converted."""
+    return all(value.batch_first or makes != PARTIAL for value, makes in zip(outputs, sharding.outputs, strict=True))
 
 
 class Counted:
@@ -261,7 +269,10 @@ def _component(
         (rate, fixed),
         [values[names[number]].batch_first for number in one.inputs],
     )
-    if not all(values[names[number]].batch_first for number in one.outputs) or one.name == LOSS:
+    shardings = tuple(
+        sharding for sharding in shardings if _can_leave(sharding, [values[names[number]] for number in one.outputs])
+    )
+    if one.name == LOSS:
         shardings = ()
     component = Component(
         name=one.name,
@@ -272,6 +283,7 @@ def _component(
                 name=recording.state[number].name,
                 elements=recording.tensors[number].numel(),
                 element_bytes=recording.tensors[number].element_size(),
+                trainable=recording.tensors[number].requires_grad,
             )
             for number in state
             if recording.state[number].kind == "parameter"

@@ -141,7 +141,7 @@ def _figures(prices: Prices, component: Component, choices: Sequence[Placement])
 def _weights_key(component: Component) -> tuple[object, ...]:
     """Equal for components whose parameters are alike and divided alike, whatever their names."""
     number = {parameter.name: place for place, parameter in enumerate(component.parameters)}
-    sizes = tuple((parameter.elements, parameter.element_bytes) for parameter in component.parameters)
+    sizes = tuple((each.elements, each.element_bytes, each.trainable) for each in component.parameters)
     divided = tuple(
         (each.rule, each.limit, tuple(sorted(number[part.name] for part in each.parameters if part.name in number)))
         for each in component.shardings
