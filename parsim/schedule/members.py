@@ -229,7 +229,7 @@ class Members:
         seen: list[Mapping[str, Placement]] = []
         reason = ""
         for stage in stages:
-            solution, placements = best_placement(self.problem, count, mesh, zero_stage=stage)
+            solution, placements, limited = best_placement(self.problem, count, mesh, zero_stage=stage)
             self.placements.append(PosedPlacement(mesh=mesh, microbatches=count, solution=solution))
             reason = solution.reason
             if placements is None:
@@ -237,8 +237,8 @@ class Members:
             if placements not in seen and any(placement != BATCH for placement in placements.values()):
                 yield placements  # all batch-sharded is data parallelism by another name
             seen.append(placements)
-            if solution.status == "optimal":
-                return  # less memory per rank would not find a faster one
+            if not limited:
+                return  # more room would change nothing
         if not seen:
             raise ScheduleError(f"no choice of placements fits: {reason}")
 

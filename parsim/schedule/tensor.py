@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -143,8 +144,8 @@ def posed_placement(
 
 def best_placement(
     problem: PlanningProblem, microbatches: int, mesh: Mesh | None = None, *, zero_stage: int | None = None
-) -> tuple[Solution, dict[str, Placement] | None]:
-    """The best placement of every component on the tp axis of a mesh; None where none fits.
+) -> BestPlacement:
+    """The best placement of every component on the tp axis of a mesh.
 
     Args:
         problem: model, cluster and batch. microbatches: per replica.
@@ -153,13 +154,23 @@ def best_placement(
     mesh = mesh or Mesh(tp=problem.cluster.size)
     stage = problem.fixed_zero_stage if zero_stage is None else zero_stage
     placing, hints = posed_placement(problem, microbatches, mesh, zero_stage=stage)
+    most = np.sum([own.max(axis=0) for own in placing.memory_bytes], axis=0)
+    limited = bool((most > placing.limit_bytes).any())
     solution = solve_exactly(placing, hints=hints)
     if not solution.choice:
-        return solution, None
+        return BestPlacement(solution, None, limited)
     placements = _named(placing, solution.choice)
     if mesh.pp > 1 or mesh.dp > 1 or fits(problem, _plan(problem, mesh, placements, microbatches, stage)):
-        return solution, placements
-    return _within_memory(problem, mesh, placing, microbatches, solution.lower_bound_s, stage)
+        return BestPlacement(solution, placements, limited)
+    return BestPlacement(*_within_memory(problem, mesh, placing, microbatches, solution.lower_bound_s, stage), limited=True)
+
+
+class BestPlacement(NamedTuple):
+    """A solution and its placements by component, None where none fits. `limited`: whether memory rules out any choice."""
+
+    solution: Solution
+    placements: dict[str, Placement] | None
+    limited: bool
 
 
 def fits(problem: PlanningProblem, plan: Plan) -> bool:
@@ -193,10 +204,10 @@ def _within_memory(
         named = _named(placing, choice)
         if fits(problem, _plan(problem, mesh, named, microbatches, zero_stage)):
             best = Solution(choice=choice, seconds=seconds, lower_bound_s=lower_bound_s, status="feasible"), named
-    for ways in _ways_sets(placing):
+    for ways, alone in product(_ways_sets(placing), (False, True)):
         some = placing.restricted(
             [
-                [number for number, option in enumerate(options) if option.kind != "place" and option.ways in ways]
+                [number for number, option in enumerate(options) if option.ways in ways and (alone or option.kind != "place")]
                 for options in placing.options
             ]
         )
