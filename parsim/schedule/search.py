@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parsim.errors import ScheduleError, near_matches
+from parsim.plans.constraints import PlanConstraints
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, NONE, Recompute
 from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, with_interval
@@ -157,7 +158,21 @@ def _nodes(members: Members, strategy: Strategy | None) -> list[Node]:
     plans = (replace(plan, strategy=members.strategy) for plan in strategy.plans(problem))
     if problem.recompute != AUTO:
         plans = (replace(plan, recompute=problem.recompute) for plan in plans)
-    return members.given(plans)
+    listed = list(plans)
+    kept = [plan for plan in listed if _keeps(problem.constraints, plan)]
+    if listed and not kept:
+        raise ScheduleError(f"none of the plans of {members.strategy} keeps what [plan] asks for: {problem.constraints}")
+    return members.given(kept)
+
+
+def _keeps(asked: PlanConstraints, plan: Plan) -> bool:
+    pairs = (
+        (asked.microbatches, plan.microbatches),
+        (asked.bucket_bytes, plan.bucket_bytes),
+        (asked.pipeline_order, plan.pipeline_order),
+        (asked.chunks, plan.chunks),
+    )
+    return asked.allow(plan.mesh) and all(given in (None, own) for given, own in pairs)
 
 
 def _excess_bytes(problem: PlanningProblem, plan: Plan) -> int:
