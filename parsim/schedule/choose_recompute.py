@@ -15,7 +15,7 @@ from parsim.plans.plan import Plan
 from parsim.plans.recompute import FULL
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.bounds import prices_of
+from parsim.schedule.bounds.computation import prices_of
 from parsim.work import Phase
 
 

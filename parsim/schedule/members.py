@@ -26,12 +26,12 @@ from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES, Plan
 from parsim.plans.recompute import AUTO, NONE
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.bounds import ROUNDING, computation_bound_s, step_bound_s
+from parsim.schedule.bounds.memory import missing_bytes
+from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, step_bound_s
 from parsim.schedule.choose_recompute import recomputed_to_fit
 from parsim.schedule.options import Prices, placements_of
 from parsim.schedule.partition import least_round_s
 from parsim.schedule.placement.objective import Solution
-from parsim.schedule.room import missing_bytes
 from parsim.schedule.space import bucket_sizes, microbatch_counts, orders, zero_stages
 from parsim.schedule.stages import Cutting
 from parsim.schedule.tensor import MOST_PLACES, best_placement, can_be_cut, uniform_options, uniform_placements

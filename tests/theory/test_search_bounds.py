@@ -19,10 +19,10 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import ZERO_STAGES, Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.bounds import computation_bound_s, step_bound_s
+from parsim.schedule.bounds.memory import missing_bytes
+from parsim.schedule.bounds.step import computation_bound_s, step_bound_s
 from parsim.schedule.families import FAMILIES
 from parsim.schedule.partition import least_round_s
-from parsim.schedule.room import missing_bytes
 from parsim.schedule.search import search
 from parsim.schedule.space import divisors
 from parsim.schedule.stages import balanced_plan
