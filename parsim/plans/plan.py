@@ -20,6 +20,7 @@ from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, rank_of_stage, 
 from parsim.plans.placement import BATCH, Placement, parse_placement
 from parsim.plans.recompute import NONE, Recompute, check_segments, normalised, recomputed_names
 from parsim.registry import is_reference
+from parsim.units import format_bytes
 
 SCHEMA_VERSION = 2
 STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
@@ -198,7 +199,10 @@ class Plan:
         return any(stage.placements for stage in self.stages)
 
     def summary(self) -> str:
-        """`hp pp=2 dp=4 tp=1 mb=8x16 1f1b`; with chunks `interleavedx2`."""
+        """`hp pp=2 dp=4 tp=1 mb=8x16 1f1b zero3 buckets=4MiB recompute=3 of 12`; with chunks `interleavedx2`.
+
+        Buckets are named where they are not those of PyTorch's DDP.
+        """
         chunks = f"x{self.chunks}" if self.chunks > 1 else ""
         order = f" {self.pipeline_order}{chunks}" if self.mesh.pp > 1 else ""
         zero = f" zero{self.zero_stage}" if self.zero_stage else ""
@@ -206,9 +210,10 @@ class Plan:
         again += f" segments={len(self.segments)}" if self.segments else ""
         zero += " ahead" if self.gather_ahead else ""
         zero += "" if self.backward_prefetch else " post"
-        return (
-            f"{self.strategy} {self.mesh} mb={self.microbatches}x{self.microbatch_samples}{order}{zero}{again}{self._placed()}"
-        )
+        many = self.mesh.dp * self.mesh.tp > 1 and self.bucket_bytes != DEFAULT_BUCKET_BYTES
+        buckets = f" buckets={format_bytes(self.bucket_bytes).replace(' ', '')}" if many else ""
+        split = f"mb={self.microbatches}x{self.microbatch_samples}"
+        return f"{self.strategy} {self.mesh} {split}{order}{zero}{buckets}{again}{self._placed()}"
 
     def _recomputes(self) -> str:
         """`full`, or `3 of 12`."""

@@ -10,6 +10,7 @@ Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from parsim.errors import PlanError, near_matches
 
@@ -17,7 +18,7 @@ Recompute = str | tuple[str, ...]
 
 NONE = "none"
 FULL = "full"
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 """Of a search, not of a plan: as little as makes a plan fit, and none where it fits without."""
 
 

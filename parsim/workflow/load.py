@@ -9,7 +9,7 @@ from parsim.errors import ConfigError, PlanError
 from parsim.files import parse_json
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
 from parsim.plans.recompute import AUTO, NONE
-from parsim.workflow.config import RunConfig, mesh_of
+from parsim.workflow.config import RunConfig, check_axes, constraints_of, mesh_of
 
 if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
@@ -25,14 +25,17 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
     Args:
         model, cluster: instead of those that the file names.
 
-    Raises: ModelError, ProfileError; ConfigError for pins and forbids that the model cannot follow.
+    Raises: ModelError, ProfileError; ConfigError for patterns, pins and forbids that the model cannot follow; PlanError for a
+        mesh that the devices do not make.
     """
     from parsim.costs.feedback.history import history_path, read_history
     from parsim.predict.planning_problem import PlanningProblem
-    from parsim.schedule.by_hand import forbids_by_pattern, parse_placements, pins_by_pattern
+    from parsim.schedule.by_hand import forbids_by_pattern, parse_placements, pins_by_pattern, recompute_by_pattern
 
     cluster = cluster_of(config) if cluster is None else cluster
     model = model_of(config) if model is None else model
+    if config.plan.mesh is not None:
+        check_axes(config.plan.mesh, cluster.size, by_hand=config.plan.strategy == "custom")
     pins = pins_by_pattern(parse_placements(config.plan.pin), model, cluster.size)
     return PlanningProblem(
         model=model,
@@ -43,7 +46,8 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         optimizer=config.training.optimizer,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
         zero_stage=config.plan.zero_stage,
-        recompute=config.plan.recompute,
+        recompute=recompute_by_pattern(config.plan.recompute, model),
+        constraints=constraints_of(config.plan),
         pins=pins,
         forbids=forbids_by_pattern(config.plan.forbid, model, pins),
     )
@@ -118,7 +122,7 @@ def fixed_plan(problem: PlanningProblem, config: RunConfig) -> Plan | None:
                 f"set training.global_batch = {plan.global_batch} or plan again"
             )
         return plan
-    if table.mesh is None:
+    if table.strategy != "custom" or table.mesh is None:
         return None
     from parsim.plans.mesh import check_mesh
     from parsim.plans.pipeline import PIPELINE_ORDERS
@@ -135,7 +139,7 @@ def fixed_plan(problem: PlanningProblem, config: RunConfig) -> Plan | None:
         pipeline_order=order,
         chunks=table.chunks or PIPELINE_ORDERS[order].fewest_chunks,
         bucket_bytes=table.bucket_bytes or DEFAULT_BUCKET_BYTES,
-        recompute=NONE if table.recompute == AUTO else table.recompute,
+        recompute=NONE if problem.recompute == AUTO else problem.recompute,
     )
 
 
