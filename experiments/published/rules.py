@@ -1,4 +1,4 @@
-"""What a framework does where a row does not say it. Written before any row was predicted, one rule per framework.
+"""What a framework does where a row does not say it. One rule per framework.
 
 A row names its framework by its prefix; a row of an unknown prefix counts as Megatron-Core where it has tensor or pipeline
 parallelism, and as FSDP otherwise. README.md shows this table.
