@@ -6,7 +6,7 @@ Frozen, JSON, holds no measured number. `check_plan` compares it with a model an
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,17 @@ class Plan:
                 f"global_batch ({self.global_batch}) must be divisible by dp ({self.mesh.dp}) * microbatches "
                 f"({self.microbatches}) = {parts}; the nearest that is: {max(1, round(self.global_batch / parts)) * parts}"
             )
+
+    def without_zero(self) -> Plan:
+        """The custom plan that computes the same with whole states in buckets of the default size."""
+        return replace(
+            self,
+            strategy="custom",
+            zero_stage=0,
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            gather_ahead=False,
+            backward_prefetch=True,
+        )
 
     @property
     def components(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from parsim.plans.concurrent import concurrent_with
 from parsim.plans.constraints import FREE, PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import Placement
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
+from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, NONE, Recompute
 from parsim.predict.plan_memory import plan_memory
 
@@ -85,7 +85,7 @@ class PlanningProblem:
     def layout(self, plan: Plan) -> PlanIndex:
         """The plan over this model; made once. Raises PlanError if they do not match."""
         if plan not in self._layouts:
-            shape = replace(plan, strategy="custom", zero_stage=0, bucket_bytes=DEFAULT_BUCKET_BYTES, recompute=NONE)
+            shape = replace(plan.without_zero(), recompute=NONE, segments=())
             made = PlanIndex(plan, self.model)
             made.share(self._shapes.setdefault(shape, made))
             self._layouts[plan] = made

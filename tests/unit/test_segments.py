@@ -17,12 +17,15 @@ from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Resource
 from parsim.graph.taskgraph import TaskGraph
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.profile import load_profile
 from parsim.model.component import Component, Parameter, Sharding, Value
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.kept_activations import KeptActivations
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import Collective, Compute, Phase, SendRecv
 from parsim.workflow.ask import check_runnable
 
@@ -291,3 +294,12 @@ def test_a_run_of_what_is_simulated_only_is_refused_before_launch() -> None:
     asked = SimpleNamespace(evaluation=SimpleNamespace(result=SimpleNamespace(plan=plan(segments=BOTH)), memory=()))
     with pytest.raises(PlanError, match=r"segments.*executable: false"):
         check_runnable(asked, None)  # type: ignore[arg-type]
+
+
+def test_a_problem_lays_out_plans_that_gather_ahead() -> None:
+    """Layouts are shared with the plan of the same computation that has whole states."""
+    ahead = plan(tp=2, segments=BOTH, dp=2, zero_stage=1, gather_ahead=True)
+    problem = PlanningProblem(model=model(), cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 4), global_batch=8)
+    assert problem.layout(replace(ahead, global_batch=8)).plan.gather_ahead
+    assert not ahead.without_zero().gather_ahead
+    assert ahead.without_zero().zero_stage == 0

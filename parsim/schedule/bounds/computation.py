@@ -6,7 +6,7 @@ Part of the lower bound of a step: `parsim.schedule.bounds.step`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -57,7 +57,7 @@ def computation_of(problem: PlanningProblem, plan: Plan) -> tuple[PlaceWork, ...
         problem: model, cluster and batch. plan: of this model.
     """
     known = problem.remembered(KnownBounds).work
-    program = replace(plan, strategy="custom", zero_stage=0, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    program = plan.without_zero()
     if program not in known:
         known[program] = _Computation(problem, problem.layout(plan)).places()
     return known[program]
