@@ -12,8 +12,9 @@ from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.families import FAMILIES
 from tests.execute.test_equality import BERT, GPT, VGG, VIT
 
 WIDE = ModelSpec(name="mlp", args=(("width", 256),))
@@ -30,7 +31,9 @@ def one_cpu() -> Cluster:
 def predicted_bytes(spec: ModelSpec, samples: int, precision: str) -> int:
     model = load_model(spec, granularity="layer")
     asked = PlanningProblem(model=model, cluster=one_cpu(), global_batch=samples, precision=precision, optimizer="sgd")
-    return asked.memory(next(iter(FAMILIES["single"](asked))))[0].total_bytes
+    names = tuple(component.name for component in model.components)
+    plan = Plan(strategy="single", mesh=Mesh(), global_batch=samples, stages=(Stage(ranks=(0,), components=names),))
+    return asked.memory(plan)[0].total_bytes
 
 
 @pytest.mark.parametrize("spec", [WIDE, VIT, GPT, BERT, VGG], ids=lambda spec: spec.name)

@@ -136,6 +136,12 @@ def _stepped(ranks: list[StageReplica], step: int) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("spec", [MLP, TABLE], ids=["mlp", "table"])
 def test_zero_updates_as_the_whole_optimizer_does(tmp_path: Path, spec: ModelSpec, optimizer: str) -> None:
+    """To the last bit; a fused kernel rounds by where an entry lies in its vectors."""
+    tolerance = 1e-12 if optimizer.endswith("_fused") else 0.0
+
+    def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+        return torch.allclose(one, other, rtol=tolerance, atol=0.0)
+
     plain = all_ranks(spec, even_plan(spec, Mesh(dp=4)), optimizer=optimizer)
     divided = all_ranks(spec, even_plan(spec, Mesh(dp=4), zero=1), optimizer=optimizer)
     for step in range(3):
@@ -143,14 +149,14 @@ def test_zero_updates_as_the_whole_optimizer_does(tmp_path: Path, spec: ModelSpe
         _stepped(divided, step)
     for other in divided:
         for name, parameter in plain[0].parameters.items():
-            assert torch.equal(other.parameters[name], parameter), name
+            assert same(other.parameters[name], parameter), name
         assert all(not flat.any() for flat in other.buckets.values()), "gradients are zero for the next step"
     expected = saved(plain, tmp_path / "plain")
     found = saved(divided, tmp_path / "divided")
     assert found.optimizer.keys() == expected.optimizer.keys()
     for name, state in expected.optimizer.items():
         for key, value in state.items():
-            assert torch.equal(found.optimizer[name][key], value), (name, key)
+            assert same(found.optimizer[name][key], value), (name, key)
 
 
 def test_zero_keeps_a_share_of_the_optimizer_state() -> None:
