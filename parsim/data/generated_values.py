@@ -74,9 +74,7 @@ def _drawn(entry: ModelInput, shape: tuple[int, ...], rng: np.random.Generator) 
         return rng.integers(0, 2, shape).astype(bool)
     if entry.is_integer:
         if entry.high is None:
-            raise DataError(
-                f"input {entry.name} holds integers, and nothing tells their range; give high, their bound"
-            )
+            raise DataError(f"input {entry.name} holds integers, and nothing tells their range; give high, their bound")
         return rng.integers(entry.low, entry.high, shape).astype(entry.dtype)
     if entry.dtype.startswith("complex"):
         return (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)) / math.sqrt(2)
