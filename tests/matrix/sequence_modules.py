@@ -346,7 +346,10 @@ class Checkpointed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = nn.Sequential(nn.Linear(12, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, CLASSES)
+        self.body, self.head = (
+            nn.Sequential(nn.Linear(12, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)),
+            nn.Linear(WIDTH, CLASSES),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.head(checkpoint(self.body, x, use_reentrant=False))

@@ -259,5 +259,9 @@ def discriminator() -> nn.Module:
 def generator() -> nn.Module:
     """Of a GAN: an image of noise."""
     return nn.Sequential(
-        nn.ConvTranspose2d(WIDTH, WIDTH, 4), nn.BatchNorm2d(WIDTH), nn.ReLU(), nn.ConvTranspose2d(WIDTH, 3, 2, stride=2), nn.Tanh()
+        nn.ConvTranspose2d(WIDTH, WIDTH, 4),
+        nn.BatchNorm2d(WIDTH),
+        nn.ReLU(),
+        nn.ConvTranspose2d(WIDTH, 3, 2, stride=2),
+        nn.Tanh(),
     )
