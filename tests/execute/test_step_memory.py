@@ -18,6 +18,16 @@ def test_a_backward_lets_go_of_the_input_that_it_alone_keeps(name: str) -> None:
     memory(Subject(ROWS[name]))
 
 
+@pytest.mark.parametrize("name", ["inception", "triplet"])
+def test_values_wait_for_readers_and_gradients_for_makers(name: str) -> None:
+    memory(Subject(ROWS[name]))
+
+
+@pytest.mark.parametrize("name", ["graph, dense", "frozen backbone"])
+def test_an_input_that_no_backward_needs_is_let_go_and_a_frozen_part_has_no_backward(name: str) -> None:
+    memory(Subject(ROWS[name]))
+
+
 @pytest.mark.parametrize(
     ("length", "batch", "features", "hidden"),
     [
