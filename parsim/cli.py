@@ -18,6 +18,7 @@ from parsim.commands.coverage import coverage
 from parsim.commands.demo import demo
 from parsim.commands.doctor import doctor
 from parsim.commands.plan import plan
+from parsim.commands.profile import profile
 from parsim.commands.report import report
 from parsim.commands.run import run
 from parsim.commands.simulate import simulate
@@ -28,6 +29,7 @@ from parsim.units import printable
 COMMANDS: Mapping[str, Callable[..., None]] = {
     "doctor": doctor,
     "calibrate": calibrate,
+    "profile": profile,
     "cost": cost,
     "plan": plan,
     "simulate": simulate,

@@ -257,7 +257,7 @@ def _fit_group(points: Sequence[OperatorPoint], device_type: str, peak: float, b
     flop = [kernel.flop for kernel in kernels]
     return OperatorFit(
         kind=points[0].kind,
-        phase=points[0].phase,  # type: ignore[arg-type]
+        phase=points[0].phase,
         precision=points[0].precision,
         device_type=device_type,
         coefficients=_fit_coefficients(kernels, log_seconds, peak, bandwidth),

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from parsim.errors import ConfigError
+
 if TYPE_CHECKING:
     from parsim.report.tables import ReportTable
 
@@ -21,11 +23,39 @@ Asked = Annotated[
     typer.Argument(metavar="RUN.toml|MODEL", help="A run file; or a model, with --on and --batch. Keys: README."),
 ]
 OnCluster = Annotated[
-    str | None, typer.Option("--on", metavar="CLUSTER", help="With a MODEL: a profile by name or path, or this-machine.")
+    str | None,
+    typer.Option(
+        "--on", metavar="CLUSTER", help="With a MODEL: GPUs (8xh100-sxm), a profile by name or path, or this-machine."
+    ),
+]
+GpusOption = Annotated[
+    str | None, typer.Option("--gpus", metavar="COUNTxGPU", help="With a MODEL: so many GPUs, e.g. 1024xh100-sxm.")
+]
+NetworkOption = Annotated[
+    str | None, typer.Option("--network", metavar="NETWORK", help="What joins several nodes, e.g. infiniband-400g.")
 ]
 BatchOption = Annotated[
     int | None, typer.Option("--batch", metavar="N", help="With a MODEL: samples per step over all replicas.")
 ]
+
+
+def on_gpus(
+    cluster: str | None, gpus: str | None, network: str | None, overrides: list[str] | None
+) -> tuple[str | None, list[str]]:
+    """The cluster and the overrides that --on, --gpus, --network and --set mean together.
+
+    Raises:
+        ConfigError: both --on and --gpus, or --gpus of another form.
+    """
+    from parsim.hardware.parts.shorthand import machines_of
+
+    changes = [*([] if network is None else [f'cluster.network="{network}"']), *(overrides or [])]
+    if gpus is None:
+        return cluster, changes
+    if cluster is not None:
+        raise ConfigError(f"--on {cluster} and --gpus {gpus} both say what the cluster is; drop one of them")
+    machines_of(gpus)
+    return gpus, changes
 
 
 def print_json(document: object) -> None:

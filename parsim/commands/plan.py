@@ -8,7 +8,18 @@ from typing import Annotated
 
 import typer
 
-from parsim.commands.output import Asked, BatchOption, JsonFlag, OnCluster, Overrides, print_json, print_tables
+from parsim.commands.output import (
+    Asked,
+    BatchOption,
+    GpusOption,
+    JsonFlag,
+    NetworkOption,
+    OnCluster,
+    Overrides,
+    on_gpus,
+    print_json,
+    print_tables,
+)
 from parsim.errors import ScheduleError
 from parsim.files import write_text_atomically
 
@@ -16,6 +27,8 @@ from parsim.files import write_text_atomically
 def plan(
     asked: Asked,
     cluster: OnCluster = None,
+    gpus: GpusOption = None,
+    network: NetworkOption = None,
     batch: BatchOption = None,
     overrides: Overrides = None,
     top: Annotated[int | None, typer.Option(min=1, help="Show the K fastest plans instead of each family's best.")] = None,
@@ -28,7 +41,8 @@ def plan(
     """Rank the plans of the strategy that the question names, choose one, and say why the others lost."""
     from parsim.workflow.public.functions import plan as find_plan
 
-    answer = find_plan(asked, cluster=cluster, global_batch=batch, overrides=overrides or [], top=top)
+    where, changes = on_gpus(cluster, gpus, network, overrides)
+    answer = find_plan(asked, cluster=where, global_batch=batch, overrides=changes, top=top)
     document = answer.to_dict()
     if certify:
         document["certificate"] = answer.certificate()

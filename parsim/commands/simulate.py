@@ -7,13 +7,26 @@ from typing import Annotated, Literal
 
 import typer
 
-from parsim.commands.output import Asked, BatchOption, JsonFlag, OnCluster, Overrides, print_json, print_tables
+from parsim.commands.output import (
+    Asked,
+    BatchOption,
+    GpusOption,
+    JsonFlag,
+    NetworkOption,
+    OnCluster,
+    Overrides,
+    on_gpus,
+    print_json,
+    print_tables,
+)
 from parsim.units import format_seconds
 
 
 def simulate(
     asked: Asked,
     cluster: OnCluster = None,
+    gpus: GpusOption = None,
+    network: NetworkOption = None,
     batch: BatchOption = None,
     overrides: Overrides = None,
     strategy: Annotated[str | None, typer.Option(help="Instead of the file's: the same as --set plan.strategy=...")] = None,
@@ -34,15 +47,16 @@ def simulate(
     from parsim.workflow.simulation import scenario_tables
 
     folder = None if out is None else new_folder(out, "")
+    where, changes = on_gpus(cluster, gpus, network, overrides)
     found = predict(
         asked,
-        cluster=cluster,
+        cluster=where,
         global_batch=batch,
         strategy=strategy,
         engine=engine,
         scenario=scenario,
         whole_run=whole_run,
-        overrides=overrides or [],
+        overrides=changes,
     )
     problem = found.problem
     document, labels, happening = found.to_dict(), found.critical_path(), found.scenario

@@ -89,6 +89,14 @@ class Costs:
         """Seconds by which computation takes longer after its rank has waited for communication."""
         return self._context.post_wait_s
 
+    def priced_alike(self, other: Costs) -> bool:
+        """Whether costs of the same problem for another number of ranks have the same prices.
+
+        Args:
+            other: of the same model, cluster, precision and optimizer.
+        """
+        return self._context == other._context and self._computation.loads_alike(self.ranks_active, other.ranks_active)
+
     @cached_property
     def _context(self) -> PriceContext:
         return price_context(self.cluster, ranks=self.ranks, ranks_active=self.ranks_active, corrections=self.corrections)

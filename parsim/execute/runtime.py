@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parsim.errors import ExecutionError
+from parsim.execute.bucket_rooms import BucketOfMicrobatch, rooms_of
 from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
 from parsim.execute.records.memory_lines import StepWatch
 from parsim.execute.records.task_time import TaskTime
@@ -62,7 +63,7 @@ class RankProgram:
             stream = next(resource.stream for resource in task.resources if resource.rank == rank)
             self._tasks.append((task, stream, tuple(index for index in task.dependencies if index in indices)))
         self._updates = any(isinstance(task.work, OptimizerStep) for task in local)
-        self._ending_gradients, self._ending_parameters = _endings(self._tasks)
+        self._room = rooms_of(self._tasks)
         self._store = Store(stage.layout, rank, local, streams)
         self._reading: dict[tuple[str, str], Reading] = {
             (name, value): reading
@@ -80,7 +81,7 @@ class RankProgram:
         self._halves: dict[tuple[str, int], BackwardHalf] = {}
         self._growing: dict[tuple[ValueKey, int], Tensor] = {}
         self._loss: list[Tensor] = []
-        self._sent: dict[tuple[int, int], Tensor] = {}
+        self._sent: dict[BucketOfMicrobatch, tuple[Tensor, Tensor]] = {}
 
     def step(self, batch: BatchSource, following: BatchSource | None = None) -> tuple[float, list[TaskTime]]:
         """Run one training step.
@@ -97,6 +98,8 @@ class RankProgram:
     def _step(self, batch: BatchSource, following: BatchSource | None) -> tuple[float, list[TaskTime]]:
         self._reset()
         streams = self._streams
+        for bucket in self._room.first_parameters:
+            self._begin_parameters(bucket)
         for task, stream, before in self._tasks:
             if stream not in (COMPUTE, HOST):
                 streams.submit(task.index, stream, before, self._operation(task, batch))
@@ -146,23 +149,31 @@ class RankProgram:
         raise ExecutionError(f"no way to run {task.work}; teach parsim.execute.runtime this work")
 
     def _ended(self, task: Task, operation: Callable[[], None]) -> Callable[[], None]:
-        """The operation, and the end of buckets that are whole no longer than this task (ZeRO 2 and 3)."""
-        gradients = self._ending_gradients.get(task.index, ())
-        parameters = self._ending_parameters.get(task.index, ())
-        if not gradients and not parameters:
+        """The operation, and the room for buckets that are whole for a while around it (ZeRO 2 and 3)."""
+        room = self._room.around.get(task.index)
+        if room is None:
             return operation
 
         def run() -> None:
+            for key in room.forgotten:
+                del self._sent[key]
             operation()
-            for bucket, microbatch in gradients:
-                self._sent[bucket, microbatch] = self._stage.end_gradients(bucket)
-            for bucket in parameters:
+            for bucket in room.ending_parameters:
                 flat = self._stage.flat_parameters(bucket)
                 self._streams.used(flat)
                 self._stage.end_parameters(bucket)
                 self.watch.resized(flat)
+            for bucket, microbatch in room.ending_gradients:
+                chunk = self._stage.gradient_chunk(bucket)
+                own = torch.empty(chunk.shape, dtype=chunk.dtype, device=chunk.device)
+                self._sent[bucket, microbatch] = self._stage.end_gradients(bucket), own
+            for bucket in room.beginning_parameters:
+                self._begin_parameters(bucket)
 
         return run
+
+    def _begin_parameters(self, bucket: int) -> None:
+        self.watch.resized(self._stage.begin_parameters(bucket))
 
     def _begin_batch(self, index: int, stream: str, before: Sequence[int], batch: BatchSource) -> None:
         """The batch that was loaded beside the step before; else it is loaded now."""
@@ -285,19 +296,22 @@ class RankProgram:
                 self._streams.used(flat)
                 dist.all_reduce(flat, group=group)
             case "reduce_scatter":
-                flat = self._stage.flat_gradient(number) if microbatch is None else self._sent.pop((number, microbatch))
+                if microbatch is not None:
+                    flat, own = self._sent[number, microbatch]
+                    self._streams.used(flat)
+                    self._streams.used(own)
+                    reduce_scatter_flat(own, flat, group)
+                    self._stage.add_gradients(number, own)
+                    return
+                flat = self._stage.flat_gradient(number)
                 self._streams.used(flat)
                 chunk = self._stage.gradient_chunk(number)
-                own = torch.empty_like(chunk)  # the chunk is part of what is sent, or of what was sent before
+                own = torch.empty_like(chunk)  # the chunk is part of what is sent
                 reduce_scatter_flat(own, flat, group)
-                if microbatch is None:
-                    chunk.copy_(own)
-                else:
-                    self._stage.add_gradients(number, own)
+                chunk.copy_(own)
             case "all_gather" if microbatch is not None:
-                flat = self._stage.begin_parameters(number)
+                flat = self._stage.flat_parameters(number)
                 self._streams.used(flat)
-                self.watch.resized(flat)
                 all_gather_flat(flat, self._stage.parameter_chunk(number), group)
             case "all_gather":
                 flat = self._stage.flat_parameters(number)
@@ -381,35 +395,6 @@ def required_groups(graph: TaskGraph) -> list[tuple[str, tuple[int, ...]]]:
                 ends = (min(task.work.source, task.work.destination), max(task.work.source, task.work.destination))
                 needed[task.resources[0].stream, ends] = None
     return list(needed)
-
-
-def _endings(
-    tasks: Sequence[tuple[Task, str, tuple[int, ...]]],
-) -> tuple[dict[int, list[tuple[int, int]]], dict[int, list[int]]]:
-    """By task after which they are whole no longer: (bucket, microbatch) of gradients, and buckets of parameters.
-
-    Gradients are sent by a collective that waits for this task; parameters were gathered by one that this task, and no later
-    one, waits for.
-    """
-    gathered: dict[int, int] = {}
-    last: dict[int, int] = {}
-    gradients: dict[int, list[tuple[int, int]]] = {}
-    for task, _, before in tasks:
-        bucket, microbatch = task.origin.bucket, task.origin.microbatch
-        if bucket is None or microbatch is None:
-            continue
-        assert isinstance(task.work, Collective)
-        if task.work.operation == "all_gather":
-            gathered[task.index] = bucket
-        else:
-            for index in before:
-                gradients.setdefault(index, []).append((bucket, microbatch))
-    for task, _, before in tasks:
-        last.update((index, task.index) for index in before if index in gathered)
-    parameters: dict[int, list[int]] = {}
-    for index, task_index in last.items():
-        parameters.setdefault(task_index, []).append(gathered[index])
-    return gradients, parameters
 
 
 def _component_of(task: Task) -> tuple[str, int]:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from parsim.graph.graph_builder import Draft
 from parsim.graph.passes.compute import add_computation
-from parsim.graph.passes.gradients import add_gradient_reduction, add_optimizer, add_parameter_gathering
+from parsim.graph.passes.gradients import (
+    add_gathering_ahead,
+    add_gradient_reduction,
+    add_optimizer,
+    add_parameter_gathering,
+)
 from parsim.graph.passes.unsharded import add_unsharded_buckets
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
 
-PASSES_AT_THE_END = (add_unsharded_buckets, add_gradient_reduction, add_optimizer, add_parameter_gathering)
+PASSES_AT_THE_END = (add_unsharded_buckets, add_gathering_ahead, add_gradient_reduction, add_optimizer, add_parameter_gathering)
 PASSES = (add_computation, *PASSES_AT_THE_END)
 
 

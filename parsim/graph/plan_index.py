@@ -42,6 +42,18 @@ class PlanIndex:
         if self.plan.is_mixed:
             self._check_conversions()
 
+    def share(self, other: PlanIndex) -> None:
+        """Take over what another index of the same model has worked out and this plan does not change.
+
+        Args:
+            other: of a plan that differs at most in strategy, ZeRO stage, bucket size and recomputation.
+        """
+        if other is self:
+            return
+        alike = self.plan.bucket_bytes == other.plan.bucket_bytes and (self.plan.zero_stage < 2) == (other.plan.zero_stage < 2)
+        names = _OF_SHAPE + (_OF_BUCKETS if alike else ())
+        self.__dict__.update({name: other.__dict__[name] for name in names if name in other.__dict__})
+
     def _check_conversions(self) -> None:
         """Every value can be cut as its way from layout to layout asks."""
         tp, samples = self.plan.mesh.tp, self.plan.microbatch_samples
@@ -153,6 +165,19 @@ class PlanIndex:
     @cached_property
     def _recomputed(self) -> frozenset[str]:
         return self.plan.recomputed & self.differentiable
+
+    def segment_of(self, component: str) -> tuple[str, ...]:
+        """The components that are recomputed together with this one, those with a backward; none if it is not in a segment."""
+        return self._segments.get(component, ())
+
+    @cached_property
+    def _segments(self) -> dict[str, tuple[str, ...]]:
+        kept = (tuple(name for name in segment if name in self.differentiable) for segment in self.plan.segments)
+        return {name: segment for segment in kept for name in segment}
+
+    def is_remade(self, value: str, reader: str) -> bool:
+        """Whether a recomputed reader gets the value from the second forward of its own segment."""
+        return self.model.value[value].producer in self.segment_of(reader)
 
     def wants_input_gradient(self, component: str) -> bool:
         """Whether its backward hands a gradient on."""
@@ -340,6 +365,10 @@ class PlanIndex:
                         found[chunk] = name
         return tuple(found[chunk] for chunk in sorted(found))
 
+    def users_of(self, bucket: Bucket) -> tuple[str, ...]:
+        """The components that use a bucket's parameters, each once."""
+        return tuple(dict.fromkeys(name for parameter in bucket.parameters for name in self._users[parameter.name]))
+
     @cached_property
     def _users(self) -> dict[str, tuple[str, ...]]:
         """Components that use a parameter, in execution order."""
@@ -348,6 +377,28 @@ class PlanIndex:
             for parameter in component.parameters:
                 users.setdefault(parameter.name, []).append(component.name)
         return {name: tuple(names) for name, names in users.items()}
+
+
+_OF_SHAPE = (
+    "placement",
+    "_rank_components",
+    "stage_of",
+    "chunk_of",
+    "_halved",
+    "stage_of_value",
+    "consumers",
+    "differentiable",
+    "source",
+    "_input_ends",
+    "readings",
+    "holders",
+    "_held",
+    "_users",
+)
+"""What an index works out from mesh, stages, placements and order alone."""
+
+_OF_BUCKETS = ("buckets", "_rank_buckets")
+"""From the bucket size too, and from whether buckets come and go with every microbatch."""
 
 
 def differentiable_components(model: Model) -> frozenset[str]:

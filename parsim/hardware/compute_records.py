@@ -68,12 +68,36 @@ class OperatorPoint(ProfileRecord):
     source: str
 
 
+FitForm = Literal["saturation", "tiles", "fused_attention"]
+"""The formula of a fit: `parsim.costs.compute.operators`, `tile_model` or `attention_model` there."""
+
+
+KernelPhase = Literal["forward", "backward", "backward_input", "backward_weight"]
+
+
+class HeldOut(ProfileRecord):
+    """Errors of predicted seconds, |log(predicted / measured)|, on rows that the fit had not seen; bias: the median of log."""
+
+    rows: int
+    median: NonNegative
+    p90: NonNegative
+    bias: float
+
+
 class OperatorFit(ProfileRecord):
-    """Fitted time of one kernel of `kind` in `phase`: see `parsim.costs.compute.operators` for the formula its coefficients
-    enter."""
+    """Fitted time of one kernel of `kind` in `phase`.
+
+    Attributes:
+        form: the formula its coefficients enter. variant: of several fits of one kind (the library of an attention); the first
+            one listed is used.
+        held_out: what the fit was judged on, by what was left out of it.
+    """
 
     kind: str
-    phase: Literal["forward", "backward_input", "backward_weight"]
+    phase: KernelPhase
+    form: FitForm = "saturation"
+    variant: str = ""
+    held_out: dict[str, HeldOut] = {}
     precision: str
     device_type: str
     coefficients: dict[str, float]

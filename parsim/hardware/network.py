@@ -128,6 +128,15 @@ def load_network(name_or_path: str) -> Network:
     return parse_network(file.read_text("utf-8"), name_or_path)
 
 
+def with_cards(network: Network, per_node: int) -> Network:
+    """The same network with so many cards per node.
+
+    Args:
+        network: of the cluster. per_node: >= 1; more than the machine has slots share them.
+    """
+    return network.model_copy(update={"card": network.card.model_copy(update={"per_node": per_node})})
+
+
 def parse_network(text: str, where: str) -> Network:
     """Check a network's JSON text.
 

@@ -181,11 +181,11 @@ class LinkProtocol(ProfileRecord):
     """One algorithm under one protocol of the library: how long it takes, and how the library's own tuner rates it.
 
     seconds = base_s + steps * hop_s + traffic / (efficiency * rings * bandwidth of a lane); for the steps and the traffic
-    of each operation see `parsim.costs.communication.collectives`. The tuner_ numbers enter the same formula and only decide
-    which protocol is used: the one with the least tuner time.
+    of each operation see `parsim.costs.communication.collectives`. With "nvls" the switch adds and copies (`intranode` there).
+    The tuner_ numbers enter the same formula and only decide which protocol is used: the one with the least tuner time.
     """
 
-    algorithm: Literal["ring", "tree"]
+    algorithm: Literal["ring", "tree", "nvls"]
     protocol: str
     base_s: NonNegative
     hop_s: NonNegative
@@ -452,15 +452,24 @@ def shipped_profiles() -> list[str]:
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """A profile by shipped name or by path.
+    """A profile by shipped name, by path, or made of parts.
 
     Args:
-        name_or_path: a name of `shipped_profiles`, or the path of a JSON file.
+        name_or_path: a name of `shipped_profiles`; the path of a JSON file, or of a TOML file that refers to parts; or a node
+            of equal GPUs such as "8xh100-sxm" (`parsim.hardware.parts.shorthand`).
 
     Raises:
         ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
     """
+    from parsim.hardware.parts.compose import node_of_parts
+    from parsim.hardware.parts.profile_file import SUFFIX, read_parts_file
+    from parsim.hardware.parts.shorthand import is_shorthand
+
     path = Path(name_or_path)
+    if path.suffix == SUFFIX:
+        return read_parts_file(path)
+    if is_shorthand(name_or_path):
+        return node_of_parts(name_or_path)
     if path.suffix == ".json" or os.sep in name_or_path:
         if not path.is_file():
             raise ProfileError(f"no profile file {path}; write one with `parsim calibrate --out {path}`")
@@ -471,7 +480,10 @@ def load_profile(name_or_path: str) -> Profile:
                 f"cannot read profile {path}: {error}; give a JSON file written by `parsim calibrate`"
             ) from error
     if name_or_path not in shipped_profiles():
-        raise ProfileError(f"unknown profile {name_or_path!r}{near_matches(name_or_path, shipped_profiles())}")
+        raise ProfileError(
+            f"unknown profile {name_or_path!r}{near_matches(name_or_path, shipped_profiles())} (or GPUs by name, such as "
+            "8xh100-sxm)"
+        )
     text = importlib.resources.files("hardware_profiles").joinpath(f"{name_or_path}.json").read_text("utf-8")
     return parse_profile(text, name_or_path)
 

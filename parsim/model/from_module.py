@@ -13,7 +13,7 @@ from parsim.model.losses import LOSSES
 from parsim.model.model import Model
 from parsim.model.objective.objective import Objective, naming_coupled_losses, parse_objective
 from parsim.model.objective.settle import Settled
-from parsim.model.tracing.trace import require_torch, split_inputs
+from parsim.model.tracing.trace import follows_example, require_torch, split_inputs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,6 +29,7 @@ def model_from_module(
     loss: str | Objective | None = None,
     output: str | None = None,
     name: str | None = None,
+    control_flow: str = "refuse",
 ) -> Model:
     """Trace a module on fake tensors, and add its loss as the last component.
 
@@ -40,6 +41,7 @@ def model_from_module(
         inputs: by the names of the arguments of its forward, instead of both.
         loss: a row of `parsim.model.losses.LOSSES`, an Objective or its text; left out: the usual one of such an output.
         output: which output a loss that is left out reads.
+        control_flow: "refuse" or "example", as for `parsim.model.trace`; an example needs `example_inputs`.
 
     Raises:
         ModelError: not a module, neither inputs nor a shape, or an output that leaves the loss open. TraceError: the module
@@ -70,9 +72,11 @@ def model_from_module(
         args, kwargs = kind.arguments(zero_batch(whole))
         tokens = kind.takes_tokens
     objective = parse_objective(loss) if isinstance(loss, str) else loss
-    settled = settle_module(module, args, kwargs, objective, name=called, tokens=tokens, output=output)
+    example = follows_example(control_flow)
+    settled = settle_module(module, args, kwargs, objective, name=called, tokens=tokens, output=output, example=example)
     with naming_coupled_losses():
-        model = model_of(module, args, kwargs, granularity=granularity, name=name, loss=str(settled.objective))
+        text = str(settled.objective)
+        model = model_of(module, args, kwargs, granularity=granularity, name=name, loss=text, example=example)
     if example_inputs is None:
         kind = replace(kind, output=settled.output, loss=model.loss, target=settled.target)
         return replace(model, loss_form=checked_form(model, lambda: module, kind))

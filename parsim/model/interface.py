@@ -114,12 +114,14 @@ def settle_module(
     name: str,
     tokens: bool | None = None,
     output: str | None = None,
+    example: bool = False,
 ) -> Settled:
     """What a module trains by, told by one fake forward.
 
     Args:
         args, kwargs: a batch. objective, output: the choice, see `settle`. name: for messages.
         tokens: whether a sample is a row of token numbers; None: if the first tensor holds integers.
+        example: code that depends on data follows the batch.
 
     Raises:
         ModelError: as `settle`. TraceError: the forward fails.
@@ -127,7 +129,7 @@ def settle_module(
     from parsim.model.objective.total import output_kinds
     from parsim.model.tracing.recording import run_recorded
 
-    recording = run_recorded(module, args, kwargs, loss=None)
+    recording = run_recorded(module, args, kwargs, loss=None, example=example)
     first = recording.tensors[recording.inputs[0][1]]
     kinds = output_kinds({entry: recording.tensors[number] for entry, number in recording.outputs.items()})
     tokens = not first.is_floating_point() if tokens is None else tokens

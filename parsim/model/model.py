@@ -42,6 +42,7 @@ class Model:
         loss: by which it trains, the text of a `parsim.model.objective.objective.Objective`; "": unknown, or none.
         loss_form: "": a sum over samples. "mean": a scalar taken as the mean over the batch; "per sample": one number each,
             added up; either with "unchecked" where nobody has compared batches. "coupled": no sum over samples.
+        assumptions: what its numbers assume about the data, for people: balanced experts, the branch of an example.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Model:
     source: str = ""
     loss: str = ""
     loss_form: str = ""
+    assumptions: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """One line: its components and sizes."""
@@ -130,7 +132,7 @@ class Model:
     def to_json(self) -> str:
         """Numbers are per sample; every key that holds bytes says so."""
         document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        for key in ("loss", "loss_form"):
+        for key in ("loss", "loss_form", "assumptions"):
             if not document[key]:
                 del document[key]
         for component in document["components"]:
@@ -155,6 +157,7 @@ class Model:
             document["values"] = tuple(_value(entry) for entry in document["values"])
             document["inputs"] = tuple(document["inputs"])
             document["outputs"] = tuple(document["outputs"])
+            document["assumptions"] = tuple(document.get("assumptions", ()))
             return cls(**document)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ModelError(f"{where} is not a model: {error}; write it with Model.save") from error
@@ -175,7 +178,7 @@ def _drop_defaults(entries: Iterable[dict[str, Any]], key: str, default: object)
 
 def _component(entry: dict[str, Any]) -> Component:
     operators = tuple(
-        Operator(**{**operator, "shape": tuple((str(name), int(size)) for name, size in operator["shape"])})
+        Operator(**{**operator, "shape": tuple((str(name), size) for name, size in operator["shape"])})
         for operator in entry["operators"]
     )
     return Component(

@@ -7,7 +7,7 @@ tf32          as fp32, but matmuls and convolutions of a GPU round their operand
 amp_fp16      weights, gradients and optimizer state in fp32; PyTorch's autocast computes what it can in half precision;
 amp_bf16      fp16 scales the loss, so that small gradients do not vanish (`parsim.execute.state.loss_scale`).
 bf16          weights, gradients and activations in bf16; with master weights the optimizer updates copies in fp32.
-fp8           priced where a profile knows it; nothing here runs it.
+fp8           products in fp8, all else in bf16. Priced where a profile knows it; nothing here runs it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class NumberFormat:
         autocast: the type autocast computes in, as torch names it; "" without autocast.
         scales_loss: the loss is multiplied before the backward, and the gradients divided after it.
         devices: the kinds that can run it; none: it is priced only.
+        beside: the precision of whatever is no product or convolution (norms, attention, additions); "": the same.
     """
 
     element_bytes: int
@@ -38,6 +39,7 @@ class NumberFormat:
     autocast: str = ""
     scales_loss: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
+    beside: str = ""
 
     def __post_init__(self) -> None:
         if min(self.element_bytes, self.weight_bytes) < 1:
@@ -59,7 +61,7 @@ FORMATS: Registry[NumberFormat] = Registry(
         "amp_fp16": NumberFormat(element_bytes=2, weight_bytes=4, autocast="float16", scales_loss=True),
         "amp_bf16": NumberFormat(element_bytes=2, weight_bytes=4, autocast="bfloat16"),
         "bf16": NumberFormat(element_bytes=2, weight_bytes=2),
-        "fp8": NumberFormat(element_bytes=1, weight_bytes=2, devices=()),
+        "fp8": NumberFormat(element_bytes=1, weight_bytes=2, devices=(), beside="bf16"),
     },
     error=CostError,
 )
@@ -68,6 +70,15 @@ FORMATS: Registry[NumberFormat] = Registry(
 def number_format(precision: str) -> NumberFormat:
     """What a precision means. Raises CostError for an unknown one."""
     return FORMATS[precision]
+
+
+def operator_precision(precision: str, kind: str) -> str:
+    """The precision in which an operator of that kind runs: under fp8 only products and convolutions are in fp8.
+
+    Args:
+        precision: of the training. kind: of the operator (`parsim.model.component.OPERATOR_KINDS`).
+    """
+    return precision if kind in ("matmul", "convolution") else number_format(precision).beside or precision
 
 
 def check_planned(precision: str) -> None:

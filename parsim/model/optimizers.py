@@ -80,6 +80,18 @@ def _adam(parameters: list[Tensor], lr: float) -> TorchOptimizer:
     return torch.optim.Adam(parameters, lr=lr, foreach=True)
 
 
+def _adam_fused(parameters: list[Tensor], lr: float) -> TorchOptimizer:
+    import torch
+
+    return torch.optim.Adam(parameters, lr=lr, fused=True)
+
+
+def _adamw_fused(parameters: list[Tensor], lr: float) -> TorchOptimizer:
+    import torch
+
+    return torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+
 def _adamw(parameters: list[Tensor], lr: float) -> TorchOptimizer:
     import torch
 
@@ -88,6 +100,7 @@ def _adamw(parameters: list[Tensor], lr: float) -> TorchOptimizer:
 
 # Accesses: SGD p += g: 3. Momentum m *= mu: 2, m += g: 3, p += m: 3. Adam lerp of m: 3, v *= b: 2, v += g g: 3, sqrt, / and
 # + eps: 6, p += m / sqrt(v): 4. AdamW p *= 1 - wd: 2 more. Each with the zeroing of the gradient: 1.
+# Fused Adam: parameter, gradient and two moments read, all but the gradient written: 7, and the zeroing.
 # Foreach Adam keeps the root of the second moment of all parameters at once; activations are free by then.
 OPTIMIZERS: Registry[Optimizer] = Registry(
     "optimizer",
@@ -110,6 +123,10 @@ OPTIMIZERS: Registry[Optimizer] = Registry(
             accesses_per_element=21,
             learning_rate=1e-3,
             temporary_bytes_per_element=4,
+        ),
+        "adam_fused": Optimizer(make=_adam_fused, states=("exp_avg", "exp_avg_sq"), accesses_per_element=8, learning_rate=1e-3),
+        "adamw_fused": Optimizer(
+            make=_adamw_fused, states=("exp_avg", "exp_avg_sq"), accesses_per_element=8, learning_rate=1e-3
         ),
     },
 )

@@ -1,6 +1,6 @@
 """Components and values as they are under a precision: in fp32 as recorded, under autocast as recorded there.
 
-For memory alone: work is priced by the precision of the measurement or the fit.
+For memory, and for the bytes that are sent. Computation is priced by the precision of the measurement or the fit.
 """
 
 from __future__ import annotations
@@ -60,6 +60,22 @@ def value_in(value: Value, precision: str) -> Value:
         savers=half.savers,
         half=half,
     )
+
+
+def model_as_sent(model: Model, precision: str) -> Model:
+    """The model with its values as wide as they are sent under `precision`; the same object where nothing changes.
+
+    Who keeps a value stays as recorded, for `value_in`, which leaves these sizes as they are.
+    """
+    if _reduced_bytes(precision) is None:
+        return model
+    values = tuple(_as_sent(value, precision) for value in model.values)
+    return model if values == model.values else replace(model, values=values)
+
+
+def _as_sent(value: Value, precision: str) -> Value:
+    seen = value_in(value, precision)
+    return replace(seen, saved=value.saved, savers=value.savers)
 
 
 def cast_bytes(component: Component, precision: str) -> int:

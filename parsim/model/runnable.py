@@ -27,7 +27,10 @@ class Nested(NamedTuple):
 
 
 class StateKey(NamedTuple):
-    """Where a parameter or buffer lives: `kind` is "parameter" or "buffer", `name` its qualified name."""
+    """Where a parameter or buffer lives: `kind` is "parameter" or "buffer", `name` its qualified name.
+
+    Kind "module" is a whole module, which is called with its own code (`parsim.model.tracing.whole_calls`).
+    """
 
     kind: str
     name: str
@@ -221,6 +224,8 @@ class Runnable:
 
 
 def _holder(module: nn.Module, key: StateKey) -> dict[str, Any]:
+    if key.kind == "module":
+        return {key.name.rpartition(".")[2]: module.get_submodule(key.name)}
     path = key.name.rpartition(".")[0]
     try:
         owner = module.get_submodule(path)

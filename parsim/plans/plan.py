@@ -6,7 +6,7 @@ Frozen, JSON, holds no measured number. `check_plan` compares it with a model an
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ from parsim.model.shard.narrow import check_ways
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, rank_of_stage, stages_by_rank
 from parsim.plans.placement import BATCH, Placement, parse_placement
-from parsim.plans.recompute import NONE, Recompute, normalised, recomputed_names
+from parsim.plans.recompute import NONE, Recompute, check_segments, normalised, recomputed_names
 from parsim.registry import is_reference
+from parsim.units import format_bytes
 
 SCHEMA_VERSION = 2
 STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
+SIMULATED_ONLY = ("segments", "gather_ahead", "blocking_transfers", "scatter_gather")
+"""Keys of a plan that the executor does not know; empty or False where unused."""
 ZERO_STAGES = (0, 1, 2, 3)
 ZERO_STAGES_TEXT = "it is 0, 1 (optimizer state divided), 2 (gradients too) or 3 (parameters too)"
 
@@ -68,6 +71,16 @@ class Plan:
             are used.
         recompute: the components that keep nothing but their inputs and run their forward again before their backward: "none",
             "full" (all of them) or their names.
+        segments: runs of consecutive components of a stage that keep only what enters the run. Before the backward of its last,
+            the whole run is computed again, and its conversions on the tp axis are sent again.
+        gather_ahead: with zero_stage 1, parameters are gathered at the beginning of a step, bucket by bucket before their first
+            use, and not at its end.
+        blocking_transfers: a rank computes nothing while it sends a value or gradient to another stage, as Megatron-LM before
+            2023 and DeepSpeed do.
+        scatter_gather: of a value or gradient that all tp ranks have whole, each sends its part to the next stage, whose ranks
+            gather it.
+        backward_prefetch: with zero_stage 3, parameters are gathered while the backward before runs. False: behind it and its
+            reduce_scatter, as FSDP's BACKWARD_POST does.
     """
 
     strategy: str
@@ -79,6 +92,11 @@ class Plan:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     zero_stage: int = 0
     recompute: Recompute = NONE
+    segments: tuple[tuple[str, ...], ...] = ()
+    gather_ahead: bool = False
+    blocking_transfers: bool = False
+    scatter_gather: bool = False
+    backward_prefetch: bool = True
 
     def __repr__(self) -> str:
         """`Plan(dp pp=1 dp=8 tp=1 mb=1x128)`."""
@@ -110,12 +128,26 @@ class Plan:
         if self.microbatches < 1 or self.bucket_bytes < 1:
             raise PlanError(f"microbatches ({self.microbatches}) and bucket_bytes ({self.bucket_bytes}) must be >= 1")
         object.__setattr__(self, "recompute", normalised(self.recompute, self.components))
+        check_segments(self.segments, self.recompute, [stage.components for stage in self.stages])
+        if self.gather_ahead and self.zero_stage != 1:
+            raise PlanError(f"gather_ahead belongs to zero_stage = 1, and the plan has zero_stage = {self.zero_stage}; drop it")
         parts = self.mesh.dp * self.microbatches
         if self.global_batch < 1 or self.global_batch % parts:
             raise PlanError(
                 f"global_batch ({self.global_batch}) must be divisible by dp ({self.mesh.dp}) * microbatches "
                 f"({self.microbatches}) = {parts}; the nearest that is: {max(1, round(self.global_batch / parts)) * parts}"
             )
+
+    def without_zero(self) -> Plan:
+        """The custom plan that computes the same with whole states in buckets of the default size."""
+        return replace(
+            self,
+            strategy="custom",
+            zero_stage=0,
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            gather_ahead=False,
+            backward_prefetch=True,
+        )
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -125,7 +157,18 @@ class Plan:
     @property
     def recomputed(self) -> frozenset[str]:
         """The components whose forward runs again before their backward, if they have one."""
-        return recomputed_names(self.recompute, self.components)
+        again = recomputed_names(self.recompute, self.components)
+        return again.union(*self.segments) if self.segments else again
+
+    @property
+    def executable(self) -> bool:
+        """Whether the executor can run the plan; what it cannot is simulated only."""
+        return not self.not_executable
+
+    @property
+    def not_executable(self) -> str:
+        """The key that only the simulator knows; "" where there is none."""
+        return next((key for key in SIMULATED_ONLY if getattr(self, key)), "")
 
     @property
     def world_size(self) -> int:
@@ -167,14 +210,21 @@ class Plan:
         return any(stage.placements for stage in self.stages)
 
     def summary(self) -> str:
-        """`hp pp=2 dp=4 tp=1 mb=8x16 1f1b`; with chunks `interleavedx2`."""
+        """`hp pp=2 dp=4 tp=1 mb=8x16 1f1b zero3 buckets=4MiB recompute=3 of 12`; with chunks `interleavedx2`.
+
+        Buckets are named where they are not those of PyTorch's DDP.
+        """
         chunks = f"x{self.chunks}" if self.chunks > 1 else ""
         order = f" {self.pipeline_order}{chunks}" if self.mesh.pp > 1 else ""
         zero = f" zero{self.zero_stage}" if self.zero_stage else ""
         again = f" recompute={self._recomputes()}" if self.recompute != NONE else ""
-        return (
-            f"{self.strategy} {self.mesh} mb={self.microbatches}x{self.microbatch_samples}{order}{zero}{again}{self._placed()}"
-        )
+        again += f" segments={len(self.segments)}" if self.segments else ""
+        zero += " ahead" if self.gather_ahead else ""
+        zero += "" if self.backward_prefetch else " post"
+        many = self.mesh.dp * self.mesh.tp > 1 and self.bucket_bytes != DEFAULT_BUCKET_BYTES
+        buckets = f" buckets={format_bytes(self.bucket_bytes).replace(' ', '')}" if many else ""
+        split = f"mb={self.microbatches}x{self.microbatch_samples}"
+        return f"{self.strategy} {self.mesh} {split}{order}{zero}{buckets}{again}{self._placed()}"
 
     def _recomputes(self) -> str:
         """`full`, or `3 of 12`."""
@@ -199,6 +249,13 @@ class Plan:
             entry["placements"] = [str(placement) for placement in stage.placements]
         if self.recompute == NONE:
             del document["recompute"]
+        for key in SIMULATED_ONLY:
+            if not document[key]:
+                del document[key]
+        if self.backward_prefetch:
+            del document["backward_prefetch"]
+        if not self.executable:
+            document["executable"] = False
         return {"schema_version": SCHEMA_VERSION, **document}
 
     def to_json(self) -> str:
@@ -217,7 +274,9 @@ class Plan:
             if found := control_character_in(document):
                 raise PlanError(f"{where}: {found}: {NO_CONTROL}")
             del document["schema_version"]
+            document.pop("executable", None)
             document["mesh"] = Mesh(**document["mesh"])
+            document["segments"] = tuple(tuple(names) for names in document.get("segments", ()))
             document["stages"] = tuple(
                 Stage(
                     components=tuple(stage["components"]),

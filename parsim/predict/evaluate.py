@@ -143,7 +143,11 @@ def evaluate(
         fit_probability=min(entry.fit_probability for entry in memory),
         cost_sources=_sources(estimates, seconds),
         plan=plan,
-        warnings=(*_warnings(estimates, seconds, memory), *unlisted_warnings(problem, columns.units, estimates, seconds)),
+        warnings=(
+            *_warnings(estimates, seconds, memory),
+            *unlisted_warnings(problem, columns.units, estimates, seconds),
+            *problem.model.assumptions,
+        ),
         reason=reason,
         cluster=problem.cluster.name,
         lower_bound_s=busiest_resource_s(compiled, medians),

@@ -37,7 +37,11 @@ class KeptActivations:
         return {value.name: value_in(value, self.precision) for value in self.layout.model.values}
 
     def _value(self, value: Value) -> Value:
-        readers = {name for name in self.layout.consumers[value.name] if self.layout.recomputes(name)}
+        readers = {
+            name
+            for name in self.layout.consumers[value.name]
+            if self.layout.recomputes(name) and not self.layout.is_remade(value.name, name)
+        }
         savers = value.savers or ()
         if not readers and not any(self.layout.recomputes(name) for name in savers):
             return value
@@ -67,20 +71,31 @@ class KeptActivations:
             counted = now - (before and not self.layout.recomputes(name))
             own_rate, own_fixed = self._size_at(name, value)
             rate, fixed = rate + counted * own_rate, fixed + counted * own_fixed
-            if before and not now and value in own.inputs:  # kept for an earlier component: this backward lets go of nothing
+            elsewhere = before and not now and not self.layout.is_remade(value, name)
+            if elsewhere and value in own.inputs and self.values[value].savers:  # kept for an earlier component too
                 own = replace(own, backward_peaks=tuple((r + own_rate, f + own_fixed) for r, f in own.backward_peaks))
         return replace(own, saved_activation_bytes=max(0, rate), saved_fixed_bytes=max(0, fixed))
 
     def again(self, name: str) -> Again:
         """The changes of memory by the second forward of a recomputed component.
 
-        An input that its backward does not need is let go before that, if nobody else keeps it.
+        An input that its backward does not need is let go before that, if nobody else keeps it. Of a segment, what earlier
+        components have saved again is there too.
         """
+        segment = self.layout.segment_of(name)
+        if not segment:
+            return self._again(name)
+        parts = [self._again(entry) for entry in segment[: segment.index(name) + 1]]
+        return Again(saved_bytes=sum(part.saved_bytes for part in parts), released_bytes=parts[-1].released_bytes)
+
+    def _again(self, name: str) -> Again:
         own, samples = self._alone(name), self.layout.local_samples(name)
         saved, released = own.saved_activation_bytes * samples + own.saved_fixed_bytes, 0
         for value in dict.fromkeys(own.inputs):
             rate, fixed = self._size_at(name, value)
             before, now = self._before[value], self.values[value]
+            if self.layout.is_remade(value, name):
+                continue
             if _counts(name, before):
                 saved -= rate * samples + fixed
             if name not in (before.savers or ()) and _counts(name, now) and now.producer is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
@@ -16,12 +16,13 @@ from parsim.costs.pricing import Priced, price
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
-from parsim.model.precision import check_recorded
+from parsim.model.precision import check_recorded, model_as_sent
 from parsim.plans.concurrent import concurrent_with
+from parsim.plans.constraints import FREE, PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan
-from parsim.plans.recompute import NONE, Recompute
+from parsim.plans.recompute import AUTO, NONE, Recompute
 from parsim.predict.plan_memory import plan_memory
 
 KeptPrices = TypeVar("KeptPrices")
@@ -30,8 +31,10 @@ KeptPrices = TypeVar("KeptPrices")
 @dataclass(frozen=True, kw_only=True)
 class PlanningProblem:
     """Attributes:
-    global_batch: samples per step. precision, optimizer, master_weights: as in RUN.toml. corrections: learnt from a run.
-    zero_stage: that plans are to have. recompute: likewise; "auto": where a plan would not fit, as little as makes it fit.
+    model: its values are as wide as the precision sends them. global_batch: samples per step.
+    precision, optimizer, master_weights: as in RUN.toml. corrections: learnt from a run.
+    zero_stage: that plans are to have; "auto": any. recompute: likewise; "auto": where a plan would not fit, as little as
+        makes it fit. constraints: what else plans must keep.
     history: of the profile's validations, by which intervals are corrected.
     pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
     """
@@ -44,13 +47,20 @@ class PlanningProblem:
     master_weights: bool = True
     corrections: RunCorrections = NO_RUN_CORRECTIONS
     history: History = NO_HISTORY
-    zero_stage: int = 0
-    recompute: Recompute = NONE
+    zero_stage: int | Literal["auto"] = AUTO
+    recompute: Recompute = AUTO
+    constraints: PlanConstraints = FREE
     pins: tuple[tuple[str, Placement], ...] = ()
     forbids: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         check_recorded(self.model, self.precision)
+        object.__setattr__(self, "model", model_as_sent(self.model, self.precision))
+
+    @property
+    def fixed_zero_stage(self) -> int:
+        """The ZeRO stage of a plan that is not searched for: 0 where it is left open."""
+        return self.zero_stage if isinstance(self.zero_stage, int) else 0
 
     @property
     def optimizer_state_bytes_per_element(self) -> int:
@@ -75,8 +85,16 @@ class PlanningProblem:
     def layout(self, plan: Plan) -> PlanIndex:
         """The plan over this model; made once. Raises PlanError if they do not match."""
         if plan not in self._layouts:
-            self._layouts[plan] = PlanIndex(plan, self.model)
+            shape = replace(plan.without_zero(), recompute=NONE, segments=())
+            made = PlanIndex(plan, self.model)
+            made.share(self._shapes.setdefault(shape, made))
+            self._layouts[plan] = made
         return self._layouts[plan]
+
+    @cached_property
+    def _shapes(self) -> dict[Plan, PlanIndex]:
+        """The first layout of each mesh, stages, placements and order: what does not depend on the rest is worked out once."""
+        return {}
 
     @cached_property
     def _layouts(self) -> dict[Plan, PlanIndex]:
@@ -114,8 +132,19 @@ class PlanningProblem:
         """Prices under the load of `ranks` ranks that compute at once, but of at most one rank per core. The engines
         model how ranks on one core take turns.
         """
+        return self._costs_of(ranks)[1]
+
+    def cost_group(self, ranks: int) -> int:
+        """The same for numbers of ranks that have the same prices.
+
+        Args:
+            ranks: that compute at once.
+        """
+        return self._costs_of(ranks)[0]
+
+    def _costs_of(self, ranks: int) -> tuple[int, Costs]:
         if ranks not in self._costs:
-            self._costs[ranks] = Costs(
+            own = Costs(
                 model=self.model,
                 cluster=self.cluster,
                 precision=self.precision,
@@ -125,18 +154,20 @@ class PlanningProblem:
                 ranks=ranks,
                 corrections=self.corrections,
             )
+            alike = (entry for entry in self._costs.values() if own.priced_alike(entry[1]))
+            self._costs[ranks] = next(alike, (len(self._costs), own))
         return self._costs[ranks]
 
     def price(self, work_of_ranks: Iterable[Priced], mesh: Mesh) -> list[Estimate]:
         """Estimates in order, for a plan on a mesh whose groups slow one another where they share links; what one plan has
         asked is known for the next. Raises CostError."""
-        known = self._known.setdefault(mesh.size, {})
-        return price(work_of_ranks, self.costs(mesh.size), known, partial(concurrent_with, mesh))
+        group, costs = self._costs_of(mesh.size)
+        return price(work_of_ranks, costs, self._known.setdefault(group, {}), partial(concurrent_with, mesh))
 
     @cached_property
     def _known(self) -> dict[int, dict[Hashable, Estimate]]:
         return {}
 
     @cached_property
-    def _costs(self) -> dict[int, Costs]:
+    def _costs(self) -> dict[int, tuple[int, Costs]]:
         return {}

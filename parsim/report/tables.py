@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from parsim.costs.memory.verdict import verdict_text
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES
 from parsim.units import format_bandwidth, format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -340,7 +341,20 @@ def plan_text(plan: object) -> str:
     replicas, microbatches = mesh["dp"], plan["microbatches"]
     axes = " ".join(f"{axis}={mesh[axis]}" for axis in ("pp", "dp", "tp") if mesh[axis] > 1) or "1 device"
     order = f" {plan['pipeline_order']}" if mesh["pp"] > 1 else ""
-    return f"{axes} mb={microbatches}x{plan['global_batch'] // (replicas * microbatches)}{order}"
+    chunks = len(plan.get("stages", ())) // mesh["pp"]
+    order += f"x{chunks}" if order and chunks > 1 else ""
+    zero = f" zero{plan['zero_stage']}" if plan.get("zero_stage") else ""
+    return f"{axes} mb={microbatches}x{plan['global_batch'] // (replicas * microbatches)}{order}{zero}{_rest_text(plan)}"
+
+
+def _rest_text(plan: Mapping[str, Any]) -> str:
+    """Bucket sizes that are not the usual ones, and recomputation."""
+    size, again, text = plan.get("bucket_bytes", DEFAULT_BUCKET_BYTES), plan.get("recompute", "none"), ""
+    if size != DEFAULT_BUCKET_BYTES and plan["mesh"]["dp"] * plan["mesh"]["tp"] > 1:
+        text += f" buckets={format_bytes(size).replace(' ', '')}"
+    if again != "none":
+        text += f" recompute={again if isinstance(again, str) else len(again)}"
+    return text
 
 
 def sources_text(sources: Mapping[str, float]) -> str:

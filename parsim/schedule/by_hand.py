@@ -110,13 +110,24 @@ def parse_placements(texts: Mapping[str, str]) -> dict[str, Placement]:
     return {pattern: parse_placement(text) for pattern, text in texts.items()}
 
 
+def recompute_by_pattern(recompute: Recompute, model: Model) -> Recompute:
+    """The same with every pattern of names as the components that it means. Raises ConfigError if it means none.
+
+    Args:
+        recompute: "auto", "none", "full" or names. model: whose components are meant.
+    """
+    if isinstance(recompute, str):
+        return recompute
+    return tuple(dict.fromkeys(name for pattern in recompute for name in components_of(pattern, model, "plan.recompute")))
+
+
 def _check_rule(model: Model, name: str, placement: Placement, where: str) -> None:
     """The component has the rule, and it divides."""
     if placement.kind != "shard":
         return
     component = model.component(name)
     try:
-        check_ways(name, component.sharding(placement.rule), placement.ways)
+        check_ways(name, component.sharding(placement.rule), placement.ways, component.shardings)
     except ModelError as error:
         rules = {sharding.rule: sharding.limit for sharding in component.shardings}
         fix = f"choose ways that divide {rules[placement.rule]}" if placement.rule in rules else "choose one of its rules"

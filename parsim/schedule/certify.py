@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.families import microbatch_counts
 from parsim.schedule.placement.certificate import certify
 from parsim.schedule.search import Search
 from parsim.schedule.tensor import posed_placement
@@ -25,7 +24,7 @@ def certificate_of(problem: PlanningProblem, found: Search | None, strategy: str
         return {"reason": f'{what}, so no placement is chosen; plan with strategy = "adaptive"'}
     if not found.placements:
         return {"reason": f"no placement problem was posed: {dict(found.skipped).get('adaptive', 'no number of microbatches')}"}
-    best = min(range(len(found.placements)), key=lambda number: found.placements[number].seconds)
-    microbatches = microbatch_counts(problem)[best]
-    placing, hints = posed_placement(problem, microbatches)
-    return certify(placing, microbatches, hints=hints).to_dict()
+    posed = [entry for entry in found.placements if entry.mesh.pp == 1] or found.placements
+    best = min(posed, key=lambda entry: entry.solution.seconds)
+    placing, hints = posed_placement(problem, best.microbatches, best.mesh)
+    return certify(placing, best.microbatches, hints=hints).to_dict()

@@ -1,139 +1,23 @@
-"""The named strategies as families of plans: every member worth judging, one function per family, one row per name.
+"""The named strategies as families of plans: one row per name.
 
-"adaptive" stands for all of them and the placements of `mixed_plans`; `parsim.schedule.search` knows it.
+"adaptive" stands for all of them and the plans whose components each have the best placement: `parsim.schedule.search`
+knows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from parsim.errors import ScheduleError
 from parsim.plans.mesh import Mesh
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.registry import Registry
-from parsim.schedule.placement.objective import Solution
-from parsim.schedule.tensor import Best, adaptive_plans, uniform_plans, useful_plans
+from parsim.schedule.members import Members, Node
+from parsim.schedule.space import meshes
 
-BUCKET_BYTES = (DEFAULT_BUCKET_BYTES, 4 * 1024 * 1024, 100 * 1024 * 1024)
-MOST_MICROBATCHES = 64
-
-
-def _powers_of_two(samples: int, most: int) -> list[int]:
-    """1, 2, 4, ... that divide the replica's samples."""
-    counts, count = [], 1
-    while count <= min(samples, most):
-        if samples % count == 0:
-            counts.append(count)
-        count *= 2
-    return counts
-
-
-def _whole_model(problem: PlanningProblem, strategy: str, replicas: int, bucket_choices: tuple[int, ...]) -> Iterator[Plan]:
-    mesh = Mesh(dp=replicas)
-    names = tuple(component.name for component in problem.model.components)
-    if problem.global_batch % replicas:
-        raise ScheduleError(
-            f"global_batch ({problem.global_batch}) is not divisible by dp ({replicas}); "
-            f"use a multiple of {replicas}, e.g. {max(1, round(problem.global_batch / replicas)) * replicas}"
-        )
-    for microbatches in _powers_of_two(problem.global_batch // replicas, MOST_MICROBATCHES):
-        plans = [
-            Plan(
-                strategy=strategy,
-                mesh=mesh,
-                stages=(Stage(components=names, ranks=mesh.stage_ranks(0)),),
-                global_batch=problem.global_batch,
-                microbatches=microbatches,
-                bucket_bytes=bucket_bytes,
-                zero_stage=problem.zero_stage,
-            )
-            for bucket_bytes in bucket_choices
-        ]
-        yield from plans
-        if all(entry.fits for entry in problem.memory(plans[0])):
-            return  # more accumulation than memory asks for only costs
-
-
-def single_plans(problem: PlanningProblem) -> Iterator[Plan]:
-    """Plans on one device, with as many accumulation steps as memory may need.
-
-    Args:
-        problem: model, cluster and batch.
-    """
-    return _whole_model(problem, "single", 1, (DEFAULT_BUCKET_BYTES,))
-
-
-def dp_plans(problem: PlanningProblem) -> Iterator[Plan]:
-    """Plans with a replica per device, with bucket sizes around the default of PyTorch's DDP.
-
-    Args:
-        problem: model, cluster and batch.
-
-    Raises:
-        ScheduleError: the batch does not divide over the devices.
-    """
-    return _whole_model(problem, "dp", problem.cluster.size, _useful_buckets(problem))
-
-
-def _useful_buckets(problem: PlanningProblem) -> tuple[int, ...]:
-    """Bucket sizes that differ for this model: all that hold the whole model are one."""
-    trained_bytes = sum(parameter.size_bytes for parameter in problem.model.trainable_parameters)
-    useful = [size for size in BUCKET_BYTES if size < trained_bytes]
-    return tuple(useful) or (DEFAULT_BUCKET_BYTES,)
-
-
-def mp_plans(problem: PlanningProblem) -> Iterator[Plan]:
-    """Plans with one replica: one stage per device, every component cut over all devices, and mixtures of both (pp x tp).
-
-    Args:
-        problem: model, cluster and batch.
-
-    Raises:
-        ScheduleError: no member exists; the message names the reason.
-    """
-    counts = _powers_of_two(problem.global_batch, MOST_MICROBATCHES)
-    best, found = Best(), False
-    no_pipeline: ScheduleError | None = None
-    try:
-        for plan in pipeline_plans(problem, "mp", Mesh(pp=problem.cluster.size), best):
-            found = True
-            yield plan
-    except ScheduleError as error:
-        no_pipeline = error
-    for plan in uniform_plans(problem, "mp", replicated=False, microbatches=counts, best=best):
-        found = True
-        yield plan
-    if not found and no_pipeline is not None:
-        raise no_pipeline
-
-
-def hp_plans(problem: PlanningProblem) -> Iterator[Plan]:
-    """Plans on every pp x dp x tp mesh with dp above one and one other axis above one.
-
-    Args:
-        problem: model, cluster and batch.
-
-    Raises:
-        ScheduleError: no member exists.
-    """
-    best, found = Best(), False
-    counts = _powers_of_two(problem.global_batch, MOST_MICROBATCHES)
-    for pp in range(2, problem.cluster.size):
-        if problem.cluster.size % pp == 0 and pp <= len(problem.model.components):
-            mesh = Mesh(pp=pp, dp=problem.cluster.size // pp)
-            if problem.global_batch % mesh.dp == 0:
-                found = True
-                yield from pipeline_plans(problem, "hp", mesh, best)
-    for plan in uniform_plans(problem, "hp", replicated=True, microbatches=counts, best=best):
-        found = True
-        yield plan
-    if not found:
-        raise ScheduleError(
-            f"hp needs dp > 1 and pp * tp > 1 with pp * dp * tp = {problem.cluster.size} and dp dividing the batch "
-            f"({problem.global_batch}); use another number of devices or another batch"
-        )
+Meshes = Callable[[PlanningProblem], list[Mesh]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,65 +25,175 @@ class Strategy:
     """One family of plans.
 
     Attributes:
-        plans: its members, those that are likely best first; the search prices, simulates and ranks them. Raises ScheduleError
-            where the family has none for the problem.
+        plans: its members; the search bounds, simulates and ranks them. Raises ScheduleError where the family has none for the
+            problem. None: all plans on `meshes`.
+        meshes: those of its members, all of which the search then considers without listing them.
     """
 
-    plans: Callable[[PlanningProblem], Iterator[Plan]]
+    plans: Callable[[PlanningProblem], Iterator[Plan]] | None = None
+    meshes: Meshes | None = None
+
+    def __post_init__(self) -> None:
+        if (self.plans is None) == (self.meshes is None):
+            raise ScheduleError("a strategy has either plans or meshes; give one of them")
 
     def __call__(self, problem: PlanningProblem) -> Iterator[Plan]:
-        return self.plans(problem)
+        if self.plans is not None:
+            return self.plans(problem)
+        return every_plan(problem, self)
+
+    def nodes(self, problem: PlanningProblem, name: str) -> list[Node]:
+        """The family as parts with lower bounds.
+
+        Args:
+            problem: model, cluster, batch and constraints. name: of the strategy.
+
+        Raises:
+            ScheduleError: it has no member. The message names every reason.
+        """
+        assert self.meshes is not None
+        return nodes_of(Members(problem, name), self.meshes(problem))
+
+
+def nodes_of(members: Members, some: list[Mesh]) -> list[Node]:
+    """The parts on these meshes. Raises ScheduleError if there are none, with every reason."""
+    found: list[Node] = []
+    reasons: dict[str, None] = {}
+    for mesh in some:
+        try:
+            found += members.of_mesh(mesh)
+        except ScheduleError as error:
+            reasons[str(error)] = None
+    if not found:
+        raise ScheduleError("; ".join(reasons) or f"{members.strategy} has no mesh of {members.problem.cluster.size} devices")
+    return found
+
+
+def every_plan(problem: PlanningProblem, strategy: Strategy) -> Iterator[Plan]:
+    """All members of a family, those that are impossible left out; with recomputation only where it is asked for.
+
+    Args:
+        problem: model, cluster, batch and constraints. strategy: with meshes.
+
+    Raises:
+        ScheduleError: it has no member.
+    """
+    assert strategy.meshes is not None
+    name = next((key for key, row in FAMILIES.items() if row is strategy), "custom")
+    members, some = Members(problem, name), strategy.meshes(problem)
+    nodes_of(members, some)
+    for mesh in some:
+        yield from members.plans(mesh)
+
+
+def single_plans(problem: PlanningProblem) -> Iterator[Plan]:
+    """Plans on one device, fewest microbatches first.
+
+    Args:
+        problem: model, cluster and batch.
+    """
+    return FAMILIES["single"](problem)
+
+
+def dp_plans(problem: PlanningProblem) -> Iterator[Plan]:
+    """Plans with a replica per device, most devices and fewest microbatches first.
+
+    Args:
+        problem: model, cluster and batch.
+
+    Raises:
+        ScheduleError: the batch does not divide over any number of devices.
+    """
+    return FAMILIES["dp"](problem)
+
+
+def single_meshes(problem: PlanningProblem) -> list[Mesh]:
+    """One device.
+
+    Args:
+        problem: with constraints.
+
+    Raises:
+        ScheduleError: another mesh is asked for.
+    """
+    return _kept(problem, "single", [Mesh()])
+
+
+def dp_meshes(problem: PlanningProblem) -> list[Mesh]:
+    """A replica per device, of all devices or of fewer.
+
+    Args:
+        problem: with constraints.
+
+    Raises:
+        ScheduleError: another mesh is asked for.
+    """
+    return _kept(problem, "dp", [mesh for mesh in meshes(problem) if mesh.dp == mesh.size > 1])
+
+
+def mp_meshes(problem: PlanningProblem) -> list[Mesh]:
+    """One replica: a stage per device, every component cut over all devices, and mixtures of both (pp x tp).
+
+    Args:
+        problem: with constraints.
+
+    Raises:
+        ScheduleError: another mesh is asked for.
+    """
+    some = [mesh for mesh in meshes(problem) if mesh.dp == 1 and mesh.size > 1]
+    whole = Mesh(pp=problem.cluster.size)
+    return _kept(problem, "mp", some or [whole])  # too few components: it says so
+
+
+def hp_meshes(problem: PlanningProblem) -> list[Mesh]:
+    """Every pp x dp x tp mesh with dp above one and another axis above one.
+
+    Args:
+        problem: with constraints.
+
+    Raises:
+        ScheduleError: there is none, or another mesh is asked for.
+    """
+    found = [mesh for mesh in meshes(problem) if mesh.dp > 1 and mesh.pp * mesh.tp > 1]
+    dividing = [mesh for mesh in found if problem.global_batch % mesh.dp == 0]
+    if not dividing and not problem.constraints.axes:
+        raise ScheduleError(
+            f"hp needs dp > 1 and pp * tp > 1 with pp * dp * tp at most {problem.cluster.size} and dp dividing the batch "
+            f"({problem.global_batch}); use another number of devices or another batch"
+        )
+    return _kept(problem, "hp", dividing or found)
+
+
+def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
+    """Those with a tp axis on which every component may have a placement of its own, which makes replicas there too.
+
+    Args:
+        problem: with constraints. Where it gives tp, all that can be cut is cut, so there are none.
+    """
+    asked = problem.constraints
+    if asked.tp is not None:
+        return []
+    return [mesh for mesh in meshes(problem) if mesh.tp > 1 and mesh.dp == (asked.dp or 1)]
+
+
+def _kept(problem: PlanningProblem, name: str, some: list[Mesh]) -> list[Mesh]:
+    """Those that keep the constraints. Raises ScheduleError if none does."""
+    kept = [mesh for mesh in some if problem.constraints.allow(mesh)]
+    if not kept:
+        raise ScheduleError(
+            f"plan.mesh asks for {problem.constraints.axes}, which no mesh of {name} has; drop it or take another strategy"
+        )
+    return kept
 
 
 FAMILIES: Registry[Strategy] = Registry(
     "strategy",
     Strategy,
     {
-        "single": Strategy(plans=single_plans),
-        "dp": Strategy(plans=dp_plans),
-        "mp": Strategy(plans=mp_plans),
-        "hp": Strategy(plans=hp_plans),
+        "single": Strategy(meshes=single_meshes),
+        "dp": Strategy(meshes=dp_meshes),
+        "mp": Strategy(meshes=mp_meshes),
+        "hp": Strategy(meshes=hp_meshes),
     },
     error=ScheduleError,
 )
-
-
-def mixed_plans(problem: PlanningProblem, solutions: list[Solution] | None = None) -> Iterator[Plan]:
-    """The best placement of every component by itself (`parsim.schedule.tensor`), with every bucket size of `dp_plans`.
-
-    Args:
-        problem: model, cluster and batch. solutions: a list that receives the solver's answers.
-    """
-    for plan in adaptive_plans(problem, microbatches=microbatch_counts(problem), solutions=solutions):
-        for bucket_bytes in _useful_buckets(problem):
-            yield replace(plan, bucket_bytes=bucket_bytes)
-
-
-def microbatch_counts(problem: PlanningProblem) -> list[int]:
-    """The numbers of microbatches that `mixed_plans` tries, in its order.
-
-    Args:
-        problem: model, cluster and batch.
-    """
-    return _powers_of_two(problem.global_batch, MOST_MICROBATCHES)
-
-
-def pipeline_plans(problem: PlanningProblem, strategy: str, mesh: Mesh, best: Best | None = None) -> Iterator[Plan]:
-    """Both pipeline orders and the microbatch counts that help, each with its own uneven stages.
-
-    Args:
-        problem: model, cluster and batch. strategy: name that the plans get.
-        mesh: pp and dp. best: the fastest found so far, shared between calls.
-
-    Raises:
-        ScheduleError: the batch or the components do not divide so far, or no cut fits for any count.
-    """
-    if mesh.pp > len(problem.model.components):
-        raise ScheduleError(
-            f"{strategy} wants {mesh.pp} stages and {problem.model.name} has {len(problem.model.components)} components; "
-            'use fewer devices or granularity "layer"'
-        )
-    if problem.global_batch % mesh.dp:
-        raise ScheduleError(f"global_batch ({problem.global_batch}) is not divisible by dp ({mesh.dp}); use a multiple of it")
-    counts = _powers_of_two(problem.global_batch // mesh.dp, MOST_MICROBATCHES)
-    yield from useful_plans(problem, strategy, mesh, microbatches=counts, best=best)

@@ -55,7 +55,8 @@ ComputeKey = tuple[str, bool, Phase, int, str, int, str]
 
 @dataclass
 class ComputeSeconds:
-    """Of one problem: prices of computation by number of ranks, and what tells components apart that cost differently."""
+    """Of one problem: prices of computation by numbers of ranks that are priced alike, and what tells components apart that
+    cost differently."""
 
     by_ranks: dict[int, dict[ComputeKey, float]] = field(default_factory=dict)
     same_work: dict[str, tuple[str, bool]] = field(default_factory=dict)
@@ -122,8 +123,9 @@ class Prices:
 
     @cached_property
     def _computed(self) -> dict[ComputeKey, float]:
-        """Shared by all meshes of as many ranks."""
-        return self.problem.remembered(ComputeSeconds).by_ranks.setdefault(self.mesh.size, {})
+        """Shared by all meshes whose numbers of ranks have the same prices."""
+        group = self.problem.cost_group(self.mesh.size)
+        return self.problem.remembered(ComputeSeconds).by_ranks.setdefault(group, {})
 
     @cached_property
     def _same_work(self) -> dict[str, tuple[str, bool]]:
@@ -137,6 +139,10 @@ class Prices:
                 for component in model.components
             }
         return known
+
+    def same_work(self, component: Component) -> tuple[str, bool]:
+        """Equal for components that cost the same."""
+        return self._same_work[component.name]
 
     @cached_property
     def differentiable(self) -> frozenset[str]:

@@ -58,6 +58,37 @@ def partition(
     return tuple(reversed(bounds))
 
 
+def least_round_s(seconds: Floats, stages: int, microbatches: int) -> float:
+    """A lower bound of the step of a pipeline, whatever the cut into stages: one stage per rank.
+
+    With t_s the time of one microbatch on stage s, a step takes at least sum_{j < s} t_j + M t_s for every s: stage s can begin
+    only when a microbatch has come to it, and its last gradient still goes back to the first stage. The bound is the least x
+    for which some cut keeps all of these at or below x. For a given x a stage that takes as much as it may leaves later
+    stages no less room in the end, so the longest runs decide.
+
+    Args:
+        seconds: float64 [n], forward and backward of one microbatch by component. stages: 1 to n. microbatches: M.
+    """
+    up_to = np.concatenate([[0.0], np.cumsum(seconds)])
+    whole = float(up_to[-1])
+
+    def reaches(bound_s: float) -> bool:
+        taken = 0
+        for _ in range(stages):
+            before = float(up_to[taken])
+            room = before + (bound_s - before) / microbatches
+            taken = int(np.searchsorted(up_to, room, side="right")) - 1
+        return taken >= len(seconds)
+
+    low, high = whole * microbatches / stages, whole * microbatches
+    if reaches(low):
+        return low
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if reaches(middle) else (middle, high)
+    return low
+
+
 def sums_between(up_to: Floats) -> Floats:
     """float64 [n + 1, n + 1]: at [last, first] the sum of entries first..last-1, from running sums (`up_to[0]` is 0)."""
     sums: Floats = up_to[:, None] - up_to[None, :]

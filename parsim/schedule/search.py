@@ -1,39 +1,34 @@
-"""Choose among plans: price and simulate every family's members, rank them, and record why each lost."""
+"""Choose among plans: bound, simulate and rank every family's members, and record why each lost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from parsim.errors import CostError, ScheduleError, near_matches
+from parsim.errors import ScheduleError, near_matches
+from parsim.plans.constraints import PlanConstraints
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, NONE, Recompute
 from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, with_interval
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.registry import is_reference
-from parsim.schedule.choose_recompute import recomputed_to_fit
-from parsim.schedule.closed_form import ClosedFormEstimates
-from parsim.schedule.families import FAMILIES, mixed_plans
-from parsim.schedule.placement.objective import Solution
+from parsim.schedule.branch_and_bound import Incumbents, Tally, judged_best_first
+from parsim.schedule.families import FAMILIES, Strategy, mixed_meshes, nodes_of
+from parsim.schedule.members import Members, Node, PosedPlacement
 from parsim.units import format_bytes, format_seconds
-
-REACH = 1.25
-"""A family is left at plans whose closed form is this much slower than the best one simulated."""
-
-FEWEST = 3
-"""Plans of a family that are simulated in any case, if they fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """Attributes:
-    candidates: the best of each family and how many of its members were judged, fastest fitting first.
+    candidates: the best of each family, fastest fitting first.
     chosen: the winner; None if nothing fits.
     status: "best_of_candidates" (the families were searched, optimality is not claimed) or "infeasible".
-    lower_bound_s: the least of the candidates' own bounds: no candidate plan can be faster under these costs.
+    lower_bound_s: the least of the bounds of all plans considered: none of them can be faster under these costs.
+    judged: plans that were simulated. tally: what became of all plans.
     skipped: families without a member, and why.
-    placements: the solver's answers to the placement problem (strategy "adaptive"), one per number of microbatches tried.
+    placements: the solver's answers to the placement problems (strategy "adaptive").
     """
 
     candidates: tuple[Evaluation, ...]
@@ -42,7 +37,8 @@ class Search:
     lower_bound_s: float
     judged: int
     skipped: tuple[tuple[str, str], ...]
-    placements: tuple[Solution, ...] = ()
+    tally: Tally = field(default_factory=Tally)
+    placements: tuple[PosedPlacement, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -60,6 +56,7 @@ class Search:
             "lower_bound_s": self.lower_bound_s,
             "gap": self.gap,
             "judged": self.judged,
+            "considered": self.tally.to_dict(),
             "skipped": dict(self.skipped),
             "placements": [solution.to_dict() for solution in self.placements],
         }
@@ -71,13 +68,14 @@ def search(
     """Find the best plan of each named family, rank them, and choose the fastest that fits.
 
     Args:
-        problem: model, cluster, batch and constraints.
+        problem: model, cluster, batch and constraints: what it leaves open is free.
         strategies: keys of FAMILIES or "package.module:ROW"; "adaptive" stands for all of FAMILIES. Its candidate is the best
-            of all plans judged, so no other candidate is predicted faster.
+            of all plans considered, so no other candidate is predicted faster.
         samples: draws for the intervals. top: keep this many plans over all families instead of the best of each.
 
     Returns:
-        A Search. Leaves out plans outside the families: it claims no optimality beyond its candidates.
+        A Search. A plan that was not simulated has a lower bound that is not below the best of its family. Leaves out plans
+        outside the families: it claims no optimality beyond them.
 
     Raises:
         ScheduleError: an unknown strategy, or no family has any member. CostError: nothing can be priced.
@@ -88,32 +86,40 @@ def search(
         if name not in (*FAMILIES, "adaptive") and not is_reference(name):
             raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, [*FAMILIES, 'adaptive'])}")
     families = {name: FAMILIES[name] for name in wanted if name != "adaptive"}
-    closed_form = ClosedFormEstimates(problem)
-    solutions: list[Solution] = []
+    posed: list[PosedPlacement] = []
     simulated: dict[Plan, Evaluation] = {}
     judged: list[Evaluation] = []
     skipped: dict[str, str] = {}
-    unpriced: CostError | None = None
+    tally = Tally()
+    together = Incumbents(wanted=top or 1)
+
+    def judge(plan: Plan) -> Evaluation:
+        return _evaluated(problem, plan, simulated)
+
     for name in wanted:
         if name != "single" and problem.cluster.size == 1:
             skipped[name] = "one device: there is nothing to distribute"
             continue
+        members = Members(problem, name, mixed=name == "adaptive", placements=posed)
         try:
-            plans = mixed_plans(problem, solutions) if name == "adaptive" else families[name](problem)
-            members, left_out = _members(plans)
-            if is_reference(name):
-                members = [replace(plan, strategy=name) for plan in members]
-            judged.extend(_judge_family(problem, _respecting(problem, members), closed_form, simulated))
-            if left_out is not None:
-                skipped[name] = f"judged without some of its plans: {left_out}"
+            nodes = _nodes(members, None if name == "adaptive" else families[name])
         except ScheduleError as error:
             skipped[name] = str(error)
-        except CostError as error:
-            skipped[name] = str(error)
-            unpriced = error
+            continue
+        shared = name == "adaptive" or top is not None
+        own = together if shared else Incumbents(rival_s=together.best_s if mixes else float("inf"))
+        found, counted = judged_best_first(
+            nodes, excess_bytes=lambda plan: _excess_bytes(problem, plan), judge=judge, incumbents=own
+        )
+        judged.extend(found)
+        if not shared:
+            together.steps_s.update(own.steps_s)
+        tally.add(counted)
+        if counted.infeasible and not found:
+            skipped[name] = "; ".join(counted.infeasible)
     if not judged:
-        if unpriced is not None:
-            raise unpriced
+        if tally.unpriced is not None:
+            raise tally.unpriced
         raise ScheduleError("no plan to choose from: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
     ranked = sorted(judged, key=_rank)
     best_mixes = mixes and problem.cluster.size > 1
@@ -136,8 +142,41 @@ def search(
         lower_bound_s=min(entry.result.lower_bound_s for entry in judged),
         judged=len(judged),
         skipped=tuple(skipped.items()),
-        placements=tuple(solutions),
+        tally=tally,
+        placements=tuple(posed),
     )
+
+
+def _nodes(members: Members, strategy: Strategy | None) -> list[Node]:
+    """The family as parts with lower bounds; "adaptive" (None): all placements of single components."""
+    problem = members.problem
+    if strategy is None:
+        some = mixed_meshes(problem)
+        return nodes_of(members, some) if some else []
+    if strategy.plans is None:
+        return strategy.nodes(problem, members.strategy)
+    plans = (replace(plan, strategy=members.strategy) for plan in strategy.plans(problem))
+    if problem.recompute != AUTO:
+        plans = (replace(plan, recompute=problem.recompute) for plan in plans)
+    listed = list(plans)
+    kept = [plan for plan in listed if _keeps(problem.constraints, plan)]
+    if listed and not kept:
+        raise ScheduleError(f"none of the plans of {members.strategy} keeps what [plan] asks for: {problem.constraints}")
+    return members.given(kept)
+
+
+def _keeps(asked: PlanConstraints, plan: Plan) -> bool:
+    pairs = (
+        (asked.microbatches, plan.microbatches),
+        (asked.bucket_bytes, plan.bucket_bytes),
+        (asked.pipeline_order, plan.pipeline_order),
+        (asked.chunks, plan.chunks),
+    )
+    return asked.allow(plan.mesh) and all(given in (None, own) for given, own in pairs)
+
+
+def _excess_bytes(problem: PlanningProblem, plan: Plan) -> int:
+    return max((entry.excess_bytes for entry in problem.memory(plan) if not entry.fits), default=0)
 
 
 def _rank(entry: Evaluation) -> tuple[bool, float]:
@@ -151,82 +190,12 @@ def _renamed(entry: Evaluation, strategy: str) -> Evaluation:
     return replace(entry, result=replace(entry.result, plan=plan, strategy=strategy))
 
 
-def _members(plans: Iterable[Plan]) -> tuple[list[Plan], CostError | None]:
-    """The plans up to the first that cannot be priced, and why it cannot. Raises CostError if that is the first."""
-    found: list[Plan] = []
-    try:
-        for plan in plans:
-            found.append(plan)
-    except CostError as error:
-        if not found:
-            raise
-        return found, error
-    return found, None
-
-
-def _respecting(problem: PlanningProblem, found: list[Plan]) -> list[Plan]:
-    """Those that keep the problem's pins and forbids. Raises ScheduleError if none does."""
-    if not problem.pins and not problem.forbids:
-        return found
-    kept = [
-        plan
-        for plan in found
-        if all(problem.allows(name, placement) for stage in plan.stages for name, placement in stage.placed())
-    ]
-    if found and not kept:
-        raise ScheduleError("none of its plans keeps what pin and forbid ask for")
-    return kept
-
-
-def _judge_family(
-    problem: PlanningProblem, plans: Iterable[Plan], closed_form: ClosedFormEstimates, simulated: dict[Plan, Evaluation]
-) -> list[Evaluation]:
-    """Simulate the members that a closed form puts first, until the rest are out of reach.
-
-    Args:
-        simulated: evaluations by plan without the strategy's name, read and added to: families that meet in one program
-            share its evaluation.
-
-    Where the problem leaves recomputation open, a member that does not fit makes room for one that does by recomputing. Of
-    members that do not fit one is simulated, the one closest to fitting, and only if none fits.
-    """
-    ordered = sorted(_recomputing(problem, plans), key=closed_form.step_s)
-    judged: list[Evaluation] = []
-    too_large: list[tuple[int, Plan]] = []
-    best: float | None = None
-    for plan in ordered:
-        if best is not None and len(judged) >= FEWEST and closed_form.step_s(plan) > REACH * best:
-            break
-        memory = problem.memory(plan)
-        if not all(entry.fits for entry in memory):
-            too_large.append((max(entry.excess_bytes for entry in memory), plan))
-            continue
-        evaluation = _evaluated(problem, plan, simulated)
-        judged.append(evaluation)
-        if best is None or evaluation.result.step_s.median < best:
-            best = evaluation.result.step_s.median
-    if not judged and too_large:
-        judged.append(_evaluated(problem, min(too_large, key=lambda entry: entry[0])[1], simulated))
-    return judged
-
-
 def _evaluated(problem: PlanningProblem, plan: Plan, simulated: dict[Plan, Evaluation]) -> Evaluation:
     """The evaluation of a plan under its own strategy's name, simulated once per program."""
     program = replace(plan, strategy="custom")
     if program not in simulated:
         simulated[program] = evaluate(problem, plan, samples=0, fold=True)
     return _renamed(simulated[program], plan.strategy)
-
-
-def _recomputing(problem: PlanningProblem, plans: Iterable[Plan]) -> list[Plan]:
-    """The plans with what the problem says of recomputation."""
-    if problem.recompute != AUTO:
-        return [replace(plan, recompute=problem.recompute) for plan in plans]
-    found = []
-    for plan in plans:
-        fits = all(entry.fits for entry in problem.memory(plan))
-        found.append(plan if fits else recomputed_to_fit(problem, plan) or plan)
-    return found
 
 
 def _best_of_each(ranked: Sequence[Evaluation]) -> list[Evaluation]:

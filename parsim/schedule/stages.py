@@ -39,58 +39,104 @@ def balanced_plan(
     chunks: int = 1,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     placements: Mapping[str, Placement] | None = None,
+    zero_stage: int | None = None,
 ) -> Plan:
     """The plan whose slowest stage is fastest among those whose stages fit; among all, where none fits.
 
     Args:
         chunks: stages per rank, of which each may take an equal part of its memory.
-        placements: by component; None: all batch-sharded.
+        placements: by component; None: all batch-sharded. zero_stage: None: that of the problem.
 
     Raises:
         ScheduleError: more stages than components. PlanError: the batch, the placements and the mesh do not go together.
         CostError: stages cannot be balanced where a component has no cost.
     """
-    chosen = placements or {}
-    check_chunks(pipeline_order, chunks)
-    places = rank_of_stage(pipeline_order, mesh.pp, chunks)
-    components = problem.model.components
+    cutting = Cutting(
+        problem=problem,
+        strategy=strategy,
+        mesh=mesh,
+        microbatches=microbatches,
+        order=pipeline_order,
+        chunks=chunks,
+        placements=placements or {},
+        bucket_bytes=bucket_bytes,
+        zero_stage=problem.fixed_zero_stage if zero_stage is None else zero_stage,
+    )
+    return cutting.fitting() or cutting.fastest()
 
-    def plan(bounds: Bounds) -> Plan:
+
+@dataclass(frozen=True, kw_only=True)
+class Cutting:
+    """The plans that differ in the cut into stages alone.
+
+    Attributes: placements: by component; what is left out is batch-sharded. Others: as `balanced_plan` takes them.
+    """
+
+    problem: PlanningProblem
+    strategy: str
+    mesh: Mesh
+    microbatches: int
+    order: str
+    chunks: int = 1
+    placements: Mapping[str, Placement]
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    zero_stage: int = 0
+
+    def __post_init__(self) -> None:
+        check_chunks(self.order, self.chunks)
+
+    def plan(self, bounds: Bounds) -> Plan:
+        """With these stages: of each its first component, and one past its last."""
+        components = self.problem.model.components
+        places = rank_of_stage(self.order, self.mesh.pp, self.chunks)
         return Plan(
-            strategy=strategy,
-            mesh=mesh,
+            strategy=self.strategy,
+            mesh=self.mesh,
             stages=tuple(
                 Stage(
                     components=tuple(component.name for component in components[first:last]),
-                    ranks=mesh.stage_ranks(places[number]),
-                    placements=tuple(chosen.get(component.name, BATCH) for component in components[first:last]),
+                    ranks=self.mesh.stage_ranks(places[number]),
+                    placements=tuple(self.placements.get(component.name, BATCH) for component in components[first:last]),
                 )
                 for number, (first, last) in enumerate(bounds)
             ),
-            global_batch=problem.global_batch,
-            microbatches=microbatches,
-            pipeline_order=pipeline_order,
-            bucket_bytes=bucket_bytes,
-            zero_stage=problem.zero_stage,
+            global_batch=self.problem.global_batch,
+            microbatches=self.microbatches,
+            pipeline_order=self.order,
+            bucket_bytes=self.bucket_bytes,
+            zero_stage=self.zero_stage,
         )
 
-    count = mesh.pp * chunks
-    if count == 1:
-        return plan(((0, len(components)),))
-    samples = problem.global_batch // (mesh.dp * microbatches)
-    costs = _StageCosts(problem, mesh, samples, microbatches, pipeline_order, chunks, chosen)
-    cuts = costs.cuts_s()
-    fastest = plan(partition(len(components), count, costs.seconds, cuts))
-    tried = fastest
-    limits = costs.limits_bytes()
-    with contextlib.suppress(ScheduleError):  # where no cut fits, the fastest one is judged and shown as not fitting
-        for _ in range(TIGHTENINGS):
-            excess = _excess_bytes(problem, tried)
-            if not any(excess):
-                return tried
-            limits = [limit - 1.02 * over / chunks for limit, over in zip(limits, excess, strict=True)]
-            tried = plan(partition(len(components), count, partial(costs.fitting_s, limits), cuts))
-    return fastest if any(_excess_bytes(problem, tried)) else tried
+    def fastest(self) -> Plan:
+        """The plan whose slowest stage is fastest, whatever memory it takes. Raises ScheduleError, PlanError, CostError."""
+        count = self.mesh.pp * self.chunks
+        if count == 1:
+            return self.plan(((0, len(self._costs.problem.model.components)),))
+        return self.plan(partition(len(self.problem.model.components), count, self._costs.seconds, self._costs.cuts_s()))
+
+    def fitting(self) -> Plan | None:
+        """The plan whose slowest stage is fastest among those whose stages fit; None where none was found."""
+        tried = self.fastest()
+        count, components = self.mesh.pp * self.chunks, len(self.problem.model.components)
+        limits = self._costs.limits_bytes()
+        with contextlib.suppress(ScheduleError):  # where no cut fits
+            for _ in range(TIGHTENINGS):
+                excess = _excess_bytes(self.problem, tried)
+                if not any(excess):
+                    return tried
+                if count == 1:
+                    return None
+                limits = [limit - 1.02 * over / self.chunks for limit, over in zip(limits, excess, strict=True)]
+                tried = self.plan(partition(components, count, partial(self._costs.fitting_s, limits), self._costs.cuts_s()))
+            return None if any(_excess_bytes(self.problem, tried)) else tried
+        return None
+
+    @cached_property
+    def _costs(self) -> _StageCosts:
+        samples = self.problem.global_batch // (self.mesh.dp * self.microbatches)
+        return _StageCosts(
+            self.problem, self.mesh, samples, self.microbatches, self.order, self.chunks, self.placements, self.zero_stage
+        )
 
 
 def _excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
@@ -110,6 +156,7 @@ class _StageCosts:
     order: str
     chunks: int
     placements: Mapping[str, Placement]
+    zero_stage: int
 
     @cached_property
     def _costs(self) -> Costs:
@@ -154,7 +201,7 @@ class _StageCosts:
             samples=self.samples,
             bucket_bytes=DEFAULT_BUCKET_BYTES,
             in_flight=in_flight,
-            zero_stage=self.problem.zero_stage,
+            zero_stage=self.zero_stage,
         )
 
     @cached_property

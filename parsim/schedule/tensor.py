@@ -1,53 +1,38 @@
-"""Plans with a tp axis: the same placement for every component (mp, hp), or the best one for each (adaptive).
+"""Placements on a tp axis: the same for every component (mp, hp), or the best one for each (adaptive).
 
-uniform    every component is cut over all tp ranks where one of its rules allows it, and replicated where none does;
-           which of its rules, a shortest path over the conversions between them decides
-adaptive   one stage, tp over all devices: every component takes any placement, by `parsim.schedule.placement.exact`; batch
-           over all ranks (dp), cut over all (mp) and over some (hp) are among them, so mixing costs nothing in generality
+uniform    every component is cut over all tp ranks where one of its rules allows it, and batch-sharded or replicated where
+           none does; which of its rules, a shortest path over the conversions between them decides
+adaptive   every component takes any placement, by `parsim.schedule.placement.exact`; batch over all ranks (dp), cut over all
+           (mp) and over some (hp) are among them, so mixing costs nothing in generality
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
 
-from parsim.errors import PlanError, ScheduleError
+from parsim.errors import ScheduleError
 from parsim.model.component import Component
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import BATCH, REPLICATE, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.closed_form import ClosedFormEstimates
 from parsim.schedule.options import Prices, placements_of
 from parsim.schedule.placement.exact import solve_exactly
 from parsim.schedule.placement.objective import Solution, step_s
 from parsim.schedule.placement.placement_problem import PlacementProblem, placement_problem_of
 from parsim.schedule.placement.relaxation import Frontiers, Relaxation
-from parsim.schedule.stages import balanced_plan
-from parsim.work import Phase
 
 TIGHTENINGS = 6
 """How often a choice that does not fit after all is sought again with the room that it leaves for its parts."""
 
 LABELS_WITHIN = 50_000
 """Of each of those searches."""
-
-SLOWER = 1.02
-"""More microbatches are no longer tried once a closed form has them this much slower than fewer."""
-
-HOPELESS = 1.1
-"""A mesh is passed over where a bound on its step is this much above the family's best closed form."""
-
-OTHER_ORDERS = (("gpipe", 1), ("interleaved", 2))
-"""(pipeline order, chunks per rank) tried beside 1f1b. Not zero-bubble: no calibration has measured a backward's halves yet, so
-what it would gain over 1f1b rests on an assumed split; it can be asked for."""
-
-ROOMY = 0.8
-"""A placement that leaves a fifth of every rank's memory was not limited by it: more microbatches would not help."""
 
 MOST_PLACES = 4
 """Up to so many tp ranks a component may also be placed on one of them alone; beyond, on the first alone."""
@@ -58,238 +43,171 @@ def can_be_cut(problem: PlanningProblem, ways: int) -> bool:
     return any(sharding.limit % ways == 0 for component in problem.model.components for sharding in component.shardings)
 
 
-def tensor_meshes(devices: int, components: int, *, replicated: bool) -> Iterator[Mesh]:
-    """All pp x dp x tp = devices with tp > 1; dp > 1 if `replicated`, else dp = 1."""
-    for tp in range(2, devices + 1):
-        for dp in range(1, devices // tp + 1):
-            pp, rest = divmod(devices, tp * dp)
-            if not rest and (dp > 1) == replicated and pp <= components:
-                yield Mesh(pp=pp, dp=dp, tp=tp)
+def uniform_placements(problem: PlanningProblem, mesh: Mesh, *, divides: bool = False) -> dict[str, Placement]:
+    """Every component cut over all tp ranks where it can be; the cheapest such choice.
 
+    What cannot be cut is replicated, or batch-sharded if that is cheaper. Pins and forbids are kept.
 
-@dataclass
-class Best:
-    """The closed-form seconds of the best plan of a family so far, over all its meshes."""
+    Args:
+        problem: model, cluster and batch. mesh: of one stage. divides: whether a microbatch divides over the tp ranks, so that
+            components can be batch-sharded.
 
-    seconds: float = np.inf
-
-
-def uniform_plans(
-    problem: PlanningProblem, strategy: str, *, replicated: bool, microbatches: Sequence[int], best: Best | None = None
-) -> Iterator[Plan]:
-    """Every mesh with a tp axis, with the microbatch counts and orders that make sense on it."""
-    for mesh in tensor_meshes(problem.cluster.size, len(problem.model.components), replicated=replicated):
-        if can_be_cut(problem, mesh.tp):
-            yield from useful_plans(problem, strategy, mesh, microbatches=microbatches, best=best)
-
-
-def useful_plans(
-    problem: PlanningProblem, strategy: str, mesh: Mesh, *, microbatches: Sequence[int], best: Best | None = None
-) -> Iterator[Plan]:
-    """Plans of one mesh. The number of microbatches starts at the number of stages and goes up and down, until plans that
-    fit are slower by a closed form. Then come the other pipeline orders with the best count. With a tp axis placements
-    are uniform.
-
-    Without a pipeline, more microbatches than memory asks for only cost. Counts whose computation alone, perfectly balanced,
-    takes HOPELESS times as long as the family's best so far are passed over.
-    """
-    closed_form = ClosedFormEstimates(problem)
-    rival = best or Best()
-    own: tuple[float, Plan] | None = None
-    counts = [count for count in microbatches if problem.global_batch % (mesh.dp * count) == 0]
-    upwards = [count for count in counts if count >= mesh.pp]
-    downwards = [count for count in reversed(counts) if count < mesh.pp]
-    whole_s = _whole_batch_s(problem, mesh) if rival.seconds < np.inf else 0.0
-    for way in (upwards, downwards):
-        for count in way:
-            if whole_s * (1 + (count - 1) / mesh.pp) / count > HOPELESS * rival.seconds:
-                continue
-            plan = _uniform_plan(problem, strategy, mesh, count, "1f1b")
-            if plan is None:
-                continue
-            yield plan
-            if any(not entry.fits for entry in problem.memory(plan)):
-                continue
-            seconds = closed_form.step_s(plan)
-            rival.seconds = min(rival.seconds, seconds)
-            if own is not None and seconds > SLOWER * own[0]:
-                break
-            if own is None or seconds < own[0]:
-                own = (seconds, plan)
-            if mesh.pp == 1:
-                return
-    for order, chunks in OTHER_ORDERS:
-        if own is not None:
-            try:
-                other = _uniform_plan(problem, strategy, mesh, own[1].microbatches, order, chunks)
-            except (PlanError, ScheduleError):  # too few components for so many chunks, or microbatches that make no rounds
-                continue
-            if other is not None:
-                yield other
-
-
-def _whole_batch_s(problem: PlanningProblem, mesh: Mesh) -> float:
-    """Forward and backward of a replica's whole batch, conversions included, if the components followed one another on one
-    stage: with M microbatches on S stages a step takes at least (1 + (M - 1) / S) / M of it, as small pieces run no faster."""
-    if mesh.tp > 1:
-        return _cut(problem, Mesh(dp=mesh.dp, tp=mesh.tp)).seconds
-    samples = problem.global_batch // mesh.dp
-    prices = Prices(problem=problem, mesh=Mesh(dp=mesh.dp), samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
-    return sum(
-        prices.compute_s(component, BATCH, phase, fastest=True)
-        for component in problem.model.components
-        for phase in (Phase.FORWARD, Phase.BACKWARD)
-        if phase is Phase.FORWARD or component.name in prices.differentiable
-    )
-
-
-def _uniform_plan(problem: PlanningProblem, strategy: str, mesh: Mesh, count: int, order: str, chunks: int = 1) -> Plan | None:
-    """None where parameters tied across components would be cut differently."""
-    chosen = uniform_placements(problem, Mesh(dp=mesh.dp, tp=mesh.tp)) if mesh.tp > 1 else None
-    plan = balanced_plan(problem, strategy, mesh, microbatches=count, pipeline_order=order, chunks=chunks, placements=chosen)
-    try:
-        problem.layout(plan)
-    except PlanError:
-        return None
-    return plan
-
-
-class _Cut(NamedTuple):
-    placements: dict[str, Placement]
-    seconds: float
-
-
-def uniform_placements(problem: PlanningProblem, mesh: Mesh) -> dict[str, Placement]:
-    """Every component cut over all tp ranks where it can be, replicated where not; the cheapest such choice.
+    Raises:
+        ScheduleError: pins and forbids leave a component no such placement.
 
     It is sought once per mesh, for a replica's whole batch: which rules go together hardly depends on the samples.
     """
-    return _cut(problem, mesh).placements
+    found = problem.remembered(_Cuts).by_mesh
+    if (mesh, divides) not in found:
+        found[mesh, divides] = _cheapest_cut(problem, mesh, divides=divides)
+    return found[mesh, divides]
 
 
 @dataclass
 class _Cuts:
     """Of one problem, the cheapest uniform placements of the meshes seen."""
 
-    by_mesh: dict[Mesh, _Cut] = field(default_factory=dict)
+    by_mesh: dict[tuple[Mesh, bool], dict[str, Placement]] = field(default_factory=dict)
 
 
-def _cut(problem: PlanningProblem, mesh: Mesh) -> _Cut:
-    """The uniform placements of a mesh of one stage, with forward and backward of a whole batch of one replica."""
-    found = problem.remembered(_Cuts).by_mesh
-    if mesh not in found:
-        found[mesh] = _cheapest_cut(problem, mesh)
-    return found[mesh]
-
-
-def _cheapest_cut(problem: PlanningProblem, mesh: Mesh) -> _Cut:
-    options = [_uniform_options(component, mesh.tp) for component in problem.model.components]
+def _cheapest_cut(problem: PlanningProblem, mesh: Mesh, *, divides: bool) -> dict[str, Placement]:
+    """The uniform placements of a mesh of one stage, for a whole batch of one replica."""
+    options = [uniform_options(problem, component, mesh.tp, divides=divides) for component in problem.model.components]
     prices = Prices(problem=problem, mesh=mesh, samples=problem.global_batch // mesh.dp, bucket_bytes=DEFAULT_BUCKET_BYTES)
     placing = placement_problem_of(prices, options, microbatches=1, limit_bytes=[0.0] * mesh.tp)
     nothing = tuple(np.zeros_like(own) for own in placing.synchronisation_s)
     frontiers = Frontiers(replace(placing, synchronisation_s=nothing))  # of the gradients: it may hide behind the backward
     relaxation = Relaxation(frontiers, np.zeros(mesh.tp))
     if not np.isfinite(relaxation.value):
-        return _Cut({component.name: REPLICATE for component in problem.model.components}, 0.0)
-    return _Cut(_named(placing, relaxation.choice()), relaxation.value)
+        return {component.name: own[-1] for component, own in zip(problem.model.components, options, strict=True)}
+    return _named(placing, relaxation.choice())
 
 
-def _uniform_options(component: Component, tp: int) -> tuple[Placement, ...]:
-    """Every rule that cuts the component over all tp ranks; replicated where none does."""
+def uniform_options(problem: PlanningProblem, component: Component, tp: int, *, divides: bool) -> tuple[Placement, ...]:
+    """Every rule that cuts the component over all tp ranks; batch-sharded or replicated where none does.
+
+    Args:
+        problem: its pins and forbids are kept. component: of its model. tp: ranks.
+        divides: whether a microbatch divides over them.
+
+    Raises:
+        ScheduleError: none is left.
+    """
     if tp == 1:
         return (BATCH,)
+    pinned = dict(problem.pins).get(component.name)
+    if pinned is not None:
+        return (pinned,)
     cut = [Placement("shard", rule=each.rule, ways=tp) for each in component.shardings if each.limit % tp == 0]
-    return tuple(cut) or (REPLICATE,)
+    whole = [BATCH, REPLICATE] if divides else [REPLICATE]
+    for options in (cut, whole):
+        allowed = tuple(placement for placement in options if problem.allows(component.name, placement))
+        if allowed:
+            return allowed
+    raise ScheduleError(f"pin and forbid leave {component.name} no placement on tp = {tp}; drop one of them")
 
 
 def _named(placing: PlacementProblem, choice: Sequence[int]) -> dict[str, Placement]:
     return {name: options[option] for name, options, option in zip(placing.components, placing.options, choice, strict=True)}
 
 
-def adaptive_plans(
-    problem: PlanningProblem, *, microbatches: Sequence[int], solutions: list[Solution] | None = None
-) -> Iterator[Plan]:
-    """The best placement of every component on one stage over all devices, for as many microbatches as help.
+def posed_placement(
+    problem: PlanningProblem, microbatches: int, mesh: Mesh | None = None, *, zero_stage: int | None = None
+) -> tuple[PlacementProblem, list[tuple[int, ...]]]:
+    """The placement problem on the tp axis of a mesh, and the uniform choices, which a solver may begin with.
+
+    With several stages it is that of one stage with as much memory as all have together.
 
     Args:
-        solutions: receives the solver's answer for every count tried.
-
-    Raises:
-        ScheduleError: nothing fits, with the constraint and what would be enough.
-    """
-    found = False
-    why = ""
-    before = np.inf
-    for count in microbatches:
-        if problem.global_batch % count:
-            continue
-        solution, plan = best_placement(problem, count)
-        if solutions is not None:
-            solutions.append(solution)
-        if plan is None:
-            why = why or solution.reason
-            continue
-        found = True
-        yield plan
-        roomy = all(entry.high_bytes <= ROOMY * entry.limit_bytes for entry in problem.memory(plan))
-        if roomy or solution.seconds > before:
-            return
-        before = solution.seconds
-    if not found:
-        raise ScheduleError(f"no choice of placements fits: {why or 'the batch divides into no microbatches'}")
-
-
-def posed_placement(problem: PlanningProblem, microbatches: int) -> tuple[PlacementProblem, list[tuple[int, ...]]]:
-    """The placement problem on `tp` = all devices, and the uniform choices, which a solver may begin with.
+        problem: model, cluster and batch. microbatches: per replica.
+        mesh: None: `tp` = all devices. zero_stage: None: that of the problem.
 
     Raises:
         ScheduleError: pins and forbids leave a component no placement.
     """
-    mesh = Mesh(tp=problem.cluster.size)
-    samples = problem.global_batch // microbatches
+    mesh = mesh or Mesh(tp=problem.cluster.size)
+    stages, mesh = mesh.pp, Mesh(dp=mesh.dp, tp=mesh.tp)
+    samples = problem.global_batch // (mesh.dp * microbatches)
     prices = Prices(
-        problem=problem, mesh=mesh, samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES, zero_stage=problem.zero_stage
+        problem=problem,
+        mesh=mesh,
+        samples=samples,
+        bucket_bytes=DEFAULT_BUCKET_BYTES,
+        zero_stage=problem.fixed_zero_stage if zero_stage is None else zero_stage,
     )
     options = [_allowed(problem, component, mesh, samples) for component in problem.model.components]
-    limits = [float(device.type.memory_bytes - device.type.context_bytes) for device in problem.cluster.devices]
+    devices = problem.cluster.devices[: mesh.tp]
+    limits = [stages * float(device.type.memory_bytes - device.type.context_bytes) for device in devices]
     placing = placement_problem_of(prices, options, microbatches=microbatches, limit_bytes=limits)
     return placing, list(_uniform_choices(placing, problem, mesh))
 
 
-def best_placement(problem: PlanningProblem, microbatches: int) -> tuple[Solution, Plan | None]:
-    """The best placement on `tp` = all devices, and its plan if one fits."""
-    mesh = Mesh(tp=problem.cluster.size)
-    placing, hints = posed_placement(problem, microbatches)
+def best_placement(
+    problem: PlanningProblem, microbatches: int, mesh: Mesh | None = None, *, zero_stage: int | None = None
+) -> BestPlacement:
+    """The best placement of every component on the tp axis of a mesh.
+
+    Args:
+        problem: model, cluster and batch. microbatches: per replica.
+        mesh: None: `tp` = all devices. zero_stage: None: that of the problem.
+    """
+    mesh = mesh or Mesh(tp=problem.cluster.size)
+    stage = problem.fixed_zero_stage if zero_stage is None else zero_stage
+    placing, hints = posed_placement(problem, microbatches, mesh, zero_stage=stage)
+    most = np.sum([own.max(axis=0) for own in placing.memory_bytes], axis=0)
+    limited = bool((most > placing.limit_bytes).any())
     solution = solve_exactly(placing, hints=hints)
     if not solution.choice:
-        return solution, None
-    plan = _plan(problem, mesh, _named(placing, solution.choice), microbatches)
-    if all(entry.fits for entry in problem.memory(plan)):
-        return solution, plan
-    return _within_memory(problem, mesh, placing, microbatches, solution.lower_bound_s)
+        return BestPlacement(solution, None, limited)
+    placements = _named(placing, solution.choice)
+    if mesh.pp > 1 or mesh.dp > 1 or fits(problem, _plan(problem, mesh, placements, microbatches, stage)):
+        return BestPlacement(solution, placements, limited)
+    return BestPlacement(*_within_memory(problem, mesh, placing, microbatches, solution.lower_bound_s, stage), limited=True)
+
+
+class BestPlacement(NamedTuple):
+    """A solution and its placements by component, None where none fits. `limited`: whether memory rules out any choice."""
+
+    solution: Solution
+    placements: dict[str, Placement] | None
+    limited: bool
+
+
+def fits(problem: PlanningProblem, plan: Plan) -> bool:
+    """Whether every rank has the memory.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+    """
+    return all(entry.fits for entry in problem.memory(plan))
 
 
 def _within_memory(
-    problem: PlanningProblem, mesh: Mesh, placing: PlacementProblem, microbatches: int, lower_bound_s: float
-) -> tuple[Solution, Plan | None]:
+    problem: PlanningProblem,
+    mesh: Mesh,
+    placing: PlacementProblem,
+    microbatches: int,
+    lower_bound_s: float,
+    zero_stage: int,
+) -> tuple[Solution, dict[str, Placement] | None]:
     """The best choice that fits as a whole, where the best one does so only by its parts.
 
     The overhead of a plan beyond its components is mostly one communicator per set of ranks that exchange data. So it
     depends on the numbers of ways that the plan uses. Each set of ways is solved alone, with the memory that its last
     solution left.
     """
-    best: tuple[Solution, Plan] | None = None
+    best: tuple[Solution, dict[str, Placement]] | None = None
     for choice in _evenly_cut(placing):
         seconds = step_s(placing, choice)
         if seconds >= (np.inf if best is None else best[0].seconds):
             continue
-        plan = _plan(problem, mesh, _named(placing, choice), microbatches)
-        if all(entry.fits for entry in problem.memory(plan)):
-            best = Solution(choice=choice, seconds=seconds, lower_bound_s=lower_bound_s, status="feasible"), plan
-    for ways in _ways_sets(placing):
+        named = _named(placing, choice)
+        if fits(problem, _plan(problem, mesh, named, microbatches, zero_stage)):
+            best = Solution(choice=choice, seconds=seconds, lower_bound_s=lower_bound_s, status="feasible"), named
+    for ways, alone in product(_ways_sets(placing), (False, True)):
         some = placing.restricted(
             [
-                [number for number, option in enumerate(options) if option.kind != "place" and option.ways in ways]
+                [number for number, option in enumerate(options) if option.ways in ways and (alone or option.kind != "place")]
                 for options in placing.options
             ]
         )
@@ -304,10 +222,10 @@ def _within_memory(
             if not solution.choice:
                 too_little, room = room, (room + too_much) / 2
                 continue
-            plan = _plan(problem, mesh, _named(some, solution.choice), microbatches)
-            memory = problem.memory(plan)
+            named = _named(some, solution.choice)
+            memory = problem.memory(_plan(problem, mesh, named, microbatches, zero_stage))
             if all(entry.fits for entry in memory):
-                best = replace(solution, lower_bound_s=lower_bound_s, status="feasible"), plan
+                best = replace(solution, lower_bound_s=lower_bound_s, status="feasible"), named
                 break
             parts = sum(own[option] for own, option in zip(some.memory_bytes, solution.choice, strict=True))
             left = np.array([entry.limit_bytes - entry.high_bytes for entry in memory]) + parts
@@ -354,7 +272,11 @@ def _allowed(problem: PlanningProblem, component: Component, mesh: Mesh, samples
 
 def _uniform_choices(placing: PlacementProblem, problem: PlanningProblem, mesh: Mesh) -> Iterator[tuple[int, ...]]:
     """Batch everywhere, replicate everywhere, cut everywhere: as far as the options hold them."""
-    cut = uniform_placements(problem, mesh) if can_be_cut(problem, mesh.tp) else {}
+    divides = problem.global_batch // mesh.dp % mesh.tp == 0
+    cut: Mapping[str, Placement] = {}
+    if can_be_cut(problem, mesh.tp):
+        with contextlib.suppress(ScheduleError):  # pins and forbids leave no uniform choice
+            cut = uniform_placements(problem, mesh, divides=divides)
     wishes: list[Mapping[str, Placement]] = [
         dict.fromkeys(placing.components, BATCH),
         dict.fromkeys(placing.components, REPLICATE),
@@ -367,10 +289,10 @@ def _uniform_choices(placing: PlacementProblem, problem: PlanningProblem, mesh: 
             continue
 
 
-def _plan(problem: PlanningProblem, mesh: Mesh, placements: Mapping[str, Placement], microbatches: int) -> Plan:
+def _plan(
+    problem: PlanningProblem, mesh: Mesh, placements: Mapping[str, Placement], microbatches: int, zero_stage: int
+) -> Plan:
     names = tuple(component.name for component in problem.model.components)
-    if all(placements[name] == BATCH for name in names):
-        mesh = Mesh(dp=mesh.tp)  # the same thing by its usual name
     stage = Stage(
         components=names,
         ranks=mesh.stage_ranks(0),
@@ -383,5 +305,5 @@ def _plan(problem: PlanningProblem, mesh: Mesh, placements: Mapping[str, Placeme
         global_batch=problem.global_batch,
         microbatches=microbatches,
         bucket_bytes=DEFAULT_BUCKET_BYTES,
-        zero_stage=problem.zero_stage,
+        zero_stage=zero_stage,
     )

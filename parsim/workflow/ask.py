@@ -83,6 +83,11 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
     Raises: DoesNotFitError, ExecutionError, ModelError, PlanError.
     """
     plan = asked.evaluation.result.plan
+    if not plan.executable:
+        raise PlanError(
+            f"the plan has {plan.not_executable}, which parsim simulates and the executor cannot run (executable: false in its "
+            f"JSON); leave {plan.not_executable} out of the plan to train with it"
+        )
     over = [memory for memory in asked.evaluation.memory if not memory.fits]
     if over:
         worst = max(over, key=lambda memory: memory.excess_bytes)

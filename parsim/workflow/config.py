@@ -10,6 +10,7 @@ folder works from anywhere.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tomllib
@@ -18,8 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     StrictBool,
     StrictInt,
@@ -40,12 +39,14 @@ from parsim.model.number_formats import FORMATS, check_planned
 from parsim.model.objective.objective import TARGET
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.spec import ModelSpec
+from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
 from parsim.plans.placement import KINDS, parse_placement
 from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.recompute import AUTO, FULL, NONE
 from parsim.registry import RowOf, is_reference
+from parsim.workflow.cluster_section import ClusterSection, ConfigSection, check_machine
 from parsim.workflow.references import put_on_path
 from parsim.workflow.toml_text import merge, parse_overrides, parse_value, table_text
 
@@ -62,16 +63,12 @@ Dtype = Literal["float32", "float64"]
 Granularity = Literal["block", "sublayer", "layer"]
 Name = Annotated[str, Field(strict=True, min_length=1)]
 
-# Keys that fix the plan by hand; they have a meaning with strategy = "custom" alone.
-CUSTOM_KEYS = ("mesh", "microbatches", "pipeline_order", "chunks", "bucket_bytes", "placements")
+# Keys that constrain a search, and with strategy = "custom" fix the plan by hand.
+CONSTRAINT_KEYS = ("mesh", "microbatches", "pipeline_order", "chunks", "bucket_bytes")
+# Keys that fix the plan by hand; "placements" has a meaning with strategy = "custom" alone.
+CUSTOM_KEYS = (*CONSTRAINT_KEYS, "placements")
 # Keys that steer the search of strategy = "adaptive".
 ADAPTIVE_KEYS = ("pin", "forbid")
-
-
-class ConfigSection(BaseModel):
-    """Base of all tables: unknown keys are errors, values are immutable."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 def _checked(make: Callable[[], object]) -> None:
@@ -115,21 +112,6 @@ class ModelSection(ConfigSection):
         return value
 
 
-class ClusterSection(ConfigSection):
-    """[cluster]: the devices that train."""
-
-    profile: Annotated[str, Field(strict=True, min_length=1)]
-    """A shipped hardware profile by name, or the path of one."""
-    history: Annotated[str, Field(strict=True, min_length=1)] | None = None
-    """Path of the profile's validations; left out: beside a profile that is a file, none for a shipped one."""
-    devices: Count | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None = None
-    """The first N devices of every node, or a list of device numbers, which count through the nodes; left out: all."""
-    nodes: Annotated[int, Field(strict=True, ge=1)] = 1
-    """So many machines of the profile, joined by `network`."""
-    network: Annotated[str, Field(strict=True, min_length=1)] | None = None
-    """A shipped network by name, or the path of one; needed for nodes > 1, and without meaning for one node."""
-
-
 class TrainingSection(ConfigSection):
     """[training]: how it is trained, whatever the plan."""
 
@@ -168,15 +150,15 @@ class TrainingSection(ConfigSection):
 
 
 class MeshTable(ConfigSection):
-    """plan.mesh: pp stages of dp replicas of tp shards."""
+    """plan.mesh: pp stages of dp replicas of tp shards; an axis that is left out is free, or 1 with strategy = "custom"."""
 
-    pp: Count = 1
-    dp: Count = 1
-    tp: Count = 1
+    pp: Count | None = None
+    dp: Count | None = None
+    tp: Count | None = None
 
 
 class PlanSection(ConfigSection):
-    """[plan]: how the work is divided."""
+    """[plan]: how the work is divided. Every key that is given constrains the search; what is left out is free."""
 
     strategy: Annotated[str, Field(strict=True, min_length=1)] = "adaptive"
     """A family to search (single, dp, mp, hp, adaptive, "package.module:ROW"), "custom", or the path of a plan.json."""
@@ -195,11 +177,12 @@ class PlanSection(ConfigSection):
     """Placements that an adaptive plan must keep, by pattern."""
     forbid: dict[Name, tuple[Name, ...]] = {}
     """Placements, or kinds of them (batch, shard, replicate, place), that an adaptive plan must not use, by pattern."""
-    zero_stage: Annotated[int, Field(strict=True)] = 0
-    """1 divides the optimizer state over the ranks that hold the same parameters."""
+    zero_stage: StrictInt | Literal["auto"] = AUTO
+    """1 divides the optimizer state over the ranks that hold the same parameters, 2 the gradients too, 3 the parameters too;
+    "auto": whichever is fastest among those that fit, 0 in a plan by hand."""
     recompute: Name | tuple[Name, ...] = AUTO
-    """Components whose forward runs again before their backward: "auto" (as few as make a searched plan fit), "none", "full" or
-    a list of their names."""
+    """Components whose forward runs again before their backward: "auto" (as few as make a searched plan fit, none in a plan by
+    hand), "none", "full" or a list of their names, which may be patterns ("layers.*.attention")."""
 
     @property
     def plan_path(self) -> Path | None:
@@ -250,8 +233,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         overrides: texts "section.key=value", the value as TOML or as a bare word. An override of plan.strategy
-            replaces the hand-written plan of the file (CUSTOM_KEYS) unless it says "custom", and what steers its search
-            (ADAPTIVE_KEYS) unless it says "adaptive".
+            replaces the hand-written plan of a file with strategy = "custom" (CUSTOM_KEYS) unless it says "custom" too, and
+            what steers the file's search (ADAPTIVE_KEYS) unless it says "adaptive". Constraints of a search stay.
 
     Raises:
         ConfigError: no such file, not TOML, or a wrong key; with its path, its value and the fix.
@@ -276,7 +259,8 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
     _make_paths_absolute(changes, Path.cwd())
     strategy = changes["plan"].get("strategy") if isinstance(changes.get("plan"), dict) else None
     if strategy not in (None, "custom") and isinstance(document.get("plan"), dict):
-        dropped = CUSTOM_KEYS if strategy == "adaptive" else CUSTOM_KEYS + ADAPTIVE_KEYS
+        by_hand = document["plan"].get("strategy") == "custom" or _is_path(str(strategy))
+        dropped = (*(CUSTOM_KEYS if by_hand else ()), *(ADAPTIVE_KEYS if strategy != "adaptive" else ()))
         document["plan"] = {key: value for key, value in document["plan"].items() if key not in dropped}
     merge(document, changes, "")
     if found := control_character_in(_without_args(document)):
@@ -324,7 +308,7 @@ def parse_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def _is_path(name: str) -> bool:
-    return name.endswith(".json") or os.sep in name
+    return name.endswith((".json", ".toml")) or os.sep in name
 
 
 _PATH_KEYS = (
@@ -332,6 +316,8 @@ _PATH_KEYS = (
     ("model", "import_folder"),
     ("cluster", "profile"),
     ("cluster", "history"),
+    ("cluster", "gpu"),
+    ("cluster", "link"),
     ("cluster", "network"),
     ("plan", "strategy"),
     ("training", "data_root"),
@@ -353,8 +339,8 @@ _OTHER_NAMES = {
     **dict.fromkeys(("zero1", "zero-1"), 'strategy = "dp" and zero_stage = 1'),
     **dict.fromkeys(("zero2", "zero-2"), 'strategy = "dp" and zero_stage = 2'),
     "hsdp": 'strategy = "adaptive" and zero_stage = 3: sharded data parallelism within groups is not built',
-    **dict.fromkeys(("pp", "pipeline"), 'strategy = "mp" (searches pipelines), or "custom" with mesh = { pp = 4 }'),
-    **dict.fromkeys(("tp", "tensor", "megatron"), 'strategy = "mp" (searches shards), or "custom" with mesh = { tp = 4 }'),
+    **dict.fromkeys(("pp", "pipeline"), 'strategy = "adaptive" and mesh = { pp = 4 }'),
+    **dict.fromkeys(("tp", "tensor", "megatron"), 'strategy = "adaptive" and mesh = { tp = 4 }'),
     "3d": 'strategy = "hp", which combines dp with pp and tp',
 }
 """Names that other libraries have for what plan.strategy and plan.zero_stage say here."""
@@ -382,17 +368,26 @@ def _check_plan_section(config: RunConfig) -> None:
             f"plan.strategy = {plan.strategy!r} is unknown{near} "
             "(or the path of a plan.json, or your own as package.module:NAME, see docs/extending.md)"
         )
-    if plan.chunks is not None:
+    if plan.chunks is not None and (plan.strategy == "custom" or plan.pipeline_order is not None):
         _check_chunks(plan.pipeline_order or "1f1b", plan.chunks)
-    if plan.zero_stage not in ZERO_STAGES:
-        raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: {ZERO_STAGES_TEXT}")
-    if plan.zero_stage and plan.plan_path is not None:
+    if plan.zero_stage not in (AUTO, *ZERO_STAGES):
+        raise ConfigError(f'plan.zero_stage = {plan.zero_stage}: {ZERO_STAGES_TEXT}; or "auto"')
+    if plan.zero_stage not in (AUTO, 0) and plan.plan_path is not None:
         raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: the plan is read from {plan.plan_path}; drop zero_stage")
+    if plan.recompute == "selective":
+        raise ConfigError(
+            'plan.recompute = "selective" means the core of attention (scores, softmax and their product with the values) in '
+            "the literature, and parsim recomputes whole components, of which that core is only a part. With fused attention "
+            '(scaled_dot_product_attention) the core saves no scores, so nothing is left to gain. What exists: "auto", '
+            '"none", "full", or a list of components; with model.granularity = "sublayer" whole attention halves are '
+            'components, e.g. recompute = ["*attention*"]'
+        )
     if isinstance(plan.recompute, str) and plan.recompute not in (AUTO, NONE, FULL):
         near = near_matches(plan.recompute, (AUTO, NONE, FULL))
         raise ConfigError(f"plan.recompute = {plan.recompute!r} is unknown{near} (or a list of component names)")
     if plan.recompute != AUTO and plan.plan_path is not None:
         raise ConfigError(f"plan.recompute = {plan.recompute!r}: the plan is read from {plan.plan_path}; drop recompute")
+    check_machine(cluster)
     if cluster.nodes > 1 and cluster.network is None:
         raise ConfigError(
             f"cluster.nodes = {cluster.nodes} needs cluster.network, which joins the nodes; for example "
@@ -401,16 +396,20 @@ def _check_plan_section(config: RunConfig) -> None:
     if isinstance(cluster.devices, tuple) and (not cluster.devices or len(set(cluster.devices)) != len(cluster.devices)):
         raise ConfigError(f"cluster.devices = {list(cluster.devices)}: list every device once, and at least one")
     given = [key for key in CUSTOM_KEYS if getattr(plan, key) is not None]
-    if plan.strategy != "custom" and given:
-        chosen = "is read from that file" if plan.plan_path else "is searched for"
+    if plan.plan_path is not None and given:
         raise ConfigError(
-            f"plan.{given[0]} fixes the plan by hand, but with plan.strategy = {plan.strategy!r} it {chosen}; "
-            f'set strategy = "custom" or drop {", ".join(given)}'
+            f"plan.{given[0]} constrains a search, but with plan.strategy = {plan.strategy!r} the plan is read from that file; "
+            f"drop {', '.join(given)}"
+        )
+    if plan.strategy != "custom" and plan.placements is not None:
+        raise ConfigError(
+            f"plan.placements fixes all placements by hand, but with plan.strategy = {plan.strategy!r} they are searched for; "
+            'set strategy = "custom", or name those that must stay in plan.pin (strategy = "adaptive")'
         )
     if plan.strategy == "custom" and plan.mesh is None:
         raise ConfigError('plan.strategy = "custom" needs plan.mesh, for example mesh = { pp = 2, dp = 2, tp = 1 }')
     if plan.mesh is not None:
-        _check_mesh(plan.mesh, plan.microbatches or 1, config)
+        _check_mesh(plan, config)
     steering = [key for key in ADAPTIVE_KEYS if getattr(plan, key)]
     if steering and plan.strategy != "adaptive":
         raise ConfigError(
@@ -455,26 +454,64 @@ def _check_placements(plan: PlanSection) -> None:
             raise ConfigError(f"plan.{key}.{pattern!r} = {text!r}: {error}{known}") from error
 
 
-def _check_mesh(table: MeshTable, microbatches: int, config: RunConfig) -> None:
-    """The axes multiply to the devices, and the batch divides by replicas and microbatches."""
+def _check_mesh(plan: PlanSection, config: RunConfig) -> None:
+    """The axes multiply to the devices, or those that are given divide them; the batch divides by replicas and microbatches."""
+    table, microbatches = plan.mesh, plan.microbatches or 1
+    assert table is not None
     chosen = config.cluster.devices
     devices = len(chosen) if isinstance(chosen, tuple) else None if chosen is None else chosen * config.cluster.nodes
     if devices is not None:
         try:
-            check_mesh(mesh_of(table), devices)
+            check_axes(table, devices, by_hand=plan.strategy == "custom")
         except PlanError as error:
             raise ConfigError(f"plan.mesh: {error}") from error
-    batch, parts = config.training.global_batch, table.dp * microbatches
+    batch, parts = config.training.global_batch, (table.dp or 1) * microbatches
     if batch % parts:
         raise ConfigError(
-            f"training.global_batch ({batch}) must be divisible by plan.mesh.dp ({table.dp}) * plan.microbatches "
+            f"training.global_batch ({batch}) must be divisible by plan.mesh.dp ({table.dp or 1}) * plan.microbatches "
             f"({microbatches}) = {parts}; the nearest that is: {max(1, round(batch / parts)) * parts}"
         )
 
 
+def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
+    """Check that a mesh of so many devices has the axes that are given.
+
+    Args:
+        table: of the run file. devices: of the cluster. by_hand: axes that are left out are 1, otherwise free.
+
+    Raises:
+        PlanError: there is none.
+    """
+    given = {name: size for name in ("pp", "dp", "tp") if (size := getattr(table, name)) is not None}
+    if by_hand or len(given) == 3 or table == MeshTable(pp=1, dp=1, tp=1):
+        check_mesh(mesh_of(table), devices)
+        return
+    product = math.prod(given.values())
+    if devices % product:
+        what = " * ".join(f"{name} ({size})" for name, size in given.items())
+        raise PlanError(
+            f"mesh {what} = {product} must divide the devices ({devices}); change the axes or ask for devices = "
+            f"{-(-devices // product) * product}"
+        )
+
+
 def mesh_of(table: MeshTable) -> Mesh:
-    """The Mesh a [plan] table asks for."""
-    return Mesh(pp=table.pp, dp=table.dp, tp=table.tp)
+    """The Mesh a [plan] table asks for; axes that are left out are 1."""
+    return Mesh(pp=table.pp or 1, dp=table.dp or 1, tp=table.tp or 1)
+
+
+def constraints_of(plan: PlanSection) -> PlanConstraints:
+    """What a search must keep."""
+    table = plan.mesh or MeshTable()
+    return PlanConstraints(
+        pp=table.pp,
+        dp=table.dp,
+        tp=table.tp,
+        microbatches=plan.microbatches,
+        bucket_bytes=plan.bucket_bytes,
+        pipeline_order=plan.pipeline_order,
+        chunks=plan.chunks,
+    )
 
 
 _RULES = {
@@ -506,7 +543,7 @@ def _explain(problem: ErrorDetails) -> str:
         example = _EXAMPLES.get(path, "")
         place = f"under [{'.'.join(location[:-1])}]" if len(location) > 1 else "to the file"
         return f"{path} is missing; add {example or path} {place}"
-    if kind == "literal_error":
+    if kind == "literal_error" and table_key not in _UNION_RULES:
         allowed = _choices(location)
         near = near_matches(value, allowed) if isinstance(value, str) else ""
         listing = "" if near.startswith("; known") else f" (known: {', '.join(allowed)})"
@@ -534,12 +571,13 @@ _BOUNDS = {
 
 _UNION_RULES = {
     "cluster.devices": "must be a number of devices >= 1 or a list of device numbers",
+    "plan.zero_stage": 'must be 0, 1, 2, 3 or "auto"',
     "model.args": "must hold text, finite numbers, true or false",
 }
 
 _EXAMPLES = {
     "model": "the table [model] with name",
-    "cluster": "the table [cluster] with profile",
+    "cluster": "the table [cluster] with profile or gpu",
     "training": "the table [training] with global_batch",
     "model.name": 'name = "resnet50"',
     "model.args": "args = { num_classes = 100 }",
@@ -549,6 +587,10 @@ _EXAMPLES = {
     "model.classes_dim": "classes_dim = 0",
     "model.target": 'target = { shape = [32, 32], dtype = "int64", high = 5 }',
     "cluster.profile": 'profile = "dgx1-v100-32gb"',
+    "cluster.gpu": 'gpu = "h100-sxm"',
+    "cluster.gpus_per_node": "gpus_per_node = 8",
+    "cluster.link": 'link = "nvswitch-4"',
+    "cluster.cards_per_node": "cards_per_node = 8",
     "cluster.devices": "devices = 8 or devices = [0, 1, 2, 3]",
     "cluster.nodes": "nodes = 2",
     "cluster.network": 'network = "infiniband-100g"',
@@ -564,6 +606,7 @@ _EXAMPLES = {
     "plan.pipeline_order": 'pipeline_order = "1f1b"',
     "plan.chunks": "chunks = 2",
     "plan.bucket_bytes": "bucket_bytes = 26214400",
+    "plan.zero_stage": 'zero_stage = "auto" or zero_stage = 1',
     "plan.placements": 'placements = { "layers.*" = "shard:heads+row/2", "*" = "batch" }',
     "plan.pin": 'pin = { "head" = "place:0" }',
     "plan.forbid": 'forbid = { "layers.*" = ["replicate", "shard"] }',
@@ -572,7 +615,7 @@ _EXAMPLES = {
 
 def _key_parts(problem: ErrorDetails) -> list[str]:
     """`[cluster, devices, 1]`, without the names of union members that pydantic puts between."""
-    tag = re.compile(r"(constrained-)?(int|float|str|bool)|tuple\[.*")
+    tag = re.compile(r"(constrained-)?(int|float|str|bool)|(tuple|literal)\[.*")
     return [str(part) for part in problem["loc"] if not (isinstance(part, str) and tag.fullmatch(part))]
 
 

@@ -9,7 +9,7 @@ from parsim.errors import ConfigError, PlanError
 from parsim.files import parse_json
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
 from parsim.plans.recompute import AUTO, NONE
-from parsim.workflow.config import RunConfig, mesh_of
+from parsim.workflow.config import RunConfig, check_axes, constraints_of, mesh_of
 
 if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
@@ -25,14 +25,17 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
     Args:
         model, cluster: instead of those that the file names.
 
-    Raises: ModelError, ProfileError; ConfigError for pins and forbids that the model cannot follow.
+    Raises: ModelError, ProfileError; ConfigError for patterns, pins and forbids that the model cannot follow; PlanError for a
+        mesh that the devices do not make.
     """
     from parsim.costs.feedback.history import history_path, read_history
     from parsim.predict.planning_problem import PlanningProblem
-    from parsim.schedule.by_hand import forbids_by_pattern, parse_placements, pins_by_pattern
+    from parsim.schedule.by_hand import forbids_by_pattern, parse_placements, pins_by_pattern, recompute_by_pattern
 
     cluster = cluster_of(config) if cluster is None else cluster
     model = model_of(config) if model is None else model
+    if config.plan.mesh is not None:
+        check_axes(config.plan.mesh, cluster.size, by_hand=config.plan.strategy == "custom")
     pins = pins_by_pattern(parse_placements(config.plan.pin), model, cluster.size)
     return PlanningProblem(
         model=model,
@@ -41,9 +44,10 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         precision=config.training.precision,
         master_weights=config.training.keeps_master_weights,
         optimizer=config.training.optimizer,
-        history=read_history(history_path(config.cluster.profile, config.cluster.history), cluster.profile),
+        history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
         zero_stage=config.plan.zero_stage,
-        recompute=config.plan.recompute,
+        recompute=recompute_by_pattern(config.plan.recompute, model),
+        constraints=constraints_of(config.plan),
         pins=pins,
         forbids=forbids_by_pattern(config.plan.forbid, model, pins),
     )
@@ -52,13 +56,15 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
 def cluster_of(config: RunConfig, profile: Profile | None = None) -> Cluster:
     """The cluster of [cluster], on its own profile or on the one given. Raises ProfileError."""
     from parsim.hardware.cluster import cluster_from_profile
+    from parsim.hardware.network import load_network, with_cards
     from parsim.hardware.profile import load_profile
 
+    table = config.cluster
+    network = None if table.network is None else load_network(table.network)
+    if network is not None and table.cards_per_node is not None:
+        network = with_cards(network, table.cards_per_node)
     return cluster_from_profile(
-        load_profile(config.cluster.profile) if profile is None else profile,
-        config.devices,
-        nodes=config.cluster.nodes,
-        network=config.cluster.network,
+        load_profile(table.machine) if profile is None else profile, config.devices, nodes=table.nodes, network=network
     )
 
 
@@ -116,7 +122,7 @@ def fixed_plan(problem: PlanningProblem, config: RunConfig) -> Plan | None:
                 f"set training.global_batch = {plan.global_batch} or plan again"
             )
         return plan
-    if table.mesh is None:
+    if table.strategy != "custom" or table.mesh is None:
         return None
     from parsim.plans.mesh import check_mesh
     from parsim.plans.pipeline import PIPELINE_ORDERS
@@ -133,7 +139,7 @@ def fixed_plan(problem: PlanningProblem, config: RunConfig) -> Plan | None:
         pipeline_order=order,
         chunks=table.chunks or PIPELINE_ORDERS[order].fewest_chunks,
         bucket_bytes=table.bucket_bytes or DEFAULT_BUCKET_BYTES,
-        recompute=NONE if table.recompute == AUTO else table.recompute,
+        recompute=NONE if problem.recompute == AUTO else problem.recompute,
     )
 
 

@@ -164,7 +164,7 @@ def question_of(
     profile = str(cluster) if held is None else held.profile.name
     document: dict[str, dict[str, Any]] = {
         "model": {"name": name},
-        "cluster": {"profile": profile},
+        "cluster": {"profile": profile} if held is not None else _cluster_table(profile),
         "training": {"global_batch": global_batch},
     }
     text = "\n".join(table_text(key, section) for key, section in document.items())
@@ -185,6 +185,17 @@ def question_of(
         cluster=held,
         given=given,
     )
+
+
+def _cluster_table(text: str) -> dict[str, Any]:
+    """The table [cluster] of a profile, or of GPUs such as "1024xh100-sxm"."""
+    from parsim.hardware.parts.shorthand import is_shorthand, machines_of
+
+    if not is_shorthand(text):
+        return {"profile": text}
+    found = machines_of(text)
+    table: dict[str, Any] = {"gpu": found.gpu, "gpus_per_node": found.gpus_per_node, "nodes": found.nodes}
+    return table | ({"link": found.link} if found.link else {})
 
 
 def is_run_file(name: str | Path) -> bool:

@@ -235,7 +235,7 @@ def adaptive_spec(config: RunConfig, window_steps: int) -> AdaptiveSpec:
     devices = config.devices
     chosen = tuple(range(devices)) if isinstance(devices, int) else None if devices is None else tuple(devices)
     return AdaptiveSpec(
-        profile=config.cluster.profile,
+        profile=config.cluster.machine,
         devices=chosen,
         precision=config.training.precision,
         window_steps=window_steps,

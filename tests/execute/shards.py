@@ -209,9 +209,9 @@ def values_of(runnables: Sequence[Runnable], given: dict[str, Tensor]) -> dict[s
     return values
 
 
-def traced_and_recorded(name: str, samples: int) -> tuple[Model, tuple[Runnable, ...], dict[str, Tensor]]:
+def traced_and_recorded(name: str, samples: int, **arguments: Any) -> tuple[Model, tuple[Runnable, ...], dict[str, Tensor]]:
     """A model of the zoo by sublayer, its runnables in float32, and every value of one forward over so many samples."""
-    spec = ModelSpec(name=name)
+    spec = ModelSpec(name=name, args=tuple(arguments.items()))
     model = load_model(spec, granularity="sublayer")
     torch.manual_seed(0)
     inputs, target = example_batch(spec, samples)

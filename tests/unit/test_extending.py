@@ -250,7 +250,7 @@ OUTSIDE = ROW(actions=GPIPE, place=lambda stage, ranks: 7 * stage)
 def test_strategy_is_searched_and_names_its_plans() -> None:
     found = answer(parse_config(RUN.split("[plan]")[0], ["plan.strategy=my_extensions:ZERO_BUBBLE"]))
     assert found.search is not None
-    assert found.search.judged == 2
+    assert found.search.tally.considered == 2
     plan = found.evaluation.result.plan
     assert (plan.strategy, plan.pipeline_order, plan.chunks) == ("my_extensions:ZERO_BUBBLE", "zero-bubble-v", 2)
     assert [entry.result.strategy for entry in found.search.candidates] == ["my_extensions:ZERO_BUBBLE"]

@@ -12,7 +12,8 @@ Tree (all_reduce): a chain inside each node and a double binary tree over the no
 
     seconds = base + 2 (m - 1) hop inside + 2 ceil(log2 K) hop between + max(2 inside, c between) * S
 
-for m members on a node; c = 2, but 1 for two nodes, where each sends the other one half up and one half down.
+for m members on a node; c = 2, but 1 for two nodes, where each sends the other one half up and one half down. With
+switches that add inside a node (NVLS), the chain and its 2 are replaced by the switch's one step and 1 + 1/m.
 
 Hierarchical (as many members on every node): reduce_scatter inside; then each member and its counterparts (its rail) run
 the operation over the nodes with S/m; then all_gather inside. Each phase takes its best protocol, and no phase overlaps
@@ -36,7 +37,7 @@ from dataclasses import dataclass
 
 from parsim.collectives import COLLECTIVE_KINDS
 from parsim.costs.communication.alpha_beta import ring_steps, ring_traffic
-from parsim.costs.communication.intranode import inside_s
+from parsim.costs.communication.intranode import inside_s, nvls_traffic
 from parsim.costs.communication.moving_terms import hops_text, moving_terms
 from parsim.costs.communication.traffic import LinkRates, Way, group_pace
 from parsim.costs.estimate import Term, Terms
@@ -44,6 +45,8 @@ from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.network import Network, NetworkProtocol
 from parsim.hardware.profile import LinkModel, LinkProtocol
+
+NVLS_PROTOCOL = "Simple"
 
 RankGroups = tuple[tuple[int, ...], ...]
 
@@ -133,6 +136,7 @@ def choices(
         found += _rings(operation, len(group), size_bytes, pace, network, model)
     if "tree" in network.algorithms and COLLECTIVE_KINDS[operation].trees:
         found += _trees(size_bytes, pace, network, model)
+        found += _nvls_trees(size_bytes, pace, network, model)
     if "hierarchical" in network.algorithms:
         found += _hierarchical(operation, group, size_bytes, cluster, concurrent)
     if not found:
@@ -249,6 +253,32 @@ def _trees(
             )
         )
     return found
+
+
+def _nvls_trees(size_bytes: float, pace: LinkRates, network: Network, model: LinkModel) -> list[AlgorithmChoice]:
+    """Trees over the nodes whose inside is added up and copied by the node's switch (the best of its nvls protocols)."""
+    inside = [entry for entry in model.protocols if entry.algorithm == "nvls"]
+    between = [entry for entry in network.protocols if entry.algorithm == "tree" and entry.protocol == NVLS_PROTOCOL]
+    if not inside or not between or pace.relayed or pace.members < 2:
+        return []
+    local, (entry, *_) = max(inside, key=lambda protocol: protocol.efficiency), between
+    levels = math.ceil(math.log2(pace.nodes))
+    hop_s = entry.hop_s + pace.hop_latency_s
+    rate = max(
+        nvls_traffic(pace.members) * pace.inside_s_per_byte / local.efficiency,
+        (1.0 if pace.nodes == 2 else 2.0) * pace.outside_s_per_byte / entry.efficiency,
+    )
+    base_s = local.base_s + local.hop_s
+    return [
+        AlgorithmChoice(
+            algorithm="nvls tree",
+            protocol=NVLS_PROTOCOL,
+            size_bytes=size_bytes,
+            latency_s=base_s + 2 * levels * hop_s,
+            seconds_per_byte=rate,
+            latency=(base_s, ((2 * levels, hop_s),)),
+        )
+    ]
 
 
 def _hierarchical(

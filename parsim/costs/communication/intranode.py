@@ -1,4 +1,5 @@
-"""Collectives inside one node: rings packed on its links or trees, under the protocol that the library's tuner takes.
+"""Collectives inside one node: rings packed on its links, trees, or switches that add (NVLS), under the protocol that the
+library's tuner takes.
 
 Leaves out: the pipelining of chunks, and copies to pack parts of an array.
 """
@@ -126,15 +127,19 @@ def protocol_lines(operation: str, rings: RingSet, model: LinkModel, alone: Ring
     )
     lines: list[ProtocolLine] = []
     for protocol in model.relay_protocols if rings.relayed else model.protocols:
-        if protocol.algorithm == "tree" and not COLLECTIVE_KINDS[operation].trees:
+        if protocol.algorithm != "ring" and not COLLECTIVE_KINDS[operation].trees:
             continue
-        share = 2.0 if protocol.algorithm == "tree" else ring_share
+        share, hops = ring_share, steps
+        if protocol.algorithm == "tree":
+            share = 2.0
+        elif protocol.algorithm == "nvls":
+            share, hops = nvls_traffic(n), 1
         lines.append(
             ProtocolLine(
                 protocol=protocol,
-                latency_s=protocol.base_s + steps * protocol.hop_s,
+                latency_s=protocol.base_s + hops * protocol.hop_s,
                 seconds_per_byte=share * rings.seconds_per_byte / protocol.efficiency,
-                tuner_latency_s=protocol.tuner_base_s + steps * protocol.tuner_hop_s,
+                tuner_latency_s=protocol.tuner_base_s + hops * protocol.tuner_hop_s,
                 tuner_seconds_per_byte=share * tuner_beta / protocol.tuner_efficiency,
             )
         )
@@ -145,6 +150,18 @@ def protocol_lines(operation: str, rings: RingSet, model: LinkModel, alone: Ring
             "add relay_protocols to the link model or choose devices that a ring of links joins"
         )
     return lines
+
+
+def nvls_traffic(n: int) -> float:
+    """Bytes through a device's links, per byte of S, of an all_reduce that the switch adds up and copies (NVLink SHARP).
+
+    A device sends its whole array once, piece by piece, towards the switch that adds, and its own n-th part once more, which
+    the switch copies to all: 1 + 1/n, where a ring sends 2 (n - 1)/n.
+
+    Args:
+        n: devices of the group.
+    """
+    return 1.0 + 1.0 / n
 
 
 def choose_protocol(lines: Sequence[ProtocolLine], size_bytes: float) -> tuple[float, LinkProtocol]:

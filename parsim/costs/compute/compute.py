@@ -76,6 +76,16 @@ class ComputeCosts:
     precision: str = "fp32"
     ranks_active: int | None = None
 
+    def loads_alike(self, one: int | None, other: int | None) -> bool:
+        """Whether two loads (ranks that compute at once) have the same prices: they are equal, or one load was measured.
+
+        Args:
+            one, other: ranks.
+        """
+        compute = self.profile.compute
+        loads = {point.ranks_active for point in compute.components} | {point.ranks_active for point in compute.optimizers}
+        return one == other or len(loads) <= 1
+
     def estimate(self, work: Compute, component: Component, device: Device, *, input_gradient: bool = True) -> Estimate:
         """Seconds of `component`, or of one of `work.ways` shards of it, forward or backward over `work.samples` samples.
 

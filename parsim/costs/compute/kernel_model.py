@@ -20,8 +20,9 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 from parsim.costs.compute.cuda_launches import cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
+from parsim.costs.compute.fitted_kernels import fitted_kernel_seconds
 from parsim.costs.compute.operator_model import EXTRAPOLATED_SHARE, ComputeRequest, drift_of
-from parsim.costs.compute.operators import Kernel, forward_kernels, halved_backward_kernels, kernel_seconds
+from parsim.costs.compute.operators import Kernel, forward_kernels, fused_attention_kernel, halved_backward_kernels
 from parsim.costs.compute.roofline import kernel_roofline_s, peak_of
 from parsim.costs.estimate import Detail, Estimate, Source, Term, TermOrigin, Terms, folded_s, summed
 from parsim.errors import CostError
@@ -29,6 +30,8 @@ from parsim.hardware.compute_records import OperatorFit
 from parsim.hardware.device import DeviceType
 from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import Profile
+from parsim.model.component import Operator
+from parsim.model.number_formats import operator_precision
 from parsim.work import Phase
 
 FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.02
@@ -39,6 +42,8 @@ ROOFLINE_SIGMA = 0.4
 
 LAUNCHES = "{:.0f} launches of {:.3g} flop and {:.3g} B in all, at {:.3g} flop/s and {:.3g} B/s"
 """What a kind of operator does and how fast, as the detail of its term."""
+SHARE_OF_PEAK = LAUNCHES + ": {:.0%} of peak"
+"""The same of arithmetic on a device whose peak is known."""
 
 HALVES = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 
@@ -84,7 +89,7 @@ class KernelModel:
             own[3] += kernel.count * kernel.size_bytes
             spreads[kernel.kind] = spreads.get(kernel.kind, 0.0) + sigma * seconds
             outside_s += seconds if outside else 0.0
-        terms = _by_kind(sums, total)
+        terms = _by_kind(sums, total, self.device.peak_flop_per_s.get(self.precision))
         if not total:
             return Estimate.of(terms, source="fitted", parameters=(drift,), detail="launches no kernel")
         by_source: dict[Source, float] = {}
@@ -106,14 +111,23 @@ class KernelModel:
         )
 
     def price(self, kernel: Kernel) -> KernelPrice:
-        """By the fit of its kind and phase, else by the roofline."""
+        """By the fit of its kind and phase, else by the roofline. Equal launches are priced once."""
+        if kernel not in self._priced:
+            self._priced[kernel] = self._price(kernel)
+        return self._priced[kernel]
+
+    @cached_property
+    def _priced(self) -> dict[Kernel, KernelPrice]:
+        return {}
+
+    def _price(self, kernel: Kernel) -> KernelPrice:
         fit = self._fits.get((kernel.kind, kernel.phase))
         if fit is not None:
             doublings = 0.0
             if kernel.flop > 0 and fit.max_flop > 0 and kernel.kind != "memory_bound":
                 doublings = max(0.0, math.log2(kernel.flop / fit.max_flop), math.log2(max(fit.min_flop, 1.0) / kernel.flop))
             sigma = fit.relative_sigma + FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings
-            seconds = kernel_seconds(kernel, fit.coefficients)
+            seconds = fitted_kernel_seconds(kernel, fit)
             if kernel.kind == "memory_bound" and kernel.flop > 0:
                 bound = self._arithmetic_s(kernel)
                 if bound > seconds:
@@ -147,12 +161,13 @@ class KernelModel:
         """By kind and phase; of several the first."""
         found: dict[tuple[str, str], OperatorFit] = {}
         for fit in self.profile.compute.operator_fits:
-            if (fit.precision, fit.device_type) == (self.precision, self.device.name):
+            if (fit.precision, fit.device_type) == (operator_precision(self.precision, fit.kind), self.device.name):
                 found.setdefault((fit.kind, fit.phase), fit)
         return found
 
     def _kernels(self, request: ComputeRequest) -> tuple[Kernel, ...]:
-        return component_kernels(request, self.precision, self.device.kind)
+        fused = ("attention", "forward") in self._fits and ("attention", "backward") in self._fits
+        return component_kernels(request, self.precision, self.device.kind, fused_attention=fused)
 
     def _unknown(self, request: ComputeRequest, kind: str) -> str:
         known = ", ".join(sorted(self.device.peak_flop_per_s)) or "none"
@@ -163,14 +178,14 @@ class KernelModel:
         )
 
 
-def _by_kind(sums: Mapping[tuple[str, Source], Sequence[float]], total_s: float) -> Terms:
+def _by_kind(sums: Mapping[tuple[str, Source], Sequence[float]], total_s: float, peak: float | None) -> Terms:
     """One term per kind and source from its seconds, launches, flop and bytes; the largest first.
 
     `total_s` adds up the kernels in the order of the program. The smallest kind is what the others leave of it (an exact
     difference, as they are at least half of it): adding by kind would round differently.
     """
     parts: list[tuple[str, float, TermOrigin, Detail]] = [
-        (kind, seconds, source, (LAUNCHES, count, flop, moved, flop / seconds, moved / seconds))
+        (kind, seconds, source, _what(kind, (count, flop, moved, flop / seconds, moved / seconds), peak))
         for (kind, source), (seconds, count, flop, moved) in sorted(sums.items(), key=lambda entry: -entry[1][0])
         if seconds
     ]
@@ -179,6 +194,12 @@ def _by_kind(sums: Mapping[tuple[str, Source], Sequence[float]], total_s: float)
     others = summed(parts[:-1])
     kind, _, origin, what = parts[-1]
     return (*others, Term(kind, "plus" if others else "start", total_s - folded_s(others), origin, what))
+
+
+def _what(kind: str, numbers: tuple[float, ...], peak: float | None) -> Detail:
+    if kind == "memory_bound" or peak is None:
+        return (LAUNCHES, *numbers)
+    return (SHARE_OF_PEAK, *numbers, numbers[3] / peak)
 
 
 def has_published_peaks(profile: Profile, device: DeviceType) -> bool:
@@ -193,11 +214,14 @@ def has_published_peaks(profile: Profile, device: DeviceType) -> bool:
     return any(profile.sources[peak.source].kind in ("datasheet", "paper") for peak in entry.peak_flop_per_s.values())
 
 
-def component_kernels(request: ComputeRequest, precision: str, device_kind: str = "cpu") -> tuple[Kernel, ...]:
+def component_kernels(
+    request: ComputeRequest, precision: str, device_kind: str = "cpu", *, fused_attention: bool = False
+) -> tuple[Kernel, ...]:
     """All launches of a component's forward or backward (or half of it) on a kind of device, operator by operator.
 
     Args:
         request: component, phase and samples. precision: such as "fp32". device_kind: a key of `DEVICE_KINDS`.
+        fused_attention: attention that was traced as one operator is one launch; else its products and passes over the scores.
     """
     component, phase, samples = request.component, request.phase, request.samples
     if DEVICE_KINDS[device_kind].cuda_launches:
@@ -207,13 +231,39 @@ def component_kernels(request: ComputeRequest, precision: str, device_kind: str 
         backward: Callable[..., tuple[tuple[Kernel, ...], ...]] = partial(cuda_backward_halves, full_stream=full)
     else:
         operators, forward, backward = component.operators, forward_kernels, halved_backward_kernels
+    if fused_attention:
+        forward, backward = _with_fused_attention(forward, backward)
+
+    def own(operator: Operator) -> str:
+        return operator_precision(precision, operator.kind)
+
     if phase is Phase.FORWARD:
-        return tuple(kernel for operator in operators for kernel in forward(operator, samples, precision))
+        return tuple(kernel for operator in operators for kernel in forward(operator, samples, own(operator)))
     wanted = (HALVES.index(phase),) if phase in HALVES else range(len(HALVES))
     return tuple(
         kernel
         for number, operator in enumerate(operators)
-        for halves in (backward(operator, samples, precision, input_gradient=request.input_gradient or number > 0),)
+        for halves in (backward(operator, samples, own(operator), input_gradient=request.input_gradient or number > 0),)
         for half in wanted
         for kernel in halves[half]
     )
+
+
+def _with_fused_attention(
+    forward: Callable[..., tuple[Kernel, ...]], backward: Callable[..., tuple[tuple[Kernel, ...], ...]]
+) -> tuple[Callable[..., tuple[Kernel, ...]], Callable[..., tuple[tuple[Kernel, ...], ...]]]:
+    """The same functions, with one launch for an attention; its backward belongs to the inputs' half."""
+
+    def fused_forward(operator: Operator, samples: int, precision: str) -> tuple[Kernel, ...]:
+        if operator.kind != "attention":
+            return forward(operator, samples, precision)
+        return (fused_attention_kernel(operator, samples, precision, backward=False),)
+
+    def fused_backward(
+        operator: Operator, samples: int, precision: str, *, input_gradient: bool = True
+    ) -> tuple[tuple[Kernel, ...], ...]:
+        if operator.kind != "attention":
+            return backward(operator, samples, precision, input_gradient=input_gradient)
+        return (fused_attention_kernel(operator, samples, precision, backward=True),), ()
+
+    return fused_forward, fused_backward

@@ -47,6 +47,8 @@ SCORE_KERNELS = 3
 SCORE_ARRAYS = 7
 """Between the two matmuls of attention: scale and mask (2 arrays), softmax (3: it reads twice), dropout (2)."""
 
+FUSED_BACKWARD_FLOP = 2.5
+
 NORM = 4.0
 
 
@@ -55,9 +57,10 @@ class Kernel:
     """One launch: what it computes and moves, and the sizes its efficiency depends on.
 
     Attributes:
-        kind: "matmul", "convolution" or "memory_bound". phase: the fit it is priced with: "forward", and for convolutions
-            also "backward_input" and "backward_weight".
+        kind: "matmul", "convolution", "memory_bound", or "attention" (fused). phase: the fit it is priced with: "forward", for
+            convolutions also "backward_input" and "backward_weight", for attention "backward".
         flop, size_bytes: of the whole launch.
+        causal: of fused attention: its rows (queries) see no later column (key).
     """
 
     kind: str
@@ -72,6 +75,7 @@ class Kernel:
     taps: float = 1.0
     family: str = "dense"
     strided: bool = False
+    causal: bool = False
 
 
 def kernel_seconds(kernel: Kernel, coefficients: Mapping[str, float]) -> float:
@@ -187,6 +191,32 @@ def backward_kernels(operator: Operator, samples: int, precision: str, *, input_
                     replace(kernel, phase="backward_weight", rows=kernel.columns, columns=kernel.depth, depth=kernel.rows)
                 )
     return tuple(kernels)
+
+
+def fused_attention_kernel(operator: Operator, samples: int, precision: str, *, backward: bool) -> Kernel:
+    """The one launch of fused attention, which keeps no scores in memory and computes none that a causal mask hides.
+
+    The backward computes five products where the forward computes two, and moves twice the arrays.
+
+    Args:
+        operator: of kind "attention", as traced. samples: of one microbatch. precision: such as "bf16".
+        backward: the gradients of queries, keys and values.
+    """
+    heads, queries, keys, d = (operator_size(operator, name) for name in ("heads", "q", "kv", "d"))
+    problems, causal = heads * samples, operator.function == "causal"
+    flop = 4.0 * problems * queries * keys * d * (0.5 if causal else 1.0)
+    return Kernel(
+        kind="attention",
+        phase="backward" if backward else "forward",
+        count=operator.count,
+        flop=FUSED_BACKWARD_FLOP * flop if backward else flop,
+        size_bytes=(2.0 if backward else 1.0) * 2.0 * element_bytes(precision) * problems * (queries + keys) * d,
+        rows=queries,
+        columns=keys,
+        depth=d,
+        problems=problems,
+        causal=causal,
+    )
 
 
 def element_bytes(precision: str) -> int:

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import NamedTuple
 
 from parsim.costs.memory.verdict import DOUBTFUL, FIT_PROBABILITY, fit_probability
 from parsim.costs.memory.waiting import Waiting, waiting_bytes
@@ -130,13 +129,6 @@ class RankMemory:
         )
 
 
-class WholeBytes(NamedTuple):
-    """Bytes of buckets that lie whole: how many at least, where the communication keeps up, and at most."""
-
-    least: float
-    most: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """What a rank holds of parameters, where that is not simply all of its components'.
@@ -144,13 +136,13 @@ class Weights:
     Attributes:
         parameter_bytes, gradient_bytes: as held all the time, padding included (ZeRO 2 and 3: its parts of the buckets).
         updated_elements: those whose optimizer state is here and which this rank updates (ZeRO 1: its parts of the buckets).
-        unsharded: by component, of the buckets that lie whole here while it runs backward, for this and what is next.
+        unsharded: bytes by component of the buckets that lie whole here while it runs backward, for this and what is next.
     """
 
     parameter_bytes: int
     gradient_bytes: int
     updated_elements: int
-    unsharded: Mapping[str, WholeBytes] = field(default_factory=dict)
+    unsharded: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +273,7 @@ def rank_memory(
     inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
     ends = [own + (0 if c.name in step.recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
     update = temporary_bytes * weights.updated_elements - activations - casts - held
-    least, unsharded, workspace = _transient_bytes(components, samples, ends, boundary, again, weights, update)
+    unsharded, workspace = _transient_bytes(components, samples, ends, boundary, again, weights, update)
     beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
     lines = {
         "parameters": weights.parameter_bytes,
@@ -300,7 +292,7 @@ def rank_memory(
         "allocator": beside.median,
     }
     early = {"receive_buffers": (traffic.arriving_bytes - traffic.unsure_arriving_bytes, traffic.arriving_bytes)}
-    return _rounded(rank, device, lines, {**early, "unsharded": (least, unsharded), "allocator": (beside.p05, beside.p95)})
+    return _rounded(rank, device, lines, {**early, "allocator": (beside.p05, beside.p95)})
 
 
 def _rounded(
@@ -403,19 +395,19 @@ def _transient_bytes(
     again: Mapping[str, Again],
     weights: Weights,
     update: float,
-) -> tuple[float, float, float]:
+) -> tuple[float, float]:
     """By how much the worst moment of the last microbatch's forward, or of what follows, exceeds the end of that forward:
-    buckets whole then, at least and at most, and the rest.
+    buckets whole then, and the rest.
 
     `update`: what the optimizer step takes beyond that. While component i runs backward, what the later ones saved is free. A
     recomputed one runs forward before that, beside the gradients of what it puts out.
     """
     before = 0.0
-    moments: list[tuple[float, WholeBytes]] = []
+    moments: list[tuple[float, float]] = []
     for component, own in zip(components, saved, strict=True):
         beside = before + boundary.waiting.values.get(component.name, 0.0)
         if component.name not in again:
-            moments.append((beside + _fullest_bytes(component.forward_peaks, samples[component.name]), WholeBytes(0.0, 0.0)))
+            moments.append((beside + _fullest_bytes(component.forward_peaks, samples[component.name]), 0.0))
         before += own
         gradients = boundary.gradient_bytes[component.name]
         runs_backward = gradients or not component.forward_peaks
@@ -425,14 +417,12 @@ def _transient_bytes(
             forward = _fullest_bytes(component.forward_peaks, samples[component.name])
             alive = max(second.saved_bytes - second.released_bytes + alive, forward + gradients)
         alive += boundary.waiting.gradients.get(component.name, 0.0)
-        moments.append((before + alive, weights.unsharded.get(component.name, WholeBytes(0.0, 0.0))))
-    peak, whole = max(((size + beside.most, beside.most) for size, beside in moments), key=itemgetter(0), default=(0.0, 0.0))
+        whole = weights.unsharded.get(component.name, 0.0)
+        moments.append((before + alive + whole, whole))
+    peak, whole = max(moments, key=itemgetter(0), default=(0.0, 0.0))
     backward = max(0.0, peak - before)
     unsharded = min(whole, backward) if backward >= update else 0.0
-    workspace = max(backward, update) - unsharded
-    at_least = max((size + beside.least for size, beside in moments), default=0.0) - before
-    least = min(unsharded, max(0.0, max(at_least, update) - workspace))
-    return least, unsharded, workspace
+    return unsharded, max(backward, update) - unsharded
 
 
 def _fullest_bytes(peaks: Sequence[tuple[int, int]], samples: int) -> int:

@@ -3,7 +3,8 @@ values and gradients right behind the task that makes them.
 
 A recomputed component runs its forward again right before its backward, or before the first half of a backward in halves.
 It uses the inputs it kept as it had read them, so nothing is sent again. It waits for no gradient, so it may run while
-the gradient is still being sent.
+the gradient is still being sent. A segment runs again as a whole before the backward of its last component. Its conversions
+on the tp axis are sent again, and that backward waits for all of them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.passes.convert import (
     Moving,
     add_arriving_gradient,
+    add_arriving_value,
     add_gradient_moves,
+    add_repeated_moves,
     add_value_moves,
+    converted_keys,
     gradient_keys,
     value_keys,
 )
@@ -49,6 +53,8 @@ def add_action(draft: Draft, layout: PlanIndex, stage: int, replica: int, phase:
         match own:
             case Phase.FORWARD:
                 _add_forward(draft, layout, replica, name, microbatch)
+            case Phase.RECOMPUTE if layout.segment_of(name):
+                _add_again(draft, layout, replica, name, microbatch)
             case Phase.RECOMPUTE:
                 _add_following(draft, layout, replica, name, microbatch, Phase.FORWARD, Phase.RECOMPUTE)
             case Phase.BACKWARD_WEIGHT:
@@ -75,7 +81,9 @@ def computations(layout: PlanIndex, stage: int, phase: Phase) -> Iterator[tuple[
             yield phase, name
         elif phase is Phase.BACKWARD or layout.wants_input_gradient(name) == (phase is Phase.BACKWARD_INPUT):
             if layout.recomputes(name):
-                yield Phase.RECOMPUTE, name
+                segment = layout.segment_of(name) or (name,)
+                for again in segment if name == segment[-1] else ():
+                    yield Phase.RECOMPUTE, again
             yield layout.gradient_phase(name), name
 
 
@@ -110,6 +118,7 @@ def _add_forward(draft: Draft, layout: PlanIndex, replica: int, name: str, micro
         after: list[TaskKey] = []
         for value in dict.fromkeys(component.inputs):
             reading = next(entry for entry in layout.readings[value] if name in entry.components)
+            add_arriving_value(draft, layout, Moving(value, microbatch, replica), reading)
             after.extend(value_keys(layout, Moving(value, microbatch, replica), reading, shard))
         draft.add((Phase.FORWARD, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
     for value in component.outputs:
@@ -135,9 +144,40 @@ def _add_backward(draft: Draft, layout: PlanIndex, replica: int, name: str, micr
         after: list[TaskKey] = [(before, rank, name, microbatch)]
         for moving in gradients:
             after.extend(gradient_keys(layout, moving, shard))
+        if name in layout.segment_of(name)[-1:]:
+            after.extend(_repeated_keys(layout, replica, name, microbatch, shard))
         draft.add((phase, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
     for value, reading in layout.completed_readings(stage, name):
         add_gradient_moves(draft, layout, Moving(value, microbatch, replica, reading))
+
+
+def _add_again(draft: Draft, layout: PlanIndex, replica: int, name: str, microbatch: int) -> None:
+    """The second forward of a component of a segment, and the conversions of what it makes."""
+    component = layout.model.component(name)
+    work = _compute(layout, name, Phase.RECOMPUTE)
+    origin = Origin(stage=layout.stage_of[name], replica=replica, component=name, microbatch=microbatch)
+    for rank in layout.runners(name, replica):
+        after: list[TaskKey] = [(Phase.FORWARD, rank, name, microbatch)]
+        for value in dict.fromkeys(component.inputs):
+            if layout.is_remade(value, name):
+                reading = next(entry for entry in layout.readings[value] if name in entry.components)
+                after.extend(
+                    value_keys(layout, Moving(value, microbatch, replica, again=True), reading, layout.plan.shard_of_rank(rank))
+                )
+        draft.add((Phase.RECOMPUTE, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
+    for value in component.outputs:
+        add_repeated_moves(draft, layout, Moving(value, microbatch, replica, again=True))
+
+
+def _repeated_keys(layout: PlanIndex, replica: int, name: str, microbatch: int, shard: int) -> list[TaskKey]:
+    """The conversions that the second forward of this last component of a segment repeats."""
+    moving = [Moving(value, microbatch, replica, again=True) for value in layout.model.component(name).outputs]
+    return [
+        key
+        for entry in moving
+        for reading in layout.readings[entry.value]
+        for key in converted_keys(layout, entry, reading, shard)
+    ]
 
 
 def _add_following(

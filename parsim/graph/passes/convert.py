@@ -12,7 +12,7 @@ from typing import NamedTuple
 from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.plan_index import PlanIndex, Reading
-from parsim.graph.task import Origin, Resource
+from parsim.graph.task import COMPUTE, Origin, Resource
 from parsim.plans.redistribution import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion
 from parsim.work import Collective, Phase, SendRecv
 
@@ -31,12 +31,13 @@ POINT_TO_POINT_HOPS = ("scatter", "gather", "move")
 
 
 class Moving(NamedTuple):
-    """A value, or the gradient that one reading of it makes, of one microbatch of one replica."""
+    """A value, or the gradient that one reading of it makes, of one microbatch of one replica. again: as recomputed."""
 
     value: str
     microbatch: int
     replica: int
     reading: Reading | None = None
+    again: bool = False
 
     @property
     def is_gradient(self) -> bool:
@@ -44,7 +45,14 @@ class Moving(NamedTuple):
 
     def key(self, what: str, *rest: object) -> TaskKey:
         made = ("", "") if self.reading is None else (self.reading.stage, str(self.reading.ends))
-        return (what, self.value, self.microbatch, self.replica, *made, *(str(entry) for entry in rest))
+        return (
+            f"{what} again" if self.again else what,
+            self.value,
+            self.microbatch,
+            self.replica,
+            *made,
+            *(str(entry) for entry in rest),
+        )
 
 
 def value_keys(layout: PlanIndex, moving: Moving, reading: Reading, shard: int) -> list[TaskKey]:
@@ -53,7 +61,14 @@ def value_keys(layout: PlanIndex, moving: Moving, reading: Reading, shard: int) 
     if home is None:
         return [("load", layout.rank(reading.stage, moving.replica, shard))]
     if home != reading.stage:
+        if is_scattered(layout, reading.ends.value):
+            return [_join_key(moving, reading, shard)]
         return [moving.key("send", reading.stage, reading.ends.value, shard)]
+    return converted_keys(layout, moving, reading, shard)
+
+
+def converted_keys(layout: PlanIndex, moving: Moving, reading: Reading, shard: int) -> list[TaskKey]:
+    """What tp rank `shard` of the maker's stage waits for before it has the value in the layout that a reading asks for."""
     hops = conversion(layout.source[moving.value].value, reading.ends.value, layout.plan.mesh.tp)
     return _after(moving, hops, shard, layout.plan.mesh.tp, _producer(layout, moving))
 
@@ -78,6 +93,49 @@ def add_value_moves(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
                 key = moving.key("send", reading.stage, reading.ends.value, shard)
                 if key not in draft:
                     _add_transfer(draft, layout, moving, key, (home, reading.stage), shard, after, reading.ends.value)
+
+
+def add_repeated_moves(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
+    """Conversions of a value that has been made again. Other stages have kept what they read of it, so nothing crosses."""
+    home, tp = layout.stage_of_value[moving.value], layout.plan.mesh.tp
+    assert home is not None
+    for reading in layout.readings[moving.value]:
+        hops = conversion(layout.source[moving.value].value, reading.ends.value, tp)
+        _add_hops(draft, layout, moving, hops, home, _producer(layout, moving))
+
+
+def is_scattered(layout: PlanIndex, how: ValueLayout) -> bool:
+    """Whether each tp rank sends a part of what it has to the next stage, since its neighbours have the same.
+
+    Summands count too: a reduce_scatter before the transfer and an all_gather behind it cost what their all_reduce does.
+    """
+    return layout.plan.scatter_gather and how.form in ("full", "partial") and how.ways > 1
+
+
+def add_arriving_value(draft: Draft, layout: PlanIndex, moving: Moving, reading: Reading) -> None:
+    """The all_gather of the parts that another stage has sent, issued where the value is read."""
+    how, tp = reading.ends.value, layout.plan.mesh.tp
+    home = layout.stage_of_value[moving.value]
+    if home is None or home == reading.stage or not is_scattered(layout, how):
+        return
+    whole = layout.model.value[moving.value].size_bytes(layout.plan.microbatch_samples)
+    for start in range(0, tp, how.ways):
+        key = _join_key(moving, reading, start)
+        if key in draft:
+            continue
+        shards = range(start, start + how.ways)
+        ranks = tuple(layout.rank(reading.stage, moving.replica, shard) for shard in shards)
+        work = Collective(operation="all_gather", group=ranks, size_bytes=transfer_bytes(whole, how, tp))
+        after = [moving.key("send", reading.stage, how, shard) for shard in shards]
+        origin = Origin(
+            stage=reading.stage, replica=moving.replica, microbatch=moving.microbatch, value=moving.value, layout=how
+        )
+        draft.add(key, work, [Resource(rank, TP_STREAM) for rank in ranks], after, origin)
+
+
+def _join_key(moving: Moving, reading: Reading, shard: int) -> TaskKey:
+    how = reading.ends.value
+    return moving.key("join", reading.stage, how, shard // how.ways)
 
 
 def add_gradient_moves(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
@@ -119,7 +177,8 @@ def _producer(layout: PlanIndex, moving: Moving) -> _Base:
 
     def made(shard: int) -> list[TaskKey]:
         rank = layout.rank(layout.stage_of[name], moving.replica, shard)
-        return [(Phase.FORWARD, rank, name, moving.microbatch)] if layout.runs_on(rank, name) else []
+        phase = Phase.RECOMPUTE if moving.again else Phase.FORWARD
+        return [(phase, rank, name, moving.microbatch)] if layout.runs_on(rank, name) else []
 
     return made
 
@@ -226,7 +285,10 @@ def _add_transfer(
 ) -> None:
     source, target = (layout.rank(stage, moving.replica, shard) for stage in stages)
     whole = layout.model.value[moving.value].size_bytes(layout.plan.microbatch_samples)
-    work = SendRecv(source=source, destination=target, size_bytes=transfer_bytes(whole, how, layout.plan.mesh.tp))
+    size_bytes = transfer_bytes(whole, how, layout.plan.mesh.tp)
+    if is_scattered(layout, how):
+        size_bytes = -(-size_bytes // how.ways)
+    work = SendRecv(source=source, destination=target, size_bytes=size_bytes)
     origin = Origin(
         stage=stages[0],
         replica=moving.replica,
@@ -235,4 +297,7 @@ def _add_transfer(
         gradient=moving.is_gradient,
         layout=None if how == PIECES else how,
     )
-    draft.add(key, work, [Resource(source, f"pp>{target}"), Resource(target, f"pp<{source}")], after, origin)
+    resources = [Resource(source, f"pp>{target}"), Resource(target, f"pp<{source}")]
+    if layout.plan.blocking_transfers:
+        resources.append(Resource(source, COMPUTE))
+    draft.add(key, work, resources, after, origin)

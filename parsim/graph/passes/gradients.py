@@ -91,10 +91,31 @@ def add_optimizer(draft: Draft, layout: PlanIndex) -> None:
         draft.add((Phase.OPTIMIZER, rank), work, [Resource(rank, COMPUTE)], after, Origin(stage=stage, replica=replica))
 
 
+def add_gathering_ahead(draft: Draft, layout: PlanIndex) -> None:
+    """ZeRO 1 with `gather_ahead`: at the beginning of a step one all_gather per divided bucket, in the order of first use.
+
+    The first forward of a component that uses the bucket waits for it.
+    """
+    if not layout.plan.gather_ahead:
+        return
+    order = layout.model.component_index
+    users = {bucket.number: layout.users_of(bucket) for bucket in layout.buckets if layout.is_divided(bucket)}
+    divided = [bucket for bucket in layout.buckets if bucket.number in users]
+    for bucket in sorted(divided, key=lambda bucket: min(order[name] for name in users[bucket.number])):
+        ranks = [rank for rank in bucket.group if draft.keeps(rank)]
+        key: TaskKey = ("gather", bucket.number)
+        resources = [Resource(rank, DP_STREAM) for rank in bucket.group]
+        draft.add(key, gathering_work(bucket), resources, [], Origin(stage=bucket.stages[0], bucket=bucket.number))
+        for rank in ranks:
+            for name in users[bucket.number]:
+                if layout.runs_on(rank, name):
+                    draft.wait((Phase.FORWARD, rank, name, 0), key)
+
+
 def add_parameter_gathering(draft: Draft, layout: PlanIndex) -> None:
     """ZeRO 1 and 2: one all_gather per divided bucket after every rank of its group has updated its part."""
     for bucket in layout.buckets:
-        if layout.zero_stage_of(bucket) in (1, 2):
+        if layout.zero_stage_of(bucket) in (1, 2) and not layout.plan.gather_ahead:
             work = gathering_work(bucket)
             after: list[TaskKey] = [(Phase.OPTIMIZER, rank) for rank in bucket.group if draft.keeps(rank)]
             resources = [Resource(rank, DP_STREAM) for rank in bucket.group]

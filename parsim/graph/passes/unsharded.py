@@ -7,7 +7,8 @@ are gone.
 
 With ZeRO 3 a bucket's parameters are whole from an all_gather before the first forward or backward that needs them to the
 last one before others are needed. They are gathered while the previous computation runs on other parameters, and not
-earlier. The all_gather waits for the computation before that one, so at most two sets of parameters are whole.
+earlier. The all_gather waits for the computation before that one, so at most two sets of parameters are whole. Without
+`backward_prefetch` it waits, in the backward, for all computation before, and stands behind the last reduce_scatter.
 
 Why it cannot deadlock: all ranks of a place on the pp axis have the same list of computation, and all_gathers and
 reduce_scatters follow one order along it. Whatever one of them waits for comes earlier in both, and a computation waits
@@ -122,7 +123,8 @@ def parameter_windows(layout: PlanIndex, uses: Sequence[Use]) -> list[Window]:
         if needed != buckets.keys():
             release(needed - buckets.keys(), current)
             for entering in buckets.keys() - needed:
-                whole[entering] = (buckets[entering], before + 1, number)
+                ahead = before + 1 if use.phase is Phase.FORWARD or layout.plan.backward_prefetch else number
+                whole[entering] = (buckets[entering], ahead, number)
             before, needed = current, frozenset(buckets)
         current = number
     release(needed, current)

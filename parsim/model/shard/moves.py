@@ -144,6 +144,17 @@ def divided(step: Step, content: Content) -> RuleOutcome:
     )
 
 
+def repeated(step: Step, content: Content) -> RuleOutcome:
+    """repeat_interleave by a number: a run of entries becomes a longer run."""
+    given, times = step.given("input", 0), step.given("repeats", 1)
+    dim = step.given("dim", 2)
+    if type(times) is not int or dim is None:
+        raise Refused(f"{_name(step)} with repeats per entry, or over all dims")
+    if dim % len(step.shape(given)) != content.dim:
+        return step.same(content)
+    return step.same(content._replace(runs=tuple(size * times for size in content.runs)))
+
+
 def joined(step: Step) -> RuleOutcome:
     """cat: pieces along another dim than they are cut in, or summands."""
     given = step.given("tensors", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -22,7 +23,7 @@ def narrow(component: Component, rule: str, ways: int) -> Component:
     if not rule or ways == 1:
         return component
     sharding = component.sharding(rule)
-    check_ways(component.name, sharding, ways)
+    check_ways(component.name, sharding, ways, component.shardings)
     divided = {part.name for part in sharding.parameters}
     cut = {part.number: part for part in sharding.operators}
     saved = component.saved_activation_bytes - sharding.saved_activation_bytes
@@ -51,13 +52,42 @@ def narrow(component: Component, rule: str, ways: int) -> Component:
     )
 
 
-def check_ways(component: str, sharding: Sharding, ways: int) -> None:
-    """Raise ModelError unless the component can be cut into that many shards."""
-    if ways < 1 or sharding.limit % ways:
-        raise ModelError(
-            f"component {component} cannot be cut into {ways} shards by rule {sharding.rule}: "
-            f"{ways} must divide {sharding.limit}"
-        )
+_CUT = {
+    "heads": "heads of queries, keys and values",
+    "queries": "heads of queries",
+    "column": "output features",
+    "row": "input features",
+    "vocabulary": "rows of the table",
+    "channels_out": "output channels",
+    "channels_in": "input channels",
+    "follow": "features or channels",
+}
+"""What each part of a rule's name cuts."""
+
+
+def check_ways(component: str, sharding: Sharding, ways: int, others: Iterable[Sharding] = ()) -> None:
+    """Whether the component can be cut into that many shards.
+
+    Args:
+        component: its name. others: its shardings, of which the message names one that allows so many shards.
+
+    Raises:
+        ModelError: what is cut, the nearest ways that divide it, and the rules that allow these ways.
+    """
+    limit = sharding.limit
+    if ways >= 1 and limit % ways == 0:
+        return
+    cut = ", ".join(dict.fromkeys(_CUT.get(name, name) for name in sharding.rule.split("+")))
+    possible = [number for number in range(2, limit + 1) if limit % number == 0]
+    below = max((number for number in possible if number < ways), default=None)
+    above = min((number for number in possible if number > ways), default=None)
+    nearest = " or ".join(str(number) for number in (below, above) if number is not None) or "none but 1"
+    rules = [other.rule for other in others if ways >= 1 and other.limit % ways == 0]
+    instead = f"; rule {' or '.join(rules)} allows {ways}" if rules else ""
+    raise ModelError(
+        f"component {component} cannot be cut into {ways} shards by rule {sharding.rule}: {ways} must divide {limit} "
+        f"(what its {cut} have in common); nearest: {nearest}{instead}"
+    )
 
 
 def _part(parameter: Parameter, ways: int) -> Parameter:

@@ -22,7 +22,7 @@ def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[S
 
     The first shard and those after it differ, which stand in with zeros for what the first contributes: the fuller counts.
 
-    Empty where the shards differ in more than their sizes; of the backward, too, where there is none.
+    Empty where the two batches differ in more than their sizes; of the backward, too, where there is none.
     """
     widths = divisors(sharding.limit)
     forward: set[ShardPeak] = set()
@@ -35,9 +35,10 @@ def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[S
         }
         for found, phase in ((forward, 0), (backward, 1)):
             lists = {at: both[phase] for at, both in counted.items()}
-            if len({len(entry) for entry in lists.values()}) > 1:
+            if any(len(lists[ways, small.samples]) != len(lists[ways, large.samples]) for ways in widths[:2]):
                 return (), ()
-            found.update(_affine(lists, widths[:2], (small.samples, large.samples)))
+            lines = [_lines(lists, ways, (small.samples, large.samples)) for ways in widths[:2]]
+            found.update(_affine(lines, widths[:2]))
     return _fullest(forward, widths), _fullest(backward, widths)
 
 
@@ -64,20 +65,31 @@ def _piece(kind: TensorKind, content: Content, ways: int) -> TensorKind:
     return kind._replace(shape=shape)
 
 
-def _affine(lists: dict[tuple[int, int], list[int]], widths: list[int], batches: tuple[int, int]) -> Iterator[ShardPeak]:
-    """Per moment the bytes that are whole and those that are divided, per sample and fixed, from two batches and two ways."""
+Lines = list[tuple[int, int]]
+
+
+def _lines(lists: dict[tuple[int, int], list[int]], ways: int, batches: tuple[int, int]) -> Lines:
+    """(bytes per sample, fixed bytes) of every moment."""
     small, large = batches
-    lines = [
-        [
-            ((top - low) // (large - small), low - (top - low) // (large - small) * small)
-            for low, top in zip(lists[ways, small], lists[ways, large], strict=True)
-        ]
-        for ways in widths
+    return [
+        ((top - low) // (large - small), low - (top - low) // (large - small) * small)
+        for low, top in zip(lists[ways, small], lists[ways, large], strict=True)
     ]
+
+
+def _affine(lines: list[Lines], widths: list[int]) -> Iterator[ShardPeak]:
+    """Per moment the bytes that are whole and those that are divided, from those at two numbers of ways.
+
+    Where the last of a dim's entries is alone, copies fall away and the moments differ: then the fullest ones are paired.
+    """
     if len(widths) == 1:  # a prime limit: no other ways exist
         yield from (ShardPeak(rate, fixed, 0, 0) for rate, fixed in lines[0])
         return
     first, second = widths
+    if len(lines[0]) != len(lines[1]):
+        lines = [sorted(upper_envelope(set(entry))) for entry in lines]
+        longest = max(map(len, lines))
+        lines = [entry + entry[-1:] * (longest - len(entry)) for entry in lines]
     for (rate, fixed), (other_rate, other_fixed) in zip(*lines, strict=True):
         divided_rate = (rate - other_rate) * first * second // (second - first)
         divided_fixed = (fixed - other_fixed) * first * second // (second - first)

@@ -1,8 +1,8 @@
 """Random numbers in shards: what all shards hold alike is masked alike, and the pieces of a cut tensor independently.
 
-The generators of all shards of a component must begin its forward in one state, which depends on the samples and on nothing
+The generators of all shards of a component must begin its forward with one seed, which depends on the samples and on nothing
 else (`parsim.execute.randomness` sees to it). A call on full tensors or summands then draws the same numbers in every shard. A
-call on pieces draws from a stream of its shard, and leaves the generator in a state that is again the same for all.
+call on pieces draws from a stream of its shard, and leaves the generator with a next seed that is again the same for all.
 So the shards equal one process that draws the mask of a cut tensor piece by piece from the same streams.
 """
 
@@ -18,16 +18,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def drawn_by_shard(function: Callable[..., Any], shard: int, value: Tensor, *arguments: Any, **keywords: Any) -> Any:
-    """`function(value, ...)` with the random numbers of that shard."""
+    """`function(value, ...)` with the random numbers of that shard.
+
+    Seeds make a chain that never comes back to one it had, whatever else was drawn in between.
+    """
     if isinstance(value, FakeTensor) or value.is_meta:
         return function(value, *arguments, **keywords)
     generator = generator_of(value.device)
-    state = generator.get_state().numpy().tobytes()
-    generator.manual_seed(_seed(state, str(shard)))
+    seed = generator.initial_seed()
+    generator.manual_seed(_seed(seed, str(shard)))
     try:
         return function(value, *arguments, **keywords)
     finally:
-        generator.manual_seed(_seed(state, "all"))
+        generator.manual_seed(_seed(seed, "all"))
 
 
 def generator_of(device: torch.device) -> torch.Generator:
@@ -37,5 +40,5 @@ def generator_of(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def _seed(state: bytes, stream: str) -> int:
-    return int.from_bytes(hashlib.blake2b(state + stream.encode(), digest_size=7).digest(), "big")
+def _seed(seed: int, stream: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed} {stream}".encode(), digest_size=7).digest(), "big")

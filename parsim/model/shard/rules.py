@@ -41,6 +41,7 @@ from parsim.model.shard.moves import (
     moving,
     permuted,
     reduced,
+    repeated,
     reshaped,
     same,
     unbound,
@@ -405,6 +406,7 @@ RULES: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys((Tensor.unbind, torch.unbind, Tensor.select, torch.select), moving(unbound)),
     Tensor.__getitem__: moving(indexed),
     **dict.fromkeys((Tensor.split, torch.split, Tensor.chunk, torch.chunk), moving(divided)),
+    **dict.fromkeys((Tensor.repeat_interleave, torch.repeat_interleave), moving(repeated)),
     **dict.fromkeys((torch.cat, torch.concat), joined),
     **dict.fromkeys((Tensor.mean, torch.mean, Tensor.sum, torch.sum), moving(reduced)),
 }

@@ -11,21 +11,26 @@ An in-place operation on what an earlier component made merges the two: no bound
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
 from parsim.errors import TraceError
 from parsim.model.component import LOSS
 from parsim.model.model import GRANULARITIES
-from parsim.model.runnable import CallProgram, Op, Runnable, TensorKind, renumber
-from parsim.model.tracing.recorder import Call, Recording, storage_key
+from parsim.model.runnable import CallProgram, Nested, Op, Ref, Runnable, TensorKind, renumber
+from parsim.model.tracing.recorder import Call, RecordedOp, Recording, storage_key
 from parsim.model.tracing.sublayers import CallInterval, sublayers
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def cut(recording: Recording, module: nn.Module, granularity: str) -> list[CallInterval]:
+def cut(recording: Recording, module: nn.Module, granularity: str, whole: frozenset[str] = frozenset()) -> list[CallInterval]:
     """The components of a recording, in execution order, with what crosses their boundaries.
+
+    Args:
+        whole: modules inside which nothing is cut; their calls are one recorded call each.
 
     Raises TraceError for an unknown granularity or a forward without a torch call.
     """
@@ -33,7 +38,7 @@ def cut(recording: Recording, module: nn.Module, granularity: str) -> list[CallI
         raise TraceError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
     if not recording.ops:
         raise TraceError(f"{type(module).__name__} makes no torch call in its forward; there is nothing to cut")
-    labels = _layer_labels(recording, module) if granularity == "layer" else _block_labels(recording, module)
+    labels = (_layer_labels if granularity == "layer" else _block_labels)(recording, module, whole)
     intervals = _intervals(recording, module, labels)
     if granularity == "sublayer":
         intervals = [piece for interval in intervals for piece in sublayers(recording, interval)]
@@ -56,9 +61,16 @@ def _has_matrix(module: nn.Module) -> bool:
     return any(parameter.dim() >= 2 for parameter in module.parameters())
 
 
-def block_modules(root: nn.Module) -> set[str]:
-    """Qualified names of the modules at which a block-level component starts."""
+def block_modules(root: nn.Module, whole: frozenset[str] = frozenset()) -> set[str]:
+    """Qualified names of the modules at which a block-level component starts; none inside those that run as a whole."""
     found: set[str] = set()
+
+    def contains_blocks(name: str, module: nn.Module) -> bool:
+        return any(
+            _is_container(inner)
+            for key, inner in module.named_modules(prefix=name)
+            if not any(key == entry or key.startswith(f"{entry}.") for entry in whole)
+        )
 
     def descend(name: str, module: nn.Module) -> None:
         for key, child in _children(module):
@@ -67,7 +79,9 @@ def block_modules(root: nn.Module) -> set[str]:
             if not below:
                 if _has_matrix(child):
                     found.add(path)
-            elif any(_is_container(inner) for inner in child.modules()):
+            elif path in whole:
+                found.add(path)
+            elif contains_blocks(path, child):
                 descend(path, child)
             elif isinstance(child, _CONTAINERS) and not isinstance(module, _CONTAINERS):
                 found.update(f"{path}.{inner}" for inner, leaf in below if _has_matrix(leaf))
@@ -76,7 +90,7 @@ def block_modules(root: nn.Module) -> set[str]:
 
     name, module = "", root
     descend(name, module)
-    while len(found) == 1 and _children(root.get_submodule(next(iter(found)))):
+    while len(found) == 1 and not found & whole and _children(root.get_submodule(next(iter(found)))):
         name = found.pop()
         descend(name, root.get_submodule(name))
         if not found:
@@ -87,9 +101,9 @@ def block_modules(root: nn.Module) -> set[str]:
     return found
 
 
-def _block_labels(recording: Recording, module: nn.Module) -> list[int | None]:
+def _block_labels(recording: Recording, module: nn.Module, whole: frozenset[str]) -> list[int | None]:
     """Per recorded op the call of the outermost block around it."""
-    blocks = block_modules(module)
+    blocks = block_modules(module, whole)
 
     def outermost(call: int | None) -> int | None:
         label = None
@@ -102,9 +116,10 @@ def _block_labels(recording: Recording, module: nn.Module) -> list[int | None]:
     return [outermost(op.call) for op in recording.ops]
 
 
-def _layer_labels(recording: Recording, module: nn.Module) -> list[int | None]:
-    """Per recorded op the innermost call that owns parameters and called no other module."""
+def _layer_labels(recording: Recording, module: nn.Module, whole: frozenset[str]) -> list[int | None]:
+    """Per recorded op the innermost call that owns parameters and called no other module, or runs as a whole."""
     parents = {call.parent for call in recording.calls}
+    parents -= {number for number, call in enumerate(recording.calls) if call.module in whole}
     own = [
         number not in parents and next(module.get_submodule(call.module).parameters(), None) is not None
         for number, call in enumerate(recording.calls)
@@ -231,7 +246,7 @@ def runnables(recording: Recording, intervals: list[CallInterval], module: nn.Mo
 
 
 def programs(recording: Recording, intervals: list[CallInterval]) -> tuple[CallProgram, ...]:
-    """One Program per interval."""
+    """One Program per interval. What was assumed about the data is constant in it."""
     names = value_names(recording, intervals)
     writers = _buffer_writers(recording, intervals)
     return tuple(_program(recording, interval, names, writers.get(place, [])) for place, interval in enumerate(intervals))
@@ -248,7 +263,7 @@ def _buffer_writers(recording: Recording, intervals: list[CallInterval]) -> dict
 
 
 def _program(recording: Recording, interval: CallInterval, names: dict[int, str], writes: list[tuple[str, int]]) -> CallProgram:
-    recorded = recording.ops[interval.start : interval.end]
+    recorded = _measured(recording, recording.ops[interval.start : interval.end])
     slot: dict[int, int] = {}
     for number in (
         *interval.inputs,
@@ -284,10 +299,45 @@ def _program(recording: Recording, interval: CallInterval, names: dict[int, str]
         inputs=tuple((names[number], slot[number], differentiable.get(number, False)) for number in interval.inputs),
         outputs=tuple((names[number], slot[number], differentiable.get(number, False)) for number in interval.outputs),
         state=tuple((recording.state[number], slot[number]) for number in slot if number in recording.state),
-        constants=tuple((recording.constants[number], slot[number]) for number in slot if number in recording.constants),
+        constants=tuple(
+            (known[number], slot[number])
+            for known in (recording.constants, recording.assumed)
+            for number in slot
+            if number in known
+        ),
         buffer_writes=tuple((name, slot[number]) for name, number in writes),
         tensors=tuple(_kind(recording.tensors[number]) for number in slot),
     )
+
+
+def _measured(recording: Recording, ops: list[RecordedOp]) -> list[RecordedOp]:
+    """The calls with what is assumed about the data in the place of what they would find out."""
+    if not recording.assumed and all(op.measured is None for op in ops):
+        return ops
+    found = []
+    for op in ops:
+        if op.outputs and not op.mutated and all(number in recording.assumed for _, number in op.outputs):
+            continue
+        if op.measured is not None:
+            function, arguments, keywords = op.measured
+            numbers = {id(recording.tensors[number]): number for number in op.reads}
+            op = replace(
+                op,
+                function=function,
+                arguments=tuple(_with_refs(item, numbers) for item in arguments),
+                keywords=tuple((name, _with_refs(item, numbers)) for name, item in keywords),
+            )
+        found.append(op)
+    return found
+
+
+def _with_refs(value: Any, numbers: dict[int, int]) -> Any:
+    """The fakes of a recording as Refs; real masks and indices stay."""
+    if isinstance(value, Tensor):
+        return Ref(numbers[id(value)]) if id(value) in numbers else value
+    if isinstance(value, tuple | list) and any(isinstance(item, Tensor) for item in value):
+        return Nested(tuple if isinstance(value, tuple) else list, tuple(_with_refs(item, numbers) for item in value))
+    return value
 
 
 def _kind(tensor: Tensor) -> TensorKind:

@@ -38,7 +38,8 @@ def with_half_precision(model: Model, small: TracedForward, large: TracedForward
 def _component(component: Component, small: TracedForward, large: TracedForward, place: int, peaks: Counted) -> Component:
     one, other = small.intervals[place], large.intervals[place]
     batches = (small.batch, large.batch)
-    rate, fixed = split(small.saved_bytes(one), large.saved_bytes(other), batches, f"what {one.name} saves")
+    rounded = bool(small.recording.decisions)
+    rate, fixed = split(small.saved_bytes(one), large.saved_bytes(other), batches, f"what {one.name} saves", rounded=rounded)
     forward, backward = peaks.of_component(component, place)
     half = HalfComponent(
         saved_activation_bytes=rate,

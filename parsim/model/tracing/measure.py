@@ -8,6 +8,7 @@ out what an allocator rounds up, and workspaces of kernels.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,7 @@ from parsim.model.tracing.operators import OperatorMode, RawOperator
 from parsim.model.tracing.recorder import Recorder, Recording, storage_key
 from parsim.model.tracing.recording import run_recorded
 from parsim.model.tracing.sublayers import CallInterval
+from parsim.model.tracing.whole_calls import assumptions, call_module, collapse, whole_modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,7 @@ class TracedForward:
 
     Attributes:
         programs: per interval. saved: (number of the recorded call it is first saved in, storage, bytes).
+        atomic: modules that run as a whole, each call of which is one in `collapsed`, cut into `collapsed_intervals`.
         saves: (number of a recorded call, storage that it saves), all of them. casts: storages that hold parameters in
             another precision. autocast: the half-precision type it ran under, or None.
     """
@@ -43,6 +46,9 @@ class TracedForward:
     batch: int
     recording: Recording
     intervals: list[CallInterval]
+    atomic: frozenset[str]
+    collapsed: Recording
+    collapsed_intervals: list[CallInterval]
     programs: tuple[CallProgram, ...]
     operators: list[RawOperator]
     saved: list[tuple[int, int, int]]
@@ -50,6 +56,11 @@ class TracedForward:
     fakes: FakeTensorMode
     casts: frozenset[int]
     autocast: torch.dtype | None
+
+    @property
+    def even_batches(self) -> int:
+        """Experts get equally many tokens at multiples of this batch."""
+        return math.lcm(*(routing.divisor(self.batch) for routing in self.recording.routings.values()))
 
     def saved_bytes(self, interval: CallInterval, *, casts: bool = False) -> int:
         """Of activations, or of the casts of parameters."""
@@ -88,8 +99,14 @@ def measure(
     granularity: str,
     loss: str | None,
     autocast: torch.dtype | None = None,
+    example: bool = False,
+    answers: Sequence[bool] | None = None,
 ) -> TracedForward:
-    """One fake forward of `module` in the mode it is in, under the CPU's autocast to a half-precision type if one is given."""
+    """One fake forward of `module` in the mode it is in, under the CPU's autocast to a half-precision type if one is given.
+
+    `example`, `answers`: as for `run_recorded`.
+    """
+    whole: frozenset[str] = frozenset()
     watchers: list[_Watch] = []
 
     def watch(recorder: Recorder) -> contextlib.AbstractContextManager[None]:
@@ -97,13 +114,21 @@ def measure(
         return watchers[0].open()
 
     with autocast_as(autocast):
-        recording = run_recorded(module, args, kwargs, loss=loss, watch=watch)
+        recording = run_recorded(module, args, kwargs, loss=loss, watch=watch, example=example, answers=answers)
+        if recording.decisions:
+            other = run_recorded(module, args, kwargs, loss=loss, skew=True, example=example)
+            whole = whole_modules(recording, other, module)
     first = recording.tensors[recording.inputs[0][1]]
-    intervals = cut(recording, module, granularity)
+    collapsed = collapse(recording, whole, module)
+    cuts = cut(collapsed.recording, module, granularity, whole)
+    intervals = [replace(entry, start=collapsed.starts[entry.start], end=collapsed.starts[entry.end]) for entry in cuts]
     return TracedForward(
         batch=first.shape[0],
         recording=recording,
         intervals=intervals,
+        atomic=whole,
+        collapsed=collapsed.recording,
+        collapsed_intervals=cuts,
         programs=programs(recording, intervals),
         operators=watchers[0].mode.operators,
         saved=watchers[0].saved,
@@ -168,6 +193,7 @@ def combine(small: TracedForward, large: TracedForward, *, name: str, granularit
         inputs=tuple(input_name for input_name, _ in small.recording.inputs if input_name in used),
         outputs=tuple(names[number] for number in final_values(small.recording) if number in names),
         source=source,
+        assumptions=assumptions(small.recording),
     )
 
 
@@ -199,8 +225,11 @@ class Counted:
         return self._shards[key]
 
 
-def split(small: int, large: int, batches: tuple[int, int], what: str) -> tuple[int, int]:
-    """(per sample, fixed) of a size at two batches."""
+def split(small: int, large: int, batches: tuple[int, int], what: str, *, rounded: bool = False) -> tuple[int, int]:
+    """(per sample, fixed) of a size at two batches. `rounded`: sizes that rest on assumptions need not be linear exactly."""
+    if rounded:
+        rate = max(0, round((large - small) / (batches[1] - batches[0])))
+        return rate, max(0, small - rate * batches[0])
     rate, rest = divmod(large - small, batches[1] - batches[0])
     fixed = small - rate * batches[0]
     if rest or rate < 0 or fixed < 0:
@@ -257,23 +286,26 @@ def _component(
     batches = (small.batch, large.batch)
     recording = small.recording
     names = value_names(recording, small.intervals)
-    read = dict.fromkeys(number for op in recording.ops[one.start : one.end] for number in op.reads)
+    cut_one = small.collapsed_intervals[place]
+    calls = small.collapsed.ops[cut_one.start : cut_one.end]
+    read = dict.fromkeys(number for op in calls for number in op.reads)
     state = [number for number in read if number in recording.state]
     buffers = [number for number in state if recording.state[number].kind == "buffer" and number not in counted_buffers]
     counted_buffers.update(buffers)
-    rate, fixed = split(small.saved_bytes(one), large.saved_bytes(other), batches, f"what {one.name} saves")
+    rounded = bool(small.recording.decisions)
+    rate, fixed = split(small.saved_bytes(one), large.saved_bytes(other), batches, f"what {one.name} saves", rounded=rounded)
     operators, shardings = divide(
         small.whole(place),
         large.whole(place),
         large.batch - small.batch,
-        lambda less, more, what: split(less, more, batches, what),
+        lambda less, more, what: split(less, more, batches, what, rounded=rounded),
         (rate, fixed),
         [values[names[number]].batch_first for number in one.inputs],
     )
     shardings = tuple(
         sharding for sharding in shardings if _can_leave(sharding, [values[names[number]] for number in one.outputs])
     )
-    if one.name == LOSS:
+    if one.name == LOSS or any(op.function is call_module for op in calls):
         shardings = ()
     component = Component(
         name=one.name,

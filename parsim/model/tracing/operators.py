@@ -104,6 +104,8 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         packet = func._overloadpacket
         given = _unique(tensor for _, tensor in tensors_in((args, kwargs)))
         made = _unique(tensor for _, tensor in tensors_in(out))
+        if packet is aten.detach and any(storage_key(tensor) in self._state for tensor in given):
+            self._frozen = True  # from here on a weight may be used as if it were
         if packet in _NO_KERNEL or not made:
             return out
         known = {storage_key(tensor) for tensor in given}
@@ -286,7 +288,7 @@ def _grown(one: RawOperator, other: RawOperator, step: int) -> Operator:
     before, after = dict(one.shape), dict(other.shape)
     if one.kind == "memory_bound" and _counts_output(one) != _counts_output(other):
         before["elements"], after["elements"] = one.made_elements, other.made_elements
-    rates = {name: (after[name] - before[name]) // step for name in before}
+    rates = {name: _rate(after[name] - before[name], step) for name in before}
     shape = dict(before)
     batch = "none"
     growing = next(((name, growth) for name, growth in _GROWTH if rates.get(name)), None)
@@ -305,13 +307,19 @@ def _grown(one: RawOperator, other: RawOperator, step: int) -> Operator:
         kind=one.kind,
         shape=tuple(shape.items()),
         batch=batch,
-        forward_flop=float((other.flop - one.flop) // step if grown else one.flop),
-        activation_bytes=(other.activation_bytes - one.activation_bytes) // step if grown else one.activation_bytes,
+        forward_flop=float(_rate(other.flop - one.flop, step) if grown else one.flop),
+        activation_bytes=_rate(other.activation_bytes - one.activation_bytes, step) if grown else one.activation_bytes,
         parameter_bytes=one.parameter_bytes,
         count=one.count,
         function=one.function.removeprefix("aten.") if one.kind == "memory_bound" else causal,
         gradients=one.gradients,
     )
+
+
+def _rate(growth: int, step: int) -> int:
+    """Per sample; a fraction where only several samples together have a whole token for every expert."""
+    rate, rest = divmod(growth, step)
+    return rate if not rest else growth / step  # type: ignore[return-value]
 
 
 def _counts_output(raw: RawOperator) -> bool:

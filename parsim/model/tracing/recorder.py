@@ -6,22 +6,31 @@ real. So code that branches on *their* values behaves as outside the recording.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec
 
-import parsim.model.shard
-import parsim.model.tracing
 from parsim.errors import TraceError
 from parsim.model.runnable import PLAIN, Context, Nested, Ref, StateKey
+from parsim.model.tracing.known_values import KnownValues, Routing, UnknownValueError
+from parsim.model.tracing.masked_calls import sets_by_mask, with_index_arrays
+from parsim.model.tracing.refusals import at_line, value_message
+from parsim.model.tracing.unsupported import hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +43,30 @@ class Call:
 
 
 @dataclass(slots=True)
+class CallEnds:
+    """What one call of a module was given, in which context, and what it returned."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    context: Context
+    output: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class DataDecision:
+    """A place where Python code looked at a value that depends on data: the module call and the line."""
+
+    call: int | None
+    function: str
+    line: str
+
+
+@dataclass(slots=True)
 class RecordedOp:
-    """One torch-level call; Refs hold value numbers of the whole recording."""
+    """One torch-level call; Refs hold value numbers of the whole recording.
+
+    `measured`: (function, arguments, keywords) that stand for it where the data that its sizes depend on are assumed.
+    """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -45,6 +76,7 @@ class RecordedOp:
     call: int | None
     reads: tuple[int, ...]
     mutated: tuple[int, ...]
+    measured: tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]] | None = None
 
 
 @dataclass(slots=True)
@@ -57,6 +89,8 @@ class Recording:
         buffer_writes: buffers assigned anew in the forward -> value number.
         outputs: value numbers of the tensors of the output, by `parsim.model.objective.total.entries`.
         loss_form: what the loss gave, as `parsim.model.objective.total` names it.
+        ends: of every call. decisions: where the forward looked at values. assumed: whole numbers that rest on an assumption
+            about the data, by value number; `assumptions` says which.
     """
 
     ops: list[RecordedOp] = field(default_factory=list)
@@ -73,6 +107,13 @@ class Recording:
     loss_value: int | None = None
     outputs: dict[str, int] = field(default_factory=dict)
     loss_form: str = ""
+    ends: list[CallEnds] = field(default_factory=list)
+    decisions: list[DataDecision] = field(default_factory=list)
+    assumed: dict[int, Tensor] = field(default_factory=dict)
+    routings: dict[int, Routing] = field(default_factory=dict)
+    samples: int = 1
+    answers: list[bool] = field(default_factory=list)
+    is_example: bool = False
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -111,15 +152,26 @@ def _rebuild_of(value: Any) -> tuple[Callable[[list[Any]], Any], list[Any]]:
 class Recorder(TorchFunctionMode):
     """Sees every torch-level call of a forward, in order."""
 
-    def __init__(self, module: nn.Module, fakes: FakeTensorMode) -> None:
+    def __init__(
+        self, module: nn.Module, fakes: FakeTensorMode, *, skew: bool = False, answers: Sequence[bool] | None = None
+    ) -> None:
+        """
+        Args:
+            skew: take choices of experts that are not balanced (`parsim.model.tracing.known_values`).
+            answers: to the questions about truth values, in order, where another recording of this forward gave them.
+        """
         super().__init__()
         self.recording = Recording()
+        self.known = KnownValues(self.recording, skew=skew)
+        self._answers = None if answers is None else list(answers)
+        self.recording.routings = self.known.routings
         self.module = module
         self.fakes = fakes
         self.stack: list[int] = []
         self._number: dict[int, int] = {}
         self.suspended = False
         self.has_gradients = True
+        self.real_state: dict[int, Tensor] = {}
         self._exact: set[int] = set()
         self._stale: set[int] = set()
         self._calls_of: dict[str, int] = {}
@@ -138,17 +190,29 @@ class Recorder(TorchFunctionMode):
         name = self.recording.calls[self.stack[-1]].module
         return f"{name or 'the root module'} ({type(self.module.get_submodule(name)).__name__})"
 
-    def enter(self, name: str) -> None:
-        """A module starts."""
+    @property
+    def innermost(self) -> nn.Module:
+        """The module that runs now."""
+        return self.module.get_submodule(self.recording.calls[self.stack[-1]].module) if self.stack else self.module
+
+    def count_samples(self) -> None:
+        """The batch is dim 0 of the first input."""
+        first = next((self.recording.tensors[number] for _, number in self.recording.inputs), None)
+        self.known.samples = self.recording.samples = first.shape[0] if first is not None and first.dim() else 1
+
+    def enter(self, name: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+        """A module starts, on these arguments."""
         self._calls_of[name] = self._calls_of.get(name, 0) + 1
         parent = self.stack[-1] if self.stack else None
         self.stack.append(len(self.recording.calls))
         self.recording.calls.append(Call(name, self._calls_of[name], parent))
+        self.recording.ends.append(CallEnds(args, kwargs or {}, self._context()))
 
-    def leave(self, name: str) -> None:
+    def leave(self, name: str, output: Any = None) -> None:
         """The module has ended, and with it those in it that ended by an exception it caught."""
-        while self.recording.calls[self.stack.pop()].module != name:
+        while self.recording.calls[call := self.stack.pop()].module != name:
             pass
+        self.recording.ends[call].output = output
 
     def add(self, tensor: Tensor) -> int:
         """Give a tensor a value number; it is kept alive, so its identity stays its own. Raises TraceError for a sparse one."""
@@ -213,8 +277,11 @@ class Recorder(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
         stale = any(self._number.get(id(tensor)) in self._stale for tensor in given)
-        if stale and name in _VALUE_QUERIES:
-            raise TraceError(value_message(self.where, name))
+        if name in _VALUE_QUERIES:
+            if stale or any(isinstance(tensor, FakeTensor) for tensor in given):
+                return self._look(function, name, args, kwargs)
+            if any(self._number.get(id(tensor)) in self.recording.assumed for tensor in given):
+                self._decide(name)
         versions = [tensor._version for tensor in given]
         self.has_gradients = torch.is_grad_enabled()
         suspended, self.suspended = self.suspended, True
@@ -222,8 +289,16 @@ class Recorder(TorchFunctionMode):
             exact = self._is_exact(name, given, in_place)
             result = _compute_exactly(function, args, kwargs) if exact else _INEXACT
             exact = result is not _INEXACT
+            measured = None
             if not exact:
-                result = function(*args, **kwargs)
+                try:
+                    if sets_by_mask(name, args):
+                        with contextlib.suppress(TraceError):
+                            result, measured, exact = self._with_known_sizes(function, name, args, kwargs, name)
+                    if measured is None:
+                        result = function(*args, **kwargs)
+                except _SIZES_UNKNOWN as error:
+                    result, measured, exact = self._with_known_sizes(function, name, args, kwargs, error)
         finally:
             self.suspended = suspended
         changed = [tensor for tensor, version in zip(given, versions, strict=True) if tensor._version != version]
@@ -232,11 +307,93 @@ class Recorder(TorchFunctionMode):
         made = list(tensors_in(result))
         if made or changed or name == "__set__":
             fresh = self._write(function, args, kwargs, given, changed, made)
+            self.recording.ops[-1].measured = measured
             if exact:
                 self._exact.update(fresh)
+                if any(self._number.get(id(tensor)) in self.recording.assumed for tensor in given) or measured is not None:
+                    self.recording.assumed.update((number, self.recording.tensors[number]) for number in fresh)
             if stale or not exact:
                 self._stale.update(number for number in (*fresh, *map(self.number_of, changed)) if number in self._exact)
         return result
+
+    def _decide(self, name: str) -> None:
+        """Note that the forward depends on data here."""
+        line = at_line(traceback.extract_stack())
+        self.recording.decisions.append(DataDecision(self.stack[-1] if self.stack else None, name, line))
+
+    def _value(self, tensor: Tensor) -> tuple[Tensor, bool]:
+        """Of a fake tensor, and whether it rests on an assumption. Raises UnknownValueError."""
+        number = self._number.get(id(tensor))
+        if number is None:
+            raise UnknownValueError("it was made out of sight")
+        if not isinstance(tensor, FakeTensor) and number not in self._stale:
+            return tensor, number in self.recording.assumed
+        return self.known.value_of(number)
+
+    def _look(self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The answer to a question about values. Raises TraceError where they are unknown."""
+        suspended, self.suspended = self.suspended, True
+        try:
+            assumed = False
+
+            def known(value: Any) -> Any:
+                nonlocal assumed
+                if not isinstance(value, Tensor):
+                    return value
+                found, rests = self._value(value)
+                assumed = assumed or rests
+                return found
+
+            real = [known(value) for value in args]
+            with _disable_current_modes():
+                result = function(*real, **{key: known(value) for key, value in kwargs.items()})
+        except UnknownValueError as error:
+            raise TraceError(value_message(self.where, name, why=str(error)) + hint(self.innermost, "")) from error
+        finally:
+            self.suspended = suspended
+        if assumed:
+            self._decide(name)
+            if isinstance(result, bool):
+                result = self._answers.pop(0) if self._answers else result
+                self.recording.answers.append(result)
+        return result
+
+    def _with_known_sizes(
+        self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: object
+    ) -> tuple[Any, tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]], bool]:
+        """Run a call whose sizes depend on data with the values of its masks and indices.
+
+        Returns the result, the call that stands for it in a measurement, and whether its result is real.
+        Raises TraceError where the values are unknown.
+        """
+        assumed = False
+
+        def known(value: Any) -> Any:
+            nonlocal assumed
+            if isinstance(value, Tensor):
+                if _has_fractions(value):
+                    return value
+                found, rests = self._value(value)
+                assumed = assumed or rests
+                return found
+            if isinstance(value, tuple | list | dict | slice) and next(tensors_in(value), None) is not None:
+                rebuild, items = _rebuild_of(value)
+                return rebuild([known(item) for item in items])
+            return value
+
+        try:
+            real = tuple(known(value) for value in args)
+            real_keywords = {key: known(value) for key, value in kwargs.items()}
+        except UnknownValueError as reason:
+            raise TraceError(value_message(self.where, error, why=str(reason))) from reason
+        if assumed:
+            self._decide(name)
+        if all(not isinstance(tensor, FakeTensor) for _, tensor in tensors_in((real, real_keywords))):
+            with _disable_current_modes():
+                result = function(*real, **real_keywords)
+            return result, (function, real, tuple(real_keywords.items())), True
+        function, real, real_keywords = with_index_arrays(function, name, real, real_keywords)
+        return function(*real, **real_keywords), (function, real, tuple(real_keywords.items())), False
 
     def _is_exact(self, name: str, given: list[Tensor], in_place: bool) -> bool:
         """True if the call may be computed for real: nothing random, only constants, no constant of the user's changed."""
@@ -319,31 +476,4 @@ def _compute_exactly(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     return result
 
 
-_EXPERTS = ("nonzero", "masked_select", "unique")
-_STANDARD = str(Path(traceback.__file__).parent)
-_LIBRARIES = tuple(str(Path(module.__path__[0])) for module in (torch, parsim.model.tracing, parsim.model.shard))
-
-
-def value_message(where: str, what: object, line: str = "") -> str:
-    """Why a forward that looks at tensor values cannot be recorded."""
-    experts = ""
-    if any(name in str(what) for name in _EXPERTS):
-        experts = " (a mixture of experts: give each expert a fixed number of rows by topk and gather, or use grouped_mm)"
-    line = line or at_line(traceback.extract_stack())
-    return (
-        f"{where} looks at the values of a tensor ({what}){line}, so what it does depends on the data and cannot be recorded; "
-        f"rewrite that step with torch.where or masks{experts}, or keep the value outside the forward"
-    )
-
-
-def _is_standard(filename: str) -> bool:
-    """Python's own library, what is installed beside it apart."""
-    return filename.startswith(_STANDARD) and "site-packages" not in filename
-
-
-def at_line(frames: Iterable[traceback.FrameSummary]) -> str:
-    """ " at FILE:LINE `code`" of the innermost frame that is the user's; "" if none is."""
-    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<")) and not _is_standard(frame.filename)]
-    if not own:
-        return ""
-    return f" at {own[-1].filename}:{own[-1].lineno} `{(own[-1].line or '').strip()}`"
+_SIZES_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)

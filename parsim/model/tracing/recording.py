@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +26,9 @@ from parsim.model.objective.objective import TARGET, parse_objective
 from parsim.model.objective.settle import settle
 from parsim.model.objective.total import entries, output_kinds, total_and_form
 from parsim.model.runnable import Ref, StateKey
-from parsim.model.tracing.recorder import Recorder, Recording, at_line, value_message
+from parsim.model.tracing.recorder import Recorder, Recording
+from parsim.model.tracing.refusals import at_line, value_message
+from parsim.model.tracing.unsupported import check_supported, eager, hint
 
 
 @contextlib.contextmanager
@@ -47,6 +49,7 @@ def _fake_state(recorder: Recorder) -> Iterator[None]:
                         known[id(real)] = fake
                         number = recorder.add(fake)
                         recorder.alias(real, number)
+                        recorder.real_state[number] = real
                         recorder.recording.state[number] = StateKey(kind, f"{path}.{key}" if path else key)
                     entries[key] = known[id(real)]
         yield
@@ -75,12 +78,14 @@ def _note_buffer_writes(recorder: Recorder, kept: list[Any]) -> None:
                 recorder.recording.buffer_writes[f"{path}.{key}" if path else key] = number
 
 
-def _enter(recorder: Recorder, name: str, *_: Any) -> None:
-    recorder.enter(name)
+def _enter(recorder: Recorder, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    recorder.enter(name, args, kwargs)
 
 
-def _leave(recorder: Recorder, name: str, *_: Any) -> None:
-    recorder.leave(name)
+def _leave(
+    recorder: Recorder, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    recorder.leave(name, output)
 
 
 @contextlib.contextmanager
@@ -88,8 +93,8 @@ def _module_hooks(recorder: Recorder) -> Iterator[None]:
     handles = []
     try:
         for name, module in recorder.module.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(_enter, recorder, name), prepend=True))
-            handles.append(module.register_forward_hook(partial(_leave, recorder, name)))
+            handles.append(module.register_forward_pre_hook(partial(_enter, recorder, name), prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(_leave, recorder, name), with_kwargs=True))
         yield
     finally:
         for handle in handles:
@@ -135,28 +140,38 @@ def run_recorded(
     *,
     loss: str | None,
     watch: Callable[[Recorder], contextlib.AbstractContextManager[Any]] | None = None,
+    skew: bool = False,
+    example: bool = False,
+    answers: Sequence[bool] | None = None,
 ) -> Recording:
     """One forward of `module` on fakes of the given inputs, then the loss on its output.
 
     Args:
+        skew: take choices of experts that are not balanced, or another example, to find what depends on them.
+        example: code that depends on data follows the data given. answers: to its questions, as another recording gave them.
         watch: makes a context that is open during the forward, inside the fake mode (statistics hang there).
 
     Raises:
         TraceError: if the forward fails, looks at tensor values, or returns something a tensor cannot be found in.
     """
+    check_supported(module)
     leaves, spec = flatten_inputs(args, kwargs)
     existing = [leaf for leaf in (*module.parameters(), *module.buffers(), *leaves) if isinstance(leaf, Tensor)]
     fakes = detect_fake_mode(existing) or FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(module, fakes)
+    recorder = Recorder(module, fakes, skew=skew, answers=answers)
     recording = recorder.recording
     rng = torch.get_rng_state()
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_fake_state(recorder))
             fake_leaves = [_fake_input(recorder, leaf) for leaf in leaves]
+            recorder.count_samples()
+            if example:
+                recorder.known.follow(_example_values(recorder, leaves, other=skew))
             stack.enter_context(_module_hooks(recorder))
             stack.enter_context(_autograd_functions(recorder))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(eager())
             stack.enter_context(fakes)
             if watch is not None:
                 stack.enter_context(watch(recorder))
@@ -175,12 +190,28 @@ def run_recorded(
     return recording
 
 
+def _example_values(recorder: Recorder, leaves: list[Any], *, other: bool) -> dict[int, Tensor]:
+    """Real tensors of inputs, parameters and buffers. `other`: of another example, with all signs changed."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    values: dict[int, Tensor] = {}
+    for leaf, (_, number) in zip(dict.fromkeys(tensors), recorder.recording.inputs, strict=True):
+        values[number] = -leaf if other and leaf.is_floating_point() else leaf
+    values |= recorder.real_state
+    if any(isinstance(value, FakeTensor) for value in values.values()):
+        raise TraceError(
+            f'control_flow="example" runs {type(recorder.module).__name__} on real data, and its weights or the example have '
+            "none (fake tensors or the meta device); build the module with memory and give example_inputs with data"
+        )
+    return values
+
+
 def _explain(recorder: Recorder, error: Exception) -> str:
     kind, line = type(error).__name__, at_line(traceback.extract_tb(error.__traceback__))
     if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
-        return value_message(recorder.where, error, line)
+        return value_message(recorder.where, error, line) + hint(recorder.innermost, "")
     under = " under autocast to half precision, which is recorded too" if torch.is_autocast_enabled("cpu") else ""
-    return f"the forward of {recorder.where} failed on the example inputs{under}{line}: {kind}: {error}"
+    advice = hint(recorder.innermost, str(error))
+    return f"the forward of {recorder.where} failed on the example inputs{under}{line}: {kind}: {error}{advice}"
 
 
 def _fake_input(recorder: Recorder, leaf: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from parsim.errors import MissingDependencyError
+from parsim.errors import MissingDependencyError, TraceError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +21,13 @@ Inputs = Any  # a Tensor, a sequence of positional inputs, or a mapping of keywo
 
 
 def trace(
-    module: nn.Module, example_inputs: Inputs, *, granularity: str = "block", name: str | None = None, loss: str | None = None
+    module: nn.Module,
+    example_inputs: Inputs,
+    *,
+    granularity: str = "block",
+    name: str | None = None,
+    loss: str | None = None,
+    control_flow: str = "refuse",
 ) -> Traced:
     """Cut `module` into runnable components and count what each costs per sample.
 
@@ -33,6 +39,8 @@ def trace(
         granularity: "block" (to execute), "sublayer" (blocks in parts that can be tensor-sharded) or "layer" (to explain).
         loss: a row of `parsim.model.losses` ("cross_entropy", "package.module:ROW"): adds a last component "loss" on the logits
             and an input "target".
+        control_flow: "refuse" code that depends on the values of tensors, or follow the "example" inputs and say so in the
+            Model's `assumptions`. Experts that a topk or argmax chooses need neither: they are taken as balanced.
 
     Raises:
         TraceError: if the forward depends on tensor values, fails, or is not linear in the batch.
@@ -42,20 +50,36 @@ def trace(
     from parsim.model.tracing.traced import trace_module
 
     args, kwargs = split_inputs(example_inputs)
-    return trace_module(module, args, kwargs, granularity=granularity, name=name, loss=loss)
+    example = follows_example(control_flow)
+    return trace_module(module, args, kwargs, granularity=granularity, name=name, loss=loss, example=example)
 
 
 def record(
-    module: nn.Module, example_inputs: Inputs, *, granularity: str = "block", loss: str | None = None
+    module: nn.Module,
+    example_inputs: Inputs,
+    *,
+    granularity: str = "block",
+    loss: str | None = None,
+    control_flow: str = "refuse",
 ) -> tuple[Runnable, ...]:
     """Only the runnable components, for the batch, training mode, dtype and device of now. Arguments as for `trace`."""
     require_torch("record a module")
-    from parsim.model.tracing.cut import cut, runnables
-    from parsim.model.tracing.recording import run_recorded
+    from parsim.model.tracing.cut import runnables
+    from parsim.model.tracing.traced import run_cut
 
     args, kwargs = split_inputs(example_inputs)
-    recording = run_recorded(module, args, kwargs, loss=loss)
-    return runnables(recording, cut(recording, module, granularity), module)
+    example = follows_example(control_flow)
+    return runnables(*run_cut(module, args, kwargs, granularity=granularity, loss=loss, example=example), module)
+
+
+CONTROL_FLOW = ("refuse", "example")
+
+
+def follows_example(control_flow: str) -> bool:
+    """Whether code that depends on data follows the example. Raises TraceError for an unknown word."""
+    if control_flow not in CONTROL_FLOW:
+        raise TraceError(f"control_flow must be one of {', '.join(CONTROL_FLOW)}, got {control_flow!r}")
+    return control_flow == "example"
 
 
 def split_inputs(example_inputs: Inputs) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

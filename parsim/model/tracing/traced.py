@@ -16,9 +16,11 @@ from parsim.model.objective.total import SUM
 from parsim.model.runnable import Ref, Runnable
 from parsim.model.tracing.cut import cut, runnables, value_names
 from parsim.model.tracing.half_precision import HALF, with_half_precision
-from parsim.model.tracing.measure import combine, measure
+from parsim.model.tracing.measure import TracedForward, combine, measure
 from parsim.model.tracing.recorder import Recording
 from parsim.model.tracing.recording import flatten_inputs, run_recorded
+from parsim.model.tracing.sublayers import CallInterval
+from parsim.model.tracing.whole_calls import collapse, whole_modules
 
 BATCHES = (2, 3)
 
@@ -84,11 +86,11 @@ def trace_module(
     granularity: str,
     name: str | None,
     loss: str | None,
+    example: bool = False,
 ) -> Traced:
     """See `parsim.model.tracing.trace.trace`."""
-    recording = run_recorded(module, args, kwargs, loss=loss)
-    intervals = cut(recording, module, granularity)
-    model = model_of(module, args, kwargs, granularity=granularity, name=name, loss=loss)
+    recording, intervals = run_cut(module, args, kwargs, granularity=granularity, loss=loss, example=example)
+    model = model_of(module, args, kwargs, granularity=granularity, name=name, loss=loss, example=example)
     return Traced(
         module=module,
         model=model,
@@ -96,6 +98,25 @@ def trace_module(
         components=runnables(recording, intervals, module),
         names=value_names(recording, intervals),
     )
+
+
+def run_cut(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    granularity: str,
+    loss: str | None,
+    example: bool = False,
+) -> tuple[Recording, list[CallInterval]]:
+    """One forward as it is run: modules that depend on the data are called as a whole."""
+    recording = run_recorded(module, args, kwargs, loss=loss, example=example)
+    whole: frozenset[str] = frozenset()
+    if recording.decisions:
+        other = run_recorded(module, args, kwargs, loss=loss, skew=True, example=example)
+        whole = whole_modules(recording, other, module)
+    recording = collapse(recording, whole, module).recording
+    return recording, cut(recording, module, granularity, whole)
 
 
 def model_of(
@@ -107,26 +128,63 @@ def model_of(
     name: str | None = None,
     loss: str | None = None,
     source: str = "",
+    example: bool = False,
 ) -> Model:
-    """The Model of a module in training mode, independent of the batch of the example inputs."""
+    """The Model of a module in training mode, independent of the batch of the example inputs.
+
+    `example`: code that depends on data does what it does with the example inputs.
+    """
     kind = type(module).__name__
     modes = [(part, part.training) for part in module.modules()]
     if not module.training:
         module.train()
     try:
-        (small, large), (small_half, large_half) = (
-            [
-                measure(module, *with_batch(args, kwargs, batch), granularity=granularity, loss=loss, autocast=autocast)
-                for batch in BATCHES
-            ]
-            for autocast in (None, HALF)
-        )
+        if example:
+            small, large, small_half, large_half = _followed(module, args, kwargs, granularity, loss)
+        else:
+            first = measure(module, *with_batch(args, kwargs, BATCHES[0]), granularity=granularity, loss=loss)
+            batches = tuple(first.even_batches * batch for batch in BATCHES)
+            known: dict[tuple[torch.dtype | None, int], TracedForward] = {(None, first.batch): first}
+            (small, large), (small_half, large_half) = (
+                [
+                    known.get((autocast, batch))
+                    or measure(module, *with_batch(args, kwargs, batch), granularity=granularity, loss=loss, autocast=autocast)
+                    for batch in batches
+                ]
+                for autocast in (None, HALF)
+            )
     finally:
         for part, mode in modes:
             part.training = mode
     model = combine(small, large, name=name or kind, granularity=granularity, source=source or f"trace of {kind}")
     form = small.recording.loss_form
     return replace(with_half_precision(model, small_half, large_half), loss=loss or "", loss_form="" if form == SUM else form)
+
+
+def _followed(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], granularity: str, loss: str | None
+) -> list[TracedForward]:
+    """Forwards on the example batch, and on it twice, each without and with autocast; all take the branches of the first."""
+    twice = repeated(args, kwargs)
+    first = measure(module, args, kwargs, granularity=granularity, loss=loss, example=True)
+    answers = first.recording.answers
+
+    def again(inputs: tuple[tuple[Any, ...], Mapping[str, Any]], autocast: torch.dtype | None) -> TracedForward:
+        return measure(module, *inputs, granularity=granularity, loss=loss, autocast=autocast, example=True, answers=answers)
+
+    return [first, again(twice, None), again((args, kwargs), HALF), again(twice, HALF)]
+
+
+def repeated(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same samples twice."""
+    leaves, spec = flatten_inputs(args, kwargs)
+    samples = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
+    twice = [
+        torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == samples else leaf
+        for leaf in leaves
+    ]
+    new_args, new_kwargs = spec.unflatten(twice)
+    return new_args, new_kwargs
 
 
 def with_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

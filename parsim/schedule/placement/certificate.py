@@ -53,22 +53,12 @@ class Certificate:
     @property
     def relative_difference(self) -> float | None:
         """|exact - MILP| over the larger one; None unless both found a choice."""
-        one, other = self.exact.solution, self.milp.solution
-        if not one.choice or not other.choice:
-            return None
-        larger = max(one.seconds, other.seconds)
-        return abs(one.seconds - other.seconds) / larger if larger else 0.0
+        return relative_difference(self.exact.solution, self.milp.solution)
 
     @property
     def verdict(self) -> str:
         """One of agree (both proved the same optimum, or that there is none), disagree (different answers) and unproven."""
-        one, other = self.exact.solution, self.milp.solution
-        if not {one.status, other.status} <= {"optimal", "infeasible"}:
-            return "unproven"
-        difference = self.relative_difference
-        if difference is None:
-            return "agree" if one.status == other.status else "disagree"
-        return "agree" if difference <= AGREEMENT else "disagree"
+        return verdict_of(self.exact.solution, self.milp.solution)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -82,6 +72,32 @@ class Certificate:
         }
 
 
+def relative_difference(one: Solution, other: Solution) -> float | None:
+    """|one - other| over the larger one; None unless both hold a choice.
+
+    Args:
+        one, other: answers to one problem.
+    """
+    if not one.choice or not other.choice:
+        return None
+    larger = max(one.seconds, other.seconds)
+    return abs(one.seconds - other.seconds) / larger if larger else 0.0
+
+
+def verdict_of(one: Solution, other: Solution) -> str:
+    """ "agree" (both proved the same optimum, or that there is none), "disagree" (different answers) or "unproven".
+
+    Args:
+        one, other: answers of two solvers to one problem.
+    """
+    if not {one.status, other.status} <= {"optimal", "infeasible"}:
+        return "unproven"
+    difference = relative_difference(one, other)
+    if difference is None:
+        return "agree" if one.status == other.status else "disagree"
+    return "agree" if difference <= AGREEMENT else "disagree"
+
+
 def certify(placing: PlacementProblem, microbatches: int, *, hints: Sequence[Sequence[int]] = ()) -> Certificate:
     """Solve the problem twice. A solver that fails is a result: its status is "inaccurate", with the reason.
 
@@ -93,12 +109,17 @@ def certify(placing: PlacementProblem, microbatches: int, *, hints: Sequence[Seq
         microbatches=microbatches,
         components=len(placing.components),
         choices=sum(len(options) for options in placing.options),
-        exact=_timed(lambda: solve_exactly(placing, hints=hints, most_labels=MOST_LABELS)),
-        milp=_timed(lambda: solve_milp(placing)),
+        exact=timed(lambda: solve_exactly(placing, hints=hints, most_labels=MOST_LABELS)),
+        milp=timed(lambda: solve_milp(placing)),
     )
 
 
-def _timed(solve: Callable[[], Solution]) -> SolverRun:
+def timed(solve: Callable[[], Solution]) -> SolverRun:
+    """The answer of a solver; "inaccurate", with the reason, where it fails.
+
+    Args:
+        solve: the solver, with its problem.
+    """
     begin_s = time.perf_counter()
     try:
         solution = solve()
@@ -113,10 +134,16 @@ def certificate_text(certificate: dict[str, Any]) -> str:
     Args:
         certificate: the dictionary.
     """
+    paper = certificate.get("paper")
+    after = [] if paper is None else _lines("the paper's formulation", paper)
     if "exact" not in certificate:
-        return f"Certificate: none. {certificate['reason']}"
+        return "\n".join([f"Certificate: none. {certificate['reason']}", *after])
+    return "\n".join([*_lines("the placement problem", certificate), *after])
+
+
+def _lines(what: str, certificate: dict[str, Any]) -> list[str]:
     lines = [
-        f"Certificate of the placement problem ({certificate['components']} components, {certificate['choices']} choices, "
+        f"Certificate of {what} ({certificate['components']} components, {certificate['choices']} choices, "
         f"{certificate['microbatches']} microbatches): {_VERDICTS[certificate['verdict']]}"
     ]
     for name, title in (("exact", "exact solver"), ("milp", "MILP (HiGHS)")):
@@ -126,7 +153,7 @@ def certificate_text(certificate: dict[str, Any]) -> str:
         lines.append(f"  {title}: {run['status']}, {found}; took {format_seconds(run['taken_s'])}{why}")
     if certificate["relative_difference"] is not None:
         lines.append(f"  relative difference of the two: {certificate['relative_difference']:.1e}")
-    return "\n".join(lines)
+    return lines
 
 
 _VERDICTS = {

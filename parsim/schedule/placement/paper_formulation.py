@@ -83,27 +83,54 @@ def solve_paper_brute_force(problem: PaperProblem) -> Solution:
     return _infeasible() if best is None else _optimal(problem, best[1])
 
 
-def solve_paper_dynamic(problem: PaperProblem) -> Solution:
+def solve_paper_dynamic(problem: PaperProblem, *, most_labels: int = 50_000) -> Solution:
     """Solve exactly by dynamic programming over components: labels (seconds, memory per device), dominated ones dropped.
+
+    A label is also dropped if even the fastest strategies of the remaining components make it slower than a choice that
+    fits, or if even the smallest of them do not fit beside it.
 
     Args:
         problem: as the paper prints it.
+        most_labels: of one component; with more, the answer is "inaccurate". Many devices whose memory is just too small for
+            the fastest choice make that many.
     """
+    known_s = _known_to_fit_s(problem) * (1 + 1e-12)
+    seconds = [problem.seconds(number) for number in range(len(problem.memory_bytes))]
+    rest_s = np.append(np.cumsum([own.min() for own in seconds[::-1]])[::-1], 0.0)
+    least = np.array([own.min(axis=0) for own in problem.memory_bytes])
+    rest_bytes = np.vstack([np.cumsum(least[::-1], axis=0)[::-1], np.zeros_like(problem.limit_bytes)])
     labels: list[tuple[float, Floats, tuple[int, ...]]] = [(0.0, np.zeros_like(problem.limit_bytes), ())]
     limit = problem.limit_bytes * (1 + 1e-12)
     for number, memory in enumerate(problem.memory_bytes):
-        seconds = problem.seconds(number)
         grown = [
-            (total + float(seconds[strategy]), used + memory[strategy], (*choice, strategy))
+            (total + float(seconds[number][strategy]), used + memory[strategy], (*choice, strategy))
             for total, used, choice in labels
             for strategy in range(len(memory))
-            if np.all(used + memory[strategy] <= limit)
+            if total + seconds[number][strategy] + rest_s[number + 1] <= known_s
+            and np.all(used + memory[strategy] + rest_bytes[number + 1] <= limit)
         ]
         labels = []
+        if len(grown) > most_labels:
+            reason = f"{len(grown)} labels after {number + 1} of {len(seconds)} components, of {most_labels} at most"
+            return Solution(choice=(), seconds=np.inf, lower_bound_s=float(rest_s[0]), status="inaccurate", reason=reason)
         for label in sorted(grown, key=lambda entry: entry[0]):
             if not any(np.all(kept[1] <= label[1]) for kept in labels):
                 labels.append(label)
     return _infeasible() if not labels else _optimal(problem, labels[0][2])
+
+
+def _known_to_fit_s(problem: PaperProblem) -> float:
+    """Seconds of a choice that fits: of those that trade seconds for memory at one rate, the fastest; infinite if none fits."""
+    scale = np.maximum(problem.limit_bytes, 1e-30)
+    seconds = [problem.seconds(number) for number in range(len(problem.memory_bytes))]
+    shares = [np.sum(own / scale, axis=1) for own in problem.memory_bytes]
+    longest = max((float(own.max()) for own in seconds), default=0.0)
+    best = np.inf
+    for rate in (0.0, *np.geomspace(1e-6, 1e6, 49) * longest):
+        choice = tuple(int(np.argmin(own + rate * share)) for own, share in zip(seconds, shares, strict=True))
+        if paper_fits(problem, choice):
+            best = min(best, paper_step_s(problem, choice))
+    return best
 
 
 def solve_paper_milp(problem: PaperProblem) -> Solution:

@@ -91,22 +91,17 @@ def placement_problem_of(
     """
     model = prices.problem.model
     place = model.component_index
-    forward, backward, summed, memory = [], [], [], []
+    known: dict[object, tuple[Floats, Floats, Floats, Floats]] = {}
+    rows = []
     for component, choices in zip(model.components, options, strict=True):
-        ahead = np.array([prices.compute_s(component, choice, Phase.FORWARD) for choice in choices])
-        back = np.array(
-            [
-                prices.compute_s(component, choice, Phase.BACKWARD) if component.name in prices.differentiable else 0.0
-                for choice in choices
-            ]
-        )
-        update = np.array([prices.update_s(component, choice) for choice in choices])
-        forward.append(microbatches * ahead + (microbatches - 1) * back + update)
-        backward.append(back)
-        summed.append(np.array([prices.synchronisation_s(component, choice) for choice in choices]))
-        memory.append(
-            np.array([[prices.memory_bytes(component, choice, shard) for shard in range(prices.mesh.tp)] for choice in choices])
-        )
+        key = (prices.same_work(component), _weights_key(component), component.name in prices.differentiable, tuple(choices))
+        if key not in known:
+            known[key] = _figures(prices, component, choices)
+        rows.append(known[key])
+    forward = [microbatches * ahead + (microbatches - 1) * back + rest[0] for ahead, back, rest, _ in rows]
+    backward = [back for _, back, _, _ in rows]
+    summed = [rest[1] for _, _, rest, _ in rows]
+    memory = [own for _, _, _, own in rows]
     conversions: dict[tuple[int, int], tuple[Floats, Floats]] = {}
     for value, maker, reader in _neighbours(prices):
         pair = (place[maker.name], place[reader.name])
@@ -125,6 +120,34 @@ def placement_problem_of(
         limit_bytes=np.array(limit_bytes, dtype=np.float64),
         allowed=_ties(prices, options),
     )
+
+
+def _figures(prices: Prices, component: Component, choices: Sequence[Placement]) -> tuple[Floats, Floats, Floats, Floats]:
+    """Of every option forward, backward, [update, summing of gradients] and bytes per tp rank."""
+    backwards = component.name in prices.differentiable
+    ahead = np.array([prices.compute_s(component, choice, Phase.FORWARD) for choice in choices])
+    back = np.array([prices.compute_s(component, choice, Phase.BACKWARD) if backwards else 0.0 for choice in choices])
+    update = [prices.update_s(component, choice) for choice in choices]
+    summed = [prices.synchronisation_s(component, choice) for choice in choices]
+    shards = range(prices.mesh.tp)
+    memory = []
+    for choice in choices:
+        first = prices.memory_bytes(component, choice, choice.shard if choice.kind == "place" else 0)
+        alike = choice.kind != "place"
+        memory.append([first if alike or shard == choice.shard else 0.0 for shard in shards])
+    return ahead, back, np.array([update, summed]), np.array(memory)
+
+
+def _weights_key(component: Component) -> tuple[object, ...]:
+    """Equal for components whose parameters are alike and divided alike, whatever their names."""
+    number = {parameter.name: place for place, parameter in enumerate(component.parameters)}
+    sizes = tuple((each.elements, each.element_bytes, each.trainable) for each in component.parameters)
+    divided = tuple(
+        (each.rule, each.limit, tuple(sorted(number[part.name] for part in each.parameters if part.name in number)))
+        for each in component.shardings
+    )
+    saved = component.saved_activation_bytes, component.saved_fixed_bytes, component.buffer_bytes
+    return sizes, divided, saved
 
 
 def _neighbours(prices: Prices) -> Iterator[tuple[Value, Component, Component]]:

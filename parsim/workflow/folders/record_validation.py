@@ -60,9 +60,9 @@ def record_of(asked: Prediction, seen: Measurement, comparison: Comparison, sess
 def remember(asked: Prediction, record: ValidationRecord) -> dict[str, Any]:
     """Append the record to the history that the run file's profile has; says where, or why not."""
     table, profile = asked.config.cluster, asked.problem.cluster.profile
-    path = history_path(table.profile, table.history)
+    path = history_path(table.profile or "", table.history)
     if path is None:
-        text = f"not recorded: {table.profile} is a shipped profile; say where its history lies: --history FILE"
+        text = f"not recorded: {table.machine} is a shipped profile; say where its history lies: --history FILE"
         return {"path": None, "recorded": False, "text": text}
     if any(known.measurement == record.measurement for known in read_history(path, profile).records):
         return {"path": str(path), "recorded": False, "text": f"this measurement is in {path} already"}
@@ -72,10 +72,10 @@ def remember(asked: Prediction, record: ValidationRecord) -> dict[str, Any]:
 
 def updatable(config: RunConfig) -> Path:
     """The file of the profile that an update is written into. Raises ConfigError for a shipped profile."""
-    path = Path(config.cluster.profile)
+    path = Path(config.cluster.profile or "")
     if path.suffix != ".json" or not path.is_file():
         raise ConfigError(
-            f"--update writes into the profile, and {config.cluster.profile!r} is no file of yours; calibrate one with "
+            f"--update writes into the profile, and {config.cluster.machine!r} is no file of yours; calibrate one with "
             "`parsim calibrate --out PROFILE.json` and name it as cluster.profile"
         )
     return path

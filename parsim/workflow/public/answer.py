@@ -9,6 +9,7 @@ from parsim.errors import DoesNotFitError
 from parsim.predict.evaluate import Evaluation
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import PlanResult
+from parsim.schedule.branch_and_bound import Tally
 from parsim.schedule.search import Search
 from parsim.units import format_bytes, format_percent, format_seconds
 from parsim.workflow.config import RunConfig
@@ -141,13 +142,16 @@ class Answer:
         """The placement problem of this question, solved by two solvers; `reason` where there is none.
 
         Keys: `verdict`, `exact` and `milp` (each with `status`, `seconds`, `lower_bound_s`, `gap`, `taken_s`, `reason`),
-        `relative_difference`, `microbatches`, `components`, `choices`.
+        `relative_difference`, `microbatches`, `components`, `choices`; and `paper`, the same keys of the paper's formulation
+        for this model and cluster, with the `placements` that its optimum stands for.
         """
         from parsim.schedule.certify import certificate_of
+        from parsim.schedule.placement.paper_of_model import paper_certificate
         from parsim.workflow.progress import progress
 
         with progress("Certifying placements"):
-            return certificate_of(self.problem, self.search, self.config.plan.strategy)
+            own = certificate_of(self.problem, self.search, self.config.plan.strategy)
+            return own | {"paper": paper_certificate(self.problem)}
 
     def _given(self) -> dict[str, Any]:
         """A plan that was given, as the search would show it."""
@@ -160,6 +164,7 @@ class Answer:
             "lower_bound_s": result.lower_bound_s,
             "gap": max(0.0, (median - result.lower_bound_s) / median) if result.fits and median else 1.0,
             "judged": 1,
+            "considered": Tally(simulated=1).to_dict(),
             "skipped": {},
         }
 
@@ -204,14 +209,31 @@ def _verdict(document: dict[str, Any]) -> str:
         nearest = min(document["candidates"], key=lambda candidate: max(candidate["peak_memory_bytes"]))
         return (
             f"No plan fits. The nearest is {nearest['plan_summary']}: devices of "
-            f"{format_bytes(max(nearest['peak_memory_bytes']))} would do; or use more devices, a smaller batch, or a higher "
-            "zero_stage (3 divides all that can be)."
+            f"{format_bytes(max(nearest['peak_memory_bytes']))} would do; or use more devices or a smaller batch. "
+            f"{considered_text(document)}"
         )
     return (
         f"Chosen: {chosen['plan_summary']}, {format_seconds(chosen['step_s']['median'])} per step. "
-        f"Status {document['status']}; {document['judged']} plans judged; none of them can take less than "
-        f"{format_seconds(document['lower_bound_s'])} (gap {format_percent(document['gap'])}).{_placements(document)}"
+        f"Status {document['status']}; none of the plans can take less than "
+        f"{format_seconds(document['lower_bound_s'])} (gap {format_percent(document['gap'])}). {considered_text(document)}"
+        f"{_placements(document)}"
     )
+
+
+def considered_text(document: dict[str, Any]) -> str:
+    """`412 plans considered: 31 simulated, 341 slower by a lower bound, 37 do not fit, 3 impossible (why).`"""
+    counts = document["considered"]
+    impossible = counts["infeasible"]
+    parts = [
+        f"{counts['simulated']} simulated",
+        f"{counts['slower_by_a_lower_bound']} slower by a lower bound" if counts["slower_by_a_lower_bound"] else "",
+        f"{counts['do_not_fit']} do not fit" if counts["do_not_fit"] else "",
+    ]
+    if impossible:
+        reason, _ = max(impossible.items(), key=lambda entry: entry[1])
+        others = f"; {len(impossible) - 1} more reasons in --json" if len(impossible) > 1 else ""
+        parts.append(f"{sum(impossible.values())} impossible ({reason}{others})")
+    return f"{counts['plans']} plans considered: {', '.join(filter(None, parts))}."
 
 
 def _placements(document: dict[str, Any]) -> str:

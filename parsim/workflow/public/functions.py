@@ -56,7 +56,8 @@ def plan(
             Model or of a run file (which says everything else itself); or a Model, or an nn.Module.
         cluster: a shipped profile by name, the path of one, "this-machine", a Cluster or a Calibration.
         global_batch: samples per step over all replicas.
-        precision: "fp32", "tf32", "amp_fp16", "amp_bf16", "bf16" or "fp8". optimizer: "sgd", "sgd_momentum", "adam" or "adamw".
+        precision: "fp32", "tf32", "amp_fp16", "amp_bf16", "bf16" or "fp8".
+        optimizer: "sgd", "sgd_momentum", "adam", "adamw", or one of the last two with "_fused".
         strategy: "single", "dp", "mp", "hp", "adaptive" (all of these), or the path of a plan.json.
         devices: the first N of every node, or device numbers. nodes: copies of the cluster, joined by `network`.
         args: keyword arguments of the model. input_shape: of one sample, such as (3, 224, 224); tokens: (seq,).
@@ -397,11 +398,14 @@ def trace(
     granularity: Granularity = "block",
     loss: str | None = None,
     name: str | None = None,
+    control_flow: Literal["refuse", "example"] = "refuse",
 ) -> Model:
     """Trace a torch module into components: a Model that can be planned, priced and saved as JSON.
 
     Args:
         example_inputs: a batch as the module takes it; or input_shape, of one sample.
+        control_flow: where the forward looks at values of tensors, refuse it with its line, or follow the example inputs and
+            say so in `Model.assumptions`. Experts chosen by topk or argmax are always taken as balanced.
         granularity: "block", "sublayer" (halves of blocks, which can be sharded) or "layer".
         loss: "cross_entropy", "mse", "bce", "own" or "package:function", with `output`, `classes_dim` and `target` in brackets:
             "cross_entropy(classes_dim=0)"; left out: what the output calls for. name: of the Model.
@@ -412,7 +416,15 @@ def trace(
     from parsim.model.from_module import model_from_module
 
     shape = None if input_shape is None else tuple(input_shape)
-    return model_from_module(module, example_inputs, input_shape=shape, granularity=granularity, loss=loss, name=name)
+    return model_from_module(
+        module,
+        example_inputs,
+        input_shape=shape,
+        granularity=granularity,
+        loss=loss,
+        name=name,
+        control_flow=control_flow,
+    )
 
 
 def load_cluster(
@@ -425,7 +437,8 @@ def load_cluster(
     """A cluster as a value: the devices and links of a profile, or of several copies of it.
 
     Args:
-        profile: a shipped profile by name, or the path of one. devices: the first N of every node, or device numbers.
+        profile: a shipped profile by name, the path of one, or GPUs such as "1024xh100-sxm". devices: the first N of every
+            node, or device numbers.
         nodes: copies, joined by the network of this name (or path).
 
     Raises:
@@ -435,8 +448,12 @@ def load_cluster(
     16
     """
     from parsim.hardware.cluster import cluster_from_profile
+    from parsim.hardware.parts.shorthand import is_shorthand, machines_of
     from parsim.hardware.profile import load_profile
 
+    if not isinstance(profile, Calibration) and is_shorthand(str(profile)):
+        found = machines_of(str(profile))
+        profile, nodes = found.node, found.nodes * nodes
     loaded = profile.profile if isinstance(profile, Calibration) else load_profile(str(profile))
     return cluster_from_profile(loaded, devices, nodes=nodes, network=network)
 
@@ -472,7 +489,7 @@ def _ask(question: Question, *, top: int | None = None) -> Answer:
     from parsim.workflow.ask import ask
 
     config = question.config
-    with progress(f"Planning {config.model.name} on {config.cluster.profile}"):
+    with progress(f"Planning {config.model.name} on {config.cluster.machine}"):
         return ask(question, top=top)
 
 

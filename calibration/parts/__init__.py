@@ -1,0 +1,1 @@
+"""Hardware parts: fits of published kernel and collective timings, and the tables they are written to."""

@@ -1,0 +1,260 @@
+"""What the parts say that no fit gives: which GPUs there are, their rows in the tables, units, and how they are joined.
+
+Peaks, memory, bandwidth, links and prices come from `peaks.csv`, watts from `power.csv` and `power_limit_training.csv`. The
+numbers of multiprocessors below carry the document that they were read in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+NEUSIGHT = "github sitar-lab/NeuSight scripts/asplos/data/device_configs @6945927d9afc, Num_Sm"
+SM_TABLE = "github lijun99/GPU-Resources NVIDIA_GPU_SM.md"
+LAMBDA = (
+    "huggingface.co/spaces/lambdabrendan/Lambda-LLM-Calculator data/gpu_specs.csv @ed88147: shaders over 128 per multiprocessor"
+)
+A40_PAGE = "hmc-tech.com, NVIDIA L4 vs NVIDIA A40: 10752 shaders over 128 per multiprocessor"
+B200_PAGE = "hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200: 148 SMs"
+ROCM = "rocm.docs.amd.com, AMD GPU specifications: compute units of CDNA3 accelerators"
+TILE_AI = "a public TileLang architecture file, RTX4090: sm_count 128"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CatalogGpu:
+    """One GPU to write.
+
+    Attributes:
+        peaks: its row of peaks.csv ("" : `numbers` hold everything). rows: its names in the tables of timings.
+        family: GPUs whose fits stand for one another first. units: multiprocessors, and where that was read.
+        ecc_in_memory: GDDR keeps a sixteenth of its nominal size for error correction.
+    """
+
+    name: str
+    peaks: str
+    description: str
+    family: str
+    units: tuple[int, str, str]
+    rows: tuple[str, ...] = ()
+    attention_rows: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ("flash", "engine")
+    ecc_in_memory: bool = False
+    link: str = "pcie-4"
+    host_link: str = "pcie-4"
+    gpus_per_node: int = 8
+    bf16: bool = True
+    kind: str = "cuda"
+
+
+GPUS: tuple[CatalogGpu, ...] = (
+    CatalogGpu(
+        name="a100-sxm-40gb",
+        peaks="A100-SXM4-40GB",
+        description="NVIDIA A100-SXM4, 40 GB.",
+        family="ampere",
+        units=(108, "datasheet", f"{NEUSIGHT}, A100-SXM4-40GB"),
+        link="nvswitch-3",
+    ),
+    CatalogGpu(
+        name="a100-sxm-80gb",
+        peaks="A100-SXM4-80GB",
+        description="NVIDIA A100-SXM4, 80 GB.",
+        family="ampere",
+        units=(108, "measurement", "gist gengwg/3520df2ebf8872e5ee4818367e3a4122: deviceQuery of NVIDIA A100-SXM4-80GB"),
+        rows=("A100-SXM4-80GB",),
+        attention_rows=("A100-SXM4-80GB", "A100-PCIe-80GB"),
+        link="nvswitch-3",
+    ),
+    CatalogGpu(
+        name="a100-pcie-40gb",
+        peaks="A100-PCIe-40GB",
+        description="NVIDIA A100 PCIe, 40 GB.",
+        family="ampere",
+        units=(108, "datasheet", f"{NEUSIGHT}, A100-PCIE-40GB"),
+        rows=("A100-PCIe-40GB",),
+        link="pcie-4",
+    ),
+    CatalogGpu(
+        name="a100-pcie-80gb",
+        peaks="A100-PCIe-80GB",
+        description="NVIDIA A100 PCIe, 80 GB.",
+        family="ampere",
+        units=(108, "datasheet", f"{NEUSIGHT}, A100 80GB PCIe"),
+        rows=("A100-PCIe-80GB",),
+        attention_rows=("A100-PCIe-80GB",),
+        link="pcie-4",
+    ),
+    CatalogGpu(
+        name="h100-sxm",
+        peaks="H100-SXM5-80GB",
+        description="NVIDIA H100-SXM5, 80 GB.",
+        family="hopper",
+        units=(132, "datasheet", f"{NEUSIGHT}, H100 80GB HBM3"),
+        rows=("H100-SXM5-80GB",),
+        attention_rows=("H100-SXM5-80GB", "H100 (unnamed in thread)", "H200 (assumed)"),
+        attention=("flash",),
+        link="nvswitch-4",
+        host_link="pcie-5",
+    ),
+    CatalogGpu(
+        name="h100-pcie",
+        peaks="H100-PCIe-80GB",
+        description="NVIDIA H100 PCIe, 80 GB.",
+        family="hopper",
+        units=(114, "datasheet", SM_TABLE),
+        attention=("flash",),
+        link="pcie-5",
+        host_link="pcie-5",
+    ),
+    CatalogGpu(
+        name="h200",
+        peaks="H200-SXM-141GB",
+        description="NVIDIA H200-SXM, 141 GB.",
+        family="hopper",
+        units=(132, "datasheet", SM_TABLE),
+        rows=("H200-SXM-141GB",),
+        attention_rows=("H200 (assumed)", "H200-SXM-141GB"),
+        attention=("flash",),
+        link="nvswitch-4",
+        host_link="pcie-5",
+    ),
+    CatalogGpu(
+        name="b200",
+        peaks="B200-SXM",
+        description="NVIDIA B200-SXM, 180 GB.",
+        family="blackwell",
+        units=(148, "datasheet", B200_PAGE),
+        rows=("B200-SXM",),
+        attention_rows=("B200-SXM",),
+        attention=("cudnn", "engine"),
+        link="nvswitch-5",
+        host_link="pcie-5",
+    ),
+    CatalogGpu(
+        name="gb200",
+        peaks="GB200",
+        description="NVIDIA GB200 (one of the two GPUs of a superchip), 186 GB.",
+        family="blackwell",
+        units=(148, "assumption", f"as the B200, the same two dies ({B200_PAGE})"),
+        rows=("GB200",),
+        attention_rows=("GB200",),
+        attention=("cudnn",),
+        link="nvlink-rack-5",
+        host_link="pcie-5",
+        gpus_per_node=72,
+    ),
+    CatalogGpu(
+        name="l40s",
+        peaks="L40S",
+        description="NVIDIA L40S, 48 GB.",
+        family="ada",
+        units=(142, "datasheet", SM_TABLE),
+        rows=("L40S",),
+        ecc_in_memory=True,
+    ),
+    CatalogGpu(
+        name="a40",
+        peaks="A40",
+        description="NVIDIA A40, 48 GB.",
+        family="ga10x",
+        units=(84, "derived", A40_PAGE),
+        rows=("A40",),
+        ecc_in_memory=True,
+    ),
+    CatalogGpu(
+        name="a10",
+        peaks="A10",
+        description="NVIDIA A10, 24 GB.",
+        family="ga10x",
+        units=(
+            72,
+            "derived",
+            "github RajBhope/gpu-runtime-predictor catalog: 9216 CUDA cores (of the A10G, same chip) over 128",
+        ),
+        ecc_in_memory=True,
+        gpus_per_node=4,
+    ),
+    CatalogGpu(
+        name="l4",
+        peaks="L4",
+        description="NVIDIA L4, 24 GB.",
+        family="ada",
+        units=(60, "datasheet", f"{NEUSIGHT}, L4 (7424 CUDA cores over 128 would be 58)"),
+        rows=("L4",),
+        ecc_in_memory=True,
+    ),
+    CatalogGpu(
+        name="t4",
+        peaks="T4",
+        description="NVIDIA T4, 16 GB.",
+        family="turing",
+        units=(40, "datasheet", f"{NEUSIGHT}, T4"),
+        rows=("T4",),
+        ecc_in_memory=True,
+        link="pcie-3",
+        host_link="pcie-3",
+        gpus_per_node=4,
+        bf16=False,
+    ),
+    CatalogGpu(
+        name="rtx-3090",
+        peaks="RTX-3090",
+        description="NVIDIA GeForce RTX 3090, 24 GB.",
+        family="ga10x",
+        units=(82, "derived", f"{LAMBDA}: 10496"),
+        rows=("RTX-3090",),
+        gpus_per_node=4,
+    ),
+    CatalogGpu(
+        name="rtx-4090",
+        peaks="RTX-4090",
+        description="NVIDIA GeForce RTX 4090, 24 GB.",
+        family="ada",
+        units=(128, "datasheet", TILE_AI),
+        rows=("RTX-4090",),
+        gpus_per_node=4,
+    ),
+    CatalogGpu(
+        name="mi300x",
+        peaks="MI300X",
+        description="AMD Instinct MI300X, 192 GB.",
+        family="cdna3",
+        units=(304, "datasheet", ROCM),
+        rows=("MI300X",),
+        link="infinity-fabric-3",
+        host_link="pcie-5",
+    ),
+)
+
+V100_MEMORY = {"16gb": 16, "32gb": 32}
+V100_FORMS: Mapping[str, tuple[str, str, str]] = {
+    "v100-sxm-16gb": ("dgx1-v100-16gb", "nvlink-2-cube", "NVIDIA V100-SXM2, 16 GB."),
+    "v100-sxm-32gb": ("dgx1-v100-32gb", "nvlink-2-cube", "NVIDIA V100-SXM2, 32 GB."),
+    "v100-sxm3-32gb": ("dgx2-v100", "nvswitch-2", "NVIDIA V100-SXM3, 32 GB."),
+    "v100-pcie-16gb": ("pcie-8xv100", "pcie-3", "NVIDIA V100-PCIe, 16 GB."),
+}
+"""V100s take over the numbers and fits of the shipped profile of a machine that has them: profile, link, description."""
+
+REPORTED_SHARE = 85198045184 / (80 * 2**30)
+"""Bytes that an A100-SXM4-80GB reports over 80 GiB (deviceQuery, gist gengwg/3520df2ebf8872e5ee4818367e3a4122)."""
+ECC_SHARE = 15 / 16
+"""Of a T4's nominal 16 GB, what NeuSight's Dev_Mem says: 15."""
+
+CONTEXT_BYTES = 700 * 2**20
+
+IDLE: Mapping[str, tuple[float, str]] = {
+    "h200": (80.3, "api.serialalice.pt, GPU energy benchmark: H200 SXM idle (80.3 W), measured in 2026"),
+}
+BUSY_ROWS: Mapping[str, tuple[str, str]] = {
+    "h200": ("H200-SXM-141GB", "gemm bf16"),
+    "b200": ("B200-SXM", "gemm bf16"),
+    "gb200": ("GB200", "gemm bf16"),
+    "h100-sxm": ("H100-SXM5-80GB", "inference text-to-video"),
+}
+"""Rows of power.csv: products of 1e11 to 1e12 FLOP, else the computation that loads the GPU most of those measured."""
+ZEUS_ROWS: Mapping[str, tuple[str, float]] = {
+    "a40": ("A40", 300.0),
+    "v100-sxm-16gb": ("V100", 250.0),
+    "v100-pcie-16gb": ("V100", 250.0),
+}
+"""Rows of power_limit_training.csv: whole trainings at the highest power limit."""

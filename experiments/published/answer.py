@@ -1,0 +1,135 @@
+"""The answer to a question: step seconds and memory by parsim, and the spread that its cost parameters give."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from question import Asked
+
+from parsim.costs.uncertainty.draws import medians_s
+from parsim.engines.steps import mean_step_s
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import REPEATED_STEPS, Evaluation, evaluate
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.work import Collective
+
+FEW = 6
+"""Microbatches beyond the depth of the pipeline that are simulated; a step is affine in them once the pipeline is full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Attributes:
+    step_s: median. sigma: of its logarithm, by the spreads of prices. peak_bytes, high_bytes: of the fullest rank, median and
+    p95. limit_bytes: of its device. shares: of the step by kind of cost parameter, as d log step / d log parameter.
+    """
+
+    step_s: float
+    sigma: float
+    peak_bytes: int
+    low_bytes: int
+    high_bytes: int
+    limit_bytes: int
+    shares: tuple[tuple[str, float], ...]
+    line: str = ""
+
+
+def answer(asked: Asked) -> Answer:
+    """Evaluate the plan of a question."""
+    problem = PlanningProblem(
+        model=asked.model,
+        cluster=asked.cluster,
+        global_batch=asked.plan.global_batch,
+        precision=asked.precision,
+        optimizer=asked.optimizer,
+    )
+    step_s, sigma, shares = _step(problem, asked.plan)
+    fullest = max(problem.memory(asked.plan), key=lambda entry: entry.high_bytes - entry.limit_bytes)
+    added = _expert_exchange_s(asked, problem)
+    return Answer(
+        step_s=step_s + added,
+        sigma=sigma,
+        peak_bytes=fullest.total_bytes,
+        low_bytes=fullest.low_bytes,
+        high_bytes=fullest.high_bytes,
+        limit_bytes=fullest.limit_bytes,
+        shares=shares,
+        line=fullest.describe(),
+    )
+
+
+def _step(problem: PlanningProblem, plan: Plan) -> tuple[float, float, tuple[tuple[str, float], ...]]:
+    """Seconds of a step; of many microbatches by two shorter steps, between which it is affine."""
+    few = _fewer(plan)
+    if not few:
+        return _simulated(problem, plan)
+    (first, _, _), (second, sigma, shares) = (_simulated(_of(problem, entry), entry) for entry in few)
+    each = (second - first) / (few[1].microbatches - few[0].microbatches)
+    return second + each * (plan.microbatches - few[1].microbatches), sigma, shares
+
+
+def _of(problem: PlanningProblem, plan: Plan) -> PlanningProblem:
+    return replace(problem, global_batch=plan.global_batch)
+
+
+def _fewer(plan: Plan) -> tuple[Plan, Plan] | None:
+    """Two plans with fewer microbatches; None where that saves nothing."""
+    pp = plan.mesh.pp
+    counts = (pp, 2 * pp) if plan.chunks > 1 else (pp + 2, pp + 2 + FEW // 2)
+    if plan.microbatches <= sum(counts):
+        return None
+    first, second = (
+        replace(plan, microbatches=count, global_batch=plan.global_batch // plan.microbatches * count) for count in counts
+    )
+    return first, second
+
+
+def _simulated(problem: PlanningProblem, plan: Plan) -> tuple[float, float, tuple[tuple[str, float], ...]]:
+    """Seconds, and the spread to first order: every cost parameter moved by its sigma, one at a time."""
+    found = evaluate(problem, plan, samples=0, fold=True)
+    shares = sensitivities(found)
+    sigma = math.sqrt(sum((share * spread) ** 2 for _, share, spread in shares))
+    return found.result.step_s.median, sigma, tuple((name, share) for name, share, _ in shares)
+
+
+def sensitivities(found: Evaluation) -> list[tuple[str, float, float]]:
+    """(parameter, d log step / d log seconds, its sigma), for every parameter that prices share."""
+    spreads: dict[str, float] = {}
+    names: dict[str, int] = {}
+    for estimate in found.estimates:
+        for name, sigma in estimate.parameters:
+            names.setdefault(name, len(names))
+            spreads[name] = max(spreads.get(name, 0.0), sigma)
+    medians = medians_s(found.estimates)
+    rows = [medians]
+    for name in names:
+        held = np.array([dict(estimate.parameters).get(name, 0.0) for estimate in found.estimates])
+        rows.append(medians * np.exp(held))
+    unit = found.compiled.columns.unit
+    times = mean_step_s(found.compiled, np.array(rows), found.overlap, steps=REPEATED_STEPS, unit=unit)
+    return [
+        (name, float(np.log(times[1 + number] / times[0])) / max(spreads[name], 1e-9), spreads[name])
+        for name, number in names.items()
+    ]
+
+
+def _expert_exchange_s(asked: Asked, problem: PlanningProblem) -> float:
+    """The two all_to_all of a layer with experts, forward and backward, for the microbatches of the busiest rank.
+
+    They are no tasks of the plan. Nothing hides them here, and pipelines stretch them like computation.
+    """
+    shape, plan = asked.shape, asked.plan
+    if asked.experts <= 1:
+        return 0.0
+    ways = min(asked.experts, plan.mesh.dp)
+    if ways <= 1:
+        return 0.0
+    tp, pp = plan.mesh.tp, plan.mesh.pp
+    group = tuple(plan.mesh.rank(stage=0, replica=replica, shard=0) for replica in range(ways))
+    tokens = plan.microbatch_samples * asked.seq // asked.context_ways
+    size = round(2 * tokens * shape.active * shape.hidden / tp)
+    price = problem.price([(Collective(operation="all_to_all", group=group, size_bytes=size), group[0])], plan.mesh)[0]
+    layers = (shape.layers - shape.dense_layers) / pp
+    return 4 * layers * (plan.microbatches + pp - 1) * price.median_s

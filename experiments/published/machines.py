@@ -1,0 +1,131 @@
+"""The machine of a row, from what its source says of the hardware."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rows import Row
+
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.network import Network, load_network
+from parsim.hardware.parts.compose import profile_from_parts
+from parsim.hardware.parts.load import load_gpu
+from parsim.hardware.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Attributes:
+    gpu: a part. chip: its name where the part is that of another. per_node: GPUs joined by NVLink.
+    cards, gbit: network cards per node, and Gb/s of each. memory_gb: of one GPU where it is not the part's.
+    bandwidth, clock: of the part's, where it is another board of that chip.
+    """
+
+    gpu: str
+    per_node: int = 8
+    cards: int = 8
+    gbit: float = 200.0
+    memory_gb: float = 0.0
+    bandwidth: float = 1.0
+    clock: float = 1.0
+    chip: str = ""
+
+
+def chip_of(machine: Machine) -> str:
+    """The name under which a factor is kept: `a100-sxm-80gb` is A100."""
+    return machine.chip or machine.gpu.split("-")[0].upper()
+
+
+GPUS: tuple[tuple[str, Machine], ...] = (
+    (r"GB300", Machine(gpu="gb200", per_node=72, cards=72, gbit=800, memory_gb=288, chip="GB300")),
+    (r"GB200", Machine(gpu="gb200", per_node=72, cards=72, gbit=400)),
+    (r"B300", Machine(gpu="b200", cards=8, gbit=800, memory_gb=288, chip="B300")),
+    (r"B200", Machine(gpu="b200", cards=8, gbit=400)),
+    (r"GH-?96|GH200", Machine(gpu="h100-sxm", per_node=4, cards=4, gbit=200, memory_gb=96, chip="GH200")),
+    (r"H200", Machine(gpu="h200", cards=8, gbit=400)),
+    (r"H100 96GB", Machine(gpu="h100-sxm", cards=8, gbit=400, memory_gb=96, bandwidth=2.4 / 3.35, clock=0.85)),
+    (r"H100", Machine(gpu="h100-sxm", cards=8, gbit=400)),
+    (r"A100[- _]?40|a100_40gb", Machine(gpu="a100-sxm-40gb", cards=8, gbit=200)),
+    (r"A100", Machine(gpu="a100-sxm-80gb", cards=8, gbit=200)),
+    (r"V100", Machine(gpu="v100-sxm3-32gb", per_node=16, cards=8, gbit=100)),
+)
+"""First match wins. Cards: those of the usual machine of that GPU, where the row does not say."""
+
+
+def machine_of(row: Row) -> Machine | None:
+    """The machine that a row describes; None: no GPU that is known, or several kinds."""
+    text = row.hardware
+    if "+" in text.split("(")[0]:
+        return None
+    found = next((machine for pattern, machine in GPUS if re.search(pattern, text, re.IGNORECASE)), None)
+    if found is None:
+        return None
+    per_node = re.search(r"(\d+)(?: per node|/node)", text)
+    whole = re.search(r"(\d+) ?Gb(?:/s|ps) (?:per node|node-node)", text)
+    several = re.search(r"(\d+)x ?(?:Omni-Path )?(\d+)G", text) or re.search(r"(\d+)x Omni-Path (\d+)Gb", text)
+    changes: dict[str, object] = {}
+    if per_node:
+        changes["per_node"] = int(per_node[1])
+    if whole:
+        total = float(whole[1])
+        cards = max(1, round(total / found.gbit))
+        changes |= {"cards": cards, "gbit": total / cards}
+    elif several:
+        changes |= {"cards": int(several[1]), "gbit": float(several[2])}
+    values = {name: getattr(found, name) for name in Machine.__slots__}
+    return Machine(**{**values, **changes})
+
+
+USABLE = 0.99
+"""Of a board's nominal memory that the driver leaves."""
+
+CARD_SHARE = 0.96
+"""Of a card's rate that a collective reaches (networks/infiniband-200g.json: 24 GB/s of 25)."""
+
+
+@lru_cache(maxsize=64)
+def network_of(machine: Machine) -> Network:
+    """The network of a machine: a shipped one with the cards that it has."""
+    base = load_network("infiniband-200g" if machine.gbit <= 200 else "infiniband-400g")
+    rate = CARD_SHARE * machine.gbit * 1e9 / 8
+    card = base.card.model_copy(
+        update={
+            "bandwidth_bytes_per_s": base.card.bandwidth_bytes_per_s.model_copy(update={"value": rate}),
+            "per_node": machine.cards,
+        }
+    )
+    return base.model_copy(update={"card": card, "name": f"{machine.cards} x {machine.gbit:g} Gb/s"})
+
+
+@lru_cache(maxsize=256)
+def cluster_of(machine: Machine, gpus: int) -> Cluster:
+    """So many GPUs of that machine."""
+    per_node = min(machine.per_node, gpus)
+    profile = profile_of(machine, per_node)
+    nodes = -(-gpus // per_node)
+    return cluster_from_profile(profile, list(range(gpus)), nodes=nodes, network=network_of(machine) if nodes > 1 else None)
+
+
+@lru_cache(maxsize=64)
+def profile_of(machine: Machine, count: int) -> Profile:
+    """One node of it, from parts."""
+    part = load_gpu(machine.gpu)
+    changes: dict[str, object] = {}
+    if machine.memory_gb:
+        changes["memory_bytes"] = part.memory_bytes.model_copy(update={"value": USABLE * machine.memory_gb * 1e9})
+    if machine.bandwidth != 1.0:
+        rate = part.memory_bandwidth_bytes_per_s
+        changes["memory_bandwidth_bytes_per_s"] = rate.model_copy(update={"value": machine.bandwidth * rate.value})
+    peaks, fits = dict(part.peak_flop_per_s), list(part.fits)
+    if "bf16" not in peaks:
+        peaks["bf16"] = peaks["amp_fp16"]
+        fits = [
+            fit.model_copy(update={"precisions": sorted({*fit.precisions, "bf16"})}) if "amp_fp16" in fit.precisions else fit
+            for fit in fits
+        ]
+    if machine.clock != 1.0:
+        peaks = {name: peak.model_copy(update={"value": machine.clock * peak.value}) for name, peak in peaks.items()}
+    part = part.model_copy(update={**changes, "peak_flop_per_s": peaks, "fits": fits})
+    return profile_from_parts(part, count)

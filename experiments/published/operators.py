@@ -1,0 +1,110 @@
+"""Operators of a transformer layer, and how tensor parallelism divides them. Sizes are of one sample.
+
+As in traced Models, operators count four bytes per element; the precision decides what is moved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from parsim.model.component import Operator, OperatorShard, Parameter, ParameterShard
+
+FULL_BYTES = 4
+CAST_ARRAYS = 2.0
+"""Of 2 bytes per element: read, and written in 8 bits in both orders."""
+
+
+@dataclass
+class Layer:
+    """What a component under construction does.
+
+    Attributes:
+        weight_bytes: of one parameter as stored. casts: inputs of products are cast to 8 bits.
+        saved, saved_divided: bytes kept for the backward, and the part of them that a shard has its share of.
+        peak, peak_fixed: bytes of gradients at the fullest moment of the backward, per sample and whatever the samples;
+            with `_divided` the part of them that is shared likewise.
+    """
+
+    prefix: str
+    weight_bytes: int = 2
+    casts: bool = False
+    operators: list[Operator] = field(default_factory=list)
+    cut: list[OperatorShard] = field(default_factory=list)
+    parameters: list[Parameter] = field(default_factory=list)
+    cut_parameters: list[ParameterShard] = field(default_factory=list)
+    saved: int = 0
+    saved_divided: int = 0
+    peak: int = 0
+    peak_divided: int = 0
+    peak_fixed: int = 0
+    peak_fixed_divided: int = 0
+
+    def add(self, operator: Operator, dim: str = "", divided_bytes: int = 0) -> None:
+        """One more operator; `dim` is what a shard has a part of, `divided_bytes` the activations it divides."""
+        if dim:
+            self.cut.append(OperatorShard(number=len(self.operators), dim=dim, activation_bytes=divided_bytes))
+        self.operators.append(operator)
+
+    def weight(self, name: str, elements: int, dim: int | None = None) -> None:
+        """A parameter, cut along `dim` (None: whole on every shard)."""
+        full = f"{self.prefix}.{name}"
+        self.parameters.append(Parameter(name=full, elements=elements, element_bytes=self.weight_bytes))
+        if dim is not None:
+            self.cut_parameters.append(ParameterShard(name=full, dim=dim))
+
+    def keep(self, size: int, *, divided: bool) -> None:
+        """Bytes per sample that the backward needs."""
+        self.saved += size
+        self.saved_divided += size if divided else 0
+
+    def linear(
+        self, name: str, rows: int, outputs: int, inputs: int, *, split: str, bias: bool = False, problems: int = 1
+    ) -> None:
+        """A product with a weight: split "column" (its outputs), "row" (its inputs) or "" (whole on every shard).
+
+        `problems`: of so many experts, each with its own weight and `rows` rows.
+        """
+        whole = problems * rows
+        shape = (("m", rows), ("n", outputs), ("k", inputs))
+        operator = Operator(
+            kind="matmul",
+            shape=shape if problems == 1 else (*shape, ("problems", problems)),
+            batch="rows",
+            forward_flop=2.0 * whole * outputs * inputs,
+            activation_bytes=FULL_BYTES * whole * (outputs + inputs),
+            parameter_bytes=FULL_BYTES * problems * outputs * inputs,
+        )
+        if self.casts:
+            self.moved(whole * inputs, CAST_ARRAYS, divided=split == "row")
+        part = {"column": ("n", outputs), "row": ("k", inputs)}.get(split)
+        self.add(operator, *((part[0], FULL_BYTES * whole * part[1]) if part else ()))
+        self.weight(f"{name}.weight", problems * outputs * inputs, {"column": 0, "row": 1}.get(split))
+        gradient = self.weight_bytes * problems * outputs * inputs
+        if split:
+            self.peak_fixed_divided = max(self.peak_fixed_divided, gradient)
+        else:
+            self.peak_fixed = max(self.peak_fixed, gradient)
+        if bias:
+            self.weight(f"{name}.bias", problems * outputs, 0 if split == "column" else None)
+
+    def moved(self, elements: int, arrays: float, *, divided: bool, parameters: int = 0, function: str = "") -> None:
+        """A fused pointwise kernel over `elements` that moves so many arrays in its forward."""
+        size = round(FULL_BYTES * elements * arrays)
+        operator = Operator(
+            kind="memory_bound",
+            shape=(("elements", elements),),
+            batch="batch",
+            forward_flop=0.0,
+            activation_bytes=size,
+            parameter_bytes=FULL_BYTES * parameters,
+            function=function,
+        )
+        self.add(operator, *(("elements", size) if divided else ()))
+
+    def norm(self, name: str, tokens: int, hidden: int, *, divided: bool, kind: str = "layer", arrays: float = 2.0) -> None:
+        """A normalisation; a fused one is read and written once."""
+        elements = 2 * hidden if kind == "layer" else hidden
+        self.moved(tokens * hidden, arrays, divided=divided, parameters=elements)
+        self.weight(f"{name}.weight", hidden)
+        if kind == "layer":
+            self.weight(f"{name}.bias", hidden)

@@ -1,0 +1,200 @@
+"""Predict published training runs of large transformers.
+
+    python experiments/published/predict.py ROWS.csv --out PREDICTED.csv
+
+ROWS.csv has the columns of a table of published runs (id, hardware, gpus, model, ..., value, unit, notes); `value` may be
+empty and is never read. PREDICTED.csv has one line per row: id, unit, predicted, p05, p95 (in the row's unit), step_s, fits,
+fit_probability, why. `why` lists what was assumed and left out, or why a row cannot be expressed; then `predicted` is empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from answer import Answer, answer
+from question import Asked, CannotExpressError, question_of
+from quoted import in_unit, larger_is_faster
+from rows import Row, read_rows
+
+from parsim.errors import ParsimError
+
+COLUMNS = ("id", "unit", "predicted", "p05", "p95", "step_s", "fits", "fit_probability", "why")
+Z90 = 1.6448536
+MEMORY_SIGMA = 0.05
+"""Of a predicted peak."""
+
+UNKNOWN_SIGMA = 0.12
+"""Of a framework of which no run was seen, beside the spreads of the parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a judge needs to know of the question. tokens: of a step. rate: larger is faster."""
+
+    model: str
+    gpu: str
+    framework: str
+    gpus: int
+    tokens: int
+    precision: str
+    rate: bool
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """One line of the answer; step_s None: it cannot be expressed."""
+
+    row: Row
+    why: str
+    facts: Facts | None = None
+    answer: Answer | None = None
+    value: float | None = None
+    p05: float | None = None
+    p95: float | None = None
+    sigma: float = 0.0
+    factor: float = 1.0
+
+    @property
+    def step_s(self) -> float | None:
+        return None if self.answer is None else self.factor * self.answer.step_s
+
+    @property
+    def fit_probability(self) -> float | None:
+        """That the fullest rank fits, by the spread of the predicted peak."""
+        if self.answer is None:
+            return None
+        room = math.log(self.answer.limit_bytes / self.answer.peak_bytes)
+        return 0.5 * (1 + math.erf(room / MEMORY_SIGMA / math.sqrt(2)))
+
+    def line(self) -> dict[str, object]:
+        """Of the csv file."""
+        step, fits = self.step_s, self.fit_probability
+        return {
+            "id": self.row.id,
+            "unit": self.row.unit,
+            "predicted": _text(self.value),
+            "p05": _text(self.p05),
+            "p95": _text(self.p95),
+            "step_s": _text(step),
+            "fits": "" if fits is None else str(fits >= 0.5).lower(),
+            "fit_probability": "" if fits is None else f"{fits:.3f}",
+            "why": self.why,
+        }
+
+
+def _text(number: float | None) -> str:
+    return "" if number is None else f"{number:.6g}"
+
+
+def fitted() -> Mapping[str, Any]:
+    """What `run.py` fitted: a factor per GPU and precision, and the spread of each framework. Empty before the first run."""
+    path = Path(__file__).parent / "fitted.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _question_that_fits(row: Row, without: str) -> tuple[Asked, Answer]:
+    """Where recomputation is not stated and the plan would not fit, half of the layers are recomputed, then all."""
+    asked = question_of(row, without=without)
+    found = answer(asked)
+    for more in ("half", "full"):
+        if found.peak_bytes <= found.limit_bytes or "recompute" not in " ".join(asked.assumed):
+            break
+        asked = question_of(row, more, without=without)
+        found = answer(asked)
+    return asked, found
+
+
+def predict(row: Row, without: str = "", raw: bool = False) -> Predicted:
+    """The prediction for one row. Never raises for a row.
+
+    Args:
+        row: of a file of published runs. without: a piece to leave out (`question_of`). raw: without fitted factors.
+    """
+    try:
+        asked, found = _question_that_fits(row, without)
+        known = {} if raw else fitted()
+        gpu = asked.chip
+        factor = known.get("factors", {}).get(f"{gpu} {asked.precision}", 1.0)
+        spread = known.get("sigmas", {}).get(asked.framework.name) or math.hypot(found.sigma, UNKNOWN_SIGMA)
+        steps = [factor * found.step_s * math.exp(sign * Z90 * spread) for sign in (0, -1, 1)]
+        value, *ends = (in_unit(asked, step) for step in steps)
+        return Predicted(
+            row=row,
+            why=_why(asked, found),
+            facts=Facts(
+                model=asked.shape.name,
+                gpu=gpu,
+                framework=asked.framework.name,
+                gpus=asked.gpus,
+                tokens=asked.batch * asked.seq,
+                precision=asked.precision,
+                rate=larger_is_faster(asked),
+                complete=row.complete,
+            ),
+            answer=found,
+            value=value,
+            p05=min(ends),
+            p95=max(ends),
+            sigma=spread,
+            factor=factor,
+        )
+    except (CannotExpressError, ParsimError) as error:
+        return Predicted(row=row, why=f"cannot be expressed: {error}")
+    except Exception as error:  # a bad row must not end the others
+        return Predicted(row=row, why=f"cannot be expressed: {type(error).__name__}: {error}")
+
+
+def _why(asked: Asked, found: Answer) -> str:
+    parts = [f"{asked.framework.name}: {asked.plan.summary().split(' [')[0]}, {asked.precision}"]
+    if asked.assumed:
+        parts.append("assumed " + ", ".join(asked.assumed))
+    if asked.lacks:
+        parts.append("left out or simplified: " + ", ".join(asked.lacks))
+    if found.peak_bytes > found.limit_bytes:
+        parts.append(found.line)
+    return "; ".join(parts)
+
+
+def predict_all(rows: Sequence[Row], jobs: int, without: str = "", raw: bool = False) -> list[Predicted]:
+    """All rows, in order, by so many processes."""
+    one = partial(predict, without=without, raw=raw)
+    if jobs <= 1 or len(rows) < 2 * jobs:
+        return [one(row) for row in rows]
+    order = sorted(range(len(rows)), key=lambda number: str(rows[number].model))
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        found = dict(zip(order, pool.map(one, [rows[number] for number in order], chunksize=8), strict=True))
+    return [found[number] for number in range(len(rows))]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    options = parser.parse_args(arguments)
+    if not options.rows.is_file():
+        print(f"no file {options.rows}; give a csv file of published runs", file=sys.stderr)
+        return 1
+    rows = read_rows(options.rows)
+    with options.out.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(entry.line() for entry in predict_all(rows, options.jobs))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

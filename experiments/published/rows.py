@@ -1,0 +1,83 @@
+"""One row of a file of published runs, its numbers read and its blanks kept as None."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A published run as its source states it; None: not stated."""
+
+    id: str
+    hardware: str
+    model: str
+    unit: str
+    precision: str = ""
+    recompute: str = ""
+    zero: str = ""
+    notes: str = ""
+    source: str = ""
+    params: float | None = None
+    gpus: int | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    seq: int | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    vpp: int | None = None
+    value: float | None = None
+
+    @property
+    def prefix(self) -> str:
+        """The group of the row: its id without the number."""
+        return re.sub(r"[-_]?\d+[a-z]?$", "", self.id)
+
+    @property
+    def complete(self) -> bool:
+        """Whether split, micro-batch, batch and recomputation are all stated."""
+        return None not in (self.tp, self.pp, self.global_batch, self.micro_batch, self.seq) and bool(self.recompute)
+
+
+WHOLE = {"gpus", "layers", "hidden", "heads", "seq", "global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ep", "vpp"}
+
+
+def number(text: str | None) -> float | None:
+    """`39.1e9`, `1.7B`, `2048`; None for nothing, or for what is no number."""
+    found = re.match(r"^\s*([-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?)\s*([kKmMbBtT])?\b", text or "")
+    if found is None:
+        return None
+    return float(found[1].replace(",", "")) * SUFFIXES.get((found[2] or "").lower(), 1.0)
+
+
+def row_of(entry: dict[str, str | None]) -> Row:
+    """One entry of a csv file. Columns that are missing count as blank."""
+    known = {field.name for field in fields(Row)}
+    values: dict[str, object] = {}
+    for name in known:
+        text = (entry.get("zero_stage" if name == "zero" else name) or "").strip()
+        if name in WHOLE:
+            parsed = number(text)
+            values[name] = None if parsed is None or parsed < 1 else int(parsed)
+        elif name in ("params", "value"):
+            values[name] = number(text)
+        else:
+            values[name] = text
+    return Row(**values)  # type: ignore[arg-type]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a file, in its order."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [row_of(entry) for entry in csv.DictReader(file)]

@@ -1,0 +1,186 @@
+"""What a framework does where a row does not say it. One rule per framework.
+
+A row names its framework by its prefix; a row of an unknown prefix counts as Megatron-Core where it has tensor or pipeline
+parallelism, and as FSDP otherwise. README.md shows this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rows import Row
+from transformer import Software
+
+INTERLEAVED_CHUNKS = 2
+"""Where a row says that the schedule is interleaved and not how deeply. Llama 3: a layer per chunk."""
+
+UNFUSED = Software(flash=False, dropout=True)
+"""Megatron-LM before flash attention: fused scale, mask and softmax; fused bias, dropout and addition; fused GELU."""
+
+EAGER = Software(flash=True, dropout=False, residual_arrays=3.0, loss_bytes=6, loss_arrays=10.0)
+"""Eager PyTorch with flash attention: nothing else is fused."""
+
+TRITON = replace(EAGER, attention_work=1.8, loss_bytes=2, loss_peak=2, loss_arrays=2.0)
+"""A fused loss, and the Triton kernel of 2022. FlashAttention-2 is 1.3 to 2.5 times as fast (Dao 2023, section 4.1)."""
+
+FIRST_FLASH = replace(EAGER, attention_work=2.0, activation_saved=3.0)
+"""FlashAttention 1. FlashAttention-2 is 1.7 to 3 times as fast (Dao 2023, section 4.1)."""
+
+EAGER_LLAMA = replace(EAGER, rope_arrays=10.0, norm_arrays=18.0, activation_arrays=4.0, activation_saved=3.0)
+"""Eager Llama: rotation and RMSNorm in fp32, operation by operation (bytes of each pass added up)."""
+
+COMPILED = Software(flash=True, dropout=False, residual_arrays=2.0, rope_arrays=2.0, activation_saved=2.0, loss_bytes=6)
+"""torch.compile, or the fused kernels of Transformer Engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """Rules for blanks.
+
+    Attributes:
+        name, software: what it is and runs. recompute: "full", "selective" or "none".
+        zero: stage of divided states. sequence: norms and residuals divided along the sequence where tp > 1.
+        precision: "fp16" or "bf16" where the row says nothing. micro: samples of a microbatch; 0: `micro_of`.
+        seq: tokens of a sample. chunks: per rank, where interleaving is on and its depth is not stated.
+        optimizer: one kernel, or a few per array. gather_ahead: ZeRO 1 gathers parameters while the next forward runs.
+        batch, tp: of a row that does not state them; 0: by size. depth: chunks per rank of an interleaved schedule.
+        backward_prefetch, blocking_transfers, scatter_gather: as in `parsim.plans.plan.Plan`.
+        alternate: selective recomputation is that of every second layer (torchtitan's default).
+        repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at once.
+    """
+
+    name: str
+    software: Software = UNFUSED
+    recompute: str = "full"
+    zero: int = 0
+    sequence: bool = False
+    micro: int = 0
+    seq: int = 2048
+    chunks: int = 1
+    bucket_bytes: int = 2**40
+    optimizer: str = "adam_fused"
+    repeats_sums: bool = True
+    gather_ahead: bool = False
+    backward_prefetch: bool = True
+    blocking_transfers: bool = False
+    scatter_gather: bool = False
+    alternate: bool = False
+    batch: int = 0
+    tp: int = 0
+    depth: int = INTERLEAVED_CHUNKS
+
+
+MEGATRON_2020 = Framework(name="Megatron-LM 2020", recompute="full", seq=1024, blocking_transfers=True, scatter_gather=True)
+MEGATRON = Framework(
+    name="Megatron-LM 2021 and Megatron-DeepSpeed", recompute="full", blocking_transfers=True, scatter_gather=True
+)
+MEGATRON_SELECTIVE = Framework(
+    name="Megatron-LM 2022", recompute="full", sequence=True, batch=4, tp=8, blocking_transfers=True, scatter_gather=True
+)
+MEGATRON_CORE = Framework(
+    name="Megatron-Core and NeMo",
+    software=COMPILED,
+    recompute="none",
+    zero=1,
+    sequence=True,
+    micro=1,
+    seq=4096,
+    bucket_bytes=80 * 2**20,
+    gather_ahead=True,
+    scatter_gather=True,
+)
+BLOOM = replace(MEGATRON, name="Megatron-DeepSpeed with ZeRO 1", zero=1)
+COMPOSER = Framework(name="Composer FSDP", software=TRITON, recompute="none", zero=3, backward_prefetch=False)
+TITAN = Framework(
+    name="torchtitan FSDP2",
+    software=COMPILED,
+    recompute="selective",
+    zero=3,
+    sequence=True,
+    micro=2,
+    seq=8192,
+    alternate=True,
+    gather_ahead=True,
+)
+INTERNEVO = Framework(name="InternEvo", software=FIRST_FLASH, recompute="none", zero=1, bucket_bytes=512 * 2**20)
+SAILOR = replace(MEGATRON, name="Megatron-DeepSpeed, no recomputation", recompute="none", micro=1)
+SIMUMAX = replace(MEGATRON_CORE, name="Megatron-Core under SimuMax", seq=4096, zero=1)
+EAGER_DDP = Framework(name="PyTorch DDP with FlashAttention", software=replace(EAGER, dropout=True), recompute="none", micro=8)
+
+FRAMEWORKS: dict[str, Framework] = {
+    "vtrain-multi": MEGATRON,
+    "korthikanti": MEGATRON_SELECTIVE,
+    "megatron-mfu2022": MEGATRON_SELECTIVE,
+    "megatron-sep2020": MEGATRON_2020,
+    "megatron-sc21": MEGATRON,
+    "megatron-jan2021": MEGATRON,
+    "megatron-readme175b": MEGATRON,
+    "megatron-h100": MEGATRON_CORE,
+    "megatron": MEGATRON_CORE,
+    "mtnlg": MEGATRON,
+    "bloom": BLOOM,
+    "megds": MEGATRON,
+    "mosaic": COMPOSER,
+    "titan": TITAN,
+    "internevo": INTERNEVO,
+    "llama1": replace(COMPOSER, name="LLaMA's own, FSDP", micro=2),
+    "llama3": replace(
+        MEGATRON_CORE, name="Llama 3's own", software=replace(COMPILED, activation_saved=1.0), zero=1, seq=8192, depth=8
+    ),
+    "nemo": MEGATRON_CORE,
+    "nemo-launcher": replace(MEGATRON_CORE, name="NeMo 23.07", seq=2048),
+    "sailor": SAILOR,
+    "simumax": SIMUMAX,
+    "flashattn": EAGER_DDP,
+}
+"""By the longest beginning of a row's id that stands here."""
+
+
+WITHOUT: dict[str, Callable[[Framework], Framework]] = {
+    "repeated sums": lambda rule: replace(rule, repeats_sums=False),
+    "scatter-gather": lambda rule: replace(rule, scatter_gather=False),
+    "blocking transfers": lambda rule: replace(rule, blocking_transfers=False),
+    "late gathering": lambda rule: replace(rule, backward_prefetch=True),
+    "gathering ahead": lambda rule: replace(rule, gather_ahead=False),
+    "fused Adam": lambda rule: replace(rule, optimizer="adam"),
+    "fused attention": lambda rule: replace(rule, software=replace(rule.software, flash=False)),
+    "age of the attention kernel": lambda rule: replace(rule, software=replace(rule.software, attention_work=1.0)),
+    "sequence parallelism": lambda rule: replace(rule, sequence=False),
+}
+"""A piece of the model, and the rule without it: what it is worth."""
+
+
+def framework_of(row: Row) -> Framework:
+    """The rule for a row's blanks."""
+    known = [prefix for prefix in FRAMEWORKS if row.id.startswith(prefix)]
+    if known:
+        found = FRAMEWORKS[max(known, key=len)]
+        eager = found.name.startswith("torchtitan") and "compile" not in row.notes.lower()
+        return replace(found, software=EAGER_LLAMA) if eager else found
+    return MEGATRON_CORE if max(row.tp or 1, row.pp or 1) > 1 else COMPOSER
+
+
+def micro_of(framework: Framework, per_replica: int, hidden: int, pp: int) -> int:
+    """Samples of a microbatch where the row does not say it.
+
+    Megatron: without a pipeline all that a replica has, 16 at most. With one: 4 up to hidden 10240, 1 above.
+    """
+    if framework.micro:
+        wanted = framework.micro
+    elif pp == 1:
+        wanted = min(16, per_replica)
+    else:
+        wanted = 4 if hidden <= 10240 else 1
+    while per_replica % wanted:
+        wanted -= 1
+    return wanted
+
+
+def recompute_of(row: Row, framework: Framework) -> tuple[str, bool]:
+    """full, selective or none; and whether the row states it."""
+    text = row.recompute.lower()
+    for word in ("full", "selective", "none"):
+        if text.startswith(word):
+            return word, True
+    return framework.recompute, False

@@ -1,0 +1,340 @@
+"""How far are predictions of published training runs from what was measured, judged on sources that nothing was fitted on?
+
+    python experiments/published/run.py --rows TRAINING.csv [--quick] [--json] [--only REGEX]
+
+Predicts every row (`predict.py`), then fits at most one factor per GPU type and precision on the rows of the other sources
+and judges each source with it (cross-validation over sources). Writes results.json and README.md beside this file. The rows
+themselves are not part of the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from predict import Predicted, predict_all
+from readme import readme
+from rows import Row, read_rows
+from rules import WITHOUT
+
+HERE = Path(__file__).parent
+NOT_JUDGED = {"CHECK"}
+"""Rows whose notes hold such a word are left out: their source is in doubt."""
+
+GROUPS: dict[str, str] = {
+    "Megatron, Selene": r"^(korthikanti|megatron-sc21|megatron-readme175b|mtnlg|megatron-mfu2022)",
+    "Megatron, 2020 and January 2021": r"^megatron-(jan2021|sep2020)",
+    "multi-node A100 (vTrain)": r"^vtrain-multi",
+    "BLOOM tuning, A100": r"^bloom",
+    "FSDP, A100 (mosaic)": r"^mosaic.*@A100",
+    "FSDP, H100 (mosaic)": r"^mosaic.*@H100",
+    "FSDP2 (torchtitan)": r"^titan",
+    "InternEvo, A100": r"^internevo",
+    "SimuMax, B200": r"^simumax",
+    "Megatron-Core and NeMo, H100": r"^(megatron-h100|nemo|llama3).*@H100",
+    "NeMo, Blackwell": r"^nemo.*@G?B\d",
+    "Sailor": r"^sailor",
+    "others": r".",
+}
+"""First match wins, on `id@GPU`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A prediction beside the measurement: `log_error` is log(predicted seconds / measured seconds)."""
+
+    predicted: Predicted
+    log_error: float
+    key: str
+    group: str
+    source: str
+
+
+def source_of(predicted: Predicted) -> str:
+    """What is left out together: one repository or paper."""
+    return predicted.row.source.split(":")[0].split("@")[0].strip() or predicted.row.prefix
+
+
+def judged(predictions: Sequence[Predicted]) -> list[Judged]:
+    """Those that have a prediction and a value."""
+    found = []
+    for entry in predictions:
+        row = entry.row
+        if entry.value is None or row.value is None or entry.facts is None or any(word in row.notes for word in NOT_JUDGED):
+            continue
+        ratio = row.value / entry.value if entry.facts.rate else entry.value / row.value
+        gpu = entry.facts.gpu
+        place = f"{row.id}@{gpu}"
+        group = next(name for name, pattern in GROUPS.items() if re.search(pattern, place))
+        found.append(
+            Judged(
+                predicted=entry,
+                log_error=math.log(ratio),
+                key=f"{gpu} {entry.facts.precision}",
+                group=group,
+                source=source_of(entry),
+            )
+        )
+    return found
+
+
+PRIOR_ROWS = 4
+PRIOR_SOURCES = 1
+
+
+def fitted_factors(rows: Sequence[Judged]) -> dict[str, tuple[float, int]]:
+    """By GPU and precision: minus a weighted mean over sources of the median log error, and the number of sources.
+
+    A source of n rows weighs n / (n + 4), so that none decides by its number of rows, and one row decides little. The mean is
+    shrunk towards no factor as if one more source had shown none.
+    """
+    by_source: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        by_source[row.key][row.source].append(row.log_error)
+    found = {}
+    for key, sources in by_source.items():
+        weights = [len(errors) / (len(errors) + PRIOR_ROWS) for errors in sources.values()]
+        total = sum(weight * median(errors) for weight, errors in zip(weights, sources.values(), strict=True))
+        found[key] = (-total / (sum(weights) + PRIOR_SOURCES / 2), len(sources))
+    return found
+
+
+def framework_sigmas(rows: Sequence[Judged], factors: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+    """By framework the spread of what its factor leaves, so that 90% of its rows lie within 1.645 of it.
+
+    With n rows, the (n + 1) 0.9-th smallest error; frameworks of fewer than 9 rows use at least that of
+    their family.
+    """
+    by_framework: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        assert row.predicted.facts is not None
+        by_framework[row.predicted.facts.framework].append(abs(row.log_error + factors.get(row.key, (0.0, 0))[0]))
+
+    def sigma(errors: list[float]) -> float:
+        ordered = sorted(errors)
+        return ordered[min(len(ordered), math.ceil(0.9 * (len(ordered) + 1))) - 1] / 1.6448536
+
+    def family(name: str) -> list[float]:
+        """Errors of the frameworks with the same first word, or of all where these are few."""
+        own = [error for other, errors in by_framework.items() if other.split()[0] == name.split()[0] for error in errors]
+        return own if len(own) >= 9 else [error for errors in by_framework.values() for error in errors]
+
+    return {
+        name: sigma(errors) if len(errors) >= 9 else max(sigma(errors), sigma(family(name)))
+        for name, errors in by_framework.items()
+    }
+
+
+def covered(rows: Sequence[Judged], outside: Mapping[str, float]) -> dict[str, tuple[bool, float]]:
+    """By row whether its held-out error lies in the interval of its framework without this row, and half its width."""
+    found = {}
+    for row in rows:
+        facts = row.predicted.facts
+        assert facts is not None
+        others = [other for other in rows if other is not row]
+        same = [
+            abs(outside[other.predicted.row.id])
+            for other in others
+            if other.predicted.facts is not None and other.predicted.facts.framework == facts.framework
+        ]
+        errors = sorted(same if len(same) >= 8 else [abs(outside[other.predicted.row.id]) for other in others])
+        half = errors[min(len(errors), math.ceil(0.9 * (len(errors) + 1))) - 1] if errors else math.inf
+        found[row.predicted.row.id] = (abs(outside[row.predicted.row.id]) <= half, half)
+    return found
+
+
+def held_out(rows: Sequence[Judged]) -> dict[str, float]:
+    """By row the log error with factors fitted on all other sources."""
+    found = {}
+    for source in {row.source for row in rows}:
+        factors = fitted_factors([row for row in rows if row.source != source])
+        for row in rows:
+            if row.source == source:
+                found[row.predicted.row.id] = row.log_error + factors.get(row.key, (0.0, 0))[0]
+    return found
+
+
+def relative(log_error: float) -> float:
+    """A logarithm as a relative error."""
+    return math.exp(log_error) - 1
+
+
+def summary(
+    rows: Sequence[Judged],
+    outside: Mapping[str, float],
+    factors: Mapping[str, tuple[float, int]],
+    intervals: Mapping[str, tuple[bool, float]],
+) -> dict[str, Any]:
+    """The numbers of a group of rows, in per cent."""
+    if not rows:
+        return {}
+    raw = [row.log_error for row in rows]
+    own = [row.log_error + factors.get(row.key, (0.0, 0))[0] for row in rows]
+    held = [outside[row.predicted.row.id] for row in rows]
+    shift = -median(raw)
+    inside = [intervals[row.predicted.row.id][0] for row in rows]
+    widths = [2 * math.sinh(intervals[row.predicted.row.id][1]) for row in rows]
+    percent = 100.0
+
+    def error(values: Sequence[float]) -> float:
+        return percent * mean(abs(relative(value)) for value in values)
+
+    return {
+        "rows": len(rows),
+        "mean_error": error(raw),
+        "median_error": percent * median(abs(relative(value)) for value in raw),
+        "bias": percent * mean(relative(value) for value in raw),
+        "one_factor": error([value + shift for value in raw]),
+        "gpu_factor": error(own),
+        "held_out": error(held),
+        "coverage": percent * mean(inside),
+        "width": percent * median(widths),
+        "does_not_fit": sum(1 for row in rows if (row.predicted.fit_probability or 0.0) < 0.5),
+        "spearman": spearman(rows),
+    }
+
+
+def spearman(rows: Sequence[Judged]) -> float | None:
+    """Mean over models with at least four rows of one source, of the rank correlation of step seconds per token."""
+    models: dict[str, list[Judged]] = defaultdict(list)
+    for row in rows:
+        facts = row.predicted.facts
+        assert facts is not None
+        models[f"{row.source} {facts.model} {facts.gpus}"].append(row)
+    found = []
+    for group in models.values():
+        if len(group) < 4:
+            continue
+        predicted, measured = [], []
+        for row in group:
+            facts = row.predicted.facts
+            assert facts is not None
+            own = math.log((row.predicted.step_s or 1.0) / facts.tokens)
+            predicted.append(own)
+            measured.append(own - row.log_error)
+        found.append(_correlation(_ranks(predicted), _ranks(measured)))
+    return mean(found) if found else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda number: values[number])
+    ranks = [0.0] * len(values)
+    for place, number in enumerate(order):
+        ranks[number] = float(place)
+    return ranks
+
+
+def _correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    x, y = mean(a), mean(b)
+    top = sum((p - x) * (q - y) for p, q in zip(a, b, strict=True))
+    bottom = math.sqrt(sum((p - x) ** 2 for p in a) * sum((q - y) ** 2 for q in b))
+    return top / bottom if bottom else 1.0
+
+
+def results(predictions: Sequence[Predicted]) -> dict[str, Any]:
+    """The whole document."""
+    rows = judged(predictions)
+    factors, outside = fitted_factors(rows), held_out(rows)
+    intervals = covered(rows, outside)
+    groups: dict[str, list[Judged]] = defaultdict(list)
+    for row in rows:
+        groups[row.group].append(row)
+    worst = sorted(rows, key=lambda row: -abs(row.log_error))[:25]
+    return {
+        "rows": len(predictions),
+        "judged": len(rows),
+        "all": summary(rows, outside, factors, intervals),
+        "complete": summary([row for row in rows if row.predicted.row.complete], outside, factors, intervals),
+        "groups": {name: summary(groups[name], outside, factors, intervals) for name in GROUPS if groups[name]},
+        "factors": {key: {"factor": math.exp(value), "sources": count} for key, (value, count) in sorted(factors.items())},
+        "worst": [
+            {
+                "id": row.predicted.row.id,
+                "error": 100 * relative(row.log_error),
+                "held_out": 100 * relative(outside[row.predicted.row.id]),
+                "why": row.predicted.why,
+            }
+            for row in worst
+        ],
+        "not_expressed": {entry.row.id: entry.why for entry in predictions if entry.value is None},
+        "does_not_fit": [row.predicted.row.id for row in rows if (row.predicted.fit_probability or 0.0) < 0.5],
+        "errors": {row.predicted.row.id: round(100 * relative(row.log_error), 2) for row in rows},
+    }
+
+
+WORTH: dict[str, str] = {
+    "repeated sums": r"^(korthikanti|megatron-sc21-000[1-9]|megatron-readme|vtrain-multi-00[0-3])",
+    "scatter-gather": r"^(megatron-readme|vtrain-multi-00[3-9])",
+    "blocking transfers": r"^(megatron-readme|vtrain-multi-00[3-9])",
+    "fused Adam": r"^(korthikanti|internevo-00[0-2])",
+    "sequence parallelism": r"^(nemo2407|megatron-h100)",
+    "gathering ahead": r"^(nemo2407|megatron-h100)",
+    "fused attention": r"^(mosaic-00[2-6]|internevo-00[0-2])",
+    "age of the attention kernel": r"^(mosaic-00[2-6]|internevo-00[0-2])",
+    "late gathering": r"^mosaic-00[2-6]",
+}
+"""By piece the rows on which its worth is measured."""
+
+
+def worth(rows: Sequence[Row], jobs: int) -> dict[str, Any]:
+    """By piece the mean error and bias without it and with it, in per cent, no factor."""
+    found = {}
+    for piece, pattern in WORTH.items():
+        chosen = [row for row in rows if re.search(pattern, row.id)]
+        numbers = {}
+        for name, without in (("before", piece), ("after", "")):
+            errors = [relative(row.log_error) for row in judged(predict_all(chosen, jobs, without, raw=True))]
+            numbers[name] = {"mean_error": 100 * mean(abs(error) for error in errors), "bias": 100 * mean(errors)}
+        found[piece] = {"rows": len(errors), **numbers}
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, required=True, help="the csv file of published runs")
+    parser.add_argument("--only", default=".", help="ids to predict, a regular expression; then nothing is written")
+    parser.add_argument("--quick", action="store_true", help="every tenth row; nothing is written")
+    parser.add_argument("--without", default="", choices=("", *WITHOUT), help="a piece to leave out; then nothing is written")
+    parser.add_argument("--worth", action="store_true", help="measure what each piece is worth; writes worth.json")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--json", action="store_true", help="print results.json")
+    options = parser.parse_args(arguments)
+    if not options.rows.is_file():
+        print(f"no file {options.rows}; give a csv file of published runs with --rows", file=sys.stderr)
+        return 1
+    rows = [row for row in read_rows(options.rows) if re.search(options.only, row.id)]
+    if options.worth:
+        (HERE / "worth.json").write_text(json.dumps(worth(rows, options.jobs), indent=1) + "\n")
+        known = json.loads((HERE / "results.json").read_text())
+        (HERE / "README.md").write_text(readme(known))
+        return 0
+    if options.quick:
+        rows = rows[::10]
+    predictions = predict_all(rows, options.jobs, options.without, raw=True)
+    document = results(predictions)
+    if not options.quick and options.only == "." and not options.without:
+        rows_judged = judged(predictions)
+        factors = fitted_factors(rows_judged)
+        fitted = {
+            "factors": {key: round(math.exp(value), 4) for key, (value, _) in sorted(factors.items())},
+            "sigmas": {name: round(value, 4) for name, value in sorted(framework_sigmas(rows_judged, factors).items())},
+        }
+        (HERE / "fitted.json").write_text(json.dumps(fitted, indent=1) + "\n")
+        (HERE / "results.json").write_text(json.dumps(document, indent=1) + "\n")
+        (HERE / "README.md").write_text(readme(document))
+    print(json.dumps(document, indent=1) if options.json else readme(document).split("## Rules")[0])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Does the search find what enumerating every plan finds?
+
+    python experiments/search_exhaustive/run.py [--quick] [--problems N] [--seed N] [--out FILE] [--json]
+
+Random problems of up to four devices, four components with the loss and eight samples. Every plan is enumerated: meshes,
+also those that leave devices idle, cuts, orders, placements, ZeRO stages, recomputation, microbatches and buckets. They are
+judged by the same `evaluate` as the search's winner. What was enumerated already is read from FILE and not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from enumeration import CLOSE, Space, exhaustive, searched
+from problems import ProblemDraw, random_problem
+
+RESULTS = Path(__file__).parent / "results.json"
+
+SPACES: dict[str, tuple[Space, dict[str, Any]]] = {
+    "plain": (Space(any_buckets=False), {"zero_stage": 0, "recompute": "none"}),
+    "zero": (Space(any_buckets=False, zero_stages=(0, 1, 2, 3)), {"zero_stage": "auto", "recompute": "none"}),
+    "recompute": (Space(any_buckets=False, recompute=True), {"zero_stage": 0, "recompute": "auto"}),
+    "all": (Space(any_buckets=False, zero_stages=(0, 1, 2, 3), recompute=True), {"zero_stage": "auto", "recompute": "auto"}),
+    "buckets": (Space(), {"zero_stage": 0, "recompute": "none"}),
+}
+"""What is free, for the enumeration and for the search."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="20 problems")
+    parser.add_argument("--problems", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many, and go on at the next call")
+    parser.add_argument("--out", type=Path, help=f"default: {RESULTS.name} beside this file; --quick writes none")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    out = asked.out or (None if asked.quick else RESULTS)
+    rows: dict[str, dict[str, Any]] = json.loads(out.read_text())["rows"] if out is not None and out.is_file() else {}
+    begin_s = time.perf_counter()
+    for seed in range(asked.seed, asked.seed + (20 if asked.quick else asked.problems)):
+        if time.perf_counter() - begin_s > asked.seconds:
+            break
+        if str(seed) not in rows:
+            rows[str(seed)] = compare(seed)
+    document = {"summary": summary(list(rows.values())), "machine": platform.processor() or platform.machine(), "rows": rows}
+    if out is not None:
+        out.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document) if asked.json else text(document["summary"]))
+
+
+def compare(seed: int) -> dict[str, Any]:
+    """The search's answer to one problem beside the enumeration's."""
+    random = Random(seed)
+    name = random.choice(list(SPACES))
+    space, constraints = SPACES[name]
+    draw = drawn(random, name)
+    problem = draw.problem(**constraints)
+    begin_s = time.process_time()
+    seconds, plan, status = searched(problem)
+    middle_s = time.process_time()
+    found = exhaustive(draw.problem(**constraints), space, known_s=seconds)
+    gap = 0.0
+    if found.best is not None:
+        gap = (seconds - found.seconds) / found.seconds if plan is not None else float("inf")
+    outcome = "infeasible" if plan is None and found.best is None else "tie" if gap <= CLOSE else "loss"
+    if plan is None and found.best is not None:
+        outcome = "missed"
+    return {
+        "free": name,
+        "devices": problem.cluster.size,
+        "components": len(problem.model.components),
+        "global_batch": problem.global_batch,
+        "outcome": outcome,
+        "loss": gap if outcome == "loss" else 0.0,
+        "search": None if plan is None else plan.summary(),
+        "exhaustive": None if found.best is None else found.best.summary(),
+        "status": status,
+        "outlines": found.outlines,
+        "simulated": found.simulated,
+        "search_s": round(middle_s - begin_s, 3),
+        "exhaustive_s": round(time.process_time() - middle_s, 3),
+    }
+
+
+def drawn(random: Random, free: str) -> ProblemDraw:
+    """A problem with few enough plans: four devices with one component beside the loss, three with two, two with three."""
+    devices, components, batches = random.choice(
+        ((4, 1, (2, 4, 8)), (3, 2, (3, 6)), (2, 3, (2, 4)), (2, 2, (2, 4, 6, 8)), (4, 1, (4, 6)))
+    )
+    return random_problem(random, most_devices=devices, most_components=components, batches=batches)
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts by outcome, and the losses."""
+    losses = sorted(row["loss"] for row in rows if row["outcome"] == "loss")
+    return {
+        "problems": len(rows),
+        "outcomes": dict(sorted(Counter(row["outcome"] for row in rows).items())),
+        "by_what_is_free": {
+            name: dict(sorted(Counter(row["outcome"] for row in rows if row["free"] == name).items())) for name in SPACES
+        },
+        "largest_loss": losses[-1] if losses else 0.0,
+        "mean_loss_over_all": sum(losses) / len(rows) if rows else 0.0,
+        "outlines": sum(row["outlines"] for row in rows),
+        "simulated": sum(row["simulated"] for row in rows),
+        "search_cpu_s": round(sum(row["search_s"] for row in rows), 1),
+        "exhaustive_cpu_s": round(sum(row["exhaustive_s"] for row in rows), 1),
+    }
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """The summary for people."""
+    counts = ", ".join(f"{count} {name}" for name, count in found["outcomes"].items())
+    lines = [
+        f"{found['problems']} problems: {counts}; largest loss {found['largest_loss']:.2%}, "
+        f"mean over all {found['mean_loss_over_all']:.3%}",
+        f"{found['outlines']} outlines enumerated, {found['simulated']} plans simulated beyond the bound",
+    ]
+    lines += [f"  free: {name}: {counted}" for name, counted in found["by_what_is_free"].items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

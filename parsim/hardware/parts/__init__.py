@@ -1,0 +1,1 @@
+"""Hardware from parts: GPUs, links and networks by name, and machines made of them."""

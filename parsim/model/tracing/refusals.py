@@ -1,0 +1,46 @@
+"""Why a forward cannot be recorded, with the line of the user's code."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+import parsim.model.shard
+import parsim.model.tracing
+
+_STANDARD = str(Path(traceback.__file__).parent)
+_LIBRARIES = tuple(str(Path(module.__path__[0])) for module in (torch, parsim.model.tracing, parsim.model.shard))
+_PACKED = "pack_padded_sequence"
+
+
+def value_message(where: str, what: object, line: str = "", why: str = "") -> str:
+    """Why a forward that looks at tensor values cannot be recorded."""
+    line = line or at_line(traceback.extract_stack())
+    because = f": {why}" if why else ""
+    if _PACKED in str(what):
+        return (
+            f"{where} packs sequences by their lengths ({what}){line}: they depend on data and cannot be recorded{because}; "
+            "give the padded batch to the recurrent layer and pick each last step by index (gather), or sort the data into "
+            "batches of one length"
+        )
+    return (
+        f"{where} looks at the values of a tensor ({what}){line}, so what it does depends on the data and cannot be "
+        f"recorded{because}; rewrite that step with torch.where or masks, keep the value outside the forward, or trace the "
+        'branch that an example batch takes (example_inputs with data, and control_flow="example")'
+    )
+
+
+def _is_standard(filename: str) -> bool:
+    """Python's own library, what is installed beside it apart."""
+    return filename.startswith(_STANDARD) and "site-packages" not in filename
+
+
+def at_line(frames: Iterable[traceback.FrameSummary]) -> str:
+    """ " at FILE:LINE `code`" of the innermost frame that is the user's; "" if none is."""
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<")) and not _is_standard(frame.filename)]
+    if not own:
+        return ""
+    return f" at {own[-1].filename}:{own[-1].lineno} `{(own[-1].line or '').strip()}`"

@@ -1,0 +1,74 @@
+"""Parts of modules that cannot be recorded, each with the way round it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from parsim.errors import TraceError
+
+_SYNCED = (
+    "normalises over all ranks by collectives of its own, which no plan knows; use BatchNorm, which normalises over the "
+    "samples of a rank, or GroupNorm"
+)
+_SCRIPTED = "is compiled by torch.jit, which hides its calls; give the Python module it was made of"
+_SPARSE = "makes sparse gradients, which no bucket can hold; set sparse=False"
+_LAZY = "has parameters without a shape; call the module once on a batch before it is traced"
+
+
+def check_supported(module: nn.Module) -> None:
+    """Refuse a module with a part that cannot be recorded or run.
+
+    Args:
+        module: with all its parts.
+
+    Raises:
+        TraceError: names the part, its kind and the way round.
+    """
+    for name, part in module.named_modules():
+        reason = _reason(part)
+        if reason is not None:
+            raise TraceError(f"{name or 'the root module'} ({type(part).__name__}) {reason}")
+
+
+def _reason(part: nn.Module) -> str | None:
+    if isinstance(part, torch.jit.ScriptModule):
+        return _SCRIPTED
+    if isinstance(part, nn.SyncBatchNorm):
+        return _SYNCED
+    if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+        return _SPARSE
+    if any(isinstance(entry, nn.parameter.UninitializedParameter) for entry in part._parameters.values()):
+        return _LAZY
+    return None
+
+
+def hint(module: nn.Module, message: str) -> str:
+    """What to do about an error of a kind of module; "" where nothing special is known.
+
+    Args:
+        module: the innermost one that ran. message: of the error.
+    """
+    if "FlexAttention" in message:
+        return (
+            "; flex_attention has no backward on a CPU, where modules are recorded: write it as scaled_dot_product_attention "
+            "with attn_mask, which is priced alike"
+        )
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
+        return "; with momentum=None its running average depends on how many batches it has seen: give it a momentum"
+    return ""
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """torch.compile'd parts run their Python code, and attention modules do not take the fused path of evaluation."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)

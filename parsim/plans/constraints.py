@@ -1,0 +1,36 @@
+"""What a question asks of its plans: every value that is given must be kept, every None is free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parsim.plans.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConstraints:
+    """Attributes:
+    pp, dp, tp: axes of the mesh. microbatches: per replica. bucket_bytes: of gradient buckets.
+    pipeline_order: a key of `PIPELINE_ORDERS`. chunks: stages per rank.
+    """
+
+    pp: int | None = None
+    dp: int | None = None
+    tp: int | None = None
+    microbatches: int | None = None
+    bucket_bytes: int | None = None
+    pipeline_order: str | None = None
+    chunks: int | None = None
+
+    def allow(self, mesh: Mesh) -> bool:
+        """Whether a mesh has the axes that are given."""
+        asked = ((self.pp, mesh.pp), (self.dp, mesh.dp), (self.tp, mesh.tp))
+        return all(given in (None, own) for given, own in asked)
+
+    @property
+    def axes(self) -> str:
+        """`pp = 2, tp = 4`: the axes that are given."""
+        return ", ".join(f"{name} = {value}" for name in ("pp", "dp", "tp") if (value := getattr(self, name)) is not None)
+
+
+FREE = PlanConstraints()

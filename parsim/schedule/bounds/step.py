@@ -1,0 +1,165 @@
+"""Lower bounds of a plan's step: what the simulation of the plan cannot go below, without lowering or simulating it.
+
+Every rank issues its computation in order, and begins a step when its own tasks of the step before have ended. So with
+F and B the computation of one microbatch on a place of the pp axis (a block), conversions between its components included:
+
+    own       M * (F + B), then every bucket whose gradients are complete k seconds before the end, then the optimizer
+    round     place 0 begins the step; place p cannot begin before the first microbatch has come to it (E), and after the last
+              backward of p a gradient still goes back to place 0 (D): E + M * (F + B) + D, then the last buckets of place 0;
+              nor can its backwards begin before one microbatch has come to the loss and back (L): L + M * B + D
+    sending   all collectives on the stream of the gradients, which takes one at a time
+
+The bound is the largest of these over the places. All prices are those of the simulation.
+
+Leaves out: loading, overlap factors, cores that ranks share, waiting between blocks. All of them make a step longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from parsim.costs.uncertainty.draws import rank_noise
+from parsim.graph.passes.gradients import bucket_work, gathering_work
+from parsim.graph.plan_index import PlanIndex
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import NOISY_STEPS, SEED
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.bounds.computation import PlaceWork, computation_of
+from parsim.work import OptimizerStep, Work
+
+ROUNDING = 1 - 1e-9
+"""Sums in another order differ by rounding: a bound is lowered by that much."""
+
+
+@dataclass
+class KnownNoise:
+    """Of one problem, by number of ranks: the mean of the least noisy core over the draws of the simulation, at most 1."""
+
+    means: dict[int, float] = field(default_factory=dict)
+
+
+def step_bound_s(problem: PlanningProblem, plan: Plan) -> float:
+    """Seconds that no simulation of the plan goes below.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+
+    Raises:
+        PlanError: the plan does not match the model. CostError: a component without a price.
+    """
+    layout = problem.layout(plan)
+    places = computation_of(problem, plan)
+    ends = [_place_end_s(problem, layout, place, work) for place, work in enumerate(places)]
+    rounds = [work.done_s + work.after_s for work in places if work.after_s is not None]
+    last = _last_buckets_s(problem, layout, places[0])
+    bound = max(*ends, max(rounds, default=0.0) + last)
+    return (bound * _noise(problem, plan) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
+
+
+def computation_bound_s(problem: PlanningProblem, plan: Plan) -> float:
+    """The same for all ZeRO stages and bucket sizes at once: computation, conversions and transfers alone.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+    """
+    places = computation_of(problem, plan)
+    own = max(work.busy_s for work in places)
+    rounds = [work.done_s + work.after_s for work in places if work.after_s is not None]
+    bound = max(own, *rounds) if rounds else own
+    return (bound * _noise(problem, plan) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
+
+
+def _noise(problem: PlanningProblem, plan: Plan) -> float:
+    """The mean of the least noisy core over the draws with which the step is simulated, at most 1."""
+    noise = problem.cluster.profile.noise
+    if noise is None or not noise.rank_sigma or plan.world_size == 1:
+        return 1.0
+    known = problem.remembered(KnownNoise).means
+    if plan.world_size not in known:
+        cores = np.arange(1 + max(problem.cluster.core_of_rank(plan.world_size), default=0))
+        means = rank_noise(np.arange(max(len(cores), plan.world_size)), noise.rank_sigma, NOISY_STEPS, SEED)
+        own = rank_noise(cores, noise.rank_sigma, NOISY_STEPS, SEED)
+        known[plan.world_size] = min(1.0, float(means.mean(axis=0).min()), float(own.mean(axis=0).min()))
+    return known[plan.world_size]
+
+
+# --- gradients and parameters -----------------------------------------------------------------------------------------
+
+
+def _place_end_s(problem: PlanningProblem, layout: PlanIndex, place: int, work: PlaceWork) -> float:
+    """When the first rank of a place is done with its own step, or its gradients' stream is."""
+    mesh, microbatches = layout.plan.mesh, layout.plan.microbatches
+    rank = layout.rank(place, 0)
+
+    def seconds(of: Work) -> float:
+        return problem.price([(of, rank)], mesh)[0].median_s
+
+    sending, gathering, late = 0.0, 0.0, []
+    for bucket in layout.rank_buckets(rank):
+        if len(bucket.group) == 1:
+            continue
+        stage = layout.zero_stage_of(bucket)
+        summed = seconds(bucket_work(layout, bucket))
+        sending += summed * (microbatches if stage >= 2 else 1)
+        if stage in (1, 2):
+            gathering += seconds(gathering_work(bucket))
+        late.append((_remaining(work, layout.completes(bucket, place)), summed))
+    if layout.plan.zero_stage >= 3:
+        sending += microbatches * _gathered_s(problem, layout, place, rank)
+    done, queued = work.busy_s, 0.0
+    for remaining, summed in sorted(late):
+        queued += summed
+        done = max(done, work.busy_s - remaining + queued)
+    return max(done + _update_s(problem, layout, rank) + gathering, sending + gathering)
+
+
+def _remaining(work: PlaceWork, completing: Sequence[str]) -> float:
+    """Seconds that the place computes after the gradients of a bucket are complete; of tied parameters at any of its places."""
+    known = [work.remaining_s[name] for name in completing if name in work.remaining_s]
+    return min(known, default=work.busy_s)
+
+
+def _last_buckets_s(problem: PlanningProblem, layout: PlanIndex, work: PlaceWork) -> float:
+    """What follows the last backward of place 0: the buckets that it completes, the optimizer, gathered parameters."""
+    rank, total, gathering = layout.rank(0, 0), 0.0, 0.0
+    for bucket in layout.rank_buckets(rank):
+        if len(bucket.group) > 1:
+            price = problem.price([(bucket_work(layout, bucket), rank)], layout.plan.mesh)[0].median_s
+            if _remaining(work, layout.completes(bucket, 0)) <= 0.0:
+                total += price
+            if layout.zero_stage_of(bucket) in (1, 2):
+                gathering += problem.price([(gathering_work(bucket), rank)], layout.plan.mesh)[0].median_s
+    return total + _update_s(problem, layout, rank) + gathering
+
+
+def _update_s(problem: PlanningProblem, layout: PlanIndex, rank: int) -> float:
+    elements = tensors = 0
+    for bucket in layout.rank_buckets(rank):
+        divided = layout.is_divided(bucket)
+        elements += bucket.chunk_elements if divided else bucket.elements
+        tensors += 1 if divided else len(bucket.parameters)
+    if not tensors:
+        return 0.0
+    return problem.price([(OptimizerStep(elements=elements, tensors=tensors), rank)], layout.plan.mesh)[0].median_s
+
+
+def _gathered_s(problem: PlanningProblem, layout: PlanIndex, place: int, rank: int) -> float:
+    """ZeRO 3: the parameters gathered for one microbatch, without those that are whole from the block before."""
+    total = 0.0
+    for chunk in layout.plan.place_stages(place):
+        names = [name for name in layout.plan.stages[chunk].components if layout.runs_on(rank, name)]
+        backward = [name for name in reversed(names) if name in layout.differentiable]
+        for block in (names, backward):
+            needed: dict[int, None] | None = None
+            for name in block:
+                buckets = {bucket.number: bucket for bucket in layout.unsharded_buckets(name) if rank in bucket.group}
+                if not buckets:
+                    continue
+                for number, bucket in buckets.items():
+                    if needed is not None and number not in needed:
+                        total += problem.price([(gathering_work(bucket), rank)], layout.plan.mesh)[0].median_s
+                needed = dict.fromkeys(buckets)
+    return total

@@ -1,0 +1,167 @@
+"""Best first: open the part of a family with the least bound, simulate single plans, stop where no bound is below the best.
+
+Every plan that is not simulated either does not fit, is impossible, or has a lower bound that is not below the best plan
+found. So the best of the family is found, among its members.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from parsim.errors import CostError, PlanError, ScheduleError
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import Evaluation
+from parsim.schedule.members import Node
+
+
+@dataclass
+class Tally:
+    """What became of the plans of a search.
+
+    Attributes: simulated, too_large (do not fit), slower (their lower bound is above the best plan): numbers of plans.
+        infeasible: numbers of plans by the reason why they are impossible. unpriced: the first error of a price.
+    """
+
+    simulated: int = 0
+    too_large: int = 0
+    slower: int = 0
+    infeasible: Counter[str] = field(default_factory=Counter)
+    unpriced: CostError | None = None
+
+    @property
+    def considered(self) -> int:
+        """All plans."""
+        return self.simulated + self.too_large + self.slower + sum(self.infeasible.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "plans": self.considered,
+            "simulated": self.simulated,
+            "slower_by_a_lower_bound": self.slower,
+            "do_not_fit": self.too_large,
+            "infeasible": dict(self.infeasible),
+        }
+
+    def add(self, other: Tally) -> None:
+        """Count the plans of another family too."""
+        self.simulated += other.simulated
+        self.too_large += other.too_large
+        self.slower += other.slower
+        self.infeasible.update(other.infeasible)
+        self.unpriced = self.unpriced or other.unpriced
+
+
+LOSERS_WITHIN = 0.02
+"""A family that has lost to a plan of another one is known this well: its best may take so much less than the one shown."""
+
+
+@dataclass
+class Incumbents:
+    """The steps of the best plans of a family so far, of which `wanted` are kept.
+
+    Attributes: rival_s: of the best plan of other families. A family that no longer can be faster is left at a plan of which
+        its best is within `LOSERS_WITHIN`.
+    """
+
+    wanted: int = 1
+    steps_s: dict[Plan, float] = field(default_factory=dict)
+    rival_s: float = float("inf")
+
+    @property
+    def best_s(self) -> float:
+        """Of all plans so far."""
+        return min(self.steps_s.values(), default=float("inf"))
+
+    @property
+    def bar_s(self) -> float:
+        """A plan whose bound is at or above this is not wanted."""
+        best = sorted(self.steps_s.values())
+        if len(best) < self.wanted:
+            return float("inf")
+        bar = best[self.wanted - 1]
+        return min(bar, max(self.rival_s, (1 - LOSERS_WITHIN) * bar))
+
+
+def judged_best_first(
+    nodes: Iterable[Node],
+    *,
+    excess_bytes: Callable[[Plan], int],
+    judge: Callable[[Plan], Evaluation],
+    incumbents: Incumbents,
+) -> tuple[list[Evaluation], Tally]:
+    """The evaluations of all plans of a family that could be its best.
+
+    Args:
+        nodes: the family. excess_bytes: by how much a plan does not fit. judge: simulates a plan.
+        incumbents: the best so far, read and added to.
+
+    Returns:
+        Of plans that do not fit one is judged, the one closest to fitting, and only if none fits.
+    """
+    tally, number = Tally(), count()
+    queue: list[tuple[float, int, Node]] = []
+    judged: list[Evaluation] = []
+    closest: tuple[float, Node] | None = None
+
+    def too_large(excess: float, node: Node) -> None:
+        nonlocal closest
+        if closest is None or excess < closest[0]:
+            closest = excess, node
+
+    for node in nodes:
+        heapq.heappush(queue, (node.bound_s, next(number), node))
+    while queue and queue[0][0] < incumbents.bar_s:
+        _, _, node = heapq.heappop(queue)
+        try:
+            missing = 0.0 if node.missing_bytes is None else node.missing_bytes()
+            if missing:
+                tally.too_large += node.size
+                too_large(missing, node)
+                continue
+            if node.opened is not None:
+                for part in node.opened():
+                    heapq.heappush(queue, (max(part.bound_s, node.bound_s), next(number), part))
+                continue
+            assert node.plan is not None
+            over = excess_bytes(node.plan)
+            if over:
+                others = list(node.instead()) if node.instead is not None else []
+                tally.too_large += not others
+                too_large(over, node)
+                for other in others:
+                    heapq.heappush(queue, (max(other.bound_s, node.bound_s), next(number), other))
+                continue
+            evaluation = judge(node.plan)
+        except (PlanError, ScheduleError) as error:
+            tally.infeasible[str(error)] += node.size
+            continue
+        except CostError as error:
+            tally.infeasible[str(error)] += node.size
+            tally.unpriced = tally.unpriced or error
+            continue
+        tally.simulated += 1
+        judged.append(evaluation)
+        incumbents.steps_s[replace(node.plan, strategy="custom")] = evaluation.result.step_s.median
+    tally.slower = sum(node.size for _, _, node in queue)
+    if not judged and closest is not None and not incumbents.steps_s:
+        plan = _first_plan(closest[1])
+        judged += [] if plan is None else [judge(plan)]
+    return judged, tally
+
+
+def _first_plan(node: Node) -> Plan | None:
+    """The first plan of a part that is possible."""
+    if node.opened is None:
+        return node.plan
+    with contextlib.suppress(PlanError, ScheduleError, CostError):
+        for part in node.opened():
+            if (plan := _first_plan(part)) is not None:
+                return plan
+    return None

@@ -1,0 +1,328 @@
+"""The members of a family as a tree: every node has a lower bound of the plans below it, and opens into smaller parts.
+
+    mesh and microbatches     least computation of any cut into stages
+    order, chunks, stages     computation, conversions and transfers of these stages
+    ZeRO stage, buckets       collectives of the gradients and parameters too: `bounds.step_bound_s`
+    recomputation             the plan as it fits
+
+A node's bound is at most that of the nodes it opens into, so a search that opens the least bound first may stop once that
+bound is above a plan it has simulated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import numpy as np
+
+from parsim.arrays import Floats
+from parsim.errors import PlanError, ScheduleError
+from parsim.plans.mesh import Mesh
+from parsim.plans.placement import BATCH, Placement
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES, Plan
+from parsim.plans.recompute import AUTO, NONE
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.bounds.memory import missing_bytes
+from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, step_bound_s
+from parsim.schedule.choose_recompute import recomputed_to_fit
+from parsim.schedule.options import Prices, placements_of
+from parsim.schedule.partition import least_round_s
+from parsim.schedule.placement.objective import Solution
+from parsim.schedule.space import bucket_sizes, microbatch_counts, orders, zero_stages
+from parsim.schedule.stages import Cutting
+from parsim.schedule.tensor import MOST_PLACES, best_placement, can_be_cut, uniform_options, uniform_placements
+from parsim.work import Phase
+
+
+@dataclass(frozen=True)
+class Node:
+    """A part of a family.
+
+    Attributes:
+        bound_s: no plan of it is simulated to take less. size: plans in it.
+        opened: the parts it consists of; None for a single plan. Raises PlanError or ScheduleError if it has none.
+        plan: the single plan. instead: what may be judged in its place if it does not fit.
+        missing_bytes: by how much none of its plans can fit; 0 where some might. None: not known.
+    """
+
+    bound_s: float
+    size: int
+    opened: Callable[[], list[Node]] | None = None
+    plan: Plan | None = None
+    instead: Callable[[], Iterator[Node]] | None = None
+    missing_bytes: Callable[[], float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PosedPlacement:
+    """A solution of the placement problem, and where it was posed."""
+
+    mesh: Mesh
+    microbatches: int
+    solution: Solution
+
+    def to_dict(self) -> dict[str, object]:
+        mesh = {"pp": self.mesh.pp, "dp": self.mesh.dp, "tp": self.mesh.tp}
+        return {**self.solution.to_dict(), "microbatches": self.microbatches, "mesh": mesh}
+
+
+@dataclass(frozen=True)
+class Members:
+    """The tree of one family of one problem.
+
+    Attributes: strategy: name that the plans get. mixed: whether every component has a placement of its own.
+        placements: receives the solutions of the placement problems.
+    """
+
+    problem: PlanningProblem
+    strategy: str
+    mixed: bool = False
+    placements: list[PosedPlacement] = field(default_factory=list)
+
+    def of_mesh(self, mesh: Mesh) -> list[Node]:
+        """One node per number of microbatches, and per kind of pipeline order.
+
+        Args:
+            mesh: of all devices, or of one.
+
+        Raises:
+            ScheduleError: the batch or the components do not divide so far, or nothing can be cut.
+        """
+        if mesh.pp > len(self.problem.model.components):
+            raise ScheduleError(
+                f"{self.strategy} wants {mesh.pp} stages and {self.problem.model.name} has "
+                f'{len(self.problem.model.components)} components; use fewer devices or granularity "layer"'
+            )
+        if mesh.tp > 1 and not self.mixed and not can_be_cut(self.problem, mesh.tp):
+            raise ScheduleError(uncut_text(self.problem, mesh.tp))
+        found = []
+        for count in microbatch_counts(self.problem, mesh):
+            by_chunks: dict[bool, list[tuple[str, int]]] = {}
+            for order in orders(self.problem, mesh):
+                by_chunks.setdefault(order[1] > 1, []).append(order)
+            least = self._least_seconds(mesh, count)
+            for several, some in by_chunks.items():
+                bound = count * max(least.sum_s / mesh.pp, least.longest_s)
+                if not several:
+                    bound = max(bound, least.sum_s / (1 - (1 - 1 / count) ** mesh.pp))
+                found.append(self._root(mesh, count, some, bound))
+        return found
+
+    def _root(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]], bound_s: float) -> Node:
+        """With a bound that is made sharper when it is opened first."""
+        size = self._ways(mesh) * len(some)
+        missing = partial(self._missing_bytes, mesh, count)
+        if mesh.pp == 1 or some[0][1] > 1:
+            return Node(bound_s, size, self._opening(mesh, count, some, bound_s), missing_bytes=missing)
+
+        def opened() -> list[Node]:
+            sharper = max(bound_s, least_round_s(self._least_seconds(mesh, count).seconds, mesh.pp, count) * ROUNDING)
+            return [Node(sharper, size, self._opening(mesh, count, some, sharper))]
+
+        return Node(bound_s * ROUNDING, size, opened, missing_bytes=missing)
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        return bucket_sizes(self.problem)
+
+    def _ways(self, mesh: Mesh) -> int:
+        """Combinations of ZeRO stages and bucket sizes."""
+        stages = 1 if isinstance(self.problem.zero_stage, int) or mesh.dp * mesh.tp == 1 else len(ZERO_STAGES)
+        return stages * len(self._sizes)
+
+    def _least_seconds(self, mesh: Mesh, count: int) -> _Least:
+        """Per component forward and backward of one microbatch, under the cheapest of its placements on the fastest device."""
+        samples = self.problem.global_batch // (mesh.dp * count)
+        known = self.problem.remembered(_LeastSeconds).by_shape
+        key = (self.problem.cost_group(mesh.size), mesh.tp, samples, self.mixed)
+        if key not in known:
+            prices = Prices(problem=self.problem, mesh=mesh, samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
+            seen: dict[object, float] = {}
+            found, chosen = [], []
+            for component in self.problem.model.components:
+                options = self._options(component.name, mesh.tp, samples)
+                chosen.append(options)
+                work = (prices.same_work(component), component.name in prices.differentiable, options)
+                if work not in seen:
+                    seen[work] = min((_mean_s(prices, component.name, option) for option in options), default=0.0)
+                found.append(seen[work])
+            known[key] = _Least(np.array(found), sum(found), max(found), tuple(chosen))
+        return known[key]
+
+    def _missing_bytes(self, mesh: Mesh, count: int) -> float:
+        known = self.problem.remembered(_LeastSeconds).missing
+        samples = self.problem.global_batch // (mesh.dp * count)
+        key = (mesh, samples, self.mixed)
+        if key not in known:
+            known[key] = missing_bytes(self.problem, mesh, samples, self._least_seconds(mesh, count).options)
+        return known[key]
+
+    def _options(self, name: str, tp: int, samples: int) -> tuple[Placement, ...]:
+        component = self.problem.model.component(name)
+        if not self.mixed:
+            return uniform_options(self.problem, component, tp, divides=samples % tp == 0)
+        options = placements_of(component, Mesh(tp=tp), samples, places=places(tp))
+        return tuple(option for option in options if self.problem.allows(name, option))
+
+    def _opening(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]], bound_s: float) -> Callable[[], list[Node]]:
+        def opened() -> list[Node]:
+            cuttings = self._cuttings(mesh, count, some)
+            return [Node(bound_s, self._ways(mesh), partial(self._of_cut, cutting)) for cutting in cuttings]
+
+        return opened
+
+    def _cuttings(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]]) -> Iterator[Cutting]:
+        for placements in self._placed(mesh, count):
+            for order, chunks in some:
+                yield Cutting(
+                    problem=self.problem,
+                    strategy=self.strategy,
+                    mesh=mesh,
+                    microbatches=count,
+                    order=order,
+                    chunks=chunks,
+                    placements=placements,
+                )
+
+    def plans(self, mesh: Mesh) -> Iterator[Plan]:
+        """Every plan on a mesh, those that are impossible left out; with recomputation only where it is asked for.
+
+        Args:
+            mesh: of all devices, or of fewer.
+        """
+        with contextlib.suppress(ScheduleError):
+            self.of_mesh(mesh)
+            for count in microbatch_counts(self.problem, mesh):
+                for cutting in self._cuttings(mesh, count, orders(self.problem, mesh)):
+                    with contextlib.suppress(PlanError, ScheduleError):
+                        yield from self._of_ways(self._fastest(cutting))
+
+    def _fastest(self, cutting: Cutting) -> Plan:
+        """With recomputation as the question has it. Raises PlanError, ScheduleError, CostError."""
+        plan = cutting.fastest()
+        if self.problem.recompute != AUTO:
+            plan = replace(plan, recompute=self.problem.recompute)
+        self._check_asked(plan)
+        return plan
+
+    def _of_ways(self, plan: Plan) -> list[Plan]:
+        """With every ZeRO stage and every bucket size."""
+        stages = zero_stages(self.problem, self.problem.layout(plan))
+        return [replace(plan, zero_stage=stage, bucket_bytes=size) for stage in stages for size in self._sizes]
+
+    def _placed(self, mesh: Mesh, count: int) -> Iterator[Mapping[str, Placement]]:
+        """The placements worth judging with so many microbatches."""
+        samples = self.problem.global_batch // (mesh.dp * count)
+        if not self.mixed:
+            chosen = (
+                {}
+                if mesh.tp == 1
+                else uniform_placements(self.problem, Mesh(dp=mesh.dp, tp=mesh.tp), divides=samples % mesh.tp == 0)
+            )
+            yield chosen
+            return
+        stages = (self.problem.zero_stage,) if isinstance(self.problem.zero_stage, int) else (0, 3)
+        seen: list[Mapping[str, Placement]] = []
+        reason = ""
+        for stage in stages:
+            solution, placements, limited = best_placement(self.problem, count, mesh, zero_stage=stage)
+            self.placements.append(PosedPlacement(mesh=mesh, microbatches=count, solution=solution))
+            reason = solution.reason
+            if placements is None:
+                continue
+            if placements not in seen and any(placement != BATCH for placement in placements.values()):
+                yield placements  # all batch-sharded is data parallelism by another name
+            seen.append(placements)
+            if not limited:
+                return  # more room would change nothing
+        if not seen:
+            raise ScheduleError(f"no choice of placements fits: {reason}")
+
+    def _of_cut(self, cutting: Cutting) -> list[Node]:
+        plan = self._fastest(cutting)
+        plans = self._of_ways(plan)
+        bound_s = computation_bound_s(self.problem, plan)
+        return [Node(bound_s, len(plans), lambda: [self.of_plan(each, cutting) for each in plans])]
+
+    def _check_asked(self, plan: Plan) -> None:
+        for stage in plan.stages:
+            for name, placement in stage.placed():
+                if not self.problem.allows(name, placement):
+                    raise ScheduleError("none of its plans keeps what pin and forbid ask for")
+
+    def given(self, plans: Iterable[Plan]) -> list[Node]:
+        """One node per plan that a strategy lists; what is impossible about one is counted when it is opened."""
+        return [Node(0.0, 1, partial(lambda plan: [self.of_plan(plan)], plan)) for plan in plans]
+
+    def of_plan(self, plan: Plan, cutting: Cutting | None = None) -> Node:
+        """One plan; where it does not fit, with recomputation, or with stages that fit without.
+
+        Args:
+            plan: of the problem's model. cutting: where its stages may be cut otherwise.
+
+        Raises:
+            PlanError: it does not match the model. ScheduleError: it does not keep pins and forbids.
+        """
+        self._check_asked(plan)
+        return Node(step_bound_s(self.problem, plan), 1, None, plan, lambda: self._instead(plan, cutting))
+
+    def _instead(self, plan: Plan, cutting: Cutting | None) -> Iterator[Node]:
+        problem = self.problem
+        found = []
+        if problem.recompute == AUTO:
+            found.append(recomputed_to_fit(problem, plan))
+        if cutting is not None and plan.mesh.pp > 1:
+            fitting = replace(cutting, zero_stage=plan.zero_stage, bucket_bytes=plan.bucket_bytes).fitting()
+            if fitting is not None and fitting != plan and plan.recompute == NONE:
+                found.append(fitting)
+        for other in found:
+            if other is not None:
+                yield Node(step_bound_s(problem, other), 1, None, other)
+
+
+class _Least(NamedTuple):
+    """Seconds of every component, their sum and the longest; the placements among which they are the least."""
+
+    seconds: Floats
+    sum_s: float
+    longest_s: float
+    options: tuple[tuple[Placement, ...], ...]
+
+
+@dataclass
+class _LeastSeconds:
+    """Of one problem, by prices, tp, samples and whether placements are mixed."""
+
+    by_shape: dict[tuple[int, int, int, bool], _Least] = field(default_factory=dict)
+    missing: dict[tuple[Mesh, int, bool], float] = field(default_factory=dict)
+
+
+def _mean_s(prices: Prices, name: str, placement: Placement) -> float:
+    """Forward and backward of one microbatch on the fastest device, as the mean over the tp ranks."""
+    component = prices.problem.model.component(name)
+    phases = (Phase.FORWARD, Phase.BACKWARD) if name in prices.differentiable else (Phase.FORWARD,)
+    share = 1 / prices.mesh.tp if placement.kind == "place" else 1.0
+    return share * sum(prices.compute_s(component, placement, phase, fastest=True) for phase in phases)
+
+
+def places(tp: int) -> range | tuple[int]:
+    """The tp ranks on which a component may be placed alone."""
+    return range(tp) if tp <= MOST_PLACES else (0,)
+
+
+def uncut_text(problem: PlanningProblem, tp: int) -> str:
+    """Why no component can be cut into `tp` shards: what the rules divide by."""
+    limits = sorted({(each.rule, each.limit) for component in problem.model.components for each in component.shardings})
+    if not limits:
+        return f"no component of {problem.model.name} can be cut into shards, so tp = {tp} shards nothing; use pp and dp"
+    texts = ", ".join(f"{rule} ({limit})" for rule, limit in limits[:6])
+    possible = [ways for ways in range(2, problem.cluster.size + 1) if any(limit % ways == 0 for _, limit in limits)]
+    return (
+        f"no component of {problem.model.name} can be cut into tp = {tp} shards: tp must divide the size that a rule cuts: "
+        f"{texts}; "
+        f"{'use tp = ' + ', '.join(map(str, possible)) if possible else 'use pp and dp'}, or another granularity"
+    )

@@ -1,0 +1,65 @@
+"""[cluster] of a run file: a profile or GPUs by name, how many nodes, and what joins them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from parsim.errors import ConfigError
+from parsim.hardware.record import Count
+
+
+class ConfigSection(BaseModel):
+    """Base of all tables: unknown keys are errors, values are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ClusterSection(ConfigSection):
+    """[cluster]: the devices that train."""
+
+    profile: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    """A shipped hardware profile by name, or the path of one; or `gpu`, which needs none."""
+    gpu: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    """A shipped GPU by name ("h100-sxm"), or the path of one: a machine made of parts."""
+    gpus_per_node: Count | None = None
+    """With `gpu`: of each node; left out: as many as the usual machine has."""
+    link: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    """With `gpu`: what joins the GPUs of a node, by name or path; left out: what the usual machine has."""
+    cards_per_node: Count | None = None
+    """Network cards of each node; left out: as the network says, usually one for each slot of the machine."""
+    history: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    """Path of the profile's validations; left out: beside a profile that is a file, none for a shipped one."""
+    devices: Count | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None = None
+    """The first N devices of every node, or a list of device numbers, which count through the nodes; left out: all."""
+    nodes: Annotated[int, Field(strict=True, ge=1)] = 1
+    """So many machines of the profile, joined by `network`."""
+    network: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    """A shipped network by name, or the path of one; needed for nodes > 1, and without meaning for one node."""
+
+    @property
+    def machine(self) -> str:
+        """The profile, or the node of `gpu` as a shorthand: what `parsim.hardware.profile.load_profile` takes."""
+        if self.profile is not None:
+            return self.profile
+        from parsim.hardware.parts.load import load_gpu
+        from parsim.hardware.parts.shorthand import Machines
+
+        gpu = str(self.gpu)
+        return Machines(gpu, self.gpus_per_node or load_gpu(gpu).gpus_per_node, self.nodes, self.link).node
+
+
+def check_machine(cluster: ClusterSection) -> None:
+    """Exactly one of profile and gpu, and the keys that belong to gpu."""
+    if (cluster.profile is None) == (cluster.gpu is None):
+        given = "neither is given" if cluster.profile is None else f"profile = {cluster.profile!r} and gpu = {cluster.gpu!r}"
+        raise ConfigError(
+            f'[cluster] needs exactly one of profile and gpu, and {given}: profile = "dgx1-v100-32gb" names a machine, '
+            'gpu = "h100-sxm" makes one of parts'
+        )
+    for key in ("gpus_per_node", "link"):
+        if cluster.gpu is None and (value := getattr(cluster, key)) is not None:
+            raise ConfigError(f"cluster.{key} = {value!r} belongs to cluster.gpu, and a profile says it itself; drop {key}")
+    if cluster.cards_per_node is not None and cluster.network is None:
+        raise ConfigError(f"cluster.cards_per_node = {cluster.cards_per_node} needs cluster.network; add it, or drop the cards")

@@ -1,0 +1,88 @@
+"""Predicted peaks of tensors against those of real runs on two processes, which no timing changes, ZeRO 2 and 3 included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parsim.execute.job import Job, RunSpec
+from parsim.execute.processes.launch import launch
+from parsim.execute.records.measurement import RankRecord
+from parsim.hardware.allocator import NO_ALLOCATOR
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.profile import load_profile
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
+from parsim.predict.planning_problem import PlanningProblem
+
+SPEC = ModelSpec(name="mlp", args=(("width", 256),))
+MODEL = load_model(SPEC, granularity="layer")
+SAMPLES = 32
+
+
+def two_processes(memory_bytes: int = 2**40) -> Cluster:
+    """CPU devices over gloo, with nothing beside tensors."""
+    cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), 2)
+    communication = cluster.profile.communication.model_copy(update={"backend": "gloo", "uses_cores": True})
+    bare = {"kind": "cpu", "context_bytes": 0, "allocator": NO_ALLOCATOR, "memory_bytes": memory_bytes}
+    devices = tuple(replace(device, type=replace(device.type, **bare)) for device in cluster.devices)
+    return replace(cluster, devices=devices, profile=cluster.profile.model_copy(update={"communication": communication}))
+
+
+def replicas(zero_stage: int, **changes: object) -> Plan:
+    mesh = Mesh(dp=2)
+    names = tuple(component.name for component in MODEL.components)
+    plan = Plan(
+        strategy="custom",
+        mesh=mesh,
+        stages=(Stage(components=names, ranks=mesh.stage_ranks(0)),),
+        global_batch=SAMPLES,
+        zero_stage=zero_stage,
+        bucket_bytes=2**16,
+    )
+    return replace(plan, **changes)  # type: ignore[arg-type]
+
+
+PLANS = [
+    replicas(0),
+    replicas(1),
+    replicas(2),
+    replicas(2, microbatches=4),
+    replicas(3),
+    replicas(3, microbatches=4),
+    replicas(3, recompute="full", bucket_bytes=2**25),
+]
+
+
+@pytest.mark.xdist_group("launch")
+def test_peaks_of_tensors_are_as_predicted_and_so_are_the_verdicts(tmp_path: Path) -> None:
+    """Within 0.5%; and a limit 5% below the measured peak refuses the plan, one 5% above it does not."""
+    MODEL.save(tmp_path / "model.json")
+    runs = tuple(
+        RunSpec(
+            name=f"plan{number}",
+            model=SPEC,
+            model_path=str(tmp_path / "model.json"),
+            plan=plan,
+            optimizer="adam",
+            learning_rate=1e-3,
+            dataset="digits",
+        )
+        for number, plan in enumerate(PLANS)
+    )
+    job = Job(output=str(tmp_path), mode="measure", runs=runs, steps=1, rounds=1, warmup_steps=1)
+    job.save(tmp_path / "job.json")
+    launch(tmp_path / "job.json", job.world_size, timeout_s=300)
+    for run, plan in zip(runs, PLANS, strict=True):
+        problem = PlanningProblem(model=MODEL, cluster=two_processes(), global_batch=SAMPLES, optimizer="adam")
+        measured = [RankRecord.load(tmp_path / run.name, rank).peak_bytes for rank in range(2)]
+        for entry, peak in zip(problem.memory(plan), measured, strict=True):
+            assert sum(entry.tensor_lines.values()) == pytest.approx(peak, rel=0.005), plan.summary()
+        beside = max(entry.total_bytes - sum(entry.tensor_lines.values()) for entry in problem.memory(plan))
+        for share, fits in ((1 / 1.05, False), (1.05, True)):
+            tight = replace(problem, cluster=two_processes(round(share * (max(measured) + beside))))
+            assert all(entry.fits for entry in tight.memory(plan)) == fits, plan.summary()

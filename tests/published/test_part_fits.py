@@ -1,0 +1,107 @@
+"""Fits of hardware parts: a known truth comes back exactly, and the shipped parts come from the published tables."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from calibration.parts import attentions, collectives, products
+from calibration.parts.robust import named
+from parsim.costs.compute.tile_model import tile_seconds
+
+ROOT = Path(__file__).resolve().parents[2]
+SYNTHETIC = Path(__file__).parent / "parts_synthetic"
+PARTS = ROOT / "hardware_profiles" / "parts"
+TRUTH = {
+    "utilisation": 0.7,
+    "operand_overhead": 12.0,
+    "depth_overhead": 70.0,
+    "quantisation": 0.5,
+    "floor_s": 4e-6,
+    "bandwidth_fraction": 0.9,
+    "split_cost": 2.0,
+    "sharpness": 3.0,
+}
+"""What `parts_synthetic/gemm.csv` was computed from, on 100 multiprocessors, 300 TFLOP/s and 2 TB/s."""
+CHIP = products.Chip(100, 300e12, 2e12)
+
+
+def data_folder() -> Path:
+    """The tables of published timings, which are not part of the repository."""
+    folder = os.environ.get("PARSIM_GPU_OPS")
+    if folder is None or not Path(folder).is_dir():
+        pytest.skip("the tables of published GPU timings are not here: set PARSIM_GPU_OPS to their folder")
+    return Path(folder)
+
+
+def test_the_synthetic_table_is_the_truth() -> None:
+    rows = products.products_of(products.read_products(SYNTHETIC), ("Made-up",), products.HALF)
+    coefficients = {**TRUTH, **CHIP.coefficients()}
+    seconds = tile_seconds(rows.rows, rows.columns, rows.depth, rows.problems, rows.size_bytes, coefficients)
+    np.testing.assert_allclose(seconds, rows.seconds, rtol=1e-9)
+
+
+def test_the_fit_finds_the_truth() -> None:
+    rows = products.products_of(products.read_products(SYNTHETIC), ("Made-up",), products.HALF)
+    loose = products.BASE.__class__(products.NAMES, products.BASE.mean, products.BASE.sigma * 100)
+    found = named(products.NAMES, products.fit_products(rows, CHIP, loose))
+    told = products.predicted(rows, CHIP, found)
+    np.testing.assert_allclose(told, rows.seconds, rtol=2e-3)
+    for name in ("utilisation", "floor_s", "quantisation", "depth_overhead", "bandwidth_fraction"):
+        assert found[name] == pytest.approx(TRUTH[name], rel=0.05), name
+
+
+def test_without_rows_the_prior_decides() -> None:
+    rows = products.products_of(products.read_products(SYNTHETIC), ("No such GPU",), products.HALF)
+    assert len(rows) == 0
+    np.testing.assert_array_equal(products.fit_products(rows, CHIP, products.BASE), products.BASE.mean)
+
+
+def test_a_burst_is_faster_only_while_it_is_short() -> None:
+    rows = products.products_of(products.read_products(SYNTHETIC), ("Made-up",), products.HALF)
+    parameters = {**TRUTH, "burst_gain": 1.2, "burst_s": 1e-4}
+    short = replace(rows, sustained=0 * rows.sustained)
+    gain = products.predicted(rows, CHIP, parameters) / products.predicted(short, CHIP, parameters)
+    assert gain.min() >= 1
+    assert gain.max() <= 1.2
+    assert gain[np.argmax(rows.flop)] < 1.03
+
+
+@pytest.mark.slow
+def test_shipped_products_come_from_the_tables() -> None:
+    """The numbers of one part, fitted again."""
+    from calibration.parts.gpus import all_fits
+    from calibration.parts.part_files import read_sources
+
+    folder = data_folder()
+    read_sources(folder)
+    fits = all_fits(folder)
+    for name in ("a100-sxm-80gb", "h100-sxm"):
+        shipped = json.loads((PARTS / "gpus" / f"{name}.json").read_text())["fits"]
+        assert [fit["coefficients"] for fit in fits[name]] == [fit["coefficients"] for fit in shipped]
+
+
+def test_shipped_links_come_from_the_tables() -> None:
+    from calibration.parts.links import SWITCHES, _switch
+    from calibration.parts.part_files import read_sources
+
+    folder = data_folder()
+    read_sources(folder)
+    table = collectives.read_collectives(folder)
+    for name in SWITCHES:
+        assert _switch(name, table) == json.loads((PARTS / "links" / f"{name}.json").read_text())
+
+
+def test_every_library_of_attention_is_one_of_the_models() -> None:
+    assert set(attentions.LIBRARY_OF.values()) == set(attentions.LIBRARIES)
+
+
+def test_the_synthetic_table_is_small() -> None:
+    with (SYNTHETIC / "gemm.csv").open() as file:
+        assert len(list(csv.DictReader(file))) <= 120

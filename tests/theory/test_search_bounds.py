@@ -1,0 +1,136 @@
+"""The lower bounds by which a search leaves plans out: below what is simulated, for random plans; and what they leave out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parsim.errors import ParsimError
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.profile import load_profile
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import ZERO_STAGES, Plan
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.bounds.memory import missing_bytes
+from parsim.schedule.bounds.step import computation_bound_s, step_bound_s
+from parsim.schedule.families import FAMILIES
+from parsim.schedule.partition import least_round_s
+from parsim.schedule.search import search
+from parsim.schedule.space import divisors
+from parsim.schedule.stages import balanced_plan
+from parsim.schedule.tensor import uniform_options, uniform_placements
+from tests.models import chain_model
+
+MACHINES = {name: load_profile(name) for name in ("dgx1-v100-32gb", "pcie-8xv100")}
+MODELS = {name: load_model(ModelSpec(name=name)) for name in ("gpt_small", "resnet_small")}
+MESHES = [Mesh(pp=pp, dp=dp, tp=tp) for pp in (1, 2, 4) for dp in (1, 2, 4) for tp in (1, 2, 4) if 1 < pp * dp * tp <= 8]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model=st.sampled_from(sorted(MODELS)),
+    machine=st.sampled_from(sorted(MACHINES)),
+    mesh=st.sampled_from(MESHES),
+    microbatches=st.sampled_from((1, 2, 4, 8)),
+    order=st.sampled_from((("1f1b", 1), ("gpipe", 1), ("interleaved", 1), ("interleaved", 2), ("zero-bubble", 1))),
+    zero_stage=st.sampled_from(ZERO_STAGES),
+    bucket_bytes=st.sampled_from((2**16, 2**20, 25 * 2**20)),
+    recompute=st.sampled_from(("none", "full")),
+)
+def test_no_plan_is_simulated_below_its_bound(
+    model: str,
+    machine: str,
+    mesh: Mesh,
+    microbatches: int,
+    order: tuple[str, int],
+    zero_stage: int,
+    bucket_bytes: int,
+    recompute: str,
+) -> None:
+    problem = PlanningProblem(model=MODELS[model], cluster=cluster_from_profile(MACHINES[machine], 8), global_batch=32)
+    try:
+        plan = some_plan(problem, mesh, microbatches, order)
+        plan = replace(plan, zero_stage=zero_stage, bucket_bytes=bucket_bytes, recompute=recompute)
+        problem.layout(plan)
+    except ParsimError:
+        return
+    step_s = evaluate(problem, plan, samples=0, fold=True).result.step_s.median
+    assert computation_bound_s(problem, plan) <= step_bound_s(problem, plan) * (1 + 1e-12)
+    assert step_bound_s(problem, plan) <= step_s
+
+
+def some_plan(problem: PlanningProblem, mesh: Mesh, microbatches: int, order: tuple[str, int]) -> Plan:
+    placements = uniform_placements(problem, Mesh(dp=mesh.dp, tp=mesh.tp)) if mesh.tp > 1 else None
+    name, chunks = order
+    return balanced_plan(
+        problem, "custom", mesh, microbatches=microbatches, pipeline_order=name, chunks=chunks, placements=placements
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_bound_over_all_cuts_is_that_of_the_best_one(seed: int) -> None:
+    """Every cut of up to 9 components is listed."""
+    rng = np.random.default_rng(seed)
+    count, microbatches = int(rng.integers(2, 10)), int(rng.integers(1, 9))
+    seconds, stages = rng.exponential(size=count), int(rng.integers(1, min(count, 4) + 1))
+
+    def round_s(cuts: tuple[int, ...]) -> float:
+        sums = [part.sum() for part in np.split(seconds, cuts)]
+        return max(sum(sums[:stage]) + microbatches * own for stage, own in enumerate(sums))
+
+    best = min(round_s(cuts) for cuts in combinations(range(1, count), stages - 1))
+    found = least_round_s(seconds, stages, microbatches)
+    assert found <= best * (1 + 1e-12)
+    assert found >= best * (1 - 2e-4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    elements=st.sampled_from((1_000, 3_000_000, 40_000_000)),
+    mesh=st.sampled_from(MESHES),
+    microbatches=st.sampled_from((1, 4)),
+    memory_gib=st.sampled_from((0.9, 1.5, 3.0)),
+    zero_stage=st.sampled_from((0, 1, 3)),
+)
+def test_what_is_left_out_for_its_memory_does_not_fit(
+    elements: int, mesh: Mesh, microbatches: int, memory_gib: float, zero_stage: int
+) -> None:
+    model = chain_model((1e9,) * 5, elements=elements)
+    whole = cluster_from_profile(MACHINES["dgx1-v100-32gb"], 8)
+    small = tuple(replace(each, type=replace(each.type, memory_bytes=int(memory_gib * 2**30))) for each in whole.devices)
+    problem = PlanningProblem(model=model, cluster=replace(whole, devices=small), global_batch=64, zero_stage=zero_stage)
+    options = [uniform_options(problem, component, mesh.tp, divides=True) for component in model.components]
+    samples = 64 // (mesh.dp * microbatches)
+    if missing_bytes(problem, mesh, samples, options):
+        for recompute in ("none", "full"):
+            plan = replace(some_plan(problem, mesh, microbatches, ("1f1b", 1)), recompute=recompute, zero_stage=zero_stage)
+            assert not all(entry.fits for entry in problem.memory(plan))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("machine", sorted(MACHINES))
+def test_branch_and_bound_finds_the_best_of_all_members(family: str, machine: str) -> None:
+    problem = PlanningProblem(
+        model=chain_model((4e9, 2e9, 6e9, 2e9), elements=3_000_000),
+        cluster=cluster_from_profile(MACHINES[machine], 4),
+        global_batch=8,
+    )
+    best = min(evaluate(problem, plan, samples=0, fold=True).result.step_s.median for plan in FAMILIES[family](problem))
+    found = search(problem, (family,), samples=0)
+    assert found.chosen is not None
+    assert found.chosen.result.step_s.median == pytest.approx(best, rel=1e-12)
+    assert found.judged < len(list(FAMILIES[family](problem))) or family == "single"
+
+
+def test_divisors() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1]
+    assert divisors(49) == [1, 7, 49]
