@@ -71,6 +71,9 @@ class KeptActivations:
             counted = now - (before and not self.layout.recomputes(name))
             own_rate, own_fixed = self._size_at(name, value)
             rate, fixed = rate + counted * own_rate, fixed + counted * own_fixed
+            elsewhere = before and not now and not self.layout.is_remade(value, name)
+            if elsewhere and value in own.inputs and self.values[value].savers:  # kept for an earlier component too
+                own = replace(own, backward_peaks=tuple((r + own_rate, f + own_fixed) for r, f in own.backward_peaks))
         return replace(own, saved_activation_bytes=max(0, rate), saved_fixed_bytes=max(0, fixed))
 
     def again(self, name: str) -> Again:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from parsim.costs.memory.rank_memory import Boundary, RankMemory, RankStep, Traffic, Weights, rank_memory
+from parsim.costs.memory.waiting import waiting_bytes
 from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS
@@ -149,7 +150,9 @@ def rank_boundary(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> 
         value = values[name]
         loaded += local_bytes(layout, value, batch)
         counted = value.saved if value.savers is None else any(layout.runs_on(rank, first) for first in value.savers[:1])
-        if counted and all(entry.form != "shard" for entry in layouts):  # pieces of a dim are copies
+        if value.savers == ():
+            loaded_saved += local_bytes(layout, value, batch)
+        elif counted and all(entry.form != "shard" for entry in layouts):  # pieces of a dim are copies
             loaded_saved += min(local_bytes(layout, value, entry) for entry in layouts)
     for value in values.values():
         if value.producer is not None:
@@ -159,6 +162,11 @@ def rank_boundary(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> 
         loaded_bytes=loaded,
         loaded_saved_bytes=loaded_saved,
         gradient_bytes={name: _gradient_bytes(layout, values, name) for name in layout.rank_components(rank)},
+        waiting=waiting_bytes(
+            [layout.model.component(name) for name in layout.rank_components(rank)],
+            values,
+            lambda value: _largest_bytes(layout, value),
+        ),
     )
 
 
@@ -170,6 +178,13 @@ def local_bytes(layout: PlanIndex, value: Value, how: ValueLayout) -> float:
     """
     plan = layout.plan
     return value.bytes_per_sample * plan.microbatch_samples * how.local_share(plan.mesh.tp) + value.fixed_bytes
+
+
+def _largest_bytes(layout: PlanIndex, value: Value) -> float:
+    """In the fullest of the layouts in which the value is made and read."""
+    read = [reading.ends.value for reading in layout.readings[value.name]]
+    made = [layout.source[value.name].value] if value.producer is not None else []
+    return max((local_bytes(layout, value, entry) for entry in (*made, *read)), default=0.0)
 
 
 def _held_bytes(layout: PlanIndex, rank: int, value: Value) -> float:

@@ -67,7 +67,8 @@ def check(model: Model, runnables: Sequence[Runnable], values: Mapping[str, Tens
             widths = divisors(sharding.limit)
             for ways in (*widths[:3], widths[-1])[-2:]:
                 given = [values[value] for value in component.inputs]
-                run = [peaks(runnable, sharding, shard, ways, given) for shard in (0, 1)]
+                first = [model.value[value].savers[:1] == (component.name,) for value in component.inputs]
+                run = [peaks(runnable, sharding, shard, ways, given, first) for shard in (0, 1)]
                 expected = tuple(max(shard[phase] for shard in run) for phase in (0, 1))
                 assert counted(narrow(component, sharding.rule, ways)) == expected, (component.name, sharding.rule, ways)
                 beyond += ways not in widths[:2]
@@ -81,18 +82,28 @@ def counted(part: Component) -> tuple[int, int]:
     return max(forward), max(backward)
 
 
-def peaks(runnable: Runnable, sharding: Sharding, shard: int, ways: int, whole: Sequence[Tensor]) -> tuple[int, int]:
-    """Bytes at the fullest moment of a forward, and of a backward beyond what that forward has saved."""
+def peaks(
+    runnable: Runnable, sharding: Sharding, shard: int, ways: int, whole: Sequence[Tensor], first: Sequence[bool]
+) -> tuple[int, int]:
+    """Bytes at the fullest moment of a forward, and of a backward beyond what that forward has saved.
+
+    `first`: per input whether this component is the first to save it, so that its backward lets go of it.
+    """
     local = shard_runnable(narrowed(runnable, sharding, shard, ways), sharding, shard, ways)
-    given = [value_piece(value, content, shard, ways) for value, content in zip(whole, sharding.inputs, strict=True)]
+    given = [value_piece(value, content, shard, ways).clone() for value, content in zip(whole, sharding.inputs, strict=True)]
     for parameter in local.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with LiveBytes() as live:
+        for tensor, counts in zip(given, first, strict=True):
+            if counts:
+                live.track(tensor)
+        inputs = live.current_bytes
         for tensor in (*given, *local.parameters(), *local.buffers(), *(p.grad for p in local.parameters())):
             assert tensor is not None
             live.ignore(tensor)
         outputs, saved = forward_component(local, given)
-        forward = live.peak_bytes
+        forward = live.peak_bytes - inputs
+        del given, tensor
         shapes = [value.shape if flows else None for value, flows in zip(outputs, local.output_differentiable, strict=True)]
         del outputs
         before = live.current_bytes

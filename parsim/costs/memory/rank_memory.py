@@ -11,7 +11,7 @@ until the end of its backward.
 The line `allocator`, an interval, holds the memory of the allocator and of libraries. Transfers that may have arrived
 early are an interval too. A rank fits if it does with every line at its p95, that is with a probability of 95%.
 
-Leaves out: the moments of a first forward that are fuller than the backward of the same component.
+Leaves out: buckets that are whole during a first forward, where that is the fullest moment (ZeRO 3).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 from parsim.costs.memory.verdict import DOUBTFUL, FIT_PROBABILITY, fit_probability
+from parsim.costs.memory.waiting import Waiting, waiting_bytes
 from parsim.errors import CostError
 from parsim.hardware.device import DeviceType
 from parsim.model.component import Component, Parameter, Value
@@ -151,14 +152,16 @@ class Boundary:
     Attributes:
         held_bytes: of values in flight, in all layouts, beyond the saved activations.
         loaded_bytes: of the batch as loaded. loaded_saved_bytes: that part of it which is counted among the saved activations
-            while the microbatch is in flight.
+            while the microbatch is in flight, or let go once it is read.
         gradient_bytes: by component, of what is there of its outputs' gradients right before its backward.
+        waiting: values and gradients that are there for other components.
     """
 
     held_bytes: float
     loaded_bytes: float
     loaded_saved_bytes: float
     gradient_bytes: Mapping[str, float]
+    waiting: Waiting = Waiting()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,7 +363,7 @@ def _uniform_boundary(
         size = value.size_bytes(samples)
         if value.producer is None:
             loaded += size
-            loaded_saved += size if _counted(value, here) else 0
+            loaded_saved += size if value.savers == () or _counted(value, here) else 0
         elif value.savers == ():
             continue  # let go once it is read, or sent
         elif value.savers:
@@ -375,6 +378,7 @@ def _uniform_boundary(
             component.name: sum(values[name].size_bytes(samples) for name in component.outputs if values[name].differentiable)
             for component in components
         },
+        waiting=waiting_bytes(components, values, lambda value: value.size_bytes(samples)),
     )
 
 
@@ -392,7 +396,8 @@ def _transient_bytes(
     weights: Weights,
     update: float,
 ) -> tuple[float, float]:
-    """By how much the worst moment after the last microbatch's forward exceeds its end: buckets whole then, and the rest.
+    """By how much the worst moment of the last microbatch's forward, or of what follows, exceeds the end of that forward:
+    buckets whole then, and the rest.
 
     `update`: what the optimizer step takes beyond that. While component i runs backward, what the later ones saved is free. A
     recomputed one runs forward before that, beside the gradients of what it puts out.
@@ -400,13 +405,18 @@ def _transient_bytes(
     before = 0.0
     moments: list[tuple[float, float]] = []
     for component, own in zip(components, saved, strict=True):
+        beside = before + boundary.waiting.values.get(component.name, 0.0)
+        if component.name not in again:
+            moments.append((beside + _fullest_bytes(component.forward_peaks, samples[component.name]), 0.0))
         before += own
         gradients = boundary.gradient_bytes[component.name]
-        alive = max(_alive_bytes(component, samples[component.name]), gradients)
+        runs_backward = gradients or not component.forward_peaks
+        alive = max(_alive_bytes(component, samples[component.name]), gradients) if runs_backward else 0.0
         if component.name in again:
             second = again[component.name]
             forward = _fullest_bytes(component.forward_peaks, samples[component.name])
             alive = max(second.saved_bytes - second.released_bytes + alive, forward + gradients)
+        alive += boundary.waiting.gradients.get(component.name, 0.0)
         whole = weights.unsharded.get(component.name, 0.0)
         moments.append((before + alive + whole, whole))
     peak, whole = max(moments, key=itemgetter(0), default=(0.0, 0.0))

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from parsim.model.memory.kernel_workspaces import with_workspace
+
 
 class LiveBytes(TorchDispatchMode):
     """While active, counts every storage an operator of this thread makes, from its birth to its death.
@@ -84,7 +86,7 @@ class LiveBytes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
-        result = func(*args, **(kwargs or {}))
+        result = with_workspace(func, args, func(*args, **(kwargs or {})))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._seen(leaf)

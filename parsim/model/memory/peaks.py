@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parsim.model.autograd.cut import Saved, backward_component, enter
+from parsim.model.autograd.cut import InputEdge, Saved, backward_component, enter
 from parsim.model.memory.live_memory import LiveBytes
 from parsim.model.runnable import CallProgram, TensorKind, run_op
 
@@ -26,12 +26,18 @@ Peaks = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
-    """One component as recorded at so many samples. `autocast`: the half-precision type it ran under, or None."""
+    """One component as recorded at so many samples.
+
+    Attributes:
+        autocast: the half-precision type it ran under, or None.
+        counted_inputs: the inputs (by position) that are among its saved activations, so that its backward lets go of them.
+    """
 
     program: CallProgram
     fakes: FakeTensorMode
     samples: int
     autocast: torch.dtype | None = None
+    counted_inputs: tuple[int, ...] = ()
 
 
 def component_peaks(small: Recorded, large: Recorded) -> tuple[Peaks, Peaks]:
@@ -88,12 +94,14 @@ def moments(recorded: Recorded) -> tuple[list[int], list[int]]:
     program = recorded.program
     environment: list[Any] = [None] * program.slots
     with recorded.fakes, torch.enable_grad():
-        entries = []
+        entries: list[InputEdge | None] = []
+        given: list[Tensor] = []
         for _, slot, differentiable in program.inputs:
-            value = _like(program.tensors[slot])
-            cut, entry = enter(value) if differentiable else (value, None)
+            given.append(_like(program.tensors[slot]))
+            cut, entry = enter(given[-1]) if differentiable else (given[-1], None)
             environment[slot] = cut
             entries.append(entry)
+            del cut
         for key, slot in program.state:
             value = _like(program.tensors[slot])
             if key.kind == "parameter" and program.tensors[slot].differentiable:
@@ -102,9 +110,14 @@ def moments(recorded: Recorded) -> tuple[list[int], list[int]]:
         for constant, slot in program.constants:
             environment[slot] = constant
         with LiveBytes() as live:
+            for place in recorded.counted_inputs:
+                live.track(given[place])
+            inputs = live.current_bytes
+            live.moments = []
             for tensor in environment:
                 if tensor is not None:
                     live.ignore(tensor)
+            del given, tensor
             with autocast_as(recorded.autocast):
                 for op in program.ops:
                     run_op(op, environment)
@@ -115,7 +128,7 @@ def moments(recorded: Recorded) -> tuple[list[int], list[int]]:
             )
             shapes = [(value.shape, value.dtype) for value in outputs]
             del outputs, environment
-            forward = live.moments
+            forward = [moment - inputs for moment in live.moments]
             if not any(edges):
                 return forward, []
             saved = live.current_bytes

@@ -68,7 +68,8 @@ class TracedForward:
 
     def recorded(self, place: int) -> Recorded:
         """One component."""
-        return Recorded(self.programs[place], self.fakes, self.batch, self.autocast)
+        counted = tuple(number for number, own in enumerate(self.whole(place).counted_inputs) if own)
+        return Recorded(self.programs[place], self.fakes, self.batch, self.autocast, counted)
 
     def savers(self, storage: int) -> tuple[str, ...]:
         """The components that save a storage, in the order in which they run."""

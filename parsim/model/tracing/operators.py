@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from parsim.model.component import Operator
+from parsim.model.memory.kernel_workspaces import with_workspace
 from parsim.model.operator_table import UNLISTED, Dims, KernelPiece, OperatorRow, TracedCall, row_of
 from parsim.model.tracing.recorder import storage_key, tensors_in
 
@@ -99,7 +100,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = with_workspace(func, args, func(*args, **kwargs))
         packet = func._overloadpacket
         given = _unique(tensor for _, tensor in tensors_in((args, kwargs)))
         made = _unique(tensor for _, tensor in tensors_in(out))

@@ -1,0 +1,63 @@
+"""Values that wait for their readers, and gradients that wait for their makers, while another component of the rank runs.
+
+A value that no backward needs lives until its last reader has run; one that a later component saves first, until that one
+counts it. The gradient of a value with several readers, or of one read long after it was made, lies there from the backward
+of its last reader to that of its maker.
+
+Leaves out: that gradients may be views of one storage, as those of a concatenation's operands or of a residual sum's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from parsim.model.component import Component, Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """By component, bytes of one microbatch.
+
+    Attributes:
+        values: alive while it runs forward, which neither it makes nor the components before it save.
+        gradients: alive while it runs backward, which are neither those of its outputs nor made by it.
+    """
+
+    values: Mapping[str, float] = field(default_factory=dict)
+    gradients: Mapping[str, float] = field(default_factory=dict)
+
+
+def waiting_bytes(
+    components: Sequence[Component], values: Mapping[str, Value], size_bytes: Callable[[Value], float]
+) -> Waiting:
+    """What waits on a rank while each of its components runs.
+
+    Args:
+        components: of the rank, in execution order. values: of the model by name, as kept under the plan.
+        size_bytes: of one microbatch of a value on this rank.
+    """
+    place = {component.name: number for number, component in enumerate(components)}
+    readers: dict[str, list[int]] = {}
+    for number, component in enumerate(components):
+        for name in dict.fromkeys(component.inputs):
+            readers.setdefault(name, []).append(number)
+    forward, backward = [0.0] * len(components), [0.0] * len(components)
+    for name, reads in readers.items():
+        value = values[name]
+        made = -1 if value.producer is None else place.get(value.producer, -1)
+        until = _counted_at(value, place, reads[-1])
+        for number in range(made + 1, until + 1):
+            forward[number] += size_bytes(value)
+        if value.differentiable and value.producer is not None:
+            for number in range((made if made >= 0 else reads[0]) + 1, reads[-1]):
+                backward[number] += size_bytes(value)
+    names = [component.name for component in components]
+    return Waiting(values=dict(zip(names, forward, strict=True)), gradients=dict(zip(names, backward, strict=True)))
+
+
+def _counted_at(value: Value, place: Mapping[str, int], last_read: int) -> int:
+    """The last component in whose forward the value is in no saved activation yet; -1: it is held, or nobody knows."""
+    if value.savers is None:
+        return -1
+    return place.get(value.savers[0], -1) if value.savers else last_read

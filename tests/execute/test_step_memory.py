@@ -1,0 +1,51 @@
+"""The predicted peak of live bytes against a real step on one rank, for modules that show one effect each."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the torch extra")
+
+from parsim.model.memory.kernel_workspaces import PAGE_BYTES, lstm_workspace_arrays  # noqa: E402
+from tests.matrix.catalogue import _SEQUENCE, _VISION  # noqa: E402
+from tests.matrix.checks import Subject, memory  # noqa: E402
+
+ROWS = {**_VISION, **_SEQUENCE}
+
+
+@pytest.mark.parametrize("name", ["dense blocks", "weight norm"])
+def test_a_backward_lets_go_of_the_input_that_it_alone_keeps(name: str) -> None:
+    memory(Subject(ROWS[name]))
+
+
+@pytest.mark.parametrize("name", ["inception", "triplet"])
+def test_values_wait_for_readers_and_gradients_for_makers(name: str) -> None:
+    memory(Subject(ROWS[name]))
+
+
+@pytest.mark.parametrize("name", ["graph, dense", "frozen backbone"])
+def test_an_input_that_no_backward_needs_is_let_go_and_a_frozen_part_has_no_backward(name: str) -> None:
+    memory(Subject(ROWS[name]))
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "features", "hidden"),
+    [
+        (6, 3, 16, 16),
+        (6, 2, 16, 16),
+        (6, 3, 32, 16),
+        (6, 3, 16, 32),
+        (1, 1, 16, 16),
+        (10, 64, 100, 128),
+        (7, 33, 48, 48),
+        (20, 8, 64, 256),
+    ],
+)
+def test_workspace_of_an_lstm_is_that_of_the_kernel(length: int, batch: int, features: int, hidden: int) -> None:
+    """Byte for byte with the pages that each array begins on."""
+    weights = [weight.detach() for weight in torch.nn.LSTM(features, hidden).parameters()]
+    given, state = torch.randn(length, batch, features), torch.zeros(1, batch, hidden)
+    settings = (False, [], 2, hidden, 1, True, False, False, True)
+    workspace = torch.ops.aten.mkldnn_rnn_layer(given, *weights, state, state, *settings)[3]
+    arrays = lstm_workspace_arrays(length, batch, features, hidden)
+    assert workspace.numel() == sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in arrays)
