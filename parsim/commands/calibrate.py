@@ -52,8 +52,8 @@ def calibrate(
     """
     from calibration.rounds.calibrate import refit as fit_again
     from parsim.workflow.calibration import DEFAULT_BATCHES, calibration_request, measure_machine
-    from parsim.workflow.config import parse_numbers
     from parsim.workflow.question import question_from_file
+    from parsim.workflow.toml_text import parse_numbers
 
     if refresh is not None:
         if out is not None or files or models or refit is not None:

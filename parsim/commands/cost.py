@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from parsim.commands.output import JsonFlag, print_json, print_tables
-from parsim.workflow.config import Granularity, parse_numbers, scalar_pairs
+from parsim.workflow.config import Granularity
+from parsim.workflow.toml_text import parse_numbers, scalar_pairs
 
 
 def cost(

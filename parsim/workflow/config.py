@@ -11,10 +11,9 @@ folder works from anywhere.
 from __future__ import annotations
 
 import math
-import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -48,7 +47,7 @@ from parsim.plans.recompute import AUTO, FULL, NONE
 from parsim.registry import RowOf, is_reference
 from parsim.workflow.cluster_section import ClusterSection, ConfigSection, check_machine
 from parsim.workflow.references import put_on_path
-from parsim.workflow.toml_text import merge, parse_overrides, parse_value, table_text
+from parsim.workflow.toml_text import is_path, make_paths_absolute, merge, parse_overrides, table_text
 
 MOST_SAMPLES = 10**9
 """In a batch."""
@@ -187,7 +186,7 @@ class PlanSection(ConfigSection):
     @property
     def plan_path(self) -> Path | None:
         """The plan file that `strategy` names, if it names one."""
-        return Path(self.strategy) if _is_path(self.strategy) else None
+        return Path(self.strategy) if is_path(self.strategy) else None
 
 
 class RunConfig(ConfigSection):
@@ -254,12 +253,12 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
         document = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not TOML: {error}; mend that line") from error
-    _make_paths_absolute(document, folder or Path.cwd())
+    make_paths_absolute(document, folder or Path.cwd())
     changes = parse_overrides(overrides)
-    _make_paths_absolute(changes, Path.cwd())
+    make_paths_absolute(changes, Path.cwd())
     strategy = changes["plan"].get("strategy") if isinstance(changes.get("plan"), dict) else None
     if strategy not in (None, "custom") and isinstance(document.get("plan"), dict):
-        by_hand = document["plan"].get("strategy") == "custom" or _is_path(str(strategy))
+        by_hand = document["plan"].get("strategy") == "custom" or is_path(str(strategy))
         dropped = (*(CUSTOM_KEYS if by_hand else ()), *(ADAPTIVE_KEYS if strategy != "adaptive" else ()))
         document["plan"] = {key: value for key, value in document["plan"].items() if key not in dropped}
     merge(document, changes, "")
@@ -285,52 +284,6 @@ def _without_args(document: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(model, dict):
         return document
     return {**document, "model": {key: value for key, value in model.items() if key != "args"}}
-
-
-def scalar_pairs(texts: Sequence[str]) -> tuple[tuple[str, bool | int | float | str], ...]:
-    """`["num_classes=10"]` as the sorted args of a ModelSpec. Raises ConfigError for a text of another form or a table."""
-    pairs: dict[str, bool | int | float | str] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        parsed = parse_value(value.strip())
-        if not equals or not key.strip() or not isinstance(parsed, bool | int | float | str):
-            raise ConfigError(f"--arg {text!r}: write it as key=value with one number or word, e.g. num_classes=10")
-        pairs[key.strip()] = parsed
-    return tuple(sorted(pairs.items()))
-
-
-def parse_numbers(option: str, text: str) -> tuple[int, ...]:
-    """`"0,1,2"` of a command-line option. Raises ConfigError for anything else."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise ConfigError(f"{option} {text!r}: write whole numbers with commas between, e.g. 0,1,2") from error
-
-
-def _is_path(name: str) -> bool:
-    return name.endswith((".json", ".toml")) or os.sep in name
-
-
-_PATH_KEYS = (
-    ("model", "name"),
-    ("model", "import_folder"),
-    ("cluster", "profile"),
-    ("cluster", "history"),
-    ("cluster", "gpu"),
-    ("cluster", "link"),
-    ("cluster", "network"),
-    ("plan", "strategy"),
-    ("training", "data_root"),
-)
-_ALWAYS_PATHS = ("data_root", "history", "import_folder")
-
-
-def _make_paths_absolute(document: Mapping[str, Any], folder: Path) -> None:
-    for table, key in _PATH_KEYS:
-        section = document.get(table)
-        value = section.get(key) if isinstance(section, dict) else None
-        if isinstance(section, dict) and isinstance(value, str) and value and (key in _ALWAYS_PATHS or _is_path(value)):
-            section[key] = str(folder / Path(value).expanduser())
 
 
 _OTHER_NAMES = {

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from parsim.errors import ConfigError
@@ -77,3 +79,59 @@ def value_text(value: object) -> str:
 
 def _toml_key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else value_text(key)
+
+
+def scalar_pairs(texts: Sequence[str]) -> tuple[tuple[str, bool | int | float | str], ...]:
+    """`["num_classes=10"]` as the sorted args of a ModelSpec. Raises ConfigError for a text of another form or a table."""
+    pairs: dict[str, bool | int | float | str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        parsed = parse_value(value.strip())
+        if not equals or not key.strip() or not isinstance(parsed, bool | int | float | str):
+            raise ConfigError(f"--arg {text!r}: write it as key=value with one number or word, e.g. num_classes=10")
+        pairs[key.strip()] = parsed
+    return tuple(sorted(pairs.items()))
+
+
+def parse_numbers(option: str, text: str) -> tuple[int, ...]:
+    """`"0,1,2"` of a command-line option. Raises ConfigError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: write whole numbers with commas between, e.g. 0,1,2") from error
+
+
+def is_path(name: str) -> bool:
+    """Whether a text is meant as a path and not as a name.
+
+    Args:
+        name: of a run file.
+    """
+    return name.endswith((".json", ".toml")) or os.sep in name
+
+
+_PATH_KEYS = (
+    ("model", "name"),
+    ("model", "import_folder"),
+    ("cluster", "profile"),
+    ("cluster", "history"),
+    ("cluster", "gpu"),
+    ("cluster", "link"),
+    ("cluster", "network"),
+    ("plan", "strategy"),
+    ("training", "data_root"),
+)
+_ALWAYS_PATHS = ("data_root", "history", "import_folder")
+
+
+def make_paths_absolute(document: Mapping[str, Any], folder: Path) -> None:
+    """Paths of a run file begin at its folder.
+
+    Args:
+        document: the tables; changed in place. folder: of the file.
+    """
+    for table, key in _PATH_KEYS:
+        section = document.get(table)
+        value = section.get(key) if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(value, str) and value and (key in _ALWAYS_PATHS or is_path(value)):
+            section[key] = str(folder / Path(value).expanduser())

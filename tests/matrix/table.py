@@ -23,7 +23,8 @@ def table_text() -> str:
     cells = [cell for row in results.values() for key, cell in row.items() if key in COLUMNS]
     refused, failing = (sum(cell.startswith(word) for cell in cells) for word in ("refused", "FAILS"))
     lines = [
-        f"{len(results)} models, {len(cells)} cells: {len(cells) - refused - failing} hold, {refused} are refused, {failing} fail.",
+        f"{len(results)} models, {len(cells)} cells: {len(cells) - refused - failing} hold, "
+        f"{refused} are refused, {failing} fail.",
         "",
         f"| model | {' | '.join(COLUMNS)} |",
         f"|---|{'---|' * len(COLUMNS)}",

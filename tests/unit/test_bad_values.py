@@ -213,7 +213,7 @@ def test_a_file_name_with_an_escape_is_spelled_out(refused: Refused) -> None:
         ("FSDP2", 'set strategy = "dp" and zero_stage = 3'),
         ("zero2", 'set strategy = "dp" and zero_stage = 2'),
         ("ddp", 'set strategy = "dp"'),
-        ("tensor", 'set strategy = "mp"'),
+        ("tensor", 'set strategy = "adaptive" and mesh = { tp = 4 }'),
         ("adaptve", "did you mean adaptive?"),
     ],
 )

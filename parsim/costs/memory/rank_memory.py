@@ -161,7 +161,7 @@ class Boundary:
     loaded_bytes: float
     loaded_saved_bytes: float
     gradient_bytes: Mapping[str, float]
-    waiting: Waiting = Waiting()
+    waiting: Waiting = field(default_factory=Waiting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
