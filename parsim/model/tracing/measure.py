@@ -8,21 +8,23 @@ out what an allocator rounds up, and workspaces of kernels.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.errors import TraceError
-from parsim.model.component import LOSS, Component, Parameter, Sharding, Value
+from parsim.model.component import LOSS, Component, Operator, Parameter, Sharding, Value
 from parsim.model.memory.peaks import Peaks, Recorded, autocast_as, component_peaks
 from parsim.model.model import Model
-from parsim.model.runnable import CallProgram
+from parsim.model.runnable import CallProgram, StateKey
 from parsim.model.shard.divisions import WholeComponent, divide
 from parsim.model.shard.peaks import ShardPeaks, shard_peaks
+from parsim.model.tracing.canonical import program_key
 from parsim.model.tracing.cut import cut, final_values, programs, value_names
 from parsim.model.tracing.operators import OperatorMode, RawOperator
 from parsim.model.tracing.recorder import Recorder, Recording, storage_key
@@ -87,58 +89,104 @@ def measure(
     granularity: str,
     loss: str | None,
     autocast: torch.dtype | None = None,
+    repeats: bool = True,
 ) -> TracedForward:
     """One fake forward of `module` in the mode it is in, under the CPU's autocast to a half-precision type if one is given."""
     watchers: list[_Watch] = []
 
-    def watch(recorder: Recorder) -> contextlib.AbstractContextManager[None]:
+    def watch(recorder: Recorder) -> _Watch:
         watchers.append(_Watch(recorder))
-        return watchers[0].open()
+        return watchers[-1]
 
     with autocast_as(autocast):
-        recording = run_recorded(module, args, kwargs, loss=loss, watch=watch)
+        recording = run_recorded(module, args, kwargs, loss=loss, watch=watch, repeats=repeats)
     first = recording.tensors[recording.inputs[0][1]]
     intervals = cut(recording, module, granularity)
+    watcher = watchers[-1]
     return TracedForward(
         batch=first.shape[0],
         recording=recording,
         intervals=intervals,
         programs=programs(recording, intervals),
-        operators=watchers[0].mode.operators,
-        saved=watchers[0].saved,
-        saves=watchers[0].saves,
-        fakes=watchers[0].recorder.fakes,
-        casts=frozenset(watchers[0].mode.casts),
+        operators=watcher.mode.operators,
+        saved=watcher.saved(),
+        saves={(op, key) for op, key, _ in watcher.saves},
+        fakes=watcher.recorder.fakes,
+        casts=frozenset(watcher.mode.casts),
         autocast=autocast,
     )
 
 
+class _Marks(NamedTuple):
+    operators: int
+    saves: int
+    casts: int
+
+
 class _Watch:
-    """Operators and saved tensors of a forward, by the number of the recorded call they happen in."""
+    """Operators and saved tensors of a forward, by the number of the recorded call they happen in.
+
+    Attributes:
+        saves: (number of the call, storage, bytes), in order.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         tensors = recorder.recording.tensors
-        state = {storage_key(tensors[number]) for number in recorder.recording.state}
-        self.mode = OperatorMode(lambda: recorder.current, state)
-        self.saved: list[tuple[int, int, int]] = []
-        self.saves: set[tuple[int, int]] = set()
-        self._seen = set(state)
-        self._alive: list[Tensor] = []
+        self._state = {storage_key(tensors[number]) for number in recorder.recording.state}
+        self.mode = OperatorMode(lambda: recorder.current, self._state)
+        self.saves: list[tuple[int, int, int]] = []
+        self._alive: dict[int, Tensor] = {}
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
+        """Inside, statistics are taken."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept), self.mode:
             yield
 
     def _pack(self, tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
-        self.saves.add((self.recorder.current, key))
-        if key not in self._seen:
-            self._seen.add(key)
-            self._alive.append(tensor)
-            self.saved.append((self.recorder.current, key, tensor.untyped_storage().nbytes()))
+        self._alive.setdefault(key, tensor)
+        self.saves.append((self.recorder.current, key, tensor.untyped_storage().nbytes()))
         return tensor
+
+    def saved(self) -> list[tuple[int, int, int]]:
+        """Every storage but those of parameters and buffers, where it is saved first."""
+        first: dict[int, tuple[int, int, int]] = {}
+        for save in self.saves:
+            first.setdefault(save[1], save)
+        return [save for key, save in first.items() if key not in self._state]
+
+    def mark(self) -> _Marks:
+        """The position now."""
+        return _Marks(len(self.mode.operators), len(self.saves), len(self.mode.casts))
+
+    def forget(self, start: _Marks) -> None:
+        """Drop what was noted since a position."""
+        del self.mode.operators[start.operators :]
+        del self.saves[start.saves :]
+
+    def storages(self, start: _Marks | None, stop: _Marks) -> list[int]:
+        """The memory that was noted between two positions."""
+        start = start or _Marks(0, 0, 0)
+        keys = [key for _, key, _ in self.saves[start.saves : stop.saves]]
+        return [*keys, *list(self.mode.casts)[start.casts : stop.casts]]
+
+    def form(self, start: _Marks, stop: _Marks, first_op: int, storage: Callable[[int], Hashable]) -> Hashable:
+        """What was noted between two positions, comparable."""
+        return (
+            tuple(replace(raw, op=raw.op - first_op) for raw in self.mode.operators[start.operators : stop.operators]),
+            tuple((op - first_op, storage(key), size) for op, key, size in self.saves[start.saves : stop.saves]),
+            tuple(map(storage, list(self.mode.casts)[start.casts : stop.casts])),
+        )
+
+    def copy(self, start: _Marks, stop: _Marks, shift: int, storage: Mapping[int, int]) -> None:
+        """Note the same again, for calls `shift` further on and other memory."""
+        own = self.mode
+        own.operators += [replace(raw, op=raw.op + shift) for raw in own.operators[start.operators : stop.operators]]
+        self.saves += [(op + shift, storage[key], size) for op, key, size in self.saves[start.saves : stop.saves]]
+        for key in list(own.casts)[start.casts : stop.casts]:
+            own.casts.setdefault(storage[key], own.casts[key])
 
 
 def combine(small: TracedForward, large: TracedForward, *, name: str, granularity: str, source: str) -> Model:
@@ -168,12 +216,37 @@ def combine(small: TracedForward, large: TracedForward, *, name: str, granularit
 
 
 class Counted:
-    """The fullest moments of components and their shards, counted once for all that are alike."""
+    """Operators, shardings and the fullest moments of components, counted once for all that are alike."""
 
     def __init__(self, small: TracedForward, large: TracedForward) -> None:
         self._small, self._large = small, large
+        self._divisions: dict[Hashable, tuple[tuple[StateKey, ...], tuple[Operator, ...], tuple[Sharding, ...]]] = {}
         self._components: dict[str, tuple[Peaks, Peaks]] = {}
         self._shards: dict[tuple[str, str], tuple[ShardPeaks, ShardPeaks]] = {}
+
+    def division(
+        self, place: int, saved: tuple[int, int], cuttable: tuple[bool, ...]
+    ) -> tuple[tuple[Operator, ...], tuple[Sharding, ...]]:
+        """Operators per sample and shardings of the component at that place.
+
+        Args:
+            place: of the component. saved: bytes that it saves, per sample and fixed. cuttable: per input whether dim 0 is the
+                batch.
+        """
+        small, large = self._small.whole(place), self._large.whole(place)
+        batches = (self._small.batch, self._large.batch)
+        key = (
+            saved,
+            cuttable,
+            *((program_key(whole.program), tuple(whole.operators), whole.counted_inputs) for whole in (small, large)),
+        )
+        state = tuple(entry for entry, _ in small.program.state)
+        if key not in self._divisions:
+            split_here = partial(_split_at, batches)
+            self._divisions[key] = state, *divide(small, large, batches[1] - batches[0], split_here, saved, cuttable)
+        known, operators, shardings = self._divisions[key]
+        renamed = {old.name: new.name for old, new in zip(known, state, strict=True)}
+        return operators, tuple(_with_names(sharding, renamed) for sharding in shardings)
 
     def of_component(self, component: Component, place: int) -> tuple[Peaks, Peaks]:
         """Forward and backward of the component at that place."""
@@ -188,6 +261,19 @@ class Counted:
         if key not in self._shards:
             self._shards[key] = shard_peaks(self._small.recorded(place), self._large.recorded(place), sharding)
         return self._shards[key]
+
+
+def _with_names(sharding: Sharding, renamed: Mapping[str, str]) -> Sharding:
+    """The same of other parameters and buffers."""
+    return replace(
+        sharding,
+        parameters=tuple(replace(part, name=renamed[part.name]) for part in sharding.parameters),
+        buffers=tuple(replace(part, name=renamed[part.name]) for part in sharding.buffers),
+    )
+
+
+def _split_at(batches: tuple[int, int], small: int, large: int, what: str) -> tuple[int, int]:
+    return split(small, large, batches, what)
 
 
 def split(small: int, large: int, batches: tuple[int, int], what: str) -> tuple[int, int]:
@@ -253,14 +339,8 @@ def _component(
     buffers = [number for number in state if recording.state[number].kind == "buffer" and number not in counted_buffers]
     counted_buffers.update(buffers)
     rate, fixed = split(small.saved_bytes(one), large.saved_bytes(other), batches, f"what {one.name} saves")
-    operators, shardings = divide(
-        small.whole(place),
-        large.whole(place),
-        large.batch - small.batch,
-        lambda less, more, what: split(less, more, batches, what),
-        (rate, fixed),
-        [values[names[number]].batch_first for number in one.inputs],
-    )
+    cuttable = tuple(values[names[number]].batch_first for number in one.inputs)
+    operators, shardings = peaks.division(place, (rate, fixed), cuttable)
     if not all(values[names[number]].batch_first for number in one.outputs) or one.name == LOSS:
         shardings = ()
     component = Component(

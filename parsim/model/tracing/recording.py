@@ -22,7 +22,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from parsim.errors import TraceError
 from parsim.model.losses import CLASSES, LOSSES, loss_sum
 from parsim.model.runnable import Ref, StateKey
+from parsim.model.tracing.block_record import Watcher
 from parsim.model.tracing.recorder import Recorder, Recording, at_line, tensors_in, value_message
+from parsim.model.tracing.repeats import Repeats
 
 
 @contextlib.contextmanager
@@ -119,16 +121,34 @@ def run_recorded(
     kwargs: Mapping[str, Any],
     *,
     loss: str | None,
-    watch: Callable[[Recorder], contextlib.AbstractContextManager[Any]] | None = None,
+    watch: Callable[[Recorder], Watcher] | None = None,
+    repeats: bool = False,
 ) -> Recording:
     """One forward of `module` on fakes of the given inputs, then the loss on its logits.
 
     Args:
-        watch: makes a context that is open during the forward, inside the fake mode (statistics hang there).
+        watch: makes what is open during the forward, inside the fake mode (statistics hang there); called again where the
+            forward is.
+        repeats: copy the records of equal blocks (`parsim.model.tracing.repeats`); the recording is for counting only.
 
     Raises:
         TraceError: if the forward fails, looks at tensor values, or returns something a tensor cannot be found in.
     """
+    if repeats:
+        with contextlib.suppress(TraceError):  # whatever is wrong, the forward without copies says it best
+            return _run_recorded(module, args, kwargs, loss, watch, repeats=True)
+    return _run_recorded(module, args, kwargs, loss, watch, repeats=False)
+
+
+def _run_recorded(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss: str | None,
+    watch: Callable[[Recorder], Watcher] | None,
+    *,
+    repeats: bool,
+) -> Recording:
     leaves, spec = flatten_inputs(args, kwargs)
     existing = [leaf for leaf in (*module.parameters(), *module.buffers(), *leaves) if isinstance(leaf, Tensor)]
     fakes = detect_fake_mode(existing) or FakeTensorMode(allow_non_fake_inputs=True)
@@ -139,12 +159,15 @@ def run_recorded(
         with contextlib.ExitStack() as stack:
             stack.enter_context(_fake_state(recorder))
             fake_leaves = [_fake_input(recorder, leaf) for leaf in leaves]
+            watcher = None if watch is None else watch(recorder)
+            if repeats:
+                stack.enter_context(Repeats(recorder, watcher).open())
             stack.enter_context(_module_hooks(recorder))
             stack.enter_context(_autograd_functions(recorder))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(fakes)
-            if watch is not None:
-                stack.enter_context(watch(recorder))
+            if watcher is not None:
+                stack.enter_context(watcher.open())
             stack.enter_context(recorder)
             fake_args, fake_kwargs = spec.unflatten(fake_leaves)
             output = module(*fake_args, **fake_kwargs)
