@@ -71,7 +71,8 @@ class ExecutorStep:
         )
         self.streams = make_streams(device)
         self.program = RankProgram(lower(plan, model), self.stage, self.streams, {})
-        (inputs,), target = example_batch(question.spec, question.batch, seed=SEED, dtype=DTYPE, device=device)
+        given, target = example_batch(question.spec, question.batch, seed=SEED, dtype=DTYPE, device=device)
+        (inputs,) = given.values()
         size = question.batch // question.microbatches
         self.parts: list[Mapping[str, Tensor]] = [
             {"input:0": inputs[first : first + size], "target": target[first : first + size]}
@@ -110,7 +111,8 @@ class EagerStep:
         self.run: Callable[..., Any] = torch.compile(module) if compiled else module
         self.kind, self.batch = loss_of(question.spec), question.batch
         self.precision, self.device = question.precision, device
-        self.inputs, self.target = example_batch(question.spec, question.batch, seed=SEED, dtype=DTYPE, device=device)
+        given, self.target = example_batch(question.spec, question.batch, seed=SEED, dtype=DTYPE, device=device)
+        self.inputs = tuple(given.values())
         self.last: Tensor | None = None
 
     def step(self) -> None:

@@ -20,7 +20,7 @@ def target_of(spec: ModelSpec) -> Target:
     if LOSSES[interface.loss].targets != CLASSES:
         raise DataError(f"{spec.name} predicts {interface.output} numbers, and the datasets hold classes; use a classifier")
     classes = interface.output[-1]
-    if interface.inputs == "tokens" and len(interface.output) > 1:
+    if interface.takes_tokens and len(interface.output) > 1:
         return Target(task="masked_token" if spec.name in MASKED else "next_token", classes=classes)
     return Target(task="classify", classes=classes)
 

@@ -21,7 +21,7 @@ from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.build import build_module
 from parsim.model.component import LOSS, ParameterShard
-from parsim.model.interface import example_batch, loss_of
+from parsim.model.interface import example_batch, interface_of, loss_of
 from parsim.model.runnable import CallProgram, Runnable
 from parsim.model.shard.pieces import piece
 from parsim.model.shard.sharded import shard_runnable
@@ -453,6 +453,7 @@ def recorded_programs(
     """
     module = seeded_module(spec, 0, dtype, torch.device(device))
     inputs, _ = example_batch(spec, samples, dtype=dtype, device=device)
+    args, kwargs = interface_of(spec).arguments(inputs)
     with Numerics(autocast=autocast).computing(torch.device(device)):
-        runnables = record(module, inputs, granularity=granularity, loss=loss_of(spec))
+        runnables = record(module, args or kwargs, granularity=granularity, loss=loss_of(spec))
     return {entry.name: entry.program for entry in runnables}

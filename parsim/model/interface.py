@@ -1,14 +1,17 @@
-"""What the model of a spec takes and gives: shapes, loss, and batches made of them."""
+"""What the model of a spec takes and gives: inputs, output, loss, and batches made of them."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from parsim.errors import ModelError
+from parsim.errors import ModelError, near_matches
 from parsim.model.build import build_fake
 from parsim.model.hugging_face import config_shape
+from parsim.model.inputs import ModelInput, arguments, with_bound
 from parsim.model.losses import LOSSES, NUMBERS, usual_loss
 from parsim.model.spec import ModelSpec, resolve
 from parsim.model.tracing.trace import require_torch
@@ -16,7 +19,9 @@ from parsim.model.zoo import ZOO
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
+
+Leaf = TypeVar("Leaf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,73 +29,177 @@ class Interface:
     """What a model takes and gives, for one sample.
 
     Attributes:
-        inputs: "image" (floats of any shape) or "tokens" (integers below `bound`).
+        inputs: by the names of the arguments of `forward`, those with a batch first.
         output: shape of the logits; with a loss over classes its last size is their number.
         loss: a key of `parsim.model.losses.LOSSES`.
+        positional: the only input has no name: `forward` takes *args alone.
     """
 
-    inputs: str
-    input_shape: tuple[int, ...]
-    bound: int
+    inputs: tuple[ModelInput, ...]
     output: tuple[int, ...]
     loss: str
+    positional: bool = False
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of the first input."""
+        return self.inputs[0].shape
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether a sample is one row of token numbers."""
+        return len(self.inputs) == 1 and self.inputs[0].is_integer and len(self.input_shape) == 1
+
+    def arguments(self, values: Mapping[str, Leaf]) -> tuple[tuple[Leaf, ...], dict[str, Any]]:
+        """Positional and keyword arguments of the module.
+
+        Args:
+            values: by input name.
+        """
+        return (tuple(values.values()), {}) if self.positional else ((), arguments(values))
 
 
 @lru_cache(maxsize=64)
 def interface_of(spec: ModelSpec) -> Interface:
-    """Shapes of one sample and of its output, and the loss. Needs torch for a factory or a Hugging Face config.
+    """Inputs and output of one sample, and the loss. Needs torch for a factory or a Hugging Face config.
 
     Args:
         spec: of the model.
+
+    Raises:
+        ModelError: inputs that the module does not take, or an output that leaves the loss open.
     """
     spec = resolve(spec)
     if spec.name not in ZOO:
         return _foreign_interface(spec)
     row, args = ZOO[spec.name], dict(spec.args)
-    shape = spec.input_shape or row.input_shape
+    shape: tuple[int, ...] = spec.input_shape or row.input_shape
     classes = int(str(args[row.classes]))
-    output = (classes,) if row.inputs == "image" else (*shape, classes)
-    return Interface(inputs=row.inputs, input_shape=shape, bound=classes, output=output, loss=spec.loss or row.loss)
+    loss = spec.loss or row.loss
+    if row.inputs == "image":
+        return Interface(inputs=(ModelInput("x", shape),), output=(classes,), loss=loss)
+    tokens = ModelInput("tokens", shape, dtype="int64", high=classes)
+    return Interface(inputs=(tokens,), output=(*shape, classes), loss=loss)
 
 
 def _foreign_interface(spec: ModelSpec) -> Interface:
-    """One fake forward tells the output. Inputs are tokens if the sample has one dim and the module an nn.Embedding.
+    """One fake forward tells the output.
 
     Unless the spec says, the loss is the usual one of such an output. Raises ModelError where the output leaves it open.
     """
-    import torch
-    from torch import nn
-
     from parsim.model.tracing.recording import run_recorded
 
     module = build_fake(spec)
-    shape = spec.input_shape or config_shape(module)
-    if shape is None:
-        raise ModelError(f"{spec.name} needs an input_shape: the shape of one sample, e.g. [3, 224, 224] or [seq]")
-    tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
-    tokens = len(shape) == 1 and bool(tables)
-    example = torch.zeros((2, *shape), dtype=torch.long if tokens else torch.float32)
-    recording = run_recorded(module, (example,), {}, loss="mse")
+    inputs, positional = module_inputs(module, spec.inputs, spec.input_shape or config_shape(module), spec.name)
+    kind = Interface(inputs=inputs, output=(), loss="", positional=positional)
+    args, kwargs = kind.arguments(zero_batch(inputs))
+    recording = run_recorded(module, args, kwargs, loss="mse")
     assert recording.logits_value is not None
     output = tuple(recording.tensors[recording.logits_value].shape[1:])
-    bound = getattr(getattr(module, "config", None), "vocab_size", tables[0] if tables else 0)
-    loss = spec.loss or usual_loss(spec.name, output, tokens=tokens)
-    return Interface(inputs="tokens" if tokens else "image", input_shape=shape, bound=bound, output=output, loss=loss)
+    loss = spec.loss or usual_loss(spec.name, output, tokens=kind.takes_tokens)
+    return Interface(inputs=inputs, output=output, loss=loss, positional=positional)
+
+
+def module_inputs(
+    module: nn.Module, inputs: tuple[ModelInput, ...] | None, shape: tuple[int, ...] | None, name: str
+) -> tuple[tuple[ModelInput, ...], bool]:
+    """What a module takes, checked against its forward, with the range of integers filled in from its embeddings.
+
+    Args:
+        inputs: as described; None: the one input of `shape`, which is a row of tokens where the sample has one dim and the
+            module an nn.Embedding. name: of the model, for messages.
+
+    Returns:
+        (inputs, whether the only one is positional).
+
+    Raises:
+        ModelError: neither inputs nor a shape; a name that forward does not take; an argument that is missing; integers whose
+            range nothing tells.
+    """
+    from torch import nn
+
+    tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
+    if inputs is None:
+        if shape is None:
+            raise ModelError(f"{name} needs an input_shape: the shape of one sample, e.g. [3, 224, 224] or [seq]")
+        named = _first_argument(module)
+        first = named or "input"
+        if len(shape) == 1 and tables:
+            return (ModelInput(first, shape, dtype="int64", high=vocabulary or tables[0]),), named is None
+        return (ModelInput(first, shape),), named is None
+    _check_arguments(module, inputs, name)
+    bound = vocabulary or min(tables, default=None)
+    whole = tuple(with_bound(entry, bound) for entry in inputs)
+    for entry in whole:
+        if entry.is_integer and entry.high is None:
+            raise ModelError(
+                f"{name}: input {entry.name} holds integers and no embedding tells their range; give high, which they stay "
+                f'below, for example {entry.name} = {{ shape = {list(entry.shape)}, dtype = "{entry.dtype}", high = 1000 }}'
+            )
+    return whole, False
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _parameters(module: nn.Module) -> list[inspect.Parameter]:
+    return list(inspect.signature(module.forward).parameters.values())
+
+
+def _first_argument(module: nn.Module) -> str | None:
+    """The name of the first argument of its forward; None if it takes *args alone."""
+    first = next(iter(_parameters(module)), None)
+    return first.name if first is not None and first.kind in _NAMED else None
+
+
+def _check_arguments(module: nn.Module, inputs: tuple[ModelInput, ...], name: str) -> None:
+    parameters = _parameters(module)
+    takes = [parameter.name for parameter in parameters if parameter.kind in _NAMED]
+    given = list(dict.fromkeys(entry.name.split(".")[0] for entry in inputs))
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        for argument in given:
+            if argument not in takes:
+                known = f" (it takes {', '.join(takes)})" if takes else " (it takes no argument by name)"
+                near = near_matches(argument, takes)
+                raise ModelError(
+                    f"{name}: forward of {type(module).__name__} has no argument {argument!r}"
+                    f"{'' if near.startswith('; known') else near}{known}"
+                )
+    for parameter in parameters:
+        if parameter.kind in _NAMED and parameter.default is inspect.Parameter.empty and parameter.name not in given:
+            raise ModelError(
+                f"{name}: forward of {type(module).__name__} needs {parameter.name!r}, which inputs do not give; it takes "
+                f"{', '.join(takes)}, and inputs give {', '.join(given)}; add {parameter.name} = {{ shape = [...] }}"
+            )
+
+
+def zero_batch(inputs: tuple[ModelInput, ...], weights: str = "float32") -> dict[str, Tensor]:
+    """A batch of zeros by input name, for tracing. No dim 0 of a constant equals its number of samples.
+
+    Args:
+        inputs: of the model. weights: torch's name of their type.
+    """
+    import torch
+
+    constants = {entry.shape[0] for entry in inputs if entry.constant and entry.shape}
+    samples = next(count for count in range(2, 3 + len(constants)) if count not in constants)
+    return {entry.name: entry.zeros(samples, getattr(torch, weights)) for entry in inputs}
 
 
 def example_batch(
     spec: ModelSpec, samples: int, seed: int = 0, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
-) -> tuple[tuple[Tensor, ...], Tensor]:
+) -> tuple[dict[str, Tensor], Tensor]:
     """A random batch, the same for the same seed on every device.
 
     Images and other float inputs are standard normal of `dtype`; tokens and classes are uniform int64.
 
     Args:
         spec: of the model. samples: B. seed: of the generator.
-        dtype: of float inputs (None: float32). device: of the result.
+        dtype: of float32 inputs (None: float32). device: of the result.
 
     Returns:
-        (inputs, target), the first dim of each is B.
+        (inputs by name, target), the first dim of each is B. `Interface.arguments` makes arguments of them.
     """
     require_torch("make an example batch")
     import torch
@@ -98,15 +207,12 @@ def example_batch(
     kind = interface_of(resolve(spec))
     dtype = dtype or torch.float32
     generator = torch.Generator().manual_seed(seed)
-    if kind.inputs == "tokens":
-        given = torch.randint(kind.bound, (samples, *kind.input_shape), generator=generator)
-    else:
-        given = torch.randn((samples, *kind.input_shape), generator=generator, dtype=torch.float64).to(dtype)
+    given = {entry.name: entry.tensor(samples, generator, dtype).to(device) for entry in kind.inputs}
     if LOSSES[kind.loss].targets == NUMBERS:
         target = torch.randn((samples, *kind.output), generator=generator, dtype=torch.float64).to(dtype)
     else:
         target = torch.randint(kind.output[-1], (samples, *kind.output[:-1]), generator=generator)
-    return (given.to(device),), target.to(device)
+    return given, target.to(device)
 
 
 def loss_of(spec: ModelSpec) -> str:

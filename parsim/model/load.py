@@ -9,7 +9,8 @@ from pathlib import Path
 from parsim.errors import ModelError
 from parsim.model.build import build_fake, cast_module
 from parsim.model.component import Component
-from parsim.model.interface import interface_of, loss_of
+from parsim.model.inputs import ModelInput
+from parsim.model.interface import interface_of, loss_of, zero_batch
 from parsim.model.model import GRANULARITIES, Model
 from parsim.model.presets import PRESETS, load_preset
 from parsim.model.spec import ModelSpec, is_config, resolve
@@ -86,14 +87,25 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -
     module = build_fake(spec)
     if weights != "float32":
         cast_module(module, getattr(torch, weights))
-    example = torch.zeros((2, *kind.input_shape), dtype=torch.long if kind.inputs == "tokens" else getattr(torch, weights))
+    args, kwargs = kind.arguments(zero_batch(kind.inputs, weights))
     arguments = ", ".join(f"{name}={value}" for name, value in spec.args)
     return model_of(
         module,
-        (example,),
-        {},
+        args,
+        kwargs,
         granularity=granularity,
         name=Path(spec.name).stem if is_config(spec.name) else spec.name,
         loss=kind.loss,
-        source=f"trace of {spec.name}({arguments}), one sample {list(kind.input_shape)}",
+        source=f"trace of {spec.name}({arguments}), one sample {inputs_text(spec, kind.inputs)}",
     )
+
+
+def inputs_text(spec: ModelSpec, inputs: tuple[ModelInput, ...]) -> str:
+    """`[3, 224, 224]`, or `x [3, 32, 32], t [] int64` for inputs by name.
+
+    Args:
+        spec: of the model. inputs: of its interface.
+    """
+    if spec.inputs is None:
+        return str(list(inputs[0].shape))
+    return ", ".join(f"{entry.name} {list(entry.shape)}{'' if entry.is_number else f' {entry.dtype}'}" for entry in inputs)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parsim.errors import ModelError, near_matches
+from parsim.model.inputs import ModelInput, inputs_from, ordered
 from parsim.model.zoo import ZOO, Scalar, ZooRow
 
 
@@ -19,6 +20,9 @@ class ModelSpec:
     name: a key of the zoo, "package.module:factory", or the path of a Hugging Face config.json.
     args: keyword arguments of the factory (for a config: values that replace its own).
     input_shape: of ONE sample, e.g. (3, 224, 224); tokens: (seq,). None takes the model's default.
+        With one input it says all; `inputs` is for others.
+    inputs: what `forward` takes, by the names of its arguments. None: one input of `input_shape`, integers where the sample
+        has one dim and the model an embedding, else floats.
     loss: a row of `parsim.model.losses`, or "package.module:ROW". None takes the model's default.
     """
 
@@ -26,12 +30,17 @@ class ModelSpec:
     args: tuple[tuple[str, Scalar], ...] = ()
     input_shape: tuple[int, ...] | None = None
     loss: str | None = None
+    inputs: tuple[ModelInput, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; the loss only if it is not the model's own."""
+        """Plain JSON values; inputs and the loss only if they are given."""
         shape = None if self.input_shape is None else list(self.input_shape)
-        document = {"name": self.name, "args": dict(self.args), "input_shape": shape}
-        return document if self.loss is None else {**document, "loss": self.loss}
+        document: dict[str, Any] = {"name": self.name, "args": dict(self.args), "input_shape": shape}
+        if self.inputs is not None:
+            document["inputs"] = {entry.name: entry.to_dict() for entry in self.inputs}
+        if self.loss is not None:
+            document["loss"] = self.loss
+        return document
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> ModelSpec:
@@ -41,7 +50,14 @@ class ModelSpec:
             args = tuple((str(key), value) for key, value in dict(document.get("args") or {}).items())
             shape = None if shape is None else tuple(int(size) for size in shape)
             loss = document.get("loss")
-            return cls(name=str(document["name"]), args=args, input_shape=shape, loss=None if loss is None else str(loss))
+            inputs = document.get("inputs")
+            return cls(
+                name=str(document["name"]),
+                args=args,
+                input_shape=shape,
+                loss=None if loss is None else str(loss),
+                inputs=None if inputs is None else inputs_from(inputs),
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(f"not a model: {document!r} ({error!r}); give name, args and input_shape") from error
 
@@ -58,8 +74,13 @@ def resolve(spec: ModelSpec) -> ModelSpec:
     if ":" in spec.name or is_config(spec.name):
         if any(size < 1 for size in spec.input_shape or ()):
             raise ModelError(f"input_shape sizes must be >= 1, got {spec.input_shape}")
-        return replace(spec, args=tuple(sorted(spec.args)))
+        if spec.inputs is not None and spec.input_shape is not None:
+            raise ModelError(f"{spec.name}: inputs and input_shape both say what it takes; drop input_shape")
+        inputs = None if spec.inputs is None else ordered(spec.inputs)
+        return replace(spec, args=tuple(sorted(spec.args)), inputs=inputs)
     row = zoo_row(spec.name)
+    if spec.inputs is not None:
+        raise ModelError(f"{spec.name} of the zoo has its own input; drop inputs, and give input_shape for another size")
     defaults, given = dict(row.args), dict(spec.args)
     for name in given:
         if name not in defaults:

@@ -156,4 +156,4 @@ def traced_and_recorded(name: str, samples: int) -> tuple[Model, tuple[Runnable,
     torch.manual_seed(0)
     inputs, target = example_batch(spec, samples)
     runnables = record(build_module(spec), inputs, granularity="sublayer", loss=loss_of(spec))
-    return model, runnables, values_of(runnables, {"input:0": inputs[0], "target": target})
+    return model, runnables, values_of(runnables, {"input:0": next(iter(inputs.values())), "target": target})

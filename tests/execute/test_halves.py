@@ -27,7 +27,7 @@ def recorded(spec: ModelSpec) -> tuple[list[Runnable], dict[str, Tensor]]:
     torch.manual_seed(0)
     module = build_module(spec).double().train()
     inputs, _ = example_batch(spec, 4, dtype=torch.float64, device="cpu")
-    return record(module, inputs, granularity="block", loss=loss_of(spec)), inputs
+    return record(module, inputs, granularity="block", loss=loss_of(spec)), tuple(inputs.values())
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)

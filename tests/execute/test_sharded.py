@@ -42,7 +42,7 @@ def recorded(name: str, granularity: str) -> tuple[tuple[Runnable, ...], dict[st
             parameter.add_(0.1 * torch.randn_like(parameter))
     inputs, target = example_batch(spec, SAMPLES, dtype=torch.float64)
     runnables = record(module, inputs, granularity=granularity, loss=loss_of(spec))
-    return runnables, values_of(runnables, {"input:0": inputs[0], "target": target})
+    return runnables, values_of(runnables, {"input:0": next(iter(inputs.values())), "target": target})
 
 
 @pytest.mark.parametrize("granularity", ["layer", "sublayer", "block"])

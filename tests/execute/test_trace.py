@@ -44,7 +44,7 @@ def test_zoo(name: str, granularity: str) -> None:
     torch.manual_seed(0)
     module = build_module(spec)
     for batch, training in ((2, True), (3, True), (2, False)):
-        assert_equal_to_module(module.train(training), example_batch(spec, batch)[0], granularity)
+        assert_equal_to_module(module.train(training), tuple(example_batch(spec, batch)[0].values()), granularity)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -54,7 +54,8 @@ def test_zoo_with_loss_in_float64(name: str) -> None:
     torch.manual_seed(0)
     expected_module = build_module(spec).double()
     module = copy.deepcopy(expected_module)
-    inputs, target = example_batch(spec, 3, dtype=torch.float64)
+    given, target = example_batch(spec, 3, dtype=torch.float64)
+    inputs = tuple(given.values())
     components = record(module, inputs, loss=loss_of(spec))
     model = load_model(spec)
     assert [c.name for c in components] == [c.name for c in model.components]
@@ -75,7 +76,7 @@ def test_dropout_of_the_zoo() -> None:
     for name in ("vit_small", "gpt_small", "bert_small", "vgg_small", "mlp"):
         spec = ModelSpec(name=name, args=(("dropout", 0.2),))
         torch.manual_seed(0)
-        assert_equal_to_module(build_module(spec), example_batch(spec, 2)[0], "block")
+        assert_equal_to_module(build_module(spec), tuple(example_batch(spec, 2)[0].values()), "block")
 
 
 def test_tied_weights_are_one_parameter() -> None:

@@ -76,7 +76,7 @@ def test_bitwise(spec: ModelSpec, granularity: str) -> None:
     torch.manual_seed(0)
     module = build_module(spec)
     for batch, training in ((2, True), (3, True), (2, False)):
-        assert_equal_to_module(module.train(training), example_batch(spec, batch)[0], granularity)
+        assert_equal_to_module(module.train(training), tuple(example_batch(spec, batch)[0].values()), granularity)
 
 
 def test_model_of_a_config(spec: ModelSpec) -> None:
@@ -108,7 +108,8 @@ def test_shards_equal_the_whole(spec: ModelSpec, granularity: str) -> None:
     if granularity == "sublayer":
         assert {sharding.rule for c in model.components for sharding in c.shardings} >= SHARDED[kind]
     torch.manual_seed(0)
-    inputs, target = example_batch(spec, 3, dtype=torch.float64)
+    given, target = example_batch(spec, 3, dtype=torch.float64)
+    inputs = tuple(given.values())
     runnables = record(build_module(spec).double().train(), inputs, granularity=granularity, loss=loss_of(spec))
     values = values_of(runnables, {"input:0": inputs[0], "target": target})
     for runnable, component in zip(runnables, model.components, strict=True):

@@ -118,6 +118,6 @@ def test_the_zoo_runs_forward_on_fake_tensors_of_a_gpu(name: str) -> None:
             module = build_module(spec)
         inputs, _ = example_batch(spec, 2, device="cuda:0")
         with Recorder() as seen:
-            output = module(*inputs)
+            output = module(**inputs)
     assert output.device.type == "cuda"
     assert without_cuda_kernel(seen.names) == ()

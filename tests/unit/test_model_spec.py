@@ -11,6 +11,7 @@ import pytest
 
 from parsim.errors import ModelError
 from parsim.model import LOSS, Model, ModelSpec, load_model
+from parsim.model.inputs import ModelInput
 from parsim.model.interface import interface_of, loss_of
 from parsim.model.model import GRANULARITIES
 from parsim.model.presets import PRESETS, preset_lines
@@ -190,7 +191,9 @@ def test_interfaces() -> None:
     assert loss_of(ModelSpec(name="bert")) == "cross_entropy"
     assert interface_of(ModelSpec(name="resnet_small")).output == (10,)
     tokens = interface_of(ModelSpec(name="gpt_small"))
-    assert (tokens.inputs, tokens.input_shape, tokens.bound, tokens.output) == ("tokens", (64,), 256, (64, 256))
+    assert (tokens.inputs, tokens.output) == ((ModelInput("tokens", (64,), dtype="int64", high=256),), (64, 256))
+    assert tokens.takes_tokens
+    assert interface_of(ModelSpec(name="mlp")).inputs == (ModelInput("x", (1, 32, 32)),)
 
 
 class TestWithTorch:
@@ -224,17 +227,18 @@ class TestWithTorch:
         assert load_model(spec).parameter_count == 6 * 16 + 16 + 16 * 4 + 4
         assert [c.name for c in load_model(spec).components] == ["0", "2", "loss"]
         inputs, target = example_batch(spec, 5)
-        assert inputs[0].shape == (5, 6)
+        assert inputs["input"].shape == (5, 6)
         assert target.shape == (5,)
         assert target.max() < 4
-        assert build_module(spec)(*inputs).shape == (5, 4)
+        assert build_module(spec)(**inputs).shape == (5, 4)
 
         regression = ModelSpec(name=f"{factories}:regression", input_shape=(6,))
         assert loss_of(regression) == "mse"
         assert example_batch(regression, 5, dtype=torch.float64)[1].dtype == torch.float64
 
         tokens = ModelSpec(name=f"{factories}:tokens", input_shape=(7,))
-        (ids,), target = example_batch(tokens, 3)
+        inputs, target = example_batch(tokens, 3)
+        ids = inputs["input"]
         assert ids.shape == target.shape == (3, 7)
         assert ids.max() < 9
         assert load_model(tokens).value["0:0"].bytes_per_sample == 7 * 5 * 4
@@ -263,14 +267,14 @@ class TestWithTorch:
         from parsim.model.interface import example_batch
 
         spec = ModelSpec(name="resnet_small")
-        (one,), target = example_batch(spec, 4, seed=3)
+        one, target = example_batch(spec, 4, seed=3)
         torch.manual_seed(99)
-        (other,), again = example_batch(spec, 4, seed=3)
-        (double,), _ = example_batch(spec, 4, seed=3, dtype=torch.float64)
-        assert torch.equal(one, other)
+        other, again = example_batch(spec, 4, seed=3)
+        double, _ = example_batch(spec, 4, seed=3, dtype=torch.float64)
+        assert torch.equal(one["x"], other["x"])
         assert torch.equal(target, again)
-        assert torch.equal(one, double.float())
-        assert not torch.equal(one, example_batch(spec, 4, seed=4)[0][0])
+        assert torch.equal(one["x"], double["x"].float())
+        assert not torch.equal(one["x"], example_batch(spec, 4, seed=4)[0]["x"])
 
     def test_other_arguments_are_traced(self) -> None:
         wide = load_model(ModelSpec(name="mlp", args=(("width", 32), ("depth", 2))))

@@ -1,0 +1,210 @@
+"""The inputs of a model: name, shape and type of each, and batches made of them. Needs torch only to make batches.
+
+A name is that of an argument of `forward`. A name with dots lies inside an argument: "batch.image" is the entry "image" of
+the dict `batch`, "states.0" the first of the list `states`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from parsim.errors import ModelError, near_matches
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+FLOATS = ("float32", "float64", "float16", "bfloat16", "complex64", "complex128")
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+DTYPES = (*FLOATS, *INTEGERS, "bool")
+DEFAULT_DTYPE = "float32"
+KEYS = ("shape", "dtype", "high", "low", "constant")
+Leaf = TypeVar("Leaf")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """One tensor that a model takes.
+
+    Attributes:
+        name: of the argument of `forward`, with dots for what lies inside one.
+        shape: of ONE sample: () for a number per sample. Of the whole tensor where it is `constant`.
+        dtype: torch's name of it. "float32" follows the weights of a run (float64, bfloat16); other types stay.
+        high, low: integers are drawn from low .. high - 1. Other types have none.
+        constant: the same tensor for every batch; its dim 0 is not the batch.
+
+    Raises:
+        ModelError: an unknown dtype, a size below 1, or bounds that do not suit the dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = DEFAULT_DTYPE
+    high: int | None = None
+    low: int = 0
+    constant: bool = False
+
+    def __post_init__(self) -> None:
+        where = f"input {self.name}"
+        if not self.name or not all(self.name.split(".")):
+            raise ModelError(f"input name {self.name!r}: name an argument of forward, with dots for what lies inside one")
+        if self.dtype not in DTYPES:
+            raise ModelError(f"{where}: dtype {self.dtype!r} is unknown{near_matches(self.dtype, DTYPES)}")
+        if any(size < 1 for size in self.shape):
+            raise ModelError(f"{where}: the sizes of its shape must be >= 1, got {list(self.shape)}")
+        if self.dtype not in INTEGERS:
+            if self.high is not None or self.low != 0:
+                raise ModelError(f"{where}: high and low are for integers, and its dtype is {self.dtype}; drop them")
+        elif self.high is not None and self.high <= self.low:
+            raise ModelError(f"{where}: high must be above low ({self.low}), got {self.high}")
+
+    @property
+    def is_integer(self) -> bool:
+        return self.dtype in INTEGERS
+
+    @property
+    def is_number(self) -> bool:
+        """Standard normal in an example batch: neither an integer nor a boolean."""
+        return self.dtype in FLOATS
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, without defaults and without the name, which is the key of it."""
+        document: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
+        if self.high is not None:
+            document["high"] = self.high
+        if self.low:
+            document["low"] = self.low
+        if self.constant:
+            document["constant"] = True
+        return document
+
+    @classmethod
+    def from_dict(cls, name: str, document: Mapping[str, Any]) -> ModelInput:
+        """Inverse of `to_dict`. Raises ModelError if a key is missing, unknown or of the wrong kind."""
+        for key in document:
+            if key not in KEYS:
+                raise ModelError(f"input {name}: unknown key {key!r}{near_matches(key, KEYS)}")
+        if "shape" not in document:
+            raise ModelError(f"input {name} needs a shape, that of one sample; for example {{ shape = [3, 32, 32] }}")
+        shape, dtype, high, low = (document.get(key) for key in KEYS[:4])
+        if not isinstance(shape, list | tuple) or not all(_is_count(size) for size in shape):
+            raise ModelError(f"input {name}: shape must be a list of whole numbers >= 1, got {shape!r}")
+        for key, value in (("high", high), ("low", low)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ModelError(f"input {name}: {key} must be a whole number, got {value!r}")
+        constant = document.get("constant", False)
+        if not isinstance(constant, bool):
+            raise ModelError(f"input {name}: constant must be true or false, got {constant!r}")
+        if dtype is not None and not isinstance(dtype, str):
+            raise ModelError(f"input {name}: dtype must be text such as 'int64', got {dtype!r}")
+        return cls(name, tuple(shape), dtype=dtype or DEFAULT_DTYPE, high=high, low=low or 0, constant=constant)
+
+    def tensor(self, samples: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+        """A batch of it: standard normal numbers, integers and booleans uniform.
+
+        Args:
+            samples: B. generator: of the values, on the CPU.
+            dtype: of float32 inputs.
+
+        Raises:
+            ModelError: an integer input without `high`.
+        """
+        import torch
+
+        shape = self.shape if self.constant else (samples, *self.shape)
+        if self.dtype == "bool":
+            return torch.randint(2, shape, generator=generator).bool()
+        if self.is_integer:
+            if self.high is None:
+                raise ModelError(
+                    f"input {self.name} holds integers, and nothing tells their range; give high, which they stay below, for "
+                    f'example {self.name} = {{ shape = {list(self.shape)}, dtype = "{self.dtype}", high = 1000 }}'
+                )
+            return torch.randint(self.low, self.high, shape, generator=generator).to(getattr(torch, self.dtype))
+        wanted = dtype if self.dtype == DEFAULT_DTYPE else getattr(torch, self.dtype)
+        drawn = torch.complex128 if wanted.is_complex else torch.float64
+        return torch.randn(shape, generator=generator, dtype=drawn).to(wanted)
+
+    def zeros(self, samples: int, dtype: torch.dtype) -> Tensor:
+        """A batch of zeros (of `low` for integers), for a forward that looks at shapes alone."""
+        import torch
+
+        shape = self.shape if self.constant else (samples, *self.shape)
+        wanted = dtype if self.dtype == DEFAULT_DTYPE else getattr(torch, self.dtype)
+        return torch.full(shape, self.low, dtype=wanted)
+
+
+def _is_count(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool)
+
+
+def ordered(inputs: Iterable[ModelInput]) -> tuple[ModelInput, ...]:
+    """Inputs with the batch in dim 0 first: the first one tells how many samples there are.
+
+    Raises:
+        ModelError: no input has a batch, or two have one name.
+    """
+    entries = tuple(inputs)
+    names = [entry.name for entry in entries]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ModelError(f"inputs must have names of their own; given twice: {', '.join(twice)}")
+    for name in names:
+        if inside := next((other for other in names if other.startswith(f"{name}.")), None):
+            raise ModelError(f"input {name} is a tensor, so {inside} cannot lie inside it; rename one of them")
+    if all(entry.constant for entry in entries):
+        raise ModelError("a model needs an input whose dim 0 is the batch; every input given is constant")
+    return (*(entry for entry in entries if not entry.constant), *(entry for entry in entries if entry.constant))
+
+
+def arguments(values: Mapping[str, Leaf]) -> dict[str, Any]:
+    """Keyword arguments of `forward`: names with dots become dicts, and lists where the parts are numbered from 0.
+
+    Args:
+        values: by input name.
+    """
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        *path, last = name.split(".")
+        place = nested
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return {name: _listed(value) for name, value in nested.items()}
+
+
+def _listed(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    items = {key: _listed(entry) for key, entry in value.items()}
+    if sorted(items) == sorted(str(place) for place in range(len(items))):
+        return [items[str(place)] for place in range(len(items))]
+    return items
+
+
+def inputs_from(document: Mapping[str, Any], prefix: str = "") -> tuple[ModelInput, ...]:
+    """Inputs of a table: { x = { shape = [3, 32, 32] }, batch = { ids = { shape = [128], dtype = "int64" } } }.
+
+    A table (or list) without a shape holds further inputs.
+
+    Raises:
+        ModelError: as ModelInput; or an entry that is no table.
+    """
+    found: list[ModelInput] = []
+    for key, entry in document.items():
+        name = f"{prefix}{key}"
+        if isinstance(entry, list | tuple) and entry:
+            entry = {str(place): item for place, item in enumerate(entry)}
+        if not isinstance(entry, Mapping) or not entry:
+            raise ModelError(f"input {name} must be a table with a shape, got {entry!r}; for example {{ shape = [3, 32, 32] }}")
+        if isinstance(entry.get("shape"), list | tuple) or not all(isinstance(item, Mapping | list) for item in entry.values()):
+            found.append(ModelInput.from_dict(name, entry))
+        else:
+            found += inputs_from(entry, f"{name}.")
+    return tuple(found)
+
+
+def with_bound(entry: ModelInput, bound: int | None) -> ModelInput:
+    """The input with `bound` as its `high`, where it holds integers without one."""
+    return replace(entry, high=bound) if bound and entry.is_integer and entry.high is None else entry
