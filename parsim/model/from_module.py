@@ -54,7 +54,7 @@ def model_from_module(
         example_inputs = _zeros(module, input_shape)
     args, kwargs = split_inputs(example_inputs)
     if loss is None:
-        recording = run_recorded(module, args, kwargs, loss="mse")
+        recording = run_recorded(module, args, kwargs, loss="mse", repeats=True)
         assert recording.logits_value is not None, "a recording with a loss has logits"
         output = tuple(recording.tensors[recording.logits_value].shape[1:])
         tokens = not recording.tensors[recording.inputs[0][1]].is_floating_point()

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from parsim.errors import ModelError, near_matches
 from parsim.model.build import build_fake
-from parsim.model.hugging_face import config_shape
+from parsim.model.hugging_face.config import default_inputs, default_loss
 from parsim.model.inputs import ModelInput, arguments, with_bound
 from parsim.model.losses import LOSSES, NUMBERS, usual_loss
-from parsim.model.spec import ModelSpec, resolve
+from parsim.model.spec import ModelSpec, is_config, resolve
 from parsim.model.tracing.trace import require_torch
 from parsim.model.zoo import ZOO
 
@@ -90,13 +90,17 @@ def _foreign_interface(spec: ModelSpec) -> Interface:
     from parsim.model.tracing.recording import run_recorded
 
     module = build_fake(spec)
-    inputs, positional = module_inputs(module, spec.inputs, spec.input_shape or config_shape(module), spec.name)
+    given, usual = spec.inputs, None
+    if is_config(spec.name):
+        given = spec.inputs or default_inputs(spec, module)
+        usual = None if spec.loss else default_loss(spec, module)
+    inputs, positional = module_inputs(module, given, spec.input_shape, spec.name)
     kind = Interface(inputs=inputs, output=(), loss="", positional=positional)
     args, kwargs = kind.arguments(zero_batch(inputs))
-    recording = run_recorded(module, args, kwargs, loss="mse")
+    recording = run_recorded(module, args, kwargs, loss="mse", repeats=True)
     assert recording.logits_value is not None
     output = tuple(recording.tensors[recording.logits_value].shape[1:])
-    loss = spec.loss or usual_loss(spec.name, output, tokens=kind.takes_tokens)
+    loss = spec.loss or usual or usual_loss(spec.name, output, tokens=kind.takes_tokens)
     return Interface(inputs=inputs, output=output, loss=loss, positional=positional)
 
 

@@ -72,6 +72,8 @@ class Repeats:
         self._withheld: dict[int, dict[str, Any]] = {}
         self._asked: set[tuple[int, str]] = set()
         self._differing: dict[Hashable, frozenset[Plain]] = {}
+        self._reads: set[int] = set()
+        self._scanned = 0
         self.copied = 0
 
     @contextlib.contextmanager
@@ -201,7 +203,16 @@ class Repeats:
                 kinds.append(canonical(leaf))
             else:
                 return None
-        return (str(spec), tuple(kinds), torch.is_grad_enabled(), self._recorder._context()), tuple(numbers)
+        used = tuple(number in self._used() for number in state)  # autocast casts a weight once
+        return (str(spec), tuple(kinds), used, torch.is_grad_enabled(), self._recorder._context()), tuple(numbers)
+
+    def _used(self) -> set[int]:
+        """Value numbers that calls have read by now."""
+        ops = self._recorder.recording.ops
+        for op in ops[self._scanned :]:
+            self._reads.update(op.reads)
+        self._scanned = len(ops)
+        return self._reads
 
     def _run(self, block: nn.Module, own: Signature, forward: Callable[[], Any]) -> tuple[Any, frozenset[Plain] | None]:
         """What the block returns, and the withheld attributes that nobody asked for; None if the block has changed itself."""
@@ -218,7 +229,7 @@ class Repeats:
 
     @contextlib.contextmanager
     def _withholding(self, block: nn.Module, places: frozenset[Plain]) -> Iterator[tuple[set[Plain], set[Plain]]]:
-        """Take attributes away, so that reading one ends in `__getattr__`. Yields those taken, and in the end those asked for."""
+        """Take attributes away, so reading one ends in `__getattr__`. Yields those taken, and those asked for in the end."""
         parts = dict(block.named_modules())
         values: dict[Plain, Any] = {}
         asked: set[Plain] = set()
