@@ -2,8 +2,8 @@
 
 A key covers the content of a config, or the built module of a factory and the source of the user's modules. It also covers
 arguments, inputs, granularity, the type of the weights, and the versions of Python, parsim (its source), torch and
-transformers. A file that cannot be read, or whose digest is wrong, is ignored, and the model traced anew. A file appears under its name only
-when it is complete, so processes may write at once.
+transformers. A file that cannot be read, or whose digest is wrong, is ignored, and the model is traced anew. A file appears
+under its name only when it is complete, so processes may write at once.
 
 Left out: files that a forward reads while it runs.
 """

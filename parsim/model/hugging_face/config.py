@@ -220,9 +220,9 @@ def default_loss(spec: ModelSpec, module: nn.Module) -> str | None:
     kind = _kind(spec, module)
     if kind.loss is None:
         raise ModelError(
-            f"{type(module).__name__} trains by comparing all samples of a batch with one another. That is no sum over samples, "
-            f"so a step would depend on microbatches and replicas; plan its image tower instead (CLIPForImageClassification), or "
-            f"one tower with inputs and a loss of your own (CLIPTextModelWithProjection)"
+            f"{type(module).__name__} trains by comparing all samples of a batch with one another. That is no sum over "
+            f"samples, so a step would depend on microbatches and replicas; plan its image tower instead "
+            f"(CLIPForImageClassification), or one tower with inputs and a loss of your own (CLIPTextModelWithProjection)"
         )
     labels = getattr(module.config, "num_labels", None)
     if kind.name == "text classification" and labels == 1:

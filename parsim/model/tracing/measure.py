@@ -8,10 +8,11 @@ out what an allocator rounds up, and workspaces of kernels.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +38,9 @@ class TracedForward:
     """One fake forward at `batch` samples, cut; lists run along `intervals`.
 
     Attributes:
-        programs: per interval. saved: (number of the recorded call it is first saved in, storage, bytes).
-        saves: (number of a recorded call, storage that it saves), all of them. casts: storages that hold parameters in
+        programs: per interval. operators_in: per interval, their calls counted from its first.
+        saved_in: per interval (storage, bytes) of what is first saved in it. savers: by storage the components that save it,
+            in the order in which they run. state: storages of parameters and buffers. casts: storages that hold parameters in
             another precision. autocast: the half-precision type it ran under, or None.
     """
 
@@ -46,38 +48,35 @@ class TracedForward:
     recording: Recording
     intervals: list[CallInterval]
     programs: tuple[CallProgram, ...]
-    operators: list[RawOperator]
-    saved: list[tuple[int, int, int]]
-    saves: set[tuple[int, int]]
+    operators_in: list[list[RawOperator]]
+    saved_in: list[list[tuple[int, int]]]
+    savers: Mapping[int, tuple[str, ...]]
+    state: frozenset[int]
     fakes: FakeTensorMode
     casts: frozenset[int]
     autocast: torch.dtype | None
 
-    def saved_bytes(self, interval: CallInterval, *, casts: bool = False) -> int:
-        """Of activations, or of the casts of parameters."""
-        return sum(size for op, key, size in self.saved if interval.start <= op < interval.end and (key in self.casts) == casts)
+    def saved_bytes(self, place: int, *, casts: bool = False) -> int:
+        """Of activations, or of the casts of parameters, in one component."""
+        return sum(size for key, size in self.saved_in[place] if (key in self.casts) == casts)
+
+    def counts(self, storage: int) -> bool:
+        """Whether it is among some component's saved activations."""
+        return storage in self.savers and storage not in self.state
 
     def recorded(self, place: int) -> Recorded:
         """One component."""
         return Recorded(self.programs[place], self.fakes, self.batch, self.autocast)
 
-    def savers(self, storage: int) -> tuple[str, ...]:
-        """The components that save a storage, in the order in which they run."""
-        calls = [op for op, key in self.saves if key == storage]
-        return tuple(interval.name for interval in self.intervals if any(interval.start <= op < interval.end for op in calls))
-
     def whole(self, place: int) -> WholeComponent:
         """One component, its calls counted from its first."""
-        interval = self.intervals[place]
-        saved = {key for op, key, _ in self.saved if interval.start <= op < interval.end}
+        saved = {key for key, _ in self.saved_in[place]}
         tensors = self.recording.tensors
         return WholeComponent(
             program=self.programs[place],
             fakes=self.fakes,
-            operators=[
-                replace(raw, op=raw.op - interval.start) for raw in self.operators if interval.start <= raw.op < interval.end
-            ],
-            counted_inputs=tuple(storage_key(tensors[number]) in saved for number in interval.inputs),
+            operators=self.operators_in[place],
+            counted_inputs=tuple(storage_key(tensors[number]) in saved for number in self.intervals[place].inputs),
         )
 
 
@@ -103,18 +102,45 @@ def measure(
     first = recording.tensors[recording.inputs[0][1]]
     intervals = cut(recording, module, granularity)
     watcher = watchers[-1]
+    starts = [interval.start for interval in intervals]
+    operators = _per_interval(intervals, watcher.mode.operators, lambda raw: raw.op)
+    savers: dict[int, set[int]] = {}
+    for place, part in enumerate(_per_interval(intervals, watcher.saves, _call_of)):
+        for _, key, _ in part:
+            savers.setdefault(key, set()).add(place)
     return TracedForward(
         batch=first.shape[0],
         recording=recording,
         intervals=intervals,
         programs=programs(recording, intervals),
-        operators=watcher.mode.operators,
-        saved=watcher.saved(),
-        saves={(op, key) for op, key, _ in watcher.saves},
+        operators_in=[[replace(raw, op=raw.op - start) for raw in part] for start, part in zip(starts, operators, strict=True)],
+        saved_in=[[(key, size) for _, key, size in part] for part in _per_interval(intervals, watcher.saved(), _call_of)],
+        savers={key: tuple(intervals[place].name for place in sorted(places)) for key, places in savers.items()},
+        state=frozenset(watcher.state),
         fakes=watcher.recorder.fakes,
         casts=frozenset(watcher.mode.casts),
         autocast=autocast,
     )
+
+
+Entry = TypeVar("Entry")
+
+
+def _per_interval(
+    intervals: Sequence[CallInterval], entries: Iterable[Entry], call_of: Callable[[Entry], int]
+) -> list[list[Entry]]:
+    """Entries by the interval in which their call lies."""
+    starts = [interval.start for interval in intervals]
+    found: list[list[Entry]] = [[] for _ in intervals]
+    for entry in entries:
+        place = bisect_right(starts, call_of(entry)) - 1
+        if place >= 0 and call_of(entry) < intervals[place].end:
+            found[place].append(entry)
+    return found
+
+
+def _call_of(save: tuple[int, int, int]) -> int:
+    return save[0]
 
 
 class _Marks(NamedTuple):
@@ -133,8 +159,8 @@ class _Watch:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         tensors = recorder.recording.tensors
-        self._state = {storage_key(tensors[number]) for number in recorder.recording.state}
-        self.mode = OperatorMode(lambda: recorder.current, self._state)
+        self.state = {storage_key(tensors[number]) for number in recorder.recording.state}
+        self.mode = OperatorMode(lambda: recorder.current, self.state)
         self.saves: list[tuple[int, int, int]] = []
         self._alive: dict[int, Tensor] = {}
 
@@ -155,7 +181,7 @@ class _Watch:
         first: dict[int, tuple[int, int, int]] = {}
         for save in self.saves:
             first.setdefault(save[1], save)
-        return [save for key, save in first.items() if key not in self._state]
+        return [save for key, save in first.items() if key not in self.state]
 
     def mark(self) -> _Marks:
         """The position now."""
@@ -201,8 +227,10 @@ def combine(small: TracedForward, large: TracedForward, *, name: str, granularit
     values = _values(small, large)
     counted_buffers: set[int] = set()
     peaks = Counted(small, large)
-    components = tuple(_component(small, large, place, values, counted_buffers, peaks) for place in range(len(small.intervals)))
     names = value_names(small.recording, small.intervals)
+    components = tuple(
+        _component(small, large, place, values, names, counted_buffers, peaks) for place in range(len(small.intervals))
+    )
     used = {value for component in components for value in component.inputs}
     return Model(
         name=name,
@@ -292,7 +320,6 @@ def _values(small: TracedForward, large: TracedForward) -> dict[str, Value]:
     names = value_names(small.recording, small.intervals)
     others = {name: number for number, name in value_names(large.recording, large.intervals).items()}
     producer = {number: interval.name for interval in small.intervals for number in interval.outputs}
-    saved = {key for _, key, _ in small.saved}
     found: dict[str, Value] = {}
     for number, name in names.items():
         one, other = small.recording.tensors[number], large.recording.tensors[others[name]]
@@ -307,8 +334,8 @@ def _values(small: TracedForward, large: TracedForward) -> dict[str, Value]:
             differentiable=small.recording.differentiable.get(number, False),
             batch_first=_is_batch_first(one, other, batches),
             storage_bytes_per_sample=storage if storage > rate else 0,
-            saved=storage_key(one) in saved,
-            savers=small.savers(storage_key(one)),
+            saved=small.counts(storage_key(one)),
+            savers=small.savers.get(storage_key(one), ()),
         )
     return found
 
@@ -327,18 +354,18 @@ def _component(
     large: TracedForward,
     place: int,
     values: dict[str, Value],
+    names: Mapping[int, str],
     counted_buffers: set[int],
     peaks: Counted,
 ) -> Component:
-    one, other = small.intervals[place], large.intervals[place]
+    one = small.intervals[place]
     batches = (small.batch, large.batch)
     recording = small.recording
-    names = value_names(recording, small.intervals)
     read = dict.fromkeys(number for op in recording.ops[one.start : one.end] for number in op.reads)
     state = [number for number in read if number in recording.state]
     buffers = [number for number in state if recording.state[number].kind == "buffer" and number not in counted_buffers]
     counted_buffers.update(buffers)
-    rate, fixed = split(small.saved_bytes(one), large.saved_bytes(other), batches, f"what {one.name} saves")
+    rate, fixed = split(small.saved_bytes(place), large.saved_bytes(place), batches, f"what {one.name} saves")
     cuttable = tuple(values[names[number]].batch_first for number in one.inputs)
     operators, shardings = peaks.division(place, (rate, fixed), cuttable)
     if not all(values[names[number]].batch_first for number in one.outputs) or one.name == LOSS:
