@@ -36,15 +36,23 @@ class Registry(Generic[RegistryRow]):
         row: the class of a row.
         rows: the shipped rows.
         error: what an unknown name raises.
+        adapt: makes a row of what "package.module:ROW" names, where that is none itself; else returns it as it is.
     """
 
     def __init__(
-        self, what: str, row: type[RegistryRow], rows: Mapping[str, RegistryRow], *, error: type[ParsimError] = ConfigError
+        self,
+        what: str,
+        row: type[RegistryRow],
+        rows: Mapping[str, RegistryRow],
+        *,
+        error: type[ParsimError] = ConfigError,
+        adapt: Callable[[Any], Any] = lambda found: found,
     ) -> None:
         self.what = what
         self.row = row
         self.rows: Mapping[str, RegistryRow] = MappingProxyType(dict(rows))
         self.error = error
+        self._adapt = adapt
         self._loaded: dict[str, RegistryRow] = {}
 
     def __getitem__(self, name: str) -> RegistryRow:
@@ -66,7 +74,7 @@ class Registry(Generic[RegistryRow]):
     def _load(self, name: str) -> RegistryRow:
         module, _, attribute = name.partition(":")
         try:
-            found = getattr(importlib.import_module(module), attribute)
+            found = self._adapt(getattr(importlib.import_module(module), attribute))
         except (ImportError, AttributeError) as error:
             raise self.error(
                 f"{self.what} {name!r} cannot be loaded: {error}; write package.module:NAME with the package on the Python path"

@@ -30,7 +30,7 @@ from calibration.measure.delayed_streams import Pausing
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.speed_probe import paced
 from calibration.rounds.turns import CalibrationSection, Entries
-from parsim.data import BatchOrder, Dataset
+from parsim.data import BatchOrder, Samples
 from parsim.data.for_model import dataset_for
 from parsim.errors import DataError
 from parsim.execute.cuda.driver import driver_of
@@ -83,7 +83,7 @@ class Case:
     program: RankProgram
     stage: StageReplica
     streams: Pausing
-    data: Dataset
+    data: Samples
     order: BatchOrder
     dtype: torch.dtype
     optimizers: dict[str, torch.optim.Optimizer | None]
@@ -169,7 +169,7 @@ def pausing_streams(device: torch.device) -> Pausing:
     return Pausing(make_streams(device), driver_of(device))
 
 
-def samples_for(spec: ModelSpec, seed: int) -> Dataset:
+def samples_for(spec: ModelSpec, seed: int) -> Samples:
     """Digits, which are resized as they are read, for a model that takes them; else made-up samples."""
     try:
         return dataset_for(spec, "digits", root=None, seed=seed)

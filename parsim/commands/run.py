@@ -48,7 +48,9 @@ def run(
     print_tables([validation_table([row])])
     _print_decisions(document["decisions"])
     first, last = (done.losses[0], done.losses[-1]) if done.losses else (float("nan"), float("nan"))
-    print(f"loss {first:.4f} -> {last:.4f}, test accuracy {100 * document['test_accuracy']:.1f}%")
+    accuracy = document.get("test_accuracy")
+    scored = "no accuracy: its targets are no classes" if accuracy is None else f"test accuracy {100 * accuracy:.1f}%"
+    print(f"loss {first:.4f} -> {last:.4f}, test loss {document['test_loss']:.4f}, {scored}")
     print(f"folder: {done.folder} (report.html, trace.json for Perfetto, checkpoints/)")
 
 

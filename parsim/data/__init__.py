@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parsim.data.cifar import load_cifar
-from parsim.data.dataset import IGNORED, BatchOrder, Dataset, Target, part
+from parsim.data.dataset import IGNORED, VALUES, BatchOrder, Dataset, NamedDataset, Samples, Target, part
 from parsim.data.digits import load_digits
 from parsim.data.generated import load_synthetic
+from parsim.data.generated_values import TargetValues, load_values
 from parsim.errors import DataError
+from parsim.model.inputs import ModelInput
 from parsim.registry import Registry
 
 __all__ = [
@@ -20,7 +22,10 @@ __all__ = [
     "DataRequest",
     "DataSource",
     "Dataset",
+    "NamedDataset",
+    "Samples",
     "Target",
+    "TargetValues",
     "load_dataset",
     "part",
 ]
@@ -28,9 +33,18 @@ __all__ = [
 SPLITS = ("train", "test")
 
 
+def _synthetic(ask: DataRequest) -> Samples:
+    if ask.target.task == VALUES:
+        return load_values(ask.inputs, ask.targets, ask.split, seed=ask.seed, samples=ask.samples)
+    return load_synthetic(ask.input_shape, ask.target, ask.split, seed=ask.seed, samples=ask.samples)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRequest:
-    """A request for a dataset; the attributes are the arguments of `load_dataset`."""
+    """A request for a dataset; the attributes are the arguments of `load_dataset`.
+
+    With `target.task` "values", `inputs` and `targets` say what the model takes and predicts.
+    """
 
     input_shape: tuple[int, ...]
     target: Target
@@ -38,6 +52,8 @@ class DataRequest:
     root: Path | None
     seed: int
     samples: int
+    inputs: tuple[ModelInput, ...] = ()
+    targets: TargetValues | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +65,7 @@ class DataSource:
             suit the data.
     """
 
-    load: Callable[[DataRequest], Dataset]
+    load: Callable[[DataRequest], Samples]
 
 
 DATASETS: Registry[DataSource] = Registry(
@@ -59,9 +75,7 @@ DATASETS: Registry[DataSource] = Registry(
         "cifar10": DataSource(load=lambda ask: load_cifar("cifar10", ask.input_shape, ask.target, ask.split, ask.root)),
         "cifar100": DataSource(load=lambda ask: load_cifar("cifar100", ask.input_shape, ask.target, ask.split, ask.root)),
         "digits": DataSource(load=lambda ask: load_digits(ask.input_shape, ask.target, ask.split)),
-        "synthetic": DataSource(
-            load=lambda ask: load_synthetic(ask.input_shape, ask.target, ask.split, seed=ask.seed, samples=ask.samples)
-        ),
+        "synthetic": DataSource(load=lambda ask: _synthetic(ask)),
     },
     error=DataError,
 )
@@ -76,13 +90,16 @@ def load_dataset(
     split: str = "train",
     seed: int = 0,
     samples: int = 4096,
-) -> Dataset:
+    inputs: tuple[ModelInput, ...] = (),
+    targets: TargetValues | None = None,
+) -> Samples:
     """Load a row of DATASETS (or "package.module:ROW") as samples of `input_shape` for a model that predicts `target`.
 
     Args:
         input_shape: of one sample: (c, h, w), a flat (n,), or (seq,) for tokens.
         root: where CIFAR's folders lie; left out, the folder named by PARSIM_DATA_DIR.
         split: "train" or "test". seed, samples: of `synthetic` alone.
+        inputs, targets: what the model takes and predicts, where `target.task` is "values".
 
     Raises:
         DataError: an unknown name or split, files that are missing or damaged, a model the dataset does not fit.
@@ -91,7 +108,17 @@ def load_dataset(
     source = DATASETS[name]
     if split not in SPLITS:
         raise DataError(f"unknown split {split!r}; known: {', '.join(SPLITS)}")
-    found = source.load(DataRequest(input_shape=input_shape, target=target, split=split, root=root, seed=seed, samples=samples))
-    if not isinstance(found, Dataset):
+    request = DataRequest(
+        input_shape=input_shape,
+        target=target,
+        split=split,
+        root=root,
+        seed=seed,
+        samples=samples,
+        inputs=inputs,
+        targets=targets,
+    )
+    found = source.load(request)
+    if not isinstance(found, Samples):
         raise DataError(f"dataset {name!r} returned a {type(found).__name__}; return a parsim.data.Dataset")
     return found

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.data.dataset import Dataset, Target
+from parsim.data.dataset import Dataset, Target, check_images
 from parsim.errors import DataError
 
 ROOT_VARIABLE = "PARSIM_DATA_DIR"
@@ -78,6 +78,7 @@ def load_cifar(name: str, input_shape: tuple[int, ...], target: Target, split: s
         DataError: no such files (says which, where, how large), a damaged file, or a model with too few classes.
     """
     layout = LAYOUTS[name]
+    check_images(name, target)
     if target.task != "classify" or target.classes < layout.classes:
         raise DataError(
             f"{name} has {layout.classes} classes of images; the model predicts {target.classes} with task {target.task!r}; "

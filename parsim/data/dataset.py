@@ -6,7 +6,8 @@ checkpoint's data state is two integers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -14,13 +15,17 @@ from numpy.typing import NDArray
 
 from parsim.errors import DataError
 
-TASKS = ("classify", "next_token", "masked_token")
+VALUES = "values"
+TASKS = ("classify", "next_token", "masked_token", VALUES)
 IGNORED = -100  # the target of a position that the loss leaves out; torch's own default ignore_index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a model predicts: one of `classes` per sample (`classify`), or per token (`next_token`, `masked_token`)."""
+    """What a model predicts: one of `classes` per sample (`classify`), or per token (`next_token`, `masked_token`).
+
+    `values`: anything else, or from other inputs than one image or row of tokens; `DataRequest.inputs` and `targets` say what.
+    """
 
     task: str = "classify"
     classes: int = 10
@@ -82,10 +87,62 @@ class Dataset:
         images = chosen.astype(np.float32) * np.float32(self.scale) + np.float32(self.offset)
         return resize(images, self.input_shape), targets
 
+    def values(self, indices: NDArray[np.int64]) -> dict[str, NDArray[np.generic]]:
+        """A batch as the executor takes it: "input:0" and "target"."""
+        inputs, targets = self.batch(indices)
+        return {"input:0": inputs, "target": targets}
+
+    @property
+    def types(self) -> Mapping[str, str]:
+        """No array has a type of its own: numbers follow the weights."""
+        return {}
+
     @property
     def inputs(self) -> NDArray[np.float32] | NDArray[np.int64]:
         """All inputs [n, *input_shape]; at 224x224 this is large (0.6 MB per image): prefer `batch`."""
         return self.batch(np.arange(len(self), dtype=np.int64))[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NamedDataset:
+    """Samples of several inputs of any type, kept as the model takes them.
+
+    Attributes:
+        name, source, split: as of a Dataset. samples: how many; sample i is row i modulo the rows that are stored.
+        inputs: [rows, ...] by name, in the order in which the model takes them. constants: after them, the same in every batch.
+        targets: [rows, ...]; None where the inputs hold them.
+        types: torch's names of types, by "input:0" ... and "target"; those without one follow the weights.
+    """
+
+    name: str
+    source: str
+    split: str
+    samples: int
+    inputs: Mapping[str, NDArray[np.generic]]
+    targets: NDArray[np.generic] | None
+    constants: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        arrays = {**self.inputs, **({} if self.targets is None else {"targets": self.targets})}
+        rows = {name: len(array) for name, array in arrays.items()}
+        if not rows or len(set(rows.values())) != 1 or not min(rows.values()) or self.samples < 1:
+            raise DataError(f"{self.name}: inputs and targets must have equally many rows, at least 1; got {rows}")
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def values(self, indices: NDArray[np.int64]) -> dict[str, NDArray[np.generic]]:
+        """A batch as the executor takes it: "input:0", "input:1", ... in the order of the inputs, and "target"."""
+        rows = indices % len(next(iter(self.inputs.values())))
+        arrays = [*(array[rows] for array in self.inputs.values()), *self.constants.values()]
+        found = {f"input:{place}": np.ascontiguousarray(array) for place, array in enumerate(arrays)}
+        if self.targets is not None:
+            found["target"] = np.ascontiguousarray(self.targets[rows])
+        return found
+
+
+Samples = Dataset | NamedDataset
 
 
 def image_shape(input_shape: tuple[int, ...], stored_channels: int) -> tuple[int, int, int] | None:
@@ -98,6 +155,15 @@ def image_shape(input_shape: tuple[int, ...], stored_channels: int) -> tuple[int
             if side >= 1 and channels * side * side == input_shape[0]:
                 return (channels, side, side)
     return None
+
+
+def check_images(name: str, target: Target) -> None:
+    """Raise DataError for a model that wants anything else than one image or predicts no class of it."""
+    if target.task == VALUES:
+        raise DataError(
+            f"{name} holds images and one class of each, and this model has other inputs or targets; use dataset = "
+            "'synthetic', or a dataset of your own as package.module:ROW"
+        )
 
 
 def check_resizable(stored: tuple[int, int, int], input_shape: tuple[int, ...], name: str) -> None:

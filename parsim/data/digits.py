@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.data.dataset import Dataset, Target
+from parsim.data.dataset import Dataset, Target, check_images
 from parsim.errors import DataError, MissingDependencyError
 
 CLASSES = 10
@@ -23,6 +23,7 @@ def load_digits(input_shape: tuple[int, ...], target: Target, split: str) -> Dat
         DataError: the model wants tokens, or fewer than ten classes.
         MissingDependencyError: scikit-learn is not installed.
     """
+    check_images("digits", target)
     if target.task != "classify" or target.classes < CLASSES:
         raise DataError(
             f"digits has {CLASSES} classes of images; the model predicts {target.classes} with task {target.task!r}; "

@@ -9,9 +9,9 @@ import torch
 
 from parsim.execute.stage import seeded_module
 from parsim.execute.state.optimizer import distinct, flat_gradients
-from parsim.model.interface import example_batch, interface_of, loss_of
-from parsim.model.losses import loss_sum
+from parsim.model.interface import example_batch, interface_of
 from parsim.model.memory.live_memory import LiveBytes
+from parsim.model.objective.total import total_loss
 from parsim.model.spec import ModelSpec
 from parsim.model.tracing.half_precision import HALF
 
@@ -25,13 +25,14 @@ def autocast_peak_bytes(spec: ModelSpec, samples: int, *, autocast: bool = True)
     """
     module = seeded_module(spec, 0, torch.float32, torch.device("cpu"))
     inputs, target = example_batch(spec, samples)
-    args, kwargs = interface_of(spec).arguments(inputs)
+    interface = interface_of(spec)
+    args, kwargs = interface.arguments(inputs)
     parameters = distinct(module.parameters())
     gradients = flat_gradients(parameters)
     with LiveBytes() as live:
-        for tensor in (*parameters, gradients, *module.buffers(), *inputs.values(), target):
+        for tensor in (*parameters, gradients, *module.buffers(), *inputs.values(), *([] if target is None else [target])):
             live.track(tensor)
         with torch.autocast("cpu", dtype=HALF, enabled=autocast):
-            loss = loss_sum(loss_of(spec), module(*args, **kwargs), target)
+            loss = total_loss(interface.objective, module(*args, **kwargs), target, samples)
         loss.backward()  # type: ignore[no-untyped-call]
         return int(live.peak_bytes)

@@ -14,23 +14,33 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from parsim.data import BatchOrder, Dataset, part
+from parsim.data import BatchOrder, Samples, part
 from parsim.graph.plan_index import PlanIndex
 
 Pin = Callable[[Tensor], Tensor]
 
 
-def host_values(data: Dataset, indices: NDArray[np.int64], wanted: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The values a stage reads of one microbatch: "input:0" and "target", as far as wanted, in the host's memory."""
-    inputs, targets = data.batch(indices)
-    values = {"input:0": torch.from_numpy(inputs), "target": torch.from_numpy(targets)}
-    if values["input:0"].is_floating_point():
-        values["input:0"] = values["input:0"].to(dtype)
-    return {name: values[name] for name in wanted}
+def host_values(
+    data: Samples, indices: NDArray[np.int64], wanted: Sequence[str] | None, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The values a stage reads of one microbatch: "input:0", ... and "target", as far as wanted, in the host's memory.
+
+    Args:
+        wanted: their names; None: all. dtype: of numbers that have no type of their own.
+    """
+    arrays = data.values(indices)
+    return {name: _typed(arrays[name], data.types.get(name), dtype) for name in (arrays if wanted is None else wanted)}
+
+
+def _typed(array: NDArray[np.generic], own: str | None, dtype: torch.dtype) -> Tensor:
+    tensor = torch.from_numpy(array)
+    if own is not None:
+        return tensor.to(getattr(torch, own))
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def batch_values(
-    data: Dataset, indices: NDArray[np.int64], wanted: Sequence[str], dtype: torch.dtype, device: torch.device
+    data: Samples, indices: NDArray[np.int64], wanted: Sequence[str] | None, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
     """The same on the device."""
     return {name: tensor.to(device) for name, tensor in host_values(data, indices, wanted, dtype).items()}
@@ -47,7 +57,7 @@ class Loader:
 
     def __init__(
         self,
-        data: Dataset,
+        data: Samples,
         order: BatchOrder,
         layout: PlanIndex,
         rank: int,

@@ -16,16 +16,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from parsim.data import BatchOrder, Dataset, part
+from parsim.data import BatchOrder, Samples, part
+from parsim.execute.loading import host_values
 from parsim.execute.numerics import Numerics
 from parsim.execute.stage import recorded_programs, seeded_module
 from parsim.execute.state.master_weights import MASTER, MasterWeights
 from parsim.execute.state.optimizer import make_optimizer
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Component
-from parsim.model.interface import loss_of
-from parsim.model.losses import loss_sum
+from parsim.model.interface import interface_of
 from parsim.model.model import Model
+from parsim.model.objective.objective import TARGET
+from parsim.model.objective.total import total_loss
 from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
@@ -52,7 +54,7 @@ class ReferenceResult:
 def train_reference(
     spec: ModelSpec,
     plan: Plan,
-    data: Dataset,
+    data: Samples,
     *,
     optimizer: str,
     learning_rate: float,
@@ -73,7 +75,8 @@ def train_reference(
     numerics = numerics if numerics is not None else Numerics(weights=dtype)
     module = seeded_module(spec, seed, dtype, torch.device("cpu"))
     named = dict(module.named_parameters())
-    updater = _Updater(named, optimizer, learning_rate, numerics)
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    updater = _Updater(trained, optimizer, learning_rate, numerics)
     order = BatchOrder(n=len(data), global_batch=plan.global_batch, seed=seed)
     if plan.is_mixed and model is not None and any(True for _ in module.buffers()):
         replay = _Replay(spec, plan, model, module, dtype, updater)
@@ -89,6 +92,8 @@ def train_reference(
             losses=tuple(losses),
             loss_scale=updater.scale,
         )
+    interface = interface_of(spec)
+    objective, names = interface.objective, [entry.name for entry in interface.inputs]
     replicas = [_clone(dict(module.named_buffers())) for _ in range(plan.mesh.dp)]
     losses = []
     for step in range(steps):
@@ -99,12 +104,11 @@ def train_reference(
             _load(dict(module.named_buffers()), buffers)
             for microbatch in range(plan.microbatches):
                 own = part(indices, replica=replica, dp=plan.mesh.dp, microbatch=microbatch, microbatches=plan.microbatches)
-                inputs, targets = data.batch(own)
-                tensor = torch.from_numpy(inputs)
-                if tensor.is_floating_point():
-                    tensor = tensor.to(dtype)
+                values = host_values(data, own, None, dtype)
+                target = values.pop(TARGET, None)
+                args, kwargs = interface.arguments(dict(zip(names, values.values(), strict=True)))
                 with numerics.computing(CPU):
-                    loss = loss_sum(loss_of(spec), module(tensor), torch.from_numpy(targets))
+                    loss = total_loss(objective, module(*args, **kwargs), target, len(own))
                 total += updater.backward(loss, plan.global_batch)
             updater.end_replica()
             replicas[replica] = _clone(dict(module.named_buffers()))
@@ -215,17 +219,15 @@ class _Replay:
         self._initial = _clone(dict(module.named_buffers()))
         self._kept: dict[tuple[int, int, str], Tensor] = {}
 
-    def step(self, data: Dataset, indices: NDArray[np.int64]) -> float:
+    def step(self, data: Samples, indices: NDArray[np.int64]) -> float:
         """Forward and backward of one global batch; returns its mean loss."""
         plan, total = self._plan, 0.0
         for replica in range(plan.mesh.dp):
             for microbatch in range(plan.microbatches):
                 own = part(indices, replica=replica, dp=plan.mesh.dp, microbatch=microbatch, microbatches=plan.microbatches)
-                inputs, targets = (torch.from_numpy(array) for array in data.batch(own))
-                if inputs.is_floating_point():
-                    inputs = inputs.to(self._dtype)
+                values = host_values(data, own, None, self._dtype)
                 with self._updater.numerics.computing(CPU):
-                    loss = self._forward(replica, {"input:0": inputs, "target": targets})
+                    loss = self._forward(replica, values)
                 total += self._updater.backward(loss, plan.global_batch)
             self._updater.end_replica()
         return total

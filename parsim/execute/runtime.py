@@ -91,6 +91,10 @@ class RankProgram:
         Returns:
             The sum over this rank's samples of the loss (0 where another rank counts it), and the tasks' times.
         """
+        with self._stage.randomness.step():
+            return self._step(batch, following)
+
+    def _step(self, batch: BatchSource, following: BatchSource | None) -> tuple[float, list[TaskTime]]:
         self._reset()
         streams = self._streams
         for task, stream, before in self._tasks:
@@ -193,6 +197,7 @@ class RankProgram:
             for value in dict.fromkeys(runnable.input_names)
         }
         given = [inputs[value] for value in runnable.input_names]
+        self._stage.randomness.begin(name, microbatch)
         if layout.recomputes(name):
             with self._stage.computing():
                 outputs, self._kept[name, microbatch] = forward_keeping_inputs(runnable, given, self._stage.device)

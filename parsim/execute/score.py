@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from parsim.data import IGNORED, Dataset
+from parsim.data import IGNORED, Samples
 from parsim.execute.job import RunSpec
+from parsim.execute.loading import batch_values
 from parsim.execute.stage import seeded_module
 from parsim.execute.state.checkpoint import RankState, restore_tensors
-from parsim.model.interface import loss_of
-from parsim.model.losses import loss_sum
-from parsim.model.tracing.recording import logits_of
+from parsim.model.interface import interface_of
+from parsim.model.losses import CLASSES
+from parsim.model.objective.objective import TARGET
+from parsim.model.objective.settle import choose_output
+from parsim.model.objective.total import entries, output_kinds, total_loss
 
 BATCH = 64
 
 
-def score(run: RunSpec, state: RankState, data: Dataset, device: torch.device) -> dict[str, float]:
-    """Mean test loss, and for classes the share of right answers.
+def score(run: RunSpec, state: RankState, data: Samples, device: torch.device) -> dict[str, float]:
+    """Mean test loss, and for classes the share of right answers; other losses have no accuracy.
 
     Running statistics are those of the first replica.
     """
@@ -26,15 +30,28 @@ def score(run: RunSpec, state: RankState, data: Dataset, device: torch.device) -
     restore_tensors({name: value for name, value in module.named_parameters() if name in state.weights}, state.weights)
     restore_tensors({name: value for name, value in module.named_buffers() if name in state.buffers}, state.buffers)
     module.eval()
+    interface = interface_of(run.model)
+    objective, names = interface.objective, [entry.name for entry in interface.inputs]
     total, right, counted = 0.0, 0, 0
     with torch.no_grad():
         for start in range(0, len(data), BATCH):
-            inputs, targets = data.batch(np.arange(start, min(start + BATCH, len(data)), dtype=np.int64))
-            tensor = torch.from_numpy(inputs).to(device)
-            target = torch.from_numpy(targets).to(device)
-            logits = logits_of(module(tensor.to(dtype) if tensor.is_floating_point() else tensor))
-            total += float(loss_sum(loss_of(run.model), logits, target))
-            wanted = target != IGNORED
-            right += int(((logits.argmax(-1) == target) & wanted).sum())
-            counted += int(wanted.sum())
-    return {"test_loss": total / len(data), "test_accuracy": right / max(1, counted)}
+            indices = np.arange(start, min(start + BATCH, len(data)), dtype=np.int64)
+            values = batch_values(data, indices, None, dtype, device)
+            target = values.pop(TARGET, None)
+            args, kwargs = interface.arguments(dict(zip(names, values.values(), strict=True)))
+            output = module(*args, **kwargs)
+            total += float(total_loss(objective, output, target, len(indices), run.model.name))
+            if target is not None and objective.row.targets == CLASSES:
+                found = entries(output)
+                logits = found[choose_output(run.model.name, output_kinds(found), objective.output)]
+                correct, all_targets = _right(logits, target, objective.classes_dim)
+                right, counted = right + correct, counted + all_targets
+    result = {"test_loss": total / len(data)}
+    return result if not counted else {**result, "test_accuracy": right / counted}
+
+
+def _right(logits: Tensor, target: Tensor, classes_dim: int | None) -> tuple[int, int]:
+    """Right answers, and targets that count."""
+    dim = -1 if classes_dim is None else classes_dim + 1 if classes_dim >= 0 else classes_dim
+    wanted = target != IGNORED
+    return int(((logits.argmax(dim) == target) & wanted).sum()), int(wanted.sum())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from parsim.execute.numerics import Numerics
+from parsim.execute.randomness import ComponentRandomness
 from parsim.execute.state.checkpoint import RankState, restore_optimizer, restore_tensors
 from parsim.execute.state.fragments import Fragment, fragment_of, is_per_element
 from parsim.execute.state.loss_scale import overflow_flag
@@ -66,6 +67,7 @@ class StageReplica:
         self._shapes, programs = _recordings(spec, layout, layout.rank_components(rank), self.numerics, device)
         self.module = seeded_module(spec, seed, dtype, device)
         own = layout.rank_components(rank)
+        self.randomness = ComponentRandomness(layout, rank, device, programs)
         shard = layout.plan.shard_of_rank(rank)
         self.runnables: dict[str, Runnable] = {}
         for name in own:
@@ -189,8 +191,12 @@ class StageReplica:
         self._divided[bucket].end_parameters()
 
     def _updated(self) -> list[Tensor]:
-        """What the optimizer of this rank steps: its parameters, or its parts of divided buckets."""
-        own: list[Tensor] = [parameter for name, parameter in self.parameters.items() if name not in self._divided_in]
+        """What the optimizer of this rank steps: its trainable parameters, or its parts of divided buckets."""
+        own: list[Tensor] = [
+            parameter
+            for name, parameter in self.parameters.items()
+            if name not in self._divided_in and self._held[name].trainable
+        ]
         return own + [entry.chunk for entry in self._divided.values()]
 
     def optimizer_step(self) -> None:
@@ -237,6 +243,8 @@ class StageReplica:
             for name, fragment, state in self._bucket_state(bucket):
                 optimizer[name] = state
                 fragments["optimizer"][name] = fragment
+        for held in self.layout.frozen[self.rank]:
+            weights[held.name], fragments["weights"][held.name] = self.parameters[held.name].data, fragment_of(held)
         progress = {} if self.loss_scale is None else {LOSS_SCALE: self.loss_scale.to_tensor()}
         return RankState(weights=weights, buffers=self.buffers(), optimizer=optimizer, fragments=fragments, progress=progress)
 
@@ -262,7 +270,7 @@ class StageReplica:
         held = self._held[name]
         state = dict(state)
         master = state.pop(MASTER, None)
-        if self._masters is not None:
+        if self._masters is not None and held.trainable:
             state[MASTER] = (weight if master is None else master).float()
         elif master is not None:
             weight = master  # finer than what was rounded
@@ -290,7 +298,7 @@ class StageReplica:
         """Take this rank's parts of whole buffers."""
         buffers = dict(whole)
         for name, fragment in self._buffer_fragments().items():
-            part = ParameterShard(name=name, dim=fragment.dim, blocks=fragment.blocks)
+            part = ParameterShard(name=name, dim=fragment.dim, blocks=fragment.blocks, runs=fragment.runs)
             buffers[name] = piece(buffers[name], part, fragment.shard, fragment.ways)
         restore_tensors(self.buffers(), buffers)
 
@@ -299,7 +307,7 @@ class StageReplica:
         states, self._loaded = dict(self._loaded), {}
         if self._optimizer is None:
             return
-        named: dict[str, Tensor] = dict(self.parameters)
+        named: dict[str, Tensor] = {name: tensor for name, tensor in self.parameters.items() if self._held[name].trainable}
         for number, divided in self._divided.items():
             named[_chunk_name(number)] = divided.chunk
         for name in self._divided_in:
@@ -356,7 +364,7 @@ class StageReplica:
             if placement.kind == "shard":
                 for part in self.layout.model.component(name).sharding(placement.rule).buffers:
                     ways = placement.ways
-                    found[part.name] = Fragment(dim=part.dim, blocks=part.blocks, shard=shard % ways, ways=ways)
+                    found[part.name] = Fragment(dim=part.dim, blocks=part.blocks, shard=shard % ways, ways=ways, runs=part.runs)
         return found
 
     def resident_tensors(self) -> dict[str, list[Tensor]]:
@@ -378,7 +386,7 @@ class StageReplica:
             holder = self.module.get_submodule(path)._buffers
             whole = holder[key]
             assert whole is not None
-            part = ParameterShard(name=name, dim=fragment.dim, blocks=fragment.blocks)
+            part = ParameterShard(name=name, dim=fragment.dim, blocks=fragment.blocks, runs=fragment.runs)
             holder[key] = piece(whole, part, fragment.shard, fragment.ways)
 
     def _drop_other_parameters(self) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parsim.data import BatchOrder, Dataset
+from parsim.data import BatchOrder, Samples
 from parsim.data.for_model import dataset_for
 from parsim.errors import ExecutionError
 from parsim.execute.adaptive_run import Steering
@@ -245,7 +245,7 @@ def _bytes_of(tensors: Sequence[Tensor]) -> list[int]:
     return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-def run_dataset(run: RunSpec, split: str) -> Dataset:
+def run_dataset(run: RunSpec, split: str) -> Samples:
     """The run's data in the shape its model takes.
 
     Args:
@@ -402,8 +402,9 @@ def _keep_if_better(job: Job, entry: RankRun, place: ProcessPlace, best: float) 
         last = checkpoint.latest_checkpoint(folder / "new")
         assert last is not None, "every rank has just written its part"
         result = score(entry.run, checkpoint.load_state(last), run_dataset(entry.run, "test"), entry.stage.device)
-        found = [max(best, result["test_accuracy"])]
-        if result["test_accuracy"] > best:
+        reached = result.get("test_accuracy", -result["test_loss"])
+        found = [max(best, reached)]
+        if reached > best:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
             (folder / "new").rename(folder / "checkpoints")
         shutil.rmtree(folder / "new", ignore_errors=True)

@@ -19,6 +19,7 @@ class HeldParameter(NamedTuple):
     part: ParameterShard | None = None
     shard: int = 0
     ways: int = 1
+    trainable: bool = True
 
     @property
     def size_bytes(self) -> int:
@@ -58,9 +59,15 @@ def hold(component: Component, placement: Placement, parameter: Parameter, shard
             if part.name == parameter.name:
                 ways = placement.ways
                 return HeldParameter(
-                    parameter.name, parameter.elements // ways, parameter.element_bytes, part, shard % ways, ways
+                    name=parameter.name,
+                    elements=parameter.elements // ways,
+                    element_bytes=parameter.element_bytes,
+                    part=part,
+                    shard=shard % ways,
+                    ways=ways,
+                    trainable=parameter.trainable,
                 )
-    return HeldParameter(parameter.name, parameter.elements, parameter.element_bytes)
+    return HeldParameter(parameter.name, parameter.elements, parameter.element_bytes, trainable=parameter.trainable)
 
 
 def alike(component: Component, placement: Placement, parameter: str, tp: int) -> tuple[tuple[int, ...], ...]:
@@ -90,13 +97,21 @@ class _Open(NamedTuple):
 
 
 def gradient_buckets(
-    plan: Plan, components: Sequence[Component], placements: Mapping[str, Placement], holders: Mapping[str, tuple[int, ...]]
+    plan: Plan,
+    components: Sequence[Component],
+    placements: Mapping[str, Placement],
+    holders: Mapping[str, tuple[int, ...]],
+    *,
+    frozen: bool = False,
 ) -> tuple[Bucket, ...]:
     """Buckets in the order their gradients are complete: backwards through each stage, those tied across stages last.
 
     Parameters held alike share buckets; a bucket is closed once it holds `bucket_bytes`. A parameter is ready when the
     *first* component that uses it has run its backward. Where buckets come and go with every microbatch (ZeRO 2 and 3) none
-    holds parameters of two chunks.
+    holds parameters of two chunks. Frozen parameters have no gradients and are in none.
+
+    Args:
+        frozen: group the frozen parameters instead, by the ranks that hold them.
     """
     first: dict[tuple[str, int], Component] = {}
     parameters: dict[str, Parameter] = {}
@@ -105,6 +120,8 @@ def gradient_buckets(
     stage_of = {name: plan.stage_places[number] for name, number in chunk_of.items()}
     for component in components:
         for parameter in component.parameters:
+            if parameter.trainable is frozen:
+                continue
             parameters[parameter.name] = parameter
             chunks.setdefault(parameter.name, {})[chunk_of[component.name]] = None
             first.setdefault((parameter.name, stage_of[component.name]), component)

@@ -141,7 +141,9 @@ class PlanIndex:
         return frozenset(
             component.name
             for component in self.model.components
-            if component.name in self.differentiable and component.parameters and self.wants_input_gradient(component.name)
+            if component.name in self.differentiable
+            and component.trainable_parameters
+            and self.wants_input_gradient(component.name)
         )
 
     def recomputes(self, component: str) -> bool:
@@ -273,6 +275,14 @@ class PlanIndex:
     def buckets(self) -> tuple[Bucket, ...]:
         """See `gradient_buckets`."""
         return gradient_buckets(self.plan, self.model.components, self.placement, self.holders)
+
+    @cached_property
+    def frozen(self) -> dict[int, tuple[HeldParameter, ...]]:
+        """By rank the frozen parameters, or pieces, of which it is the first holder."""
+        found: dict[int, list[HeldParameter]] = {rank: [] for rank in range(self.plan.world_size)}
+        for group in gradient_buckets(self.plan, self.model.components, self.placement, self.holders, frozen=True):
+            found[group.group[0]] += group.parameters
+        return {rank: tuple(parameters) for rank, parameters in found.items()}
 
     @cached_property
     def _rank_buckets(self) -> dict[int, tuple[Bucket, ...]]:

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from parsim.errors import ModelError
 
+GRADIENTS = ("", "input", "weight", "none")
+"""What a backward computes: gradients of inputs and weights; of inputs alone (the weight is frozen); of weights alone; nothing
+(no operand requires a gradient)."""
 OPERATOR_KINDS = ("matmul", "convolution", "attention", "embedding", "memory_bound")
 LOSS = "loss"
 
@@ -30,6 +33,7 @@ class Operator:
         count: how often it occurs.
         function: of a memory-bound one its name in aten, such as "gelu", or "unlisted:NAME" where the operator table has no row
             for it; of an attention "causal" or nothing; "" where unknown.
+        gradients: one of GRADIENTS, what its backward computes.
     """
 
     kind: str
@@ -40,8 +44,11 @@ class Operator:
     parameter_bytes: int
     count: int = 1
     function: str = ""
+    gradients: str = ""
 
     def __post_init__(self) -> None:
+        if self.gradients not in GRADIENTS:
+            raise ModelError(f"operator gradients must be one of {', '.join(map(repr, GRADIENTS))}, got {self.gradients!r}")
         if self.kind not in OPERATOR_KINDS:
             raise ModelError(f"unknown operator kind {self.kind!r}; known: {', '.join(OPERATOR_KINDS)}")
         if self.batch not in ("rows", "batch", "none"):
@@ -50,11 +57,15 @@ class Operator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter array by its qualified name in the module; a tied one carries one name in all its components."""
+    """A parameter array by its qualified name in the module; a tied one carries one name in all its components.
+
+    `trainable`: False for a frozen one (requires_grad False): no gradient, no optimizer state, no communication.
+    """
 
     name: str
     elements: int
     element_bytes: int = 4
+    trainable: bool = True
 
     @property
     def size_bytes(self) -> int:
@@ -65,12 +76,14 @@ class Parameter:
 class ParameterShard:
     """How one parameter or buffer is divided: dim `dim` consists of `blocks` equal runs, each cut into `ways` equal pieces.
 
-    Shard s holds piece s of every run. A fused query-key-value matrix has 3 runs; everything else has one.
+    Shard s holds piece s of every run. A fused query-key-value matrix has 3 runs, with a gate 2; everything else has one.
+    `runs`: the sizes of runs that are not equal (fewer heads of keys than of queries); `blocks` is 1 then.
     """
 
     name: str
     dim: int
     blocks: int = 1
+    runs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +136,8 @@ class Sharding:
             joined by "+", in the order they apply.
         limit: `ways` must divide it (heads, features, channels, vocabulary rows: the greatest common divisor).
         inputs: per input what a shard needs: "full", or "shard:d" (its piece of dim d of that value, the batch being dim 0).
-        outputs: per output what a shard makes: "partial" (the sum over the shards is the value) or "shard:d".
+        outputs: per output what a shard makes: "partial" (the sum over the shards is the value), "shard:d", or "full" for
+            what every shard makes whole (a mask, rotary positions, a sum of residuals); shard 0 takes its gradient.
         parameters, buffers: those that are divided; what is not listed, every shard holds whole.
         operators: those that are divided; the others run whole on every shard.
         saved_activation_bytes, saved_fixed_bytes: the part of the component's that is divided.
@@ -251,9 +265,24 @@ class Component:
         return sum(parameter.size_bytes for parameter in self.parameters)
 
     @property
+    def trainable_parameters(self) -> tuple[Parameter, ...]:
+        """Those that are updated."""
+        return tuple(parameter for parameter in self.parameters if parameter.trainable)
+
+    @property
     def fingerprint(self) -> str:
         """Equal for components that do the same work per sample, whatever their names: a measured cost is kept under it."""
         return _fingerprint(self.operators, self.parameters, self.saved_activation_bytes, len(self.inputs), len(self.outputs))
+
+
+class _Fingerprinted(NamedTuple):
+    """An operator whose text has a key that came later only where it is not the default: fingerprints stay what they were."""
+
+    operator: Operator
+
+    def __repr__(self) -> str:
+        text = repr(self.operator)
+        return text if self.operator.gradients else text.replace(", gradients='')", ")")
 
 
 @lru_cache(maxsize=16384)
@@ -266,8 +295,11 @@ def _fingerprint(
         counts[alone] = counts.get(alone, 0) + operator.count
     text = repr(
         (
-            tuple(replace(operator, count=count) for operator, count in counts.items()),
-            sorted((parameter.elements, parameter.element_bytes) for parameter in parameters),
+            tuple(_Fingerprinted(replace(operator, count=count)) for operator, count in counts.items()),
+            sorted(
+                (parameter.elements, parameter.element_bytes, *(() if parameter.trainable else ("frozen",)))
+                for parameter in parameters
+            ),
             saved_bytes,
             inputs,
             outputs,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError
-from parsim.model.losses import usual_loss
+from parsim.model.inputs import ModelInput, ordered
+from parsim.model.interface import Interface, module_inputs, settle_module, zero_batch
 from parsim.model.model import Model
+from parsim.model.objective.objective import Objective, parse_objective
 from parsim.model.tracing.trace import require_torch, split_inputs
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 def model_from_module(
@@ -18,17 +20,22 @@ def model_from_module(
     example_inputs: Any = None,
     *,
     input_shape: tuple[int, ...] | None = None,
+    inputs: tuple[ModelInput, ...] | None = None,
     granularity: str = "block",
-    loss: str | None = None,
+    loss: str | Objective | None = None,
+    output: str | None = None,
     name: str | None = None,
 ) -> Model:
     """Trace a module on fake tensors, and add its loss as the last component.
 
     Args:
-        example_inputs: a batch as the module takes it (a Tensor, a tuple or a dict; dim 0 is the batch).
+        example_inputs: a batch as the module takes it (a Tensor, a tuple or a dict). Dim 0 of the first tensor is the batch;
+            a tensor with another dim 0 is constant.
         input_shape: of one sample, instead of `example_inputs`; integers below the table's size where the sample has one dim
             and the module an nn.Embedding, else floats.
-        loss: a row of `parsim.model.losses.LOSSES`; left out: the usual one of such an output (`usual_loss`).
+        inputs: by the names of the arguments of its forward, instead of both.
+        loss: a row of `parsim.model.losses.LOSSES`, an Objective or its text; left out: the usual one of such an output.
+        output: which output a loss that is left out reads.
 
     Raises:
         ModelError: not a module, neither inputs nor a shape, or an output that leaves the loss open. TraceError: the module
@@ -38,34 +45,26 @@ def model_from_module(
     require_torch("trace a module")
     from torch import nn
 
-    from parsim.model.tracing.recording import run_recorded
     from parsim.model.tracing.traced import model_of
 
     if not isinstance(module, nn.Module):
         raise ModelError(
             f"{type(module).__name__} is no model: give the name of one, a run file, a parsim.Model or a torch.nn.Module"
         )
-    if example_inputs is None:
-        if input_shape is None:
-            raise ModelError(
-                f"{type(module).__name__} needs an input: give input_shape, the shape of one sample such as (3, 224, 224), or "
-                "example_inputs, a batch as the module takes it"
-            )
-        example_inputs = _zeros(module, input_shape)
-    args, kwargs = split_inputs(example_inputs)
-    if loss is None:
-        recording = run_recorded(module, args, kwargs, loss="mse", repeats=True)
-        assert recording.logits_value is not None, "a recording with a loss has logits"
-        output = tuple(recording.tensors[recording.logits_value].shape[1:])
-        tokens = not recording.tensors[recording.inputs[0][1]].is_floating_point()
-        loss = usual_loss(name or type(module).__name__, output, tokens=tokens)
-    return model_of(module, args, kwargs, granularity=granularity, name=name, loss=loss)
-
-
-def _zeros(module: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
-    """A batch of two samples."""
-    import torch
-    from torch import nn
-
-    tokens = len(input_shape) == 1 and any(isinstance(part, nn.Embedding) for part in module.modules())
-    return torch.zeros((2, *input_shape), dtype=torch.long if tokens else torch.float32)
+    called, tokens = name or type(module).__name__, None
+    if example_inputs is not None:
+        args, kwargs = split_inputs(example_inputs)
+    elif input_shape is None and inputs is None:
+        raise ModelError(
+            f"{called} needs an input: give input_shape, the shape of one sample such as (3, 224, 224), inputs by name, or "
+            "example_inputs, a batch as the module takes it"
+        )
+    else:
+        described = None if inputs is None else ordered(inputs)
+        whole, positional = module_inputs(module, described, input_shape, called)
+        kind = Interface(inputs=whole, output=(), loss="", target=None, positional=positional)
+        args, kwargs = kind.arguments(zero_batch(whole))
+        tokens = kind.takes_tokens
+    objective = parse_objective(loss) if isinstance(loss, str) else loss
+    settled = settle_module(module, args, kwargs, objective, name=called, tokens=tokens, output=output)
+    return model_of(module, args, kwargs, granularity=granularity, name=name, loss=str(settled.objective))

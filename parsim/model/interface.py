@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +12,9 @@ from parsim.errors import ModelError, near_matches
 from parsim.model.build import build_fake
 from parsim.model.hugging_face.config import default_inputs, default_loss
 from parsim.model.inputs import ModelInput, arguments, with_bound
-from parsim.model.losses import LOSSES, NUMBERS, usual_loss
+from parsim.model.losses import BINARY
+from parsim.model.objective.objective import Objective, parse_objective
+from parsim.model.objective.settle import OutputKind, Settled, settle
 from parsim.model.spec import ModelSpec, is_config, resolve
 from parsim.model.tracing.trace import require_torch
 from parsim.model.zoo import ZOO
@@ -30,15 +32,20 @@ class Interface:
 
     Attributes:
         inputs: by the names of the arguments of `forward`, those with a batch first.
-        output: shape of the logits; with a loss over classes its last size is their number.
-        loss: a key of `parsim.model.losses.LOSSES`.
+        output: shape of what the loss reads; () where it reads all that is returned.
+        loss: text of an `Objective`, such as "cross_entropy". target: the targets; None where the inputs hold them.
         positional: the only input has no name: `forward` takes *args alone.
     """
 
     inputs: tuple[ModelInput, ...]
     output: tuple[int, ...]
     loss: str
+    target: ModelInput | None
     positional: bool = False
+
+    @property
+    def objective(self) -> Objective:
+        return parse_objective(self.loss)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -75,11 +82,13 @@ def interface_of(spec: ModelSpec) -> Interface:
     row, args = ZOO[spec.name], dict(spec.args)
     shape: tuple[int, ...] = spec.input_shape or row.input_shape
     classes = int(str(args[row.classes]))
-    loss = spec.loss or row.loss
     if row.inputs == "image":
-        return Interface(inputs=(ModelInput("x", shape),), output=(classes,), loss=loss)
-    tokens = ModelInput("tokens", shape, dtype="int64", high=classes)
-    return Interface(inputs=(tokens,), output=(*shape, classes), loss=loss)
+        entry = ModelInput("x", shape)
+        output: tuple[int, ...] = (2, classes)
+    else:
+        entry, output = ModelInput("tokens", shape, dtype="int64", high=classes), (2, *shape, classes)
+    settled = settle(spec.name, {"": OutputKind(output, "float32")}, 2, spec.objective(row.loss), tokens=False)
+    return Interface(inputs=(entry,), output=settled.output, loss=str(settled.objective), target=settled.target)
 
 
 def _foreign_interface(spec: ModelSpec) -> Interface:
@@ -87,21 +96,46 @@ def _foreign_interface(spec: ModelSpec) -> Interface:
 
     Unless the spec says, the loss is the usual one of such an output. Raises ModelError where the output leaves it open.
     """
-    from parsim.model.tracing.recording import run_recorded
-
     module = build_fake(spec)
     given, usual = spec.inputs, None
     if is_config(spec.name):
         given = spec.inputs or default_inputs(spec, module)
         usual = None if spec.loss else default_loss(spec, module)
+    objective = spec.objective(usual)
     inputs, positional = module_inputs(module, given, spec.input_shape, spec.name)
-    kind = Interface(inputs=inputs, output=(), loss="", positional=positional)
+    kind = Interface(inputs=inputs, output=(), loss="", target=None, positional=positional)
     args, kwargs = kind.arguments(zero_batch(inputs))
-    recording = run_recorded(module, args, kwargs, loss="mse", repeats=True)
-    assert recording.logits_value is not None
-    output = tuple(recording.tensors[recording.logits_value].shape[1:])
-    loss = spec.loss or usual or usual_loss(spec.name, output, tokens=kind.takes_tokens)
-    return Interface(inputs=inputs, output=output, loss=loss, positional=positional)
+    settled = settle_module(module, args, kwargs, objective, name=spec.name, tokens=kind.takes_tokens, output=spec.output)
+    return replace(kind, output=settled.output, loss=str(settled.objective), target=settled.target)
+
+
+def settle_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    objective: Objective | None,
+    *,
+    name: str,
+    tokens: bool | None = None,
+    output: str | None = None,
+) -> Settled:
+    """What a module trains by, told by one fake forward.
+
+    Args:
+        args, kwargs: a batch. objective, output: the choice, see `settle`. name: for messages.
+        tokens: whether a sample is a row of token numbers; None: if the first tensor holds integers.
+
+    Raises:
+        ModelError: as `settle`. TraceError: the forward fails.
+    """
+    from parsim.model.objective.total import output_kinds
+    from parsim.model.tracing.recording import run_recorded
+
+    recording = run_recorded(module, args, kwargs, loss=None, repeats=True)
+    first = recording.tensors[recording.inputs[0][1]]
+    kinds = output_kinds({entry: recording.tensors[number] for entry, number in recording.outputs.items()})
+    tokens = not first.is_floating_point() if tokens is None else tokens
+    return settle(name, kinds, int(first.shape[0]), objective, tokens=tokens, output=output)
 
 
 def module_inputs(
@@ -193,7 +227,7 @@ def zero_batch(inputs: tuple[ModelInput, ...], weights: str = "float32") -> dict
 
 def example_batch(
     spec: ModelSpec, samples: int, seed: int = 0, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
-) -> tuple[dict[str, Tensor], Tensor]:
+) -> tuple[dict[str, Tensor], Tensor | None]:
     """A random batch, the same for the same seed on every device.
 
     Images and other float inputs are standard normal of `dtype`; tokens and classes are uniform int64.
@@ -203,7 +237,8 @@ def example_batch(
         dtype: of float32 inputs (None: float32). device: of the result.
 
     Returns:
-        (inputs by name, target), the first dim of each is B. `Interface.arguments` makes arguments of them.
+        (inputs by name, target), the first dim of each is B. `Interface.arguments` makes arguments of them. The target is None
+        where the inputs hold it.
     """
     require_torch("make an example batch")
     import torch
@@ -212,19 +247,20 @@ def example_batch(
     dtype = dtype or torch.float32
     generator = torch.Generator().manual_seed(seed)
     given = {entry.name: entry.tensor(samples, generator, dtype).to(device) for entry in kind.inputs}
-    if LOSSES[kind.loss].targets == NUMBERS:
-        target = torch.randn((samples, *kind.output), generator=generator, dtype=torch.float64).to(dtype)
-    else:
-        target = torch.randint(kind.output[-1], (samples, *kind.output[:-1]), generator=generator)
+    if kind.target is None:
+        return given, None
+    target = kind.target.tensor(samples, generator, dtype)
+    if kind.objective.row.targets == BINARY:
+        target = (target > 0).to(dtype)
     return given, target.to(device)
 
 
 def loss_of(spec: ModelSpec) -> str:
-    """The key of `parsim.model.losses.LOSSES` with which a model trains.
+    """The loss with which a model trains, as the text of an `Objective`.
 
     Args:
         spec: of the model.
     """
     if spec.name in ZOO:
-        return spec.loss or ZOO[spec.name].loss
+        return str(spec.objective(ZOO[spec.name].loss))
     return interface_of(resolve(spec)).loss

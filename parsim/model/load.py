@@ -11,7 +11,7 @@ from parsim.errors import ModelError
 from parsim.model import stored
 from parsim.model.build import build_fake, cast_module
 from parsim.model.component import Component
-from parsim.model.hugging_face.config import read_config
+from parsim.model.hugging_face.config import assumptions, read_config
 from parsim.model.inputs import ModelInput
 from parsim.model.interface import interface_of, loss_of, zero_batch
 from parsim.model.model import GRANULARITIES, Model
@@ -123,6 +123,7 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -
         cast_module(module, getattr(torch, weights))
     args, kwargs = kind.arguments(zero_batch(kind.inputs, weights))
     arguments = ", ".join(f"{name}={value}" for name, value in spec.args)
+    chosen = f"; {assumptions(spec, module)}" if is_config(spec.name) else ""
     return model_of(
         module,
         args,
@@ -130,7 +131,7 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -
         granularity=granularity,
         name=_model_name(spec),
         loss=kind.loss,
-        source=f"trace of {spec.name}({arguments}), one sample {inputs_text(spec, kind.inputs)}",
+        source=f"trace of {spec.name}({arguments}), one sample {inputs_text(spec, kind.inputs)}{chosen}",
     )
 
 

@@ -1,6 +1,8 @@
 """Losses as sums over samples, so that gradients add up over microbatches and replicas.
 
-The executor divides by the global batch; per sample a loss is the mean over that sample's targets. A new loss is one row.
+The executor divides by the global batch; per sample a loss is the mean over that sample's targets. A new loss is one row, or
+a plain function of (output, target) named as "package:function". Which tensor of an output a loss reads and what its targets
+are is settled in `parsim.model.objective`.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError
 from parsim.registry import Registry
@@ -34,7 +36,22 @@ def _mse(output: Tensor, target: Tensor) -> Tensor:
     return functional.mse_loss(output, target, reduction="sum") / math.prod(output.shape[1:])
 
 
-CLASSES, NUMBERS = "classes", "numbers"
+def _bce(output: Tensor, target: Tensor) -> Tensor:
+    """Logits of the second of two classes, and targets 0.0 or 1.0, [B, ...] of one shape."""
+    import torch.nn.functional as functional
+
+    total = functional.binary_cross_entropy_with_logits(output, target, reduction="sum")
+    return total / math.prod(output.shape[1:])
+
+
+def _own(output: Tensor, target: Tensor) -> Tensor:
+    """What the module returns is its loss; see `parsim.model.objective.total`."""
+    return output
+
+
+CLASSES, NUMBERS, BINARY, NOTHING = "classes", "numbers", "binary", "nothing"
+TARGETS = (CLASSES, NUMBERS, BINARY, NOTHING)
+OWN = "own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,22 +61,39 @@ class Loss:
     Attributes:
         total: (output [B, ...], target) -> the sum over the B samples of each one's mean loss. It is a scalar that
             depends on samples one by one, so microbatches and replicas add up.
-        targets: CLASSES (int64 [B, ...], below the output's last size) or NUMBERS (the shape and dtype of the output).
+        targets: CLASSES (int64 [B, ...], below the output's last size), NUMBERS (the shape and dtype of the output), BINARY
+            (the same, 0.0 or 1.0) or NOTHING (the module takes its targets itself).
+        plain: a user's function, or the module's own loss. `total` then gives what it returned: one number per sample, or a
+            scalar, which is taken as the mean over the batch.
     """
 
     total: Callable[[Tensor, Tensor], Tensor]
     targets: str = CLASSES
+    plain: bool = False
 
     def __post_init__(self) -> None:
-        if self.targets not in (CLASSES, NUMBERS):
-            raise ModelError(f"a loss takes {CLASSES!r} or {NUMBERS!r} as targets, got {self.targets!r}")
+        if self.targets not in TARGETS:
+            raise ModelError(f"the targets of a loss are one of {', '.join(TARGETS)}, got {self.targets!r}")
+
+
+def _from_function(found: Any) -> Any:
+    """A plain function (output, target) as a Loss; anything else as it is."""
+    if callable(found) and not isinstance(found, type | Loss):
+        return Loss(total=found, targets=NUMBERS, plain=True)
+    return found
 
 
 LOSSES: Registry[Loss] = Registry(
     "loss",
     Loss,
-    {"cross_entropy": Loss(total=_cross_entropy), "mse": Loss(total=_mse, targets=NUMBERS)},
+    {
+        "cross_entropy": Loss(total=_cross_entropy),
+        "mse": Loss(total=_mse, targets=NUMBERS),
+        "bce": Loss(total=_bce, targets=BINARY),
+        OWN: Loss(total=_own, targets=NOTHING, plain=True),
+    },
     error=ModelError,
+    adapt=_from_function,
 )
 
 
@@ -79,14 +113,16 @@ def usual_loss(name: str, output: tuple[int, ...], *, tokens: bool) -> str:
         return "mse"
     if len(output) == 1 or (tokens and len(output) == 2):
         return "cross_entropy"
+    maps = f', "cross_entropy" with classes_dim = 0 (maps of {output[0]} classes)' if len(output) > 2 else ""
     raise ModelError(
         f'{name} returns {list(output)} per sample, which leaves the loss open; in [model] choose loss = "mse" (targets like '
-        f'the output), "cross_entropy" (classes along the last dim, {output[-1]}) or "package.module:ROW", a loss of your own'
+        f'the output), "bce" (0 or 1 for each number), "cross_entropy" with classes_dim = -1 (classes along the last dim, '
+        f'{output[-1]}){maps}, "package:function" or "package.module:ROW", a loss of your own'
     )
 
 
 def loss_sum(kind: str, output: Tensor, target: Tensor) -> Tensor:
-    """The sum over the samples (dim 0) of each sample's mean loss; a scalar.
+    """The sum over the samples (dim 0) of each sample's mean loss; a scalar. For rows of LOSSES alone.
 
     Raises ModelError for an unknown kind.
     """

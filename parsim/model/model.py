@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -101,6 +101,11 @@ class Model:
         return sum(parameter.elements for parameter in self.parameters)
 
     @property
+    def trainable_parameters(self) -> tuple[Parameter, ...]:
+        """Those that are updated, once each."""
+        return tuple(parameter for parameter in self.parameters if parameter.trainable)
+
+    @property
     def parameter_bytes(self) -> int:
         return sum(parameter.size_bytes for parameter in self.parameters)
 
@@ -122,6 +127,9 @@ class Model:
         document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         if not self.loss:
             del document["loss"]
+        for component in document["components"]:
+            _drop_defaults(component["parameters"], "trainable", True)
+            _drop_defaults(component["operators"], "gradients", "")
         return json.dumps(document, indent=1)
 
     def save(self, path: Path) -> None:
@@ -148,6 +156,13 @@ class Model:
         if not path.is_file():
             raise ModelError(f"no model file {path}")
         return cls.from_json(path.read_text(), str(path))
+
+
+def _drop_defaults(entries: Iterable[dict[str, Any]], key: str, default: object) -> None:
+    """Keys that came later are written only where they say something, so that files without it read as before."""
+    for entry in entries:
+        if entry[key] == default:
+            del entry[key]
 
 
 def _component(entry: dict[str, Any]) -> Component:
@@ -194,13 +209,17 @@ def _sharding(entry: dict[str, Any]) -> Sharding:
             **entry,
             "inputs": tuple(entry["inputs"]),
             "outputs": tuple(entry["outputs"]),
-            "parameters": tuple(ParameterShard(**part) for part in entry["parameters"]),
-            "buffers": tuple(ParameterShard(**part) for part in entry["buffers"]),
+            "parameters": tuple(_part(part) for part in entry["parameters"]),
+            "buffers": tuple(_part(part) for part in entry["buffers"]),
             "operators": tuple(OperatorShard(**part) for part in entry["operators"]),
             **_shard_peaks(entry),
             "half": None if entry["half"] is None else HalfSharding(**_shard_peaks(entry["half"])),
         }
     )
+
+
+def _part(entry: dict[str, Any]) -> ParameterShard:
+    return ParameterShard(**{**entry, "runs": tuple(entry.get("runs", ()))})
 
 
 def _shard_peaks(entry: dict[str, Any]) -> dict[str, tuple[ShardPeak, ...]]:

@@ -11,7 +11,14 @@ from typing import Any
 
 from parsim.errors import ModelError, near_matches
 from parsim.model.inputs import ModelInput, inputs_from, ordered
+from parsim.model.objective.objective import TARGET, Objective, parse_objective
 from parsim.model.zoo import ZOO, Scalar, ZooRow
+
+OBJECTIVE_KEYS = ("output", "classes_dim", "target")
+_NEEDED = {
+    "classes_dim": 'loss = "cross_entropy"',
+    "target": 'loss = "package:function", a function (output, target) of your own',
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +30,8 @@ class ModelSpec:
         With one input it says all; `inputs` is for others.
     inputs: what `forward` takes, by the names of its arguments. None: one input of `input_shape`, integers where the sample
         has one dim and the model an embedding, else floats.
-    loss: a row of `parsim.model.losses`, or "package.module:ROW". None takes the model's default.
+    loss: a row of `parsim.model.losses`, "package.module:ROW" or "package:function". None takes the model's default.
+    output, classes_dim, target: of an `Objective`: which output the loss reads, where its classes lie, what its targets are.
     """
 
     name: str
@@ -31,6 +39,23 @@ class ModelSpec:
     input_shape: tuple[int, ...] | None = None
     loss: str | None = None
     inputs: tuple[ModelInput, ...] | None = None
+    output: str | None = None
+    classes_dim: int | None = None
+    target: ModelInput | None = None
+
+    def objective(self, usual: str | None = None) -> Objective | None:
+        """The loss that is asked for; None where neither the spec nor `usual` names one.
+
+        Raises ModelError for an unknown loss, or for keys that belong to a loss which is not named.
+        """
+        loss = self.loss or usual
+        if loss is not None:
+            given = {key: value for key in OBJECTIVE_KEYS if (value := getattr(self, key)) is not None}
+            return replace(parse_objective(loss), **given)
+        for key in ("classes_dim", "target"):
+            if getattr(self, key) is not None:
+                raise ModelError(f"{self.name}: {key} belongs to a loss; give loss, too, for example {_NEEDED[key]}")
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; inputs and the loss only if they are given."""
@@ -40,6 +65,12 @@ class ModelSpec:
             document["inputs"] = {entry.name: entry.to_dict() for entry in self.inputs}
         if self.loss is not None:
             document["loss"] = self.loss
+        if self.output is not None:
+            document["output"] = self.output
+        if self.classes_dim is not None:
+            document["classes_dim"] = self.classes_dim
+        if self.target is not None:
+            document["target"] = self.target.to_dict()
         return document
 
     @classmethod
@@ -50,13 +81,16 @@ class ModelSpec:
             args = tuple((str(key), value) for key, value in dict(document.get("args") or {}).items())
             shape = None if shape is None else tuple(int(size) for size in shape)
             loss = document.get("loss")
-            inputs = document.get("inputs")
+            inputs, target = document.get("inputs"), document.get("target")
             return cls(
                 name=str(document["name"]),
                 args=args,
                 input_shape=shape,
                 loss=None if loss is None else str(loss),
                 inputs=None if inputs is None else inputs_from(inputs),
+                output=document.get("output"),
+                classes_dim=document.get("classes_dim"),
+                target=None if target is None else ModelInput.from_dict(TARGET, target),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(f"not a model: {document!r} ({error!r}); give name, args and input_shape") from error
@@ -105,7 +139,7 @@ def resolve(spec: ModelSpec) -> ModelSpec:
         elif isinstance(value, int) and value < 1:
             raise ModelError(f"argument {name} of {spec.name} must be >= 1, got {value!r}; for example {defaults[name]}")
     loss = None if spec.loss == row.loss else spec.loss
-    return ModelSpec(name=spec.name, args=tuple(sorted({**defaults, **given}.items())), input_shape=shape, loss=loss)
+    return replace(spec, args=tuple(sorted({**defaults, **given}.items())), input_shape=shape, loss=loss)
 
 
 def is_config(name: str) -> bool:

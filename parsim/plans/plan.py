@@ -317,7 +317,7 @@ def holding(component: Component, placement: Placement, parameter: str) -> tuple
         case "shard":
             for part in component.sharding(placement.rule).parameters:
                 if part.name == parameter:
-                    return ("shard", placement.ways, part.dim, part.blocks)
+                    return ("shard", placement.ways, part.dim, part.blocks, part.runs)
             return ("batch",)
         case "place":
             return ("place", placement.shard)

@@ -95,6 +95,9 @@ def output_ends(component: Component, placement: Placement, tp: int, number: int
     """
     if placement.kind == "shard":
         makes = component.sharding(placement.rule).outputs[number]
+        if makes == FULL:  # shard 0 alone uses the gradient
+            full = ValueLayout("full", placement.ways)
+            return ValueAndGradientLayout(full, full)
         if makes == PARTIAL:
             return ValueAndGradientLayout(ValueLayout("partial", placement.ways), ValueLayout("full", placement.ways))
         both = _sharded(makes, placement.ways)

@@ -140,6 +140,7 @@ def evaluate(
         bubble_fraction=fractions.bubble_fraction,
         peak_memory_bytes=tuple(entry.total_bytes for entry in memory),
         fits=all(entry.fits for entry in memory),
+        fit_probability=min(entry.fit_probability for entry in memory),
         cost_sources=_sources(estimates, seconds),
         plan=plan,
         warnings=(*_warnings(estimates, seconds, memory), *unlisted_warnings(problem, columns.units, estimates, seconds)),

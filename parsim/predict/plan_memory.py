@@ -112,14 +112,16 @@ def rank_weights(layout: PlanIndex, rank: int) -> Weights:
     """Bytes of parameters and gradients on a rank.
 
     With ZeRO they lie in buckets padded to equal parts. This rank updates one part (stage 1), keeps only the gradients of
-    that part (stage 2), and only its parameters (stage 3).
+    that part (stage 2), and only its parameters (stage 3). Frozen parameters are in no bucket: every rank that uses one
+    holds it whole, under ZeRO 3 too.
 
     Args:
         layout: the plan and its model. rank: global number.
     """
     stages = [(bucket, layout.zero_stage_of(bucket)) for bucket in layout.rank_buckets(rank)]
+    frozen = sum(parameter.size_bytes for parameter in layout.rank_parameters(rank) if not parameter.trainable)
     return Weights(
-        parameter_bytes=sum(_held_of(bucket, whole=stage < 3, padded=stage >= 1) for bucket, stage in stages),
+        parameter_bytes=frozen + sum(_held_of(bucket, whole=stage < 3, padded=stage >= 1) for bucket, stage in stages),
         gradient_bytes=sum(_held_of(bucket, whole=stage < 2, padded=stage >= 1) for bucket, stage in stages),
         updated_elements=sum(bucket.chunk_elements if stage >= 1 else bucket.elements for bucket, stage in stages),
         unsharded=unsharded_bytes(layout, rank),

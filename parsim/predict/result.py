@@ -67,6 +67,8 @@ class PlanResult:
     Attributes:
         step_s: the mean step of a run of many steps. peak_memory_bytes: per rank.
         interval_correction: of the interval of step_s; None where that is a median alone.
+        fits: whether every rank stays within its memory with probability `FIT_PROBABILITY` (`parsim.costs.memory.verdict`).
+        fit_probability: that every rank does; of the rank least likely to, as all vary together.
         cost_sources: share of all task seconds by source ("measured", "fitted", "published").
         cluster: name of what it runs on. reason: why it was chosen, or why it lost.
         lower_bound_s: work of the busiest resource: no order of this plan's tasks has a shorter mean step.
@@ -81,6 +83,7 @@ class PlanResult:
     bubble_fraction: float
     peak_memory_bytes: tuple[int, ...]
     fits: bool
+    fit_probability: float
     cost_sources: Mapping[str, float]
     plan: Plan
     warnings: tuple[str, ...] = ()
@@ -101,6 +104,7 @@ class PlanResult:
             "bubble_fraction": self.bubble_fraction,
             "peak_memory_bytes": list(self.peak_memory_bytes),
             "fits": self.fits,
+            "fit_probability": self.fit_probability,
             "cost_sources": dict(self.cost_sources),
             "plan": self.plan.to_dict(),
             "plan_summary": self.plan.summary(),

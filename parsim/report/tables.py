@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from parsim.costs.memory.verdict import verdict_text
 from parsim.units import format_bandwidth, format_bytes, format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def strategy_table(
                 " of ".join(format_percent(result[key]) for key in ("communication_fraction", "communication_busy_fraction")),
                 format_percent(result["bubble_fraction"]),
                 format_bytes(max(result["peak_memory_bytes"], default=0)),
-                "yes" if result["fits"] else "NO",
+                verdict_text(result["fits"], result.get("fit_probability", float(result["fits"]))),
                 "; ".join(filter(None, [str(result.get("reason", "")), *map(str, result.get("warnings", ()))])) or NOTHING,
             )
         )

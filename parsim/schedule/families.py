@@ -79,7 +79,8 @@ def dp_plans(problem: PlanningProblem) -> Iterator[Plan]:
 
 def _useful_buckets(problem: PlanningProblem) -> tuple[int, ...]:
     """Bucket sizes that differ for this model: all that hold the whole model are one."""
-    useful = [size for size in BUCKET_BYTES if size < problem.model.parameter_bytes]
+    trained_bytes = sum(parameter.size_bytes for parameter in problem.model.trainable_parameters)
+    useful = [size for size in BUCKET_BYTES if size < trained_bytes]
     return tuple(useful) or (DEFAULT_BUCKET_BYTES,)
 
 

@@ -182,7 +182,7 @@ class Prices:
     def _buckets_s(self, component: Component, placement: Placement, operations: Sequence[str]) -> float:
         """Collectives over the component's share of full buckets."""
         sizes: dict[tuple[tuple[int, ...], ...], int] = {}
-        for parameter in component.parameters:
+        for parameter in component.trainable_parameters:
             shards = alike(component, placement, parameter.name, self.mesh.tp)
             sizes[shards] = sizes.get(shards, 0) + hold(component, placement, parameter, shards[0][0]).size_bytes
         total = 0.0
@@ -199,17 +199,17 @@ class Prices:
         return total
 
     def held_elements(self, component: Component, placement: Placement, shard: int) -> int:
-        """Scalars of the component's parameters that tp rank `shard` holds."""
+        """Scalars of the component's trainable parameters that tp rank `shard` holds."""
         if not placement.runs_on(shard):
             return 0
-        return sum(hold(component, placement, parameter, shard).elements for parameter in component.parameters)
+        return sum(hold(component, placement, parameter, shard).elements for parameter in component.trainable_parameters)
 
     def update_s(self, component: Component, placement: Placement) -> float:
         """The optimizer's step over what one rank holds of the component."""
         elements = max(self.held_elements(component, placement, shard) for shard in range(self.mesh.tp))
         if not elements:
             return 0.0
-        whole = OptimizerStep(elements=max(elements, 1_000_000), tensors=len(component.parameters))
+        whole = OptimizerStep(elements=max(elements, 1_000_000), tensors=len(component.trainable_parameters))
         return self.work_s(whole, 0) * elements / whole.elements
 
     def memory_bytes(self, component: Component, placement: Placement, shard: int) -> float:
@@ -222,8 +222,8 @@ class Prices:
         tp = self.mesh.tp
         precision = self.problem.precision
         own = narrow(component_in(component, precision), placement.rule, placement.ways)
-        elements = sum(parameter.elements for parameter in own.parameters)
-        weights = sum(parameter.size_bytes for parameter in own.parameters)
+        elements = sum(parameter.elements for parameter in own.trainable_parameters)
+        weights = sum(parameter.size_bytes for parameter in own.trainable_parameters)
         state = float(self.problem.optimizer_state_bytes_per_element * elements)
         alike_ranks = self.mesh.dp * {"batch": tp, "shard": tp // placement.ways}.get(placement.kind, 1)
         by_stage = enumerate((state, weights, weights), start=1)  # what ZeRO divides: optimizer state, gradients, parameters
@@ -231,4 +231,5 @@ class Prices:
         samples = self.samples * placement.batch_ways(tp) // tp
         saved = own.saved_activation_bytes * samples + own.saved_fixed_bytes
         kept = saved + cast_bytes(own, precision)
-        return held + component.buffer_bytes + self.in_flight * kept
+        frozen = own.parameter_bytes - weights
+        return held + frozen + component.buffer_bytes + self.in_flight * kept

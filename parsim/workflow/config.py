@@ -13,19 +13,31 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from parsim.data import DATASETS
-from parsim.errors import ConfigError, ParsimError, PlanError, near_matches
+from parsim.errors import ConfigError, ModelError, ParsimError, PlanError, near_matches
 from parsim.files import NO_CONTROL, control_character_in, parse_toml
 from parsim.hardware.record import Count
+from parsim.model.inputs import ModelInput, inputs_from, ordered
 from parsim.model.losses import LOSSES
 from parsim.model.number_formats import FORMATS, check_planned
+from parsim.model.objective.objective import TARGET
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh, check_mesh
@@ -62,6 +74,14 @@ class ConfigSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+def _checked(make: Callable[[], object]) -> None:
+    """What describes a tensor wrongly, as pydantic reports an error of this key."""
+    try:
+        make()
+    except ModelError as error:
+        raise PydanticCustomError("described", "{rule}", {"rule": str(error)}) from error
+
+
 class ModelSection(ConfigSection):
     """[model]: what is trained."""
 
@@ -71,12 +91,28 @@ class ModelSection(ConfigSection):
     """Keyword arguments of the model."""
     input_shape: tuple[Count, ...] | None = None
     """One sample: [channels, height, width], or [seq] for tokens; left out: what the model was made for."""
+    inputs: dict[Name, Any] | None = None
+    """What `forward` takes, by the names of its arguments: x = { shape, dtype, high, low, constant }; tables and lists nest."""
     loss: Annotated[Name, RowOf(LOSSES)] | None = None
-    """A row of `parsim.model.losses`, or "package.module:ROW"; left out: what the model was made for."""
+    """A row of `parsim.model.losses`, "own" (the module returns it), "package:function" (output, target) or
+    "package.module:ROW"; left out: what the model was made for, or what its output calls for."""
+    output: Name | None = None
+    """Which of several outputs the loss reads: a key, a field or a place ("0"); left out: `logits`, or the only one."""
+    classes_dim: Annotated[int, Field(strict=True)] | None = None
+    """The dim of one sample along which cross_entropy finds its classes: 0 for maps [classes, height, width], -1 the last."""
+    target: dict[Name, Any] | None = None
+    """The targets of a loss of one's own: { shape, dtype, high }; left out: numbers like the output."""
     granularity: Granularity = "block"
     """What is placed, priced and run as one component: blocks, their halves (attention, feed-forward), or single layers."""
     import_folder: Name | None = None
     """Where the module of "package.module:factory" lies; left out: beside the run file, else on the import path."""
+
+    @field_validator("inputs", "target")
+    @classmethod
+    def _described(cls, value: dict[str, Any] | None, key: ValidationInfo) -> dict[str, Any] | None:
+        if value is not None:
+            _checked(lambda: ordered(inputs_from(value)) if key.field_name == "inputs" else ModelInput.from_dict(TARGET, value))
+        return value
 
 
 class ClusterSection(ConfigSection):
@@ -181,7 +217,14 @@ class RunConfig(ConfigSection):
     def model_spec(self) -> ModelSpec:
         model = self.model
         return ModelSpec(
-            name=model.name, args=tuple(sorted(model.args.items())), input_shape=model.input_shape, loss=model.loss
+            name=model.name,
+            args=tuple(sorted(model.args.items())),
+            input_shape=model.input_shape,
+            loss=model.loss,
+            inputs=None if model.inputs is None else ordered(inputs_from(model.inputs)),
+            output=model.output,
+            classes_dim=model.classes_dim,
+            target=None if model.target is None else ModelInput.from_dict(TARGET, model.target),
         )
 
     @property
@@ -452,6 +495,8 @@ def _explain(problem: ErrorDetails) -> str:
     path = ".".join(location)
     table_key = ".".join(location[:2])
     kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
+    if kind == "described":
+        return f"{path}: {context['rule']}"
     if kind == "extra_forbidden":
         known = _section_at(location[:-1]).model_fields
         return f"unknown key {path} (= {_short(value)}){near_matches(location[-1], known)}"
@@ -497,6 +542,10 @@ _EXAMPLES = {
     "model.name": 'name = "resnet50"',
     "model.args": "args = { num_classes = 100 }",
     "model.input_shape": "input_shape = [3, 224, 224]",
+    "model.inputs": 'inputs = { x = { shape = [3, 32, 32] }, t = { shape = [], dtype = "int64", high = 1000 } }',
+    "model.output": 'output = "logits"',
+    "model.classes_dim": "classes_dim = 0",
+    "model.target": 'target = { shape = [32, 32], dtype = "int64", high = 5 }',
     "cluster.profile": 'profile = "dgx1-v100-32gb"',
     "cluster.devices": "devices = 8 or devices = [0, 1, 2, 3]",
     "cluster.nodes": "nodes = 2",

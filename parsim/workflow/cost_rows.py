@@ -65,7 +65,8 @@ def component_rows(costs: Costs, samples: int, ways: int | None) -> list[dict[st
             f"--ways {ways}: no component of {model.name} at granularity {model.granularity} can be cut into so many shards: "
             f"{divide if limits else 'none has a sharding rule'}; choose others, another --granularity, or leave --ways out"
         )
-    step = OptimizerStep(elements=model.parameter_count, tensors=len(model.parameters))
+    trained = model.trainable_parameters
+    step = OptimizerStep(elements=sum(parameter.elements for parameter in trained), tensors=len(trained))
     rows.append({"component": "all parameters", "phase": "optimizer", "samples": samples, **_priced(costs.estimate(step, 0))})
     return rows
 

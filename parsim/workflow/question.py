@@ -29,6 +29,8 @@ Given = Literal["name", "module", "model"]
 EXAMPLE = "parsim plan resnet50 --on dgx1-v100-32gb --batch 1024"
 FILE_SUFFIX = ".toml"
 DEVICES = "cluster.devices"
+MODULE_KEYS = {"name", "input_shape", "inputs", "granularity", "loss", "output", "classes_dim", "target"}
+"""Keys of [model] that say more about an nn.Module."""
 
 _PREDICTED_FROM: tuple[tuple[str, str, str], ...] = (
     ("training", "precision", "precision {}"),
@@ -148,9 +150,7 @@ def question_of(
     if held is not None:
         _check_untouched("cluster", config.cluster.model_fields_set - {"profile"}, "was given as a Cluster")
     if given == "module":
-        _check_untouched(
-            "model", config.model.model_fields_set - {"name", "input_shape", "granularity", "loss"}, "was given as a module"
-        )
+        _check_untouched("model", config.model.model_fields_set - MODULE_KEYS, "was given as a module")
         value = traced_model(model, example_inputs, config)
         _check_weights(model, config.training.precision)
     elif given == "model":
@@ -177,12 +177,15 @@ def traced_model(module: Any, example_inputs: Any, config: RunConfig) -> Model:
     """The Model of an nn.Module, with its loss, from example inputs or model.input_shape. Raises ModelError, TraceError."""
     from parsim.model.from_module import model_from_module
 
+    spec = config.model_spec
     return model_from_module(
         module,
         example_inputs,
-        input_shape=config.model.input_shape,
+        input_shape=spec.input_shape,
+        inputs=spec.inputs,
         granularity=config.model.granularity,
-        loss=config.model.loss,
+        loss=spec.objective(),
+        output=spec.output,
     )
 
 

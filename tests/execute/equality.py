@@ -158,7 +158,7 @@ def compare_case(case: Case, run: RunSpec, folder: Path, *, steps: int) -> Diffe
     parameters = largest_difference(expected.parameters, dict(state.weights), trained)
     held = expected.optimizer_state
     optimizer = max(
-        (largest_difference(held[name], dict(state.optimizer[name])) for name in trained if held[name]), default=0.0
+        (largest_difference(held[name], dict(state.optimizer[name])) for name in trained if held.get(name)), default=0.0
     )
     return Difference(
         parameters=parameters,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from parsim.model import Model, ModelSpec, load_model, record
@@ -15,8 +18,11 @@ from parsim.model.build import build_module
 from parsim.model.component import FULL, PARTIAL, Component, ParameterShard, Sharding
 from parsim.model.interface import example_batch, loss_of
 from parsim.model.runnable import Runnable
+from parsim.model.shard.grouped_queries import attention_of_shard
 from parsim.model.shard.pieces import assemble, piece
-from parsim.model.shard.sharded import shard_runnable
+from parsim.model.shard.propagation import propagate
+from parsim.model.shard.randomness import drawn_by_shard
+from parsim.model.shard.sharded import content_of, shard_runnable
 
 TOLERANCE = 1e-12
 
@@ -43,6 +49,53 @@ def together(pieces: Sequence[Tensor], content: str) -> Tensor:
     if content in (FULL, PARTIAL):
         return torch.stack(list(pieces)).sum(0)
     return torch.cat(list(pieces), dim=int(content.split(":")[1]))
+
+
+def made_together(pieces: Sequence[Tensor], content: str) -> Tensor:
+    """An output: what is full is the same in every shard."""
+    if content == FULL:
+        assert all(torch.equal(entry, pieces[0]) for entry in pieces)
+        return pieces[0]
+    return together(pieces, content)
+
+
+def drawing_in_pieces(runnable: Runnable, sharding: Sharding, ways: int) -> Runnable:
+    """The whole component; what its shards draw for pieces of a tensor, it draws piece by piece from the same streams."""
+    program = runnable.program
+    decided: dict[str, ParameterShard | None] = {key.name: None for key, _ in program.state}
+    decided.update({part.name: part for part in (*sharding.parameters, *sharding.buffers)})
+    found = propagate(program, tuple(content_of(text) for text in sharding.inputs), decided, ways)
+    ops = []
+    for op, outcome in zip(program.ops, found.outcomes, strict=True):
+        function = outcome.function.func if isinstance(outcome.function, partial) else outcome.function
+        if function in (drawn_by_shard, attention_of_shard):
+            content = outcome.contents[0]
+            part = ParameterShard(name="mask", dim=content.dim, blocks=content.blocks, runs=content.runs)
+            op = replace(op, function=partial(_in_pieces, op.function, part, ways))
+        ops.append(op)
+    return Runnable(replace(program, ops=tuple(ops)), runnable.module)
+
+
+def _in_pieces(function: Any, part: ParameterShard, ways: int, value: Tensor, *others: Any, **keywords: Any) -> Tensor:
+    dropout = keywords.get("dropout_p", others[3] if len(others) > 3 else 0.0)
+    if function is functional.scaled_dot_product_attention and not dropout:
+        made: Tensor = function(value, *others, **keywords)
+        return made
+    state, drawn = torch.get_rng_state(), []
+    for shard in range(ways):
+        torch.set_rng_state(state)
+        own = [_heads(entry, value, part, shard, ways) for entry in others]
+        named = {name: _heads(entry, value, part, shard, ways) for name, entry in keywords.items()}
+        drawn.append(drawn_by_shard(function, shard, piece(value, part, shard, ways), *own, **named))
+    return assemble(drawn, part)
+
+
+def _heads(entry: Any, value: Tensor, part: ParameterShard, shard: int, ways: int) -> Any:
+    """A key, value or bias of the heads of one shard; what has no heads as it is."""
+    if not isinstance(entry, Tensor) or entry.dim() < 3 or entry.shape[-3] == 1:
+        return entry
+    dim = part.dim - value.dim() + entry.dim()
+    return piece(entry, ParameterShard(name="heads", dim=dim), shard, ways)
 
 
 def copied(runnable: Runnable) -> Runnable:
@@ -74,6 +127,7 @@ class Outcome:
     def __init__(self, runnable: Runnable, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         for parameter in runnable.parameters():
             parameter.grad = None
+        torch.manual_seed(2)
         self.outputs, saved = forward_component(runnable, inputs)
         self.input_gradients = backward_component(saved, gradients)
         self.parameter_gradients = {
@@ -90,13 +144,16 @@ def assert_shards_equal_whole(
     inputs: Sequence[Tensor],
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Values, gradients and buffers of all shards together are those of the whole; `inputs` are whole."""
+    """Values, gradients and buffers of all shards together are those of the whole; `inputs` are whole.
+
+    Where the shards draw random numbers for a cut tensor, the whole draws the same ones piece by piece.
+    """
     torch.manual_seed(1)
     with torch.no_grad():
         made = copied(runnable)(list(inputs))
     flows = runnable.output_differentiable
     gradients = [torch.randn_like(y) if flow else None for y, flow in zip(made, flows, strict=True)]
-    whole = Outcome(copied(runnable), inputs, gradients)
+    whole = Outcome(copied(drawing_in_pieces(runnable, sharding, ways)), inputs, gradients)
     shards = []
     for shard in range(ways):
         local = narrowed(runnable, sharding, shard, ways)
@@ -106,7 +163,10 @@ def assert_shards_equal_whole(
     where = f"{component.name} {sharding.rule}/{ways}"
     for number, (expected, content) in enumerate(zip(whole.outputs, sharding.outputs, strict=True)):
         close(
-            together([shard.outputs[number] for shard in shards], content), expected, f"output {number} of {where}", tolerance
+            made_together([shard.outputs[number] for shard in shards], content),
+            expected,
+            f"output {number} of {where}",
+            tolerance,
         )
     for number, (gradient, content) in enumerate(zip(whole.input_gradients, sharding.inputs, strict=True)):
         found = [shard.input_gradients[number] for shard in shards]

@@ -40,6 +40,7 @@ RESULT_KEYS = {
     "bubble_fraction",
     "peak_memory_bytes",
     "fits",
+    "fit_probability",
     "cost_sources",
     "plan",
     "warnings",

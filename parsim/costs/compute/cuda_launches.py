@@ -131,8 +131,8 @@ def cuda_backward_halves(
     """
     if operator.kind != "memory_bound":
         first, second = halved_backward_kernels(operator, samples, precision, input_gradient=input_gradient)
-        return first, (*second, *_weight_casts(operator, precision))
-    if operator.batch == "none" or operator.function in CREATIONS:
+        return first, (*second, *(() if operator.gradients in ("input", "none") else _weight_casts(operator, precision)))
+    if operator.batch == "none" or operator.function in CREATIONS or operator.gradients == "none":
         return (), ()
     passes = PASSES.get(operator.function)
     if passes is not None:

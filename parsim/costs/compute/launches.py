@@ -78,7 +78,7 @@ def component_launches(component: Component, phase: Phase, samples: int, *, inpu
         launches += inputs if phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT) else ()
         launches += weights if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()
     if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT):
-        launches += [_memory("accumulate", "backward", parameter.elements) for parameter in component.parameters]
+        launches += [_memory("accumulate", "backward", parameter.elements) for parameter in component.trainable_parameters]
     return tuple(launches)
 
 
@@ -107,8 +107,20 @@ def backward_launches(
         input_gradient: False if nothing asks for the gradient of the input.
 
     Returns:
-        Two tuples. A normalisation makes both gradients at once and is counted in the first.
+        Two tuples. A normalisation makes both gradients at once and is counted in the first. Frozen operands have none.
     """
+    if operator.gradients == "none":
+        return (), ()
+    inputs, weights = _all_backward_launches(operator, samples, input_gradient=input_gradient)
+    if operator.gradients == "input":
+        return inputs, weights if operator.kind == "memory_bound" else ()
+    return (inputs if operator.gradients != "weight" or operator.kind in ("memory_bound", "attention") else ()), weights
+
+
+def _all_backward_launches(
+    operator: Operator, samples: int, *, input_gradient: bool
+) -> tuple[tuple[Launch, ...], tuple[Launch, ...]]:
+    """As if nothing were frozen."""
     if operator.kind == "memory_bound":
         launch = _memory_bound(operator, "backward", samples)
         return (() if operator.batch == "none" or launch.function in WITHOUT_BACKWARD else (launch,)), ()

@@ -135,28 +135,33 @@ def halved_backward_kernels(
     """The launches of an operator's backward: towards the gradient of its input, and towards parameters alone.
 
     The second operand of a matmul or convolution with parameters is a weight; so is an embedding's table. A normalisation
-    makes both gradients in one launch, counted in the first half. Both operands of attention count there too.
+    makes both gradients in one launch, counted in the first half. Both operands of attention count there too. Of a frozen
+    operand nothing is computed (`Operator.gradients`).
 
     Args:
         operator, samples, precision: as for `forward_kernels`.
         input_gradient: False if nothing asks for the gradient of the input.
     """
     kernels = backward_kernels(operator, samples, precision, input_gradient=input_gradient)
-    if operator.kind == "embedding":
+    if operator.kind == "embedding" or operator.gradients == "weight":
         return (), kernels
-    if operator.kind not in ("matmul", "convolution") or not operator.parameter_bytes:
+    if operator.kind not in ("matmul", "convolution") or not operator.parameter_bytes or operator.gradients:
         return kernels, ()
     first = len(kernels) - 1
     return kernels[:first], kernels[first:]
 
 
 def backward_kernels(operator: Operator, samples: int, precision: str, *, input_gradient: bool = True) -> tuple[Kernel, ...]:
-    """The launches of an operator's backward: the gradients of the input and of the other operand.
+    """The launches of an operator's backward: the gradients of the input and of the other operand, if they are wanted.
 
     Args:
         operator, samples, precision: as for `forward_kernels`.
         input_gradient: False if nothing asks for the gradient of the input.
     """
+    if operator.gradients == "none":
+        return ()
+    input_gradient = input_gradient and operator.gradients != "weight"
+    weight_gradient = operator.gradients != "input"
     if operator.kind == "memory_bound":
         if operator.batch == "none":
             return ()
@@ -172,13 +177,15 @@ def backward_kernels(operator: Operator, samples: int, precision: str, *, input_
         elif kernel.kind == "matmul":
             if input_gradient:
                 kernels.append(replace(kernel, columns=kernel.depth, depth=kernel.columns))
-            kernels.append(replace(kernel, rows=kernel.depth, depth=kernel.rows))
+            if weight_gradient or operator.kind == "attention":
+                kernels.append(replace(kernel, rows=kernel.depth, depth=kernel.rows))
         else:
             if input_gradient:
                 kernels.append(replace(kernel, phase="backward_input", columns=kernel.depth, depth=kernel.columns))
-            kernels.append(
-                replace(kernel, phase="backward_weight", rows=kernel.columns, columns=kernel.depth, depth=kernel.rows)
-            )
+            if weight_gradient:
+                kernels.append(
+                    replace(kernel, phase="backward_weight", rows=kernel.columns, columns=kernel.depth, depth=kernel.rows)
+                )
     return tuple(kernels)
 
 

@@ -9,7 +9,7 @@ A recomputed component holds its inputs while a microbatch is in flight. The act
 until the end of its backward.
 
 The line `allocator`, an interval, holds the memory of the allocator and of libraries. Transfers that may have arrived
-early are an interval too. A rank fits if it does with every line at its p95.
+early are an interval too. A rank fits if it does with every line at its p95, that is with a probability of 95%.
 
 Leaves out: the moments of a first forward that are fuller than the backward of the same component.
 """
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import NamedTuple
 
+from parsim.costs.memory.verdict import DOUBTFUL, FIT_PROBABILITY, fit_probability
 from parsim.errors import CostError
 from parsim.hardware.device import DeviceType
 from parsim.model.component import Component, Parameter, Value
@@ -94,8 +95,14 @@ class RankMemory:
         return self.total_bytes + sum(high - self.line(name) for name, _, high in self.spreads)
 
     @property
+    def fit_probability(self) -> float:
+        """P(peak <= limit), all uncertain lines at the same quantile (`parsim.costs.memory.verdict`)."""
+        return fit_probability(self.low_bytes, self.total_bytes, self.high_bytes, self.limit_bytes)
+
+    @property
     def fits(self) -> bool:
-        return self.high_bytes <= self.limit_bytes
+        """Whether it does with probability `FIT_PROBABILITY`: the same as with every line at its p95."""
+        return self.fit_probability >= FIT_PROBABILITY
 
     @property
     def worst(self) -> tuple[str, int]:
@@ -114,7 +121,8 @@ class RankMemory:
         """`rank 3 needs 34.1 GiB, at p95 34.3 GiB, of 32 GiB (2.3 GiB too much); its largest line is activations, 30 GiB`."""
         name, size = self.worst
         upto = f", at p95 {format_bytes(self.high_bytes)}," if self.spreads else ""
-        over = "" if self.fits else f" ({format_bytes(self.excess_bytes)} too much)"
+        chance = f"; it fits with a probability of {self.fit_probability:.0%}" if self.fit_probability > DOUBTFUL[0] else ""
+        over = "" if self.fits else f" ({format_bytes(self.excess_bytes)} too much{chance})"
         return (
             f"rank {self.rank} needs {format_bytes(self.total_bytes)}{upto} of {format_bytes(self.limit_bytes)}{over}; "
             f"its largest line is {name}, {format_bytes(size)}"
@@ -305,15 +313,18 @@ def _rounded(
 
 
 def all_weights(components: Sequence[Component]) -> Weights:
-    """All parameters of the components, gradients as large, all updated here.
+    """All parameters of the components; gradients of those that train, all updated here.
 
     Args:
         components: of one rank.
     """
     parameters = held_parameters(components)
-    elements = sum(parameter.elements for parameter in parameters)
-    size_bytes = sum(parameter.size_bytes for parameter in parameters)
-    return Weights(parameter_bytes=size_bytes, gradient_bytes=size_bytes, updated_elements=elements)
+    trained = [parameter for parameter in parameters if parameter.trainable]
+    return Weights(
+        parameter_bytes=sum(parameter.size_bytes for parameter in parameters),
+        gradient_bytes=sum(parameter.size_bytes for parameter in trained),
+        updated_elements=sum(parameter.elements for parameter in trained),
+    )
 
 
 def _samples_of(components: Sequence[Component], samples: int | Mapping[str, int]) -> Mapping[str, int]:

@@ -176,7 +176,7 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
         for section in _SECTIONS if entry.rank == rank else _SECTIONS[:-1]:
             for name in entry.names.get(section, ()):  # checkpoints of before have no progress
                 given = entry.fragments.get(section, {}).get(name)
-                part = WHOLE if given is None else Fragment._make([*given[:-1], tuple(given[-1])])
+                part = WHOLE if given is None else Fragment(*given[:6], *map(tuple, given[6:]))
                 if part not in found[section].get(name, {}) and (section in _UNNAMED or wanted is None or name in wanted):
                     missing.append((section, name, part))
         if not missing:

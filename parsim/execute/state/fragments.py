@@ -17,7 +17,7 @@ from parsim.model.shard.pieces import assemble
 class Fragment(NamedTuple):
     """Elements `start` to `stop` (flat; stop -1: all) of shard `shard` of `ways`, which has `shape` (empty: as it comes).
 
-    Shards are cut along `dim` in `blocks` runs, as `parsim.model.shard.pieces` does.
+    Shards are cut along `dim` in `blocks` runs (or `runs` of these sizes), as `parsim.model.shard.pieces` does.
     """
 
     dim: int = 0
@@ -27,6 +27,7 @@ class Fragment(NamedTuple):
     start: int = 0
     stop: int = -1
     shape: tuple[int, ...] = ()
+    runs: tuple[int, ...] = ()
 
 
 WHOLE = Fragment()
@@ -36,7 +37,7 @@ def fragment_of(held: HeldParameter) -> Fragment:
     """What a rank holds of a parameter."""
     if held.part is None:
         return WHOLE
-    return Fragment(dim=held.part.dim, blocks=held.part.blocks, shard=held.shard, ways=held.ways)
+    return Fragment(dim=held.part.dim, blocks=held.part.blocks, shard=held.shard, ways=held.ways, runs=held.part.runs)
 
 
 def is_per_element(value: object, key: str) -> TypeGuard[Tensor]:
@@ -63,7 +64,7 @@ def join(name: str, parts: Mapping[Fragment, Tensor]) -> Tensor:
     pieces = [_joined_range(name, shards[shard]) for shard in range(first.ways)]
     if first.ways == 1:
         return pieces[0]
-    return assemble(pieces, ParameterShard(name=name, dim=first.dim, blocks=first.blocks))
+    return assemble(pieces, ParameterShard(name=name, dim=first.dim, blocks=first.blocks, runs=first.runs))
 
 
 def _joined_range(name: str, parts: Mapping[Fragment, Tensor]) -> Tensor:

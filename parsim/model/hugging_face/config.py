@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.errors import MissingDependencyError, ModelError, near_matches
 from parsim.files import parse_json
-from parsim.model.hugging_face.experts import implementation
-from parsim.model.hugging_face.kinds import KINDS, HeadKind, kind_of, sequence_length
+from parsim.model.hugging_face.experts import NAME, implementation
+from parsim.model.hugging_face.kinds import KINDS, SCANS, HeadKind, kind_of, sequence_length
 from parsim.model.inputs import ModelInput
 from parsim.model.spec import ModelSpec
 
@@ -151,7 +151,8 @@ def module_from_config(spec: ModelSpec) -> nn.Module:
             f"{path}: {architecture} is no architecture of model_type {document['model_type']!r}, but of "
             f"{kind.config_class.model_type!r}; correct one of them"
         )
-    for part in (config, getattr(config, "text_config", None)):
+    parts: tuple[Any, ...] = (config, getattr(config, "text_config", None))
+    for part in parts:
         if hasattr(part, "use_cache"):
             part.use_cache = False
     if hasattr(getattr(config, "text_config", config), "num_experts_per_tok") and (experts := implementation()):
@@ -239,3 +240,25 @@ def _kind(spec: ModelSpec, module: nn.Module) -> HeadKind:
             f"architecture of one of these kinds: {kinds}"
         )
     return kind
+
+
+def assumptions(spec: ModelSpec, module: nn.Module) -> str:
+    """What was chosen for a config, in a few words for the source of its Model.
+
+    Args:
+        spec: of a config. module: built of it.
+    """
+    config: Any = module.config
+    attention = getattr(config, "_attn_implementation", None)
+    chosen = [f"{attention} attention", "no cache"] if attention else ["no cache"]
+    if getattr(config, "_experts_implementation", None) == NAME:
+        chosen.append("experts as grouped products, whatever the routing")
+    if config.model_type in SCANS:
+        chosen.append("its scan one token at a time, without kernels of its own")
+    takes_tokens = spec.inputs is None and any(entry.is_integer for entry in default_inputs(spec, module))
+    if takes_tokens and spec.input_shape is None and SEQ not in dict(spec.args):
+        chosen.append("length assumed (give seq)")
+    kind = kind_of(type(module).__name__)
+    if spec.loss is None and kind is not None and kind.targets:
+        chosen.append(f"targets: {kind.targets}")
+    return "; ".join(chosen)

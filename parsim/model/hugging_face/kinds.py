@@ -15,6 +15,11 @@ from parsim.model.inputs import ModelInput
 DEFAULT_SEQ = 2048
 """Tokens per sample where nobody says and the model allows as many. Configs of today allow up to a million."""
 
+LONGEST_SCAN = 256
+"""Tokens per sample of models that run token by token: tracing them takes time in proportion."""
+
+SCANS = ("mamba", "falcon_mamba", "mamba2")
+_USUAL_SEQ = {"t5": 512, "mt5": 512, "umt5": 512, **dict.fromkeys(SCANS, 64)}
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "seq_length")
 
 
@@ -148,12 +153,17 @@ def sequence_length(config: Any, given: int | None, where: str) -> int:
     """Tokens per sample: as given, or DEFAULT_SEQ where the model allows as many.
 
     Raises:
-        ModelError: more than the model has positions for.
+        ModelError: more than the model has positions for, or than can be traced one by one.
     """
-    most = longest(config)
+    most, kind = longest(config), _text(config).model_type
     if given is None:
-        usual = 512 if _text(config).model_type in ("t5", "mt5", "umt5") else DEFAULT_SEQ
+        usual = _USUAL_SEQ.get(kind, DEFAULT_SEQ)
         return usual if most is None else min(usual, most)
+    if kind in SCANS and given > LONGEST_SCAN:
+        raise ModelError(
+            f"{where}: without its own kernels transformers runs the scan of {kind} one token at a time, too long to trace for "
+            f"seq {given}; give seq <= {LONGEST_SCAN}"
+        )
     if most is not None and given > most:
         name = next(name for name in _LENGTHS if getattr(_text(config), name, None) == most)
         raise ModelError(f"{where}: seq {given} exceeds {name} {most} of the config; shorten it, or raise {name} in args")

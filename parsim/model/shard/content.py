@@ -19,20 +19,24 @@ SHARD = "shard"
 
 
 class Content(NamedTuple):
-    """`form` is full, partial or shard; of a shard, dim `dim` is `blocks` equal runs, each cut into as many pieces as ranks."""
+    """`form` is full, partial or shard; of a shard, dim `dim` is `blocks` equal runs, each cut into as many pieces as ranks.
+
+    `runs`: their sizes where they are not equal.
+    """
 
     form: str
     dim: int = 0
     blocks: int = 1
+    runs: tuple[int, ...] = ()
 
 
 WHOLE = Content(FULL)
 SUMMAND = Content(PARTIAL)
 
 
-def cut_along(dim: int, blocks: int = 1) -> Content:
+def cut_along(dim: int, blocks: int = 1, runs: tuple[int, ...] = ()) -> Content:
     """A piece of dim `dim`."""
-    return Content(SHARD, dim, blocks)
+    return Content(SHARD, dim, blocks, runs)
 
 
 class First(NamedTuple):
@@ -44,6 +48,7 @@ class Piece(NamedTuple):
 
     dim: int
     blocks: int = 1
+    runs: tuple[int, ...] = ()
 
 
 class ShardNumber(NamedTuple):
@@ -90,6 +95,8 @@ class Step:
     Attributes:
         contents, state: by slot; `state` names parameters and buffers. decided: per weight how it is cut (None: not).
         ways: how many shards there are; 1 while only contents are asked for.
+        runs: slots whose last dim the calls after it take apart in unequal runs, with the sizes.
+        draws: whether a call without a rule may draw random numbers, or does what cannot be seen.
     """
 
     op: Op
@@ -98,6 +105,8 @@ class Step:
     state: Mapping[int, str]
     decided: Mapping[str, ParameterShard | None]
     ways: int
+    runs: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    draws: bool = False
 
     def given(self, name: str, place: int, default: Any = None) -> Any:
         """The argument called `name`, or at `place`."""
@@ -129,18 +138,25 @@ class Step:
         """The shape of a shard that is cut in `dim`."""
         return tuple(size // self.ways if place == dim else size for place, size in enumerate(shape))
 
-    def decision(self, weight: Ref, options: Iterable[tuple[int, int]]) -> ParameterShard | None:
-        """How a weight is cut: None, or one of the (dim, blocks) its sizes allow. Raises Undecided."""
+    def decision(self, weight: Ref, options: Iterable[tuple[int, int]], runs_dim: int | None = None) -> ParameterShard | None:
+        """How a weight is cut: None, or one of the (dim, blocks) its sizes allow. Raises Undecided.
+
+        Args:
+            runs_dim: the dim that makes the output's last one, which may be cut in the runs that the output is taken apart in.
+        """
         name = self.state.get(weight.slot)
         if name is None:
             return None
         if name not in self.decided:
             shape = self.shape(weight)
-            cuts = tuple(
+            cuts = [
                 ParameterShard(name=name, dim=dim, blocks=blocks)
                 for dim, blocks in options
                 if shape[dim] % blocks == 0 and shape[dim] > blocks
-            )
+            ]
+            runs = self.runs.get(self.op.outputs[0][1])
+            if runs_dim is not None and runs is not None:
+                cuts.append(ParameterShard(name=name, dim=runs_dim, runs=runs))
             raise Undecided(name, (*cuts, None))
         return self.decided[name]
 

@@ -183,7 +183,7 @@ def _run_shard(whole: WholeComponent, inputs: Sequence[Content], found: Propagat
         state = []
         for key, slot in program.state:
             part = found.parts.get(key.name)
-            content = Content("full") if part is None else Content(SHARD, part.dim, part.blocks)
+            content = Content("full") if part is None else Content(SHARD, part.dim, part.blocks, part.runs)
             environment[slot] = _like(program.tensors[slot], content, ways)
             state.append(environment[slot])
         for constant, slot in program.constants:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ def carried(before: Sequence[int], after: Sequence[int], content: Content) -> Co
 
     A cut of dim d in b blocks divides the flat array into prod(before[:d]) * b runs, each of which is cut in pieces.
     """
+    if content.runs:
+        return None if list(before) != list(after) else content
     runs = math.prod(before[: content.dim]) * content.blocks
     outer = 1
     for place, size in enumerate(after):
@@ -60,15 +63,13 @@ def permuted(step: Step, content: Content) -> RuleOutcome:
     probe = torch.empty(tuple(range(2, 2 + len(step.shape(given)))), device="meta")
     keywords = {name: value for name, value in step.op.keywords if name != "input"}
     found = step.op.function(probe, *step.op.arguments[1:], **keywords)
-    return step.same(cut_along(list(found.shape).index(content.dim + 2), content.blocks))
+    return step.same(content._replace(dim=list(found.shape).index(content.dim + 2)))
 
 
 def expanded(step: Step, content: Content) -> RuleOutcome:
     given, after = step.given("input", 0), step.made()
     dim = content.dim + len(after) - len(step.shape(given))
-    return RuleOutcome(
-        contents=(cut_along(dim, content.blocks),), function=Tensor.expand, arguments=(given, step.local(after, dim))
-    )
+    return RuleOutcome(contents=(content._replace(dim=dim),), function=Tensor.expand, arguments=(given, step.local(after, dim)))
 
 
 def unbound(step: Step, content: Content) -> RuleOutcome:
@@ -76,7 +77,7 @@ def unbound(step: Step, content: Content) -> RuleOutcome:
     dim = step.given("dim", 1, 0) % len(step.shape(step.given("input", 0)))
     if dim == content.dim:
         raise Refused(f"{_name(step)} takes dim {dim} apart, which is cut")
-    return step.same(cut_along(content.dim - (dim < content.dim), content.blocks))
+    return step.same(content._replace(dim=content.dim - (dim < content.dim)))
 
 
 def indexed(step: Step, content: Content) -> RuleOutcome:
@@ -95,12 +96,33 @@ def indexed(step: Step, content: Content) -> RuleOutcome:
     for entry in entries:
         if entry is not None:
             if read == content.dim:
-                if entry != slice(None):
-                    raise Refused(f"x[{entry}] takes a part of dim {read}, which is cut")
-                return step.same(cut_along(made, content.blocks))
+                if entry == slice(None):
+                    return step.same(content._replace(dim=made))
+                return _run_taken(step, content, entry, entries, made)
             read += 1
         made += type(entry) is not int
     raise AssertionError("an index runs over every dim")
+
+
+def _run_taken(step: Step, content: Content, entry: object, entries: list[object], made: int) -> RuleOutcome:
+    """x[..., a:b, ...] that is one or several whole runs of the cut dim, all else taken whole."""
+    given = step.given("input", 0)
+    size = step.shape(given)[content.dim]
+    others = [other for place, other in enumerate(entries) if place != content.dim]
+    if not isinstance(entry, slice) or len(entries) != len(step.shape(given)) or any(other != slice(None) for other in others):
+        raise Refused(f"x[{entry}] takes a part of dim {content.dim}, which is cut, and others")
+    start, stop, stride = entry.indices(size)
+    runs = content.runs or (size // content.blocks,) * content.blocks
+    edges = [0, *accumulate(runs)]
+    if stride != 1 or start not in edges or stop not in edges or start >= stop:
+        raise Refused(f"x[{entry}] takes a part of dim {content.dim}, which is cut in runs of {runs}")
+    taken = runs[edges.index(start) : edges.index(stop)]
+    arguments = (given, content.dim, start // step.ways, (stop - start) // step.ways)
+    return RuleOutcome(contents=(_in_runs(made, taken),), function=torch.narrow, arguments=arguments)
+
+
+def _in_runs(dim: int, runs: Sequence[int]) -> Content:
+    return cut_along(dim, len(runs)) if len(set(runs)) == 1 else cut_along(dim, 1, tuple(runs))
 
 
 def divided(step: Step, content: Content) -> RuleOutcome:
@@ -110,11 +132,15 @@ def divided(step: Step, content: Content) -> RuleOutcome:
     if dim != content.dim:
         return step.same(content)
     sizes = [step.made(number)[dim] for number in range(len(step.op.outputs))]
-    if len(set(sizes)) > 1 or content.blocks % len(sizes):
-        raise Refused(f"dim {dim} is cut in {content.blocks} runs, which do not fall to parts of {sizes}")
-    parts = (given, sizes[0] // step.ways, dim)
+    runs = content.runs or (step.shape(given)[dim] // content.blocks,) * content.blocks
+    edges, ends = [0, *accumulate(runs)], [0, *accumulate(sizes)]
+    if not set(ends) <= set(edges):
+        raise Refused(f"dim {dim} is cut in runs of {runs}, which do not fall to parts of {sizes}")
+    taken = [runs[edges.index(start) : edges.index(stop)] for start, stop in pairwise(ends)]
     return RuleOutcome(
-        contents=(cut_along(dim, content.blocks // len(sizes)),) * len(sizes), function=torch.split, arguments=parts
+        contents=tuple(_in_runs(dim, part) for part in taken),
+        function=torch.split,
+        arguments=(given, [size // step.ways for size in sizes], dim),
     )
 
 
@@ -135,7 +161,7 @@ def joined(step: Step) -> RuleOutcome:
     dim = step.given("dim", 1, 0) % len(step.made())
     if dim == content.dim:
         raise Refused(f"cat joins along dim {dim}, which is cut")
-    return RuleOutcome(contents=(content,), converted={slot: Piece(content.dim, content.blocks) for slot in full})
+    return RuleOutcome(contents=(content,), converted={slot: Piece(*content[1:]) for slot in full})
 
 
 def reduced(step: Step, content: Content) -> RuleOutcome:
@@ -148,7 +174,7 @@ def reduced(step: Step, content: Content) -> RuleOutcome:
     if content.dim in over:
         raise Refused(f"{_name(step)} runs over dim {content.dim}, which is cut")
     gone = 0 if len(step.made()) == rank else sum(dim < content.dim for dim in over)
-    return step.same(cut_along(content.dim - gone, content.blocks))
+    return step.same(content._replace(dim=content.dim - gone))
 
 
 def _name(step: Step) -> str:

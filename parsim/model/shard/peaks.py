@@ -48,7 +48,7 @@ def divisors(limit: int) -> list[int]:
 
 def _local(program: CallProgram, sharding: Sharding, shard: int, ways: int) -> CallProgram:
     """The calls of one shard, with the tensors that it is given in their local shapes."""
-    parts = {part.name: Content(SHARD, part.dim, part.blocks) for part in (*sharding.parameters, *sharding.buffers)}
+    parts = {part.name: Content(SHARD, part.dim, part.blocks, part.runs) for part in (*sharding.parameters, *sharding.buffers)}
     given = [(slot, content_of(text)) for (_, slot, _), text in zip(program.inputs, sharding.inputs, strict=True)]
     held = [(slot, parts[key.name]) for key, slot in program.state if key.name in parts]
     tensors = list(program.tensors)

@@ -12,10 +12,12 @@ from parsim.model.component import ParameterShard
 
 
 def piece(tensor: Tensor, part: ParameterShard, shard: int, ways: int) -> Tensor:
-    """Shard `shard` of `ways`: from each of the `part.blocks` equal runs of dim `part.dim` its piece; a copy.
+    """Shard `shard` of `ways`: from each of the runs of dim `part.dim` its piece; a copy.
 
     Raises ModelError if the dim does not divide.
     """
+    if part.runs:
+        return _piece_of_runs(tensor, part, shard, ways)
     size, rest = divmod(tensor.shape[part.dim], part.blocks * ways)
     if rest:
         raise ModelError(
@@ -25,8 +27,21 @@ def piece(tensor: Tensor, part: ParameterShard, shard: int, ways: int) -> Tensor
     return runs.select(part.dim + 1, shard).flatten(part.dim, part.dim + 1).clone()
 
 
+def _piece_of_runs(tensor: Tensor, part: ParameterShard, shard: int, ways: int) -> Tensor:
+    if sum(part.runs) != tensor.shape[part.dim] or any(size % ways for size in part.runs):
+        raise ModelError(
+            f"{part.name}: dim {part.dim} has {tensor.shape[part.dim]} entries in runs of {part.runs}, not all of which divide "
+            f"by {ways}"
+        )
+    runs = torch.split(tensor, list(part.runs), part.dim)
+    return torch.cat([run.chunk(ways, part.dim)[shard] for run in runs], part.dim)
+
+
 def assemble(pieces: Sequence[Tensor], part: ParameterShard) -> Tensor:
     """The whole from the pieces of all shards in order: inverse of `piece`."""
+    if part.runs:
+        local = [torch.split(entry, [size // len(pieces) for size in part.runs], part.dim) for entry in pieces]
+        return torch.cat([torch.cat(run, part.dim) for run in zip(*local, strict=True)], part.dim)
     runs = [_split(entry, part.dim, (part.blocks, entry.shape[part.dim] // part.blocks)) for entry in pieces]
     return torch.stack(runs, dim=part.dim + 1).flatten(part.dim, part.dim + 2)
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from parsim.model.component import FULL, PARTIAL, ParameterShard
+from parsim.model.component import FULL, ParameterShard
 from parsim.model.runnable import CallProgram, Op
 from parsim.model.shard.content import SHARD, WHOLE, Content, First, Piece, Refused, RuleOutcome, Step, operands_of
 from parsim.model.shard.rules import RULES
+from parsim.model.shard.unlisted import consumed_in_runs, drawing_calls, whole_call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +20,7 @@ class Propagation:
 
     Attributes:
         outcomes: per call. contents: by slot. parts: how parameters and buffers are cut, by name; the others stay whole.
-        outputs: per output its content at the boundary: "partial" or "shard:d".
-        whole_outputs: slots of outputs without a gradient that are full; shard 0 contributes them.
+        outputs: per output its content at the boundary: "partial", "shard:d" or "full" (shard 0 takes its gradient).
         limit: what the number of shards must divide. rule: its name, as in `Sharding.rule`.
         whole_weights: matrices, kernels and tables that every shard applies whole.
         only_pieces: whether some full input is used piece by piece alone (it might as well come cut).
@@ -30,7 +30,6 @@ class Propagation:
     contents: Mapping[int, Content]
     parts: Mapping[str, ParameterShard]
     outputs: tuple[str, ...]
-    whole_outputs: tuple[int, ...]
     limit: int
     rule: str
     whole_weights: int
@@ -54,13 +53,23 @@ def propagate(
     contents.update({slot: content for (_, slot, _), content in zip(program.inputs, inputs, strict=True)})
     outcomes: list[RuleOutcome] = []
     uses: dict[str, ParameterShard | None] = {}
-    for op in program.ops:
-        step = Step(op=op, contents=contents, tensors=program.tensors, state=state, decided=decided, ways=ways)
+    drawing, runs = drawing_calls(program), consumed_in_runs(program)
+    for number, op in enumerate(program.ops):
+        step = Step(
+            op=op,
+            contents=contents,
+            tensors=program.tensors,
+            state=state,
+            decided=decided,
+            ways=ways,
+            runs=runs,
+            draws=number in drawing,
+        )
         outcome = _answer(step)
         for slot in operands_of(op):
             if slot in state:
                 how = outcome.converted.get(slot)
-                part = ParameterShard(name=state[slot], dim=how.dim, blocks=how.blocks) if type(how) is Piece else None
+                part = _part(state[slot], how)
                 if uses.setdefault(state[slot], part) != part:
                     raise Refused(f"{state[slot]} is used in two ways: {uses[state[slot]]} and {part}")
         for (_, slot), content in zip(op.outputs, outcome.contents, strict=True):
@@ -70,13 +79,12 @@ def propagate(
         outcomes.append(outcome)
     if any(contents[slot].form != FULL for _, slot in program.buffer_writes):
         raise Refused("a buffer is assigned a tensor that is not full")
-    outputs, whole_outputs = _outputs(program, contents)
+    outputs = _outputs(program, contents)
     return Propagation(
         outcomes=tuple(outcomes),
         contents=contents,
         parts={name: part for name, part in uses.items() if part is not None},
         outputs=outputs,
-        whole_outputs=whole_outputs,
         limit=_limit(program, contents, outcomes),
         rule=_rule_name([outcome.label for outcome in outcomes]),
         whole_weights=sum(outcome.whole_weight for outcome in outcomes),
@@ -84,38 +92,37 @@ def propagate(
     )
 
 
+def _part(name: str, how: First | Piece | None) -> ParameterShard | None:
+    return ParameterShard(name=name, dim=how.dim, blocks=how.blocks, runs=how.runs) if type(how) is Piece else None
+
+
 def _answer(step: Step) -> RuleOutcome:
-    rule = RULES.get(step.op.function)
-    if rule is None:
-        raise Refused(f"{_name(step.op)} is not in the table of sharding rules")
-    outcome = rule(step)
+    outcome = RULES.get(step.op.function, whole_call)(step)
     if len(outcome.contents) != len(step.op.outputs):
         raise Refused(f"{_name(step.op)} makes {len(step.op.outputs)} tensors, and its rule tells of {len(outcome.contents)}")
     return outcome
 
 
-def _outputs(program: CallProgram, contents: Mapping[int, Content]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    found, whole = [], []
-    for name, slot, differentiable in program.outputs:
+def _outputs(program: CallProgram, contents: Mapping[int, Content]) -> tuple[str, ...]:
+    found = []
+    for name, slot, _ in program.outputs:
         content = contents[slot]
         if content.form == SHARD:
-            if content.blocks > 1 or content.dim == 0:
-                raise Refused(f"output {name} is cut in {content.blocks} runs of dim {content.dim}")
+            if content.blocks > 1 or content.runs or content.dim == 0:
+                raise Refused(f"output {name} is cut in several runs or along dim 0")
             found.append(f"{SHARD}:{content.dim}")
             continue
-        if content.form == FULL:
-            if differentiable or not program.tensors[slot].dtype.is_floating_point:
-                raise Refused(f"output {name} is full in every shard: each would pass back the whole gradient")
-            whole.append(slot)
-        found.append(PARTIAL)
-    return tuple(found), tuple(whole)
+        found.append(content.form)
+    return tuple(found)
 
 
 def _limit(program: CallProgram, contents: Mapping[int, Content], outcomes: Sequence[RuleOutcome]) -> int:
-    cuts = [(slot, content.dim, content.blocks) for slot, content in contents.items() if content.form == SHARD]
+    cuts = [(slot, *content[1:]) for slot, content in contents.items() if content.form == SHARD]
     for outcome in outcomes:
-        cuts += [(slot, how.dim, how.blocks) for slot, how in outcome.converted.items() if type(how) is Piece]
-    return math.gcd(*(program.tensors[slot].shape[dim] // blocks for slot, dim, blocks in cuts))
+        cuts += [(slot, *how) for slot, how in outcome.converted.items() if type(how) is Piece]
+    return math.gcd(
+        *(size for slot, dim, blocks, runs in cuts for size in runs or (program.tensors[slot].shape[dim] // blocks,))
+    )
 
 
 def _only_pieces(program: CallProgram, contents: Mapping[int, Content], outcomes: Sequence[RuleOutcome]) -> bool:
@@ -123,15 +130,15 @@ def _only_pieces(program: CallProgram, contents: Mapping[int, Content], outcomes
     for op, outcome in zip(program.ops, outcomes, strict=True):
         for slot in operands_of(op):
             uses.setdefault(slot, set()).add(type(outcome.converted.get(slot)))
-    return any(contents[slot].form == FULL and uses.get(slot) == {Piece} for _, slot, _ in program.inputs)
+    return any(contents[slot].form == FULL and uses.get(slot) == {Piece} for _, slot, flows in program.inputs if flows)
 
 
 def _rule_name(labels: Sequence[str]) -> str:
-    """In order, repetitions dropped; columns before an attention over own heads are "heads"."""
+    """In order, repetitions dropped; columns before an attention over own heads are "heads", over own queries "queries"."""
     names: list[str] = []
     for label in labels:
-        if label == "attention":
-            names = ["heads" if name == "column" else name for name in names]
+        if label in ("attention", "queries"):
+            names = [("heads" if label == "attention" else label) if name == "column" else name for name in names]
         elif label:
             names.append(label)
     return "+".join(name for name, _ in groupby(names)) or "follow"

@@ -1,14 +1,16 @@
 """Which operators can be sharded how: one table from recorded torch functions to rules.
 
-A component with a call that is not in the table is not sharded. Contents of tensors are full, partial or shard
-(`parsim.model.shard.content`). The matrix rules are those of Shoeybi et al., "Megatron-LM" (2019), section 3; the rest is what
-linear, elementwise and data-moving calls do to them.
+A call that is not in the table is done whole by every shard where its operands are full and it draws no random numbers
+(`parsim.model.shard.unlisted`). Contents of tensors are full, partial or shard (`parsim.model.shard.content`). The matrix
+rules are those of Shoeybi et al., "Megatron-LM" (2019), section 3; the rest is what linear, elementwise and data-moving
+calls do to them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from parsim.model.shard.content import (
     Step,
     cut_along,
 )
+from parsim.model.shard.grouped_queries import attention_of_shard
 from parsim.model.shard.moves import (
     divided,
     expanded,
@@ -42,6 +45,7 @@ from parsim.model.shard.moves import (
     same,
     unbound,
 )
+from parsim.model.shard.randomness import drawn_by_shard
 
 _RUNS = (1, 2, 3)
 """A fused projection has as many runs as results: two with a gate, three for query, key and value."""
@@ -56,20 +60,23 @@ def _together(step: Step) -> RuleOutcome:
     operands = step.operands()
     shapes = {slot: step.tensors[slot].shape for slot in operands}
     cuts = {
-        (content.dim - len(shapes[slot]), content.blocks) for slot in operands if (content := step.contents[slot]).form == SHARD
+        content._replace(dim=content.dim - len(shapes[slot]))
+        for slot in operands
+        if (content := step.contents[slot]).form == SHARD
     }
     if not cuts:
         return step.same(WHOLE)
     if len(cuts) > 1:
         raise Refused("an elementwise call on tensors that are cut in different dims")
-    ((back, blocks),) = cuts
-    size = step.made()[back]
+    (cut,) = cuts
+    size = step.made()[cut.dim]
     converted = {
-        slot: Piece(len(shapes[slot]) + back, blocks)
+        slot: Piece(len(shapes[slot]) + cut.dim, cut.blocks, cut.runs)
         for slot in operands
-        if step.contents[slot].form == FULL and len(shapes[slot]) >= -back and shapes[slot][back] == size
+        if step.contents[slot].form == FULL and len(shapes[slot]) >= -cut.dim and shapes[slot][cut.dim] == size
     }
-    return RuleOutcome(contents=(cut_along(len(step.made()) + back, blocks),) * len(step.op.outputs), converted=converted)
+    made = cut._replace(dim=len(step.made()) + cut.dim)
+    return RuleOutcome(contents=(made,) * len(step.op.outputs), converted=converted)
 
 
 def _sum(step: Step) -> RuleOutcome:
@@ -109,18 +116,16 @@ def _pointwise(step: Step) -> RuleOutcome:
     return _together(step)
 
 
-def _whole(step: Step) -> RuleOutcome:
-    """Full tensors only."""
-    if _forms(step) - {FULL}:
-        raise Refused(f"{_name(step)} needs full tensors")
-    return step.same(WHOLE)
-
-
 def _dropout(step: Step) -> RuleOutcome:
-    """Without effect it passes everything; random numbers would differ between shards that hold the same values."""
-    if step.given("p", 1, 0.5) and step.given("training", 2, True):
-        raise Refused("dropout draws random numbers, which differ between shards")
-    return step.same(step.content(step.given("input", 0)))
+    """What all shards hold alike gets one mask, a cut tensor independent masks (`parsim.model.shard.randomness`)."""
+    content = step.content(step.given("input", 0))
+    p, training = step.given("p", 1, 0.5), step.given("training", 2, True)
+    if not (p and training) or content.form != SHARD:
+        return step.same(content)
+    if step.op.function is not functional.dropout:
+        raise Refused(f"{_name(step)} drops whole channels, which a cut tensor may share with other shards")
+    arguments = (functional.dropout, ShardNumber(), step.given("input", 0), p, training, step.given("inplace", 3, False))
+    return RuleOutcome(contents=(content,), function=drawn_by_shard, arguments=arguments)
 
 
 def _softmax(step: Step) -> RuleOutcome:
@@ -141,21 +146,21 @@ def _matrix(step: Step, given: Ref, weight: Ref, bias: Ref | None, out: int) -> 
     if content.form == PARTIAL:
         raise Refused(f"{_name(step)} of a partial tensor: sum it first")
     if content.form == FULL:
-        part = step.decision(weight, [(out, blocks) for blocks in _RUNS])
+        part = step.decision(weight, [(out, blocks) for blocks in _RUNS], runs_dim=out)
         if part is None:
             return RuleOutcome(contents=(WHOLE,), whole_weight=True)
         if part.dim != out:
             raise Refused(f"{part.name} is cut along its input, which is full")
         return RuleOutcome(
-            contents=(cut_along(last, part.blocks),),
-            converted=_bias(bias, Piece(0, part.blocks)) | {weight.slot: Piece(out, part.blocks)},
+            contents=(cut_along(last, part.blocks, part.runs),),
+            converted=_bias(bias, Piece(0, part.blocks, part.runs)) | {weight.slot: Piece(out, part.blocks, part.runs)},
             label="column",
         )
     if content.dim != last:
         return RuleOutcome(contents=(content,), whole_weight=True)
     return RuleOutcome(
         contents=(SUMMAND,),
-        converted=_bias(bias, First()) | {weight.slot: Piece(1 - out, content.blocks)},
+        converted=_bias(bias, First()) | {weight.slot: Piece(1 - out, content.blocks, content.runs)},
         label="row",
     )
 
@@ -177,37 +182,74 @@ def _addmm(step: Step) -> RuleOutcome:
 
 
 def _batched_matmul(step: Step) -> RuleOutcome:
-    """Of two activations: cut in the same leading dim (heads)."""
-    left, right = step.op.arguments[:2]
-    contents = {step.content(left), step.content(right)}
+    """Of two activations, cut in a leading dim (heads); a full one beside a cut one is taken piece by piece."""
+    pair = step.op.arguments[:2]
+    contents = {step.content(entry) for entry in pair}
     if contents == {WHOLE}:
         return step.same(WHOLE)
-    rank = len(step.shape(left))
-    if len(contents) > 1 or len(step.shape(right)) != rank or not all(c.form == SHARD and c.dim < rank - 2 for c in contents):
+    cuts = {
+        (content.dim - len(step.shape(entry)), content.blocks)
+        for entry in pair
+        if (content := step.content(entry)).form == SHARD and not content.runs
+    }
+    if len(cuts) != 1 or any(step.content(entry).form == PARTIAL for entry in pair):
         raise Refused("matmul of tensors that are not cut in the same leading dim")
-    return replace(step.same(contents.pop()), label="attention")
+    ((back, blocks),) = cuts
+    rank = len(step.made())
+    if back >= -2 or rank < -back:
+        raise Refused("matmul of tensors that are not cut in the same leading dim")
+    converted: dict[int, First | Piece] = {
+        entry.slot: Piece(len(step.shape(entry)) + back, blocks)
+        for entry in pair
+        if step.content(entry) == WHOLE and len(step.shape(entry)) >= -back and step.shape(entry)[back] > 1
+    }
+    label = "queries" if converted else "attention"
+    return RuleOutcome(contents=(cut_along(rank + back, blocks),), converted=converted, label=label)
+
+
+_ATTENTION = (("query", None), ("key", None), ("value", None), ("attn_mask", None), ("dropout_p", 0.0))
+_ATTENTION_KEYWORDS = ("is_causal", "scale", "enable_gqa")
 
 
 def _attention(step: Step) -> RuleOutcome:
     """Scaled dot-product attention over its own heads; query and key heads may differ in number (grouped queries)."""
-    if step.given("dropout_p", 4, 0.0):
-        raise Refused("attention dropout draws random numbers, which differ between shards")
-    query, key, value = (step.given(name, place) for place, name in enumerate(("query", "key", "value")))
+    query, key, value, mask, dropout = (step.given(name, place, other) for place, (name, other) in enumerate(_ATTENTION))
     contents = {step.content(entry) for entry in (query, key, value)}
-    mask = step.given("attn_mask", 3)
-    if step.content(mask).form != FULL:
-        raise Refused("attention with a mask that is not full")
-    if contents == {WHOLE}:
+    if contents == {WHOLE} and step.content(mask) == WHOLE:
         return step.same(WHOLE)
     rank = len(step.shape(query))
-    (content, *others) = contents
-    if others or content.form != SHARD or content.dim >= rank - 2 or content.blocks > 1:
-        raise Refused("attention whose query, key and value are not all cut by heads")
-    back = content.dim - rank
-    converted: dict[int, First | Piece] = {}
-    if type(mask) is Ref and len(step.shape(mask)) >= -back and step.shape(mask)[back] > 1:
-        converted[mask.slot] = Piece(len(step.shape(mask)) + back)
-    return RuleOutcome(contents=(content,), converted=converted, label="attention")
+    content = step.content(query)
+    heads = rank - 3
+    if content.form != SHARD or content.dim != heads or content.blocks > 1:
+        raise Refused("attention whose query is not cut by heads")
+    converted, grouped = _own_keys(step, query, key, value)
+    if type(mask) is Ref and len(step.shape(mask)) >= 3 and step.shape(mask)[-3] > 1:
+        place = len(step.shape(mask)) - 3
+        if step.content(mask) == WHOLE:
+            converted[mask.slot] = Piece(place)
+        elif step.content(mask) != cut_along(place):
+            raise Refused("attention with a mask that is cut, but not by heads")
+    elif step.content(mask) != WHOLE:
+        raise Refused("attention with a mask that is not full")
+    picks = grouped and not converted.keys() & {key.slot, value.slot}
+    outcome = RuleOutcome(contents=(content,), converted=converted, label="queries" if grouped else "attention")
+    if not dropout and not picks:
+        return outcome
+    causal, scale, gqa = (step.given(name, 5 + place) for place, name in enumerate(_ATTENTION_KEYWORDS))
+    own = (ShardNumber(), step.ways, query, key, value, mask, dropout, bool(causal), scale, bool(gqa))
+    return replace(outcome, function=partial(attention_of_shard, picks=picks), arguments=own)
+
+
+def _own_keys(step: Step, query: Ref, key: Ref, value: Ref) -> tuple[dict[int, First | Piece], bool]:
+    """What is converted, and whether a shard picks from all key and value heads those that its queries use."""
+    content, forms = step.content(query), {step.content(entry).form for entry in (key, value)}
+    if {step.content(entry) for entry in (key, value)} == {content}:
+        return {}, False
+    if forms != {FULL}:
+        raise Refused("attention whose key and value are not cut by heads as its query is, nor full")
+    if step.shape(key)[-3] == step.shape(query)[-3]:
+        return {entry.slot: Piece(len(step.shape(entry)) - 3) for entry in (key, value)}, True
+    return {}, True
 
 
 def _embedding(step: Step) -> RuleOutcome:
@@ -217,27 +259,33 @@ def _embedding(step: Step) -> RuleOutcome:
         raise Refused("an embedding of tokens or from a table that are not full")
     if step.given("max_norm", 3) is not None or step.given("scale_grad_by_freq", 5, False) or step.given("sparse", 6, False):
         return RuleOutcome(contents=(WHOLE,), whole_weight=True)
-    padded = step.given("padding_idx", 2) is not None
-    part = step.decision(table, [(1, 1)] if padded else [(0, 1), (1, 1)])
+    part = step.decision(table, [(0, 1), (1, 1)])
     if part is None:
         return RuleOutcome(contents=(WHOLE,), whole_weight=True)
     converted = {table.slot: Piece(part.dim)}
     if part.dim == 1:
         return RuleOutcome(contents=(cut_along(len(step.made()) - 1),), converted=converted, label="column")
+    padding = step.given("padding_idx", 2)
+    padding = None if padding is None else padding % step.shape(table)[0]
     return RuleOutcome(
         contents=(SUMMAND,),
         converted=converted,
         function=own_rows,
-        arguments=(tokens, table, ShardNumber()),
+        arguments=(tokens, table, ShardNumber(), padding),
         label="vocabulary",
     )
 
 
-def own_rows(tokens: Tensor, table: Tensor, shard: int) -> Tensor:
-    """Rows [shard * len(table), ...) of an embedding: zeros for the tokens whose row another shard has."""
-    local = tokens - shard * table.shape[0]
-    foreign = (local < 0) | (local >= table.shape[0])
-    return functional.embedding(local.masked_fill(foreign, 0), table).masked_fill(foreign.unsqueeze(-1), 0)
+def own_rows(tokens: Tensor, table: Tensor, shard: int, padding: int | None = None) -> Tensor:
+    """Rows [shard * len(table), ...) of an embedding: zeros for the tokens whose row another shard has.
+
+    Row `padding` of the whole table gets no gradient.
+    """
+    rows = table.shape[0]
+    local = tokens - shard * rows
+    foreign = (local < 0) | (local >= rows)
+    own = None if padding is None or not 0 <= padding - shard * rows < rows else padding - shard * rows
+    return functional.embedding(local.masked_fill(foreign, 0), table, own).masked_fill(foreign.unsqueeze(-1), 0)
 
 
 def _convolution(step: Step) -> RuleOutcome:
@@ -306,8 +354,11 @@ def _name(step: Step) -> str:
 
 
 Functions = tuple[Callable[..., Any], ...]
-_SUMS: Functions = (Tensor.add, Tensor.add_, torch.add, Tensor.sub, Tensor.sub_, torch.sub)
-_PRODUCTS: Functions = (Tensor.mul, Tensor.mul_, torch.mul)
+_SUMS: Functions = (
+    *(Tensor.add, Tensor.add_, torch.add, Tensor.sub, Tensor.sub_, torch.sub),
+    *(Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, Tensor.__sub__, Tensor.__isub__),
+)
+_PRODUCTS: Functions = (Tensor.mul, Tensor.mul_, torch.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__)
 _QUOTIENTS: Functions = (Tensor.div, Tensor.div_, torch.div, Tensor.true_divide, torch.true_divide)
 _POINTWISE: Functions = (
     *(functional.relu, torch.relu, torch.relu_, Tensor.relu, functional.relu6, functional.leaky_relu, functional.hardtanh),
@@ -320,23 +371,7 @@ _POINTWISE: Functions = (
     *(torch.where, Tensor.where, torch.masked_fill, Tensor.masked_fill, torch.maximum, torch.minimum),
     *(Tensor.eq, Tensor.ne, Tensor.lt, Tensor.le, Tensor.gt, Tensor.ge, Tensor.__eq__, Tensor.__ne__),
 )
-_WHOLE: Functions = (
-    *(functional.group_norm, torch.group_norm, torch.cumsum, Tensor.cumsum, torch.diff, Tensor.all, torch.all, Tensor.any),
-    *(torch.arange, torch.zeros, torch.ones, torch.full, torch.tensor, torch.zeros_like, torch.ones_like, torch.full_like),
-    *(
-        torch.outer,
-        torch.tril,
-        torch.triu,
-        Tensor.tril,
-        Tensor.triu,
-        Tensor.repeat,
-        torch.stack,
-        functional.pad,
-        torch.einsum,
-        Tensor.argmax,
-    ),
-    *(Tensor.__and__, Tensor.__or__, Tensor.logical_not, Tensor.new_zeros, Tensor.new_ones, Tensor.long, Tensor.bool),
-)
+DROPOUTS: Functions = (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d)
 
 RULES: dict[Callable[..., Any], Rule] = {
     functional.linear: _linear,
@@ -358,9 +393,9 @@ RULES: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(_QUOTIENTS, _quotient),
     **dict.fromkeys(_POINTWISE, _pointwise),
-    **dict.fromkeys((functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d), _dropout),
+    **dict.fromkeys(DROPOUTS, _dropout),
     **dict.fromkeys((torch.neg, Tensor.neg, Tensor.contiguous, Tensor.clone, torch.clone, Tensor.to), moving(same)),
-    **dict.fromkeys((Tensor.float, Tensor.double, Tensor.type, Tensor.detach), moving(same)),
+    **dict.fromkeys((Tensor.float, Tensor.double, Tensor.type, Tensor.type_as, Tensor.detach), moving(same)),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), moving(reshaped)),
     **dict.fromkeys((Tensor.unflatten, torch.unflatten, Tensor.view_as, Tensor.reshape_as), moving(reshaped)),
     **dict.fromkeys((Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze), moving(reshaped)),
@@ -372,5 +407,4 @@ RULES: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys((Tensor.split, torch.split, Tensor.chunk, torch.chunk), moving(divided)),
     **dict.fromkeys((torch.cat, torch.concat), joined),
     **dict.fromkeys((Tensor.mean, torch.mean, Tensor.sum, torch.sum), moving(reduced)),
-    **dict.fromkeys(_WHOLE, _whole),
 }

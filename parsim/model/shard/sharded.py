@@ -91,8 +91,9 @@ def localise(program: CallProgram, found: Propagation, shard: int, ways: int) ->
         )
         origins.append(number)
     moved: dict[int, int] = {}
-    for slot in found.whole_outputs if shard else ():
-        ops.append(Op(nothing_like, (Ref(slot),), (), (((), slots),), PLAIN, (slot,)))
+    full = [slot for (_, slot, flows), made in zip(program.outputs, found.outputs, strict=True) if flows and made == FULL]
+    for slot in full if shard else ():
+        ops.append(Op(without_gradient, (Ref(slot),), (), (((), slots),), PLAIN, (slot,)))
         origins.append(None)
         moved[slot] = slots
         slots += 1
@@ -105,7 +106,7 @@ def _converter(how: First | Piece | None, is_state: bool, shard: int, ways: int)
     if type(how) is First:
         return nothing_like if shard else None
     if type(how) is Piece and not is_state:
-        part = ParameterShard(name="operand", dim=how.dim, blocks=how.blocks)
+        part = ParameterShard(name="operand", dim=how.dim, blocks=how.blocks, runs=how.runs)
         return partial(piece, part=part, shard=shard, ways=ways)
     return None
 
@@ -133,4 +134,22 @@ class _Nothing(torch.autograd.Function):
 def nothing_like(value: Tensor) -> Tensor:
     """Zeros of the same shape, through which a gradient of zeros flows back."""
     result: Tensor = _Nothing.apply(value)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The same tensor, of whose gradient another shard takes care; zeros flow back, one zero seen as many."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0].new_zeros(()).expand_as(gradients[0])
+
+
+def without_gradient(value: Tensor) -> Tensor:
+    """A value that every shard makes whole, with a gradient of zeros: shard 0 takes the whole one."""
+    result: Tensor = _WithoutGradient.apply(value)  # type: ignore[no-untyped-call]
     return result

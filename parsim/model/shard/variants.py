@@ -21,6 +21,10 @@ SHARE = 0.5
 """A variant that cuts less than this share of what another one cuts is not offered."""
 
 
+QUERIES = "queries"
+"""In the name of a rule: attention cut by heads of queries, with all heads of keys and values in every shard."""
+
+
 class Variant(NamedTuple):
     """One way: contents of the inputs, what was decided on weights, and what follows."""
 
@@ -33,7 +37,7 @@ def variants(program: CallProgram, cuttable: Sequence[bool]) -> tuple[Variant, .
     """The shardings worth offering, one per rule name, in the order found.
 
     Args:
-        cuttable: per input whether it may come in pieces (its dim 0 is the batch).
+        cuttable: per input whether its dim 0 is the batch; of others only biases per head may come in pieces.
     """
     groups: dict[tuple[tuple[Content, ...], tuple[str, ...]], list[Variant]] = {}
     for variant in _all(program, cuttable):
@@ -41,16 +45,18 @@ def variants(program: CallProgram, cuttable: Sequence[bool]) -> tuple[Variant, .
     named: dict[str, Variant] = {}
     for group in groups.values():
         best = _best(program, group)
-        known = named.get(best.found.rule)
-        if known is None or _worth(program, best) > _worth(program, known):
-            named[best.found.rule] = best
+        for each in (best, *_for_more_ways(program, group, best)):
+            known = named.get(each.found.rule)
+            if known is None or _worth(program, each) > _worth(program, known):
+                named[each.found.rule] = each
     most = max((_elements(program, variant) for variant in named.values()), default=0)
     return tuple(variant for variant in named.values() if _elements(program, variant) >= SHARE * most)
 
 
 def _all(program: CallProgram, cuttable: Sequence[bool]) -> Iterator[Variant]:
     tries = 0
-    for inputs in product(*(_choices(program, slot, may) for (_, slot, _), may in zip(program.inputs, cuttable, strict=True))):
+    given = zip(program.inputs, cuttable, strict=True)
+    for inputs in product(*(_choices(program, slot, may, flows) for (_, slot, flows), may in given)):
         open_: list[dict[str, ParameterShard | None]] = [{}]
         while open_ and tries < TRIES:
             decided = open_.pop()
@@ -62,25 +68,28 @@ def _all(program: CallProgram, cuttable: Sequence[bool]) -> Iterator[Variant]:
                 continue
             except Refused:
                 continue
-            if _useful(inputs, found):
+            if _useful(program, inputs, found):
                 yield Variant(inputs, decided, found)
 
 
-def _choices(program: CallProgram, slot: int, cuttable: bool) -> tuple[Content, ...]:
-    """Full; or cut by channels (dim 1 of images) or features (the last dim of rows and sequences)."""
+def _choices(program: CallProgram, slot: int, cuttable: bool, flows: bool) -> tuple[Content, ...]:
+    """Full; or cut by channels (dim 1 of images), heads (of biases) or features (the last dim of rows and sequences)."""
     kind = program.tensors[slot]
     dim = 2 if len(kind.shape) == 3 else 1
-    if not cuttable or not kind.dtype.is_floating_point or len(kind.shape) < 2 or kind.shape[dim] == 1:
+    if not cuttable and not (flows and len(kind.shape) == 4):
+        return (WHOLE,)
+    if not kind.dtype.is_floating_point or len(kind.shape) < 2 or kind.shape[dim] == 1:
         return (WHOLE,)
     return (WHOLE, cut_along(dim))
 
 
-def _useful(inputs: Sequence[Content], found: Propagation) -> bool:
+def _useful(program: CallProgram, inputs: Sequence[Content], found: Propagation) -> bool:
     if found.limit < 2 or found.only_pieces:
         return False
     if found.rule == "follow":
-        return found.whole_weights == 0 and any(content.form == SHARD for content in inputs)
-    return True
+        given = [content for content, (_, _, flows) in zip(inputs, program.inputs, strict=True) if flows]
+        return found.whole_weights == 0 and bool(given) and all(content.form == SHARD for content in given)
+    return any(made != FULL for made in found.outputs)
 
 
 def _elements(program: CallProgram, variant: Variant) -> int:
@@ -94,6 +103,18 @@ def _best(program: CallProgram, group: Sequence[Variant]) -> Variant:
     most = max(_elements(program, variant) for variant in group)
     close = [variant for variant in group if _elements(program, variant) >= SLACK * most]
     return max(close, key=lambda variant: variant.found.limit)
+
+
+def _for_more_ways(program: CallProgram, group: Sequence[Variant], best: Variant) -> list[Variant]:
+    """The one with keys and values whole in every shard, if it allows more shards: fewer heads have those than queries."""
+    whole_keys = [
+        variant
+        for variant in group
+        if QUERIES in variant.found.rule.split("+")
+        and best.found.limit % variant.found.limit
+        and variant.found.rule != best.found.rule
+    ]
+    return [] if not whole_keys else [_best(program, whole_keys)]
 
 
 def _worth(program: CallProgram, variant: Variant) -> tuple[int, int]:

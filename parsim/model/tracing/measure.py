@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.errors import TraceError
-from parsim.model.component import LOSS, Component, Operator, Parameter, Sharding, Value
+from parsim.model.component import LOSS, PARTIAL, Component, Operator, Parameter, Sharding, Value
 from parsim.model.memory.peaks import Peaks, Recorded, autocast_as, component_peaks
 from parsim.model.model import Model
 from parsim.model.runnable import CallProgram, StateKey
@@ -160,7 +160,10 @@ class _Watch:
         self.recorder = recorder
         tensors = recorder.recording.tensors
         self.state = {storage_key(tensors[number]) for number in recorder.recording.state}
-        self.mode = OperatorMode(lambda: recorder.current, self.state)
+        frozen = any(
+            key.kind == "parameter" and not tensors[number].requires_grad for number, key in recorder.recording.state.items()
+        )
+        self.mode = OperatorMode(lambda: recorder.current, self.state, lambda: recorder.has_gradients, frozen=frozen)
         self.saves: list[tuple[int, int, int]] = []
         self._alive: dict[int, Tensor] = {}
 
@@ -241,6 +244,11 @@ def combine(small: TracedForward, large: TracedForward, *, name: str, granularit
         outputs=tuple(names[number] for number in final_values(small.recording) if number in names),
         source=source,
     )
+
+
+def _can_leave(sharding: Sharding, outputs: Sequence[Value]) -> bool:
+    """Whether every output can go on as shards make it: one without samples along dim 0 is never converted."""
+    return all(value.batch_first or makes != PARTIAL for value, makes in zip(outputs, sharding.outputs, strict=True))
 
 
 class Counted:
@@ -368,7 +376,9 @@ def _component(
     rate, fixed = split(small.saved_bytes(place), large.saved_bytes(place), batches, f"what {one.name} saves")
     cuttable = tuple(values[names[number]].batch_first for number in one.inputs)
     operators, shardings = peaks.division(place, (rate, fixed), cuttable)
-    if not all(values[names[number]].batch_first for number in one.outputs) or one.name == LOSS:
+    outputs = [values[names[number]] for number in one.outputs]
+    shardings = tuple(sharding for sharding in shardings if _can_leave(sharding, outputs))
+    if one.name == LOSS:
         shardings = ()
     component = Component(
         name=one.name,
@@ -379,6 +389,7 @@ def _component(
                 name=recording.state[number].name,
                 elements=recording.tensors[number].numel(),
                 element_bytes=recording.tensors[number].element_size(),
+                trainable=recording.tensors[number].requires_grad,
             )
             for number in state
             if recording.state[number].kind == "parameter"

@@ -8,7 +8,7 @@ two recordings at different batches says how each operator grows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class RawOperator:
 
     Attributes:
         flop, activation_bytes, parameter_bytes: of one. made_elements: of its largest output.
+        gradients: as in `Operator`.
     """
 
     op: int
@@ -40,6 +41,7 @@ class RawOperator:
     parameter_bytes: int
     count: int = 1
     made_elements: int = 0
+    gradients: str = ""
 
 
 # The dim a sample multiplies, in the order tried, and what Operator.batch calls that. The dim "batch" leaves the shape.
@@ -61,12 +63,35 @@ _NO_KERNEL = tuple(
 )
 
 
+_BIAS = {"addmm": 0, "baddbmm": 0, "addbmm": 0, "addmv": 0, "convolution": 2, "linear": 2}
+"""Where the bias stands among the arguments of a product."""
+_PRODUCTS = (*_BIAS, "mm", "bmm")
+
+
+def _bias(func: Any, args: tuple[Any, ...]) -> Any:
+    place = _BIAS.get(str(func._overloadpacket).removeprefix("aten."))
+    return None if place is None or place >= len(args) else args[place]
+
+
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Collects RawOperators while calls run on fake tensors. `casts`: parameters in another precision, by storage."""
 
-    def __init__(self, current: Callable[[], int], state: set[int]) -> None:
-        """`current` tells the number of the torch-level call that is running, `state` holds the storages of parameters."""
+    def __init__(
+        self,
+        current: Callable[[], int],
+        state: set[int],
+        has_gradients: Callable[[], bool] = lambda: True,
+        *,
+        frozen: bool = False,
+    ) -> None:
+        """
+        Args:
+            current: tells the number of the torch-level call that is running. state: storages of parameters and buffers.
+            has_gradients: tells whether gradients were enabled at that call. frozen: some parameter takes none.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
+        self._has_gradients = has_gradients
+        self._frozen = frozen
         self.casts: dict[int, Tensor] = {}
         self.current = current
         self.operators: list[RawOperator] = []
@@ -86,8 +111,30 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parameters = [tensor for tensor in given if storage_key(tensor) in self._state]
         if packet is aten._to_copy and parameters:
             self.casts.update((storage_key(tensor), tensor) for tensor in made)
-        self.operators += operators_of(func, args, kwargs, out, self._state, self.current())
+        made_of = operators_of(func, args, kwargs, out, self._state, self.current())
+        gradients = self._gradients(func, args, given)
+        self.operators += [replace(raw, gradients=gradients) for raw in made_of] if gradients else made_of
         return out
+
+    def _gradients(self, func: Any, args: tuple[Any, ...], given: list[Tensor]) -> str:
+        """What the backward of a call computes, where it is not the usual: gradients are off, or something is frozen.
+
+        A custom autograd function runs with gradients off and has a backward all the same. A bias counts with nothing: its
+        gradient is a sum.
+        """
+        if not self._has_gradients():
+            return "none"
+        if not self._frozen or not torch.is_grad_enabled() or not given:
+            return ""
+        operands = [tensor for tensor in given if tensor is not _bias(func, args)]
+        weights = [tensor for tensor in operands if storage_key(tensor) in self._state]
+        others = [tensor for tensor in operands if storage_key(tensor) not in self._state]
+        if not (weights and others) and str(func._overloadpacket).removeprefix("aten.") in _PRODUCTS:
+            others, weights = operands[:1], operands[1:]
+        wanted = any(tensor.requires_grad for tensor in others), any(tensor.requires_grad for tensor in weights)
+        if not any(wanted):
+            return "none"
+        return {(True, False): "input" if weights else "", (False, True): "weight"}.get(wanted, "")
 
 
 def operators_of(
@@ -212,6 +259,7 @@ def _lump(ones: list[RawOperator], others: list[RawOperator], step: int) -> Oper
             activation_bytes=per_sample * (first.activation_bytes + first.parameter_bytes),
             parameter_bytes=0,
             count=first.count,
+            gradients=first.gradients,
         )
     moved = max(0, _total(others, "activation_bytes") - _total(ones, "activation_bytes")) // step
     function = others[0].function if others else ones[0].function
@@ -223,6 +271,7 @@ def _lump(ones: list[RawOperator], others: list[RawOperator], step: int) -> Oper
         activation_bytes=moved,
         parameter_bytes=0,
         function=function if function.startswith(UNLISTED) else "",
+        gradients=(others or ones)[0].gradients,
     )
 
 
@@ -260,6 +309,7 @@ def _grown(one: RawOperator, other: RawOperator, step: int) -> Operator:
         parameter_bytes=one.parameter_bytes,
         count=one.count,
         function=one.function.removeprefix("aten.") if one.kind == "memory_bound" else causal,
+        gradients=one.gradients,
     )
 
 

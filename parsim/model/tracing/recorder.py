@@ -55,6 +55,8 @@ class Recording:
         tensors: the fake tensor of every value number. inputs: (name, value number). state, constants: by value number.
         output_leaves: a value number, or a constant, per leaf of `output_spec`.
         buffer_writes: buffers assigned anew in the forward -> value number.
+        outputs: value numbers of the tensors of the output, by `parsim.model.objective.total.entries`.
+        loss_form: what the loss gave, as `parsim.model.objective.total` names it.
     """
 
     ops: list[RecordedOp] = field(default_factory=list)
@@ -69,7 +71,8 @@ class Recording:
     output_spec: TreeSpec | None = None
     loss_start: int | None = None
     loss_value: int | None = None
-    logits_value: int | None = None
+    outputs: dict[str, int] = field(default_factory=dict)
+    loss_form: str = ""
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -116,6 +119,7 @@ class Recorder(TorchFunctionMode):
         self.stack: list[int] = []
         self._number: dict[int, int] = {}
         self.suspended = False
+        self.has_gradients = True
         self._exact: set[int] = set()
         self._stale: set[int] = set()
         self._calls_of: dict[str, int] = {}
@@ -212,6 +216,7 @@ class Recorder(TorchFunctionMode):
         if stale and name in _VALUE_QUERIES:
             raise TraceError(value_message(self.where, name))
         versions = [tensor._version for tensor in given]
+        self.has_gradients = torch.is_grad_enabled()
         suspended, self.suspended = self.suspended, True
         try:
             exact = self._is_exact(name, given, in_place)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten
 
-from parsim.errors import TraceError
-from parsim.model.losses import CLASSES, LOSSES, loss_sum
+from parsim.errors import ModelError, TraceError
+from parsim.model.inputs import ModelInput
+from parsim.model.objective.objective import TARGET, parse_objective
+from parsim.model.objective.settle import settle
+from parsim.model.objective.total import entries, output_kinds, total_and_form
 from parsim.model.runnable import Ref, StateKey
 from parsim.model.tracing.block_record import Watcher
-from parsim.model.tracing.recorder import Recorder, Recording, at_line, tensors_in, value_message
+from parsim.model.tracing.recorder import Recorder, Recording, at_line, value_message
 from parsim.model.tracing.repeats import Repeats
 
 
@@ -112,7 +116,18 @@ def _autograd_functions(recorder: Recorder) -> Iterator[None]:
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], TreeSpec]:
     """Leaves and structure of a module's arguments."""
-    return tree_flatten((tuple(args), dict(kwargs)))
+    return flatten((tuple(args), dict(kwargs)))
+
+
+def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
+    """Leaves and structure. A dataclass is a structure, too: torch is told of its class when one is met."""
+    while True:
+        leaves, spec = tree_flatten(value)
+        unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
+        if not unknown:
+            return leaves, spec
+        for kind in unknown:
+            register_dataclass(kind)
 
 
 def run_recorded(
@@ -124,7 +139,7 @@ def run_recorded(
     watch: Callable[[Recorder], Watcher] | None = None,
     repeats: bool = False,
 ) -> Recording:
-    """One forward of `module` on fakes of the given inputs, then the loss on its logits.
+    """One forward of `module` on fakes of the given inputs, then the loss on its output.
 
     Args:
         watch: makes what is open during the forward, inside the fake mode (statistics hang there); called again where the
@@ -206,7 +221,7 @@ def _fake_input(recorder: Recorder, leaf: Any) -> Any:
 
 
 def _note_output(recorder: Recorder, output: Any) -> None:
-    leaves, spec = tree_flatten(output)
+    leaves, spec = flatten(output)
     noted: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
@@ -220,37 +235,45 @@ def _note_output(recorder: Recorder, output: Any) -> None:
             )
     recorder.recording.output_leaves = tuple(noted)
     recorder.recording.output_spec = spec
-
-
-def logits_of(output: Any) -> Tensor:
-    """What a loss is taken of: `.logits` of a model output, the tensor itself, or the first tensor of a tuple or dict."""
-    found = getattr(output, "logits", output)
-    if isinstance(found, Tensor):
-        return found
-    first = next((tensor for _, tensor in tensors_in(found)), None)
-    if first is None:
-        raise TraceError(f"cannot take a loss of a {type(output).__name__} without a tensor; return a tensor or .logits")
-    return first
+    recorder.recording.outputs = {name: recorder.number_of(tensor) for name, tensor in entries(output).items()}
 
 
 def _note_loss(recorder: Recorder, output: Any, loss: str) -> None:
-    """The loss becomes the last component; its second input is called "target"."""
-    logits = logits_of(output)
-    target = _fake_target(recorder, logits, integer=LOSSES[loss].targets == CLASSES)
-    number = recorder.add(target)
-    recorder.recording.inputs.append(("target", number))
-    recorder.recording.differentiable[number] = False
-    recorder.recording.logits_value = recorder.number_of(logits)
-    recorder.recording.loss_start = recorder.current
-    value = loss_sum(loss, logits, target)
-    recorder.recording.loss_value = recorder.number_of(value)
+    """The loss becomes the last component. Its second input is called "target", unless the module takes its targets itself."""
+    recording, name = recorder.recording, type(recorder.module).__name__
+    samples = int(recording.tensors[recording.inputs[0][1]].shape[0])
+    try:
+        objective = parse_objective(loss)
+        kinds = output_kinds({entry: recording.tensors[number] for entry, number in recording.outputs.items()})
+        settled = settle(name, kinds, samples, objective, tokens=False)
+        target = None if settled.target is None else _fake_target(recorder, settled.target, settled.entry, samples)
+        recording.loss_start = recorder.current if settled.target is not None else _end_of_parameters(recording)
+        value, recording.loss_form = total_and_form(objective, output, target, samples, name)
+    except ModelError as error:
+        raise TraceError(str(error)) from error
+    recording.loss_value = recorder.number_of(value)
 
 
-def _fake_target(recorder: Recorder, logits: Tensor, *, integer: bool) -> Tensor:
+def _end_of_parameters(recording: Recording) -> int:
+    """The call after the last one that uses a parameter: from there on a module that returns its loss computes it.
+
+    So the values that the loss component reads have samples along dim 0, and a sum over them is its own.
+    """
+    parameters = {number for number, key in recording.state.items() if key.kind == "parameter"}
+    last = [place for place, op in enumerate(recording.ops) if not parameters.isdisjoint(op.reads)]
+    return last[-1] + 1 if last else 0
+
+
+def _fake_target(recorder: Recorder, target: ModelInput, entry: str | None, samples: int) -> Tensor:
+    """Of the type of the output that the loss reads, where it is a number that follows the weights."""
+    recording = recorder.recording
+    dtype = torch.get_default_dtype() if entry is None else recording.tensors[recording.outputs[entry]].dtype
     suspended, recorder.suspended = recorder.suspended, True
     try:
-        if integer:
-            return torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
-        return torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+        fake = target.zeros(samples, dtype).to(recording.tensors[recording.inputs[0][1]].device)
     finally:
         recorder.suspended = suspended
+    number = recorder.add(fake)
+    recording.inputs.append((TARGET, number))
+    recording.differentiable[number] = False
+    return fake

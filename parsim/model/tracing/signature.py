@@ -97,8 +97,8 @@ def _described(value: Any, places: Mapping[int, str], seen: dict[int, Hashable],
         items = ((canonical(key), _described(item, places, seen, depth + 1)) for key, item in value.items())
         return type(value), *items
     if isinstance(value, partial):
-        content = (value.args, value.keywords)
-        return partial, _described(value.func, places, seen, depth + 1), _described(content, places, seen, depth + 1)
+        given = (value.args, value.keywords)
+        return partial, _described(value.func, places, seen, depth + 1), _described(given, places, seen, depth + 1)
     if isinstance(value, MethodType):
         owner = value.__self__
         return MethodType, value.__func__, places.get(id(owner), id(owner))

@@ -1,8 +1,10 @@
 """Cut a block after its residual adds, so that a transformer block becomes its attention and its MLP.
 
 The *residual stream* is what enters the block, what embeddings make, the sums onto it, and all that is made of it without a
-weight matrix (norms, views). A residual add joins two activations, one of them in the stream. Calls after the last one stay
-with it if they use no parameters (the activation that ends a residual block of a convolutional network).
+weight matrix (norms, views). A residual add joins two activations, one of them in the stream, and is no sum of attention
+scores and their bias. Calls after the last one stay with it if they use no parameters (the activation that ends a residual
+block of a convolutional network). Where a branch is normalised before its sum, the cut is before that norm: what a shard makes
+up to there is a summand, of which no norm can be taken.
 """
 
 from __future__ import annotations
@@ -19,7 +21,23 @@ from torch import Tensor
 from parsim.model.runnable import Ref
 from parsim.model.tracing.recorder import RecordedOp, Recording
 
-_ADDS = (Tensor.add, Tensor.add_, torch.add)
+_ADDS = (Tensor.add, Tensor.add_, torch.add, Tensor.__add__, Tensor.__iadd__)
+_SCORES = (functional.softmax, torch.softmax, Tensor.softmax, functional.scaled_dot_product_attention)
+_PRODUCTS = (
+    functional.linear,
+    torch.addmm,
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    torch.bmm,
+    Tensor.bmm,
+    torch.baddbmm,
+)
+_NORMS = (functional.layer_norm, functional.rms_norm, torch.mean, Tensor.mean, torch.var, Tensor.var)
+_MOVES = (
+    *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, Tensor.contiguous, Tensor.transpose, torch.transpose),
+    *(Tensor.squeeze, Tensor.permute, Tensor.to, functional.dropout),
+)
 
 
 @dataclass(slots=True)
@@ -50,13 +68,13 @@ def _residual_adds(recording: Recording, block: CallInterval) -> list[int]:
     """Numbers of the calls after each residual add."""
     made: set[int] = set()
     stream: set[int] = set()
-    found = []
+    found: list[int] = []
     for number in range(block.start, block.end):
         op = recording.ops[number]
         read = [entry for entry in op.reads if entry not in recording.state and entry not in recording.constants]
         stream.update(entry for entry in read if entry not in made)
-        if _is_sum(op, read) and any(entry in stream for entry in read):
-            found.append(number + 1)
+        if _is_residual(op, read, stream) and not _are_scores(recording, block, number):
+            found.append(_before_norm(recording, block, found[-1] if found else block.start, number) or number + 1)
             streams = True
         elif op.function is functional.embedding:
             streams = True
@@ -68,8 +86,43 @@ def _residual_adds(recording: Recording, block: CallInterval) -> list[int]:
     return found
 
 
-def _is_sum(op: RecordedOp, read: Sequence[int]) -> bool:
-    return op.function in _ADDS and len(read) == 2 and all(type(value) is Ref for value in op.arguments[:2])
+def _is_residual(op: RecordedOp, read: Sequence[int], stream: set[int]) -> bool:
+    """A sum of two activations, one of them in the stream."""
+    if op.function not in _ADDS or len(read) != 2 or any(type(value) is not Ref for value in op.arguments[:2]):
+        return False
+    return any(entry in stream for entry in read)
+
+
+def _are_scores(recording: Recording, block: CallInterval, number: int) -> bool:
+    """Whether the sum reaches a softmax or an attention without a product in between."""
+    derived = {entry for _, entry in recording.ops[number].outputs}
+    for op in recording.ops[number + 1 : block.end]:
+        if derived.isdisjoint(op.reads):
+            continue
+        if op.function in _SCORES:
+            return True
+        if op.function not in _PRODUCTS and not _matrices(recording, op):
+            derived.update(entry for _, entry in op.outputs)
+    return False
+
+
+def _before_norm(recording: Recording, block: CallInterval, start: int, number: int) -> int | None:
+    """Where the branch that ends in this sum leaves its last matrix, if it is normalised after that; else None."""
+    matrices = [place for place in range(start, number) if _matrices(recording, recording.ops[place])]
+    if not matrices:
+        return None
+    end = matrices[-1] + 1
+    derived = {entry for _, entry in recording.ops[matrices[-1]].outputs}
+    normalised = False
+    for op in recording.ops[end:number]:
+        if not derived.isdisjoint(op.reads):
+            derived.update(entry for _, entry in op.outputs)
+            normalised |= op.function in _NORMS
+    if not normalised:
+        return None
+    while recording.ops[end].function in _MOVES and not derived.isdisjoint(recording.ops[end].reads):
+        end += 1
+    return end
 
 
 def _kept(recording: Recording, block: CallInterval, ends: Sequence[int]) -> list[int]:

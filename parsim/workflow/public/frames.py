@@ -59,6 +59,7 @@ PLAN_COLUMNS = (
     "bubble_fraction",
     "peak_memory_bytes",
     "fits",
+    "fit_probability",
     "reason",
 )
 
@@ -87,6 +88,7 @@ def plans_frame(results: Sequence[PlanResult], chosen: int | None) -> pd.DataFra
             "bubble_fraction": result.bubble_fraction,
             "peak_memory_bytes": max(result.peak_memory_bytes),
             "fits": result.fits,
+            "fit_probability": result.fit_probability,
             "reason": result.reason,
         }
         for number, result in enumerate(results)

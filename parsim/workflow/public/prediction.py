@@ -76,6 +76,11 @@ class Prediction:
         return self.result.fits
 
     @property
+    def fit_probability(self) -> float:
+        """That every rank's memory stays within its device's; the plan fits from 0.95 on."""
+        return self.result.fit_probability
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         return self.result.warnings
 
@@ -180,6 +185,7 @@ def describe(evaluation: Evaluation) -> dict[str, Any]:
                 "p95_bytes": rank.high_bytes,
                 "limit_bytes": rank.limit_bytes,
                 "fits": rank.fits,
+                "fit_probability": rank.fit_probability,
             }
             for rank in evaluation.memory
         ],

@@ -1,0 +1,58 @@
+"""Random numbers of components on many ranks: ranks with the same samples draw the same ones, all others independent ones.
+
+At the beginning of a step every rank draws one number from its CPU generator. Its state is the same everywhere, because the
+module was built from one seed on all of them. Before each forward of a component that draws, the generator of its device is
+seeded from this number, the component, the microbatch and the group of samples that the rank works on. So replicas draw
+different masks, and the shards of a component begin in one state (`parsim.model.shard.randomness` goes on from there). A step
+leaves the CPU generator one number further on every rank, whatever was drawn: a checkpoint keeps that state, and ranks never
+drift apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from parsim.graph.plan_index import PlanIndex
+from parsim.model.runnable import CallProgram
+from parsim.model.shard.randomness import generator_of
+from parsim.model.shard.unlisted import draws
+
+
+class ComponentRandomness:
+    """The seeds of one rank.
+
+    Args:
+        programs: of the components it runs, whole.
+    """
+
+    def __init__(self, layout: PlanIndex, rank: int, device: torch.device, programs: Mapping[str, CallProgram]) -> None:
+        plan = layout.plan
+        self._device = device
+        self._samples = {
+            name: (plan.replica_of_rank(rank), plan.shard_of_rank(rank) // layout.placement[name].batch_ways(plan.mesh.tp))
+            for name in layout.rank_components(rank)
+            if draws(programs[name])
+        }
+        self._step = 0
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step of training."""
+        self._step = int(torch.randint(2**62, ()))
+        state = torch.get_rng_state() if self._samples else None
+        try:
+            yield
+        finally:
+            if state is not None:
+                torch.set_rng_state(state)
+
+    def begin(self, component: str, microbatch: int) -> None:
+        """Before the first forward of a component for a microbatch."""
+        if component in self._samples:
+            key = repr((self._step, component, microbatch, *self._samples[component]))
+            seed = hashlib.blake2b(key.encode(), digest_size=7).digest()
+            generator_of(self._device).manual_seed(int.from_bytes(seed, "big"))

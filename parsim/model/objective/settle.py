@@ -1,0 +1,203 @@
+"""Which loss a module trains by, what of its output the loss reads, and what its targets are. Needs no torch.
+
+Settled once, from the shapes of the outputs; what is left open is refused with the choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from parsim.errors import ModelError, near_matches
+from parsim.model.inputs import FLOATS, ModelInput
+from parsim.model.losses import CLASSES, LOSSES, NOTHING, OWN, usual_loss
+from parsim.model.objective.objective import LAST, TARGET, Objective
+
+LOGITS, LOSS_ENTRY = "logits", "loss"
+
+
+class OutputKind(NamedTuple):
+    """One tensor that a module returns: its whole shape, torch's name of its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """What a module trains by.
+
+    Attributes:
+        objective: complete. entry: the name of the output that the loss reads; None: all that is returned.
+        output: shape of one sample of that entry; () for None.
+        target: the targets of a batch; None where the module takes them itself.
+    """
+
+    objective: Objective
+    entry: str | None
+    output: tuple[int, ...]
+    target: ModelInput | None
+
+
+def settle(
+    name: str,
+    outputs: Mapping[str, OutputKind],
+    samples: int,
+    objective: Objective | None,
+    *,
+    tokens: bool,
+    output: str | None = None,
+) -> Settled:
+    """The loss of a module and its targets.
+
+    Args:
+        name: of the model, for messages. outputs: by the name of the entry; "" is the whole output. samples: of the batch.
+        objective: the choice; None: the usual one of such an output. tokens: a sample is a row of token numbers.
+        output: which output a loss that nobody chose reads.
+
+    Raises:
+        ModelError: an output or a loss that is left open, or a loss that does not fit the output.
+    """
+    if objective is None:
+        if output is None and _returns_its_loss(outputs):
+            return Settled(objective=Objective(OWN), entry=None, output=(), target=None)
+        chosen = choose_output(name, outputs, output)
+        shape = _sample_of(name, chosen, outputs[chosen], samples)
+        objective = Objective(usual_loss(name, shape, tokens=tokens), output=output)
+    row = objective.row
+    if row.targets == NOTHING:
+        own_entry(name, outputs, objective.output)
+        return Settled(objective=objective, entry=None, output=(), target=None)
+    if row.plain and objective.output is None and not _is_single(outputs):
+        if objective.target is None:
+            raise ModelError(
+                f"{name} returns {_listing(outputs)}, and {objective.loss} takes all of it, so nothing tells its targets; in "
+                f'[model] give target = {{ shape = [...], dtype = "..." }}, or output = "..." to hand on one of them'
+            )
+        return Settled(objective=objective, entry=None, output=(), target=objective.target)
+    chosen = choose_output(name, outputs, objective.output)
+    shape = _sample_of(name, chosen, outputs[chosen], samples)
+    target = _checked_target(name, objective, shape, outputs[chosen].dtype)
+    return Settled(objective=objective, entry=chosen, output=shape, target=target)
+
+
+def _is_single(outputs: Mapping[str, OutputKind]) -> bool:
+    return LOGITS in outputs or len(outputs) == 1
+
+
+def _returns_its_loss(outputs: Mapping[str, OutputKind]) -> bool:
+    """A module whose output is one number for the whole batch, or has an entry `loss` of that kind or per sample."""
+    if LOSS_ENTRY in outputs:
+        return len(outputs[LOSS_ENTRY].shape) <= 1 and outputs[LOSS_ENTRY].dtype in FLOATS
+    only = next(iter(outputs.values())) if len(outputs) == 1 else None
+    return only is not None and only.shape == () and only.dtype in FLOATS
+
+
+def choose_output(name: str, outputs: Mapping[str, OutputKind], wanted: str | None) -> str:
+    """The entry a loss reads: the one that is wanted, else `.logits`, else the only one.
+
+    Raises ModelError with the choices.
+    """
+    if wanted is not None:
+        if wanted not in outputs:
+            raise ModelError(
+                f"{name} returns no {wanted!r}{near_matches(wanted, [key for key in outputs if key])}; it returns "
+                f"{_listing(outputs)}"
+            )
+        return wanted
+    if LOGITS in outputs:
+        return LOGITS
+    if len(outputs) == 1:
+        return next(iter(outputs))
+    if not outputs:
+        raise ModelError(f"{name} returns no tensor, so no loss can be taken; return a tensor, or tensors in a tuple or dict")
+    first = next(iter(outputs))
+    raise ModelError(
+        f"{name} returns {len(outputs)} tensors, {_listing(outputs)}, which leaves open what the loss reads; in [model] choose "
+        f'output = "{first}" or another of them, or loss = "package:function", a function (output, target) of all of them'
+    )
+
+
+def own_entry(name: str, outputs: Mapping[str, OutputKind], wanted: str | None) -> str:
+    """The entry that holds the module's own loss: `wanted`, else `loss`, else the only one. Raises ModelError."""
+    if wanted is not None or (len(outputs) == 1 and LOSS_ENTRY not in outputs):
+        entry = choose_output(name, outputs, wanted)
+    elif LOSS_ENTRY in outputs:
+        entry = LOSS_ENTRY
+    else:
+        raise ModelError(
+            f'{name} returns {_listing(outputs)}, and loss = "own" needs its loss: return it alone or as .loss, or choose '
+            f'output = "..."'
+        )
+    shape, dtype = outputs[entry]
+    if dtype not in FLOATS or len(shape) > 1:
+        raise ModelError(
+            f"{name} returns {_text(entry, outputs[entry])} as its own loss; a loss is one number, the mean over the batch, or "
+            "one number per sample"
+        )
+    return entry
+
+
+def _sample_of(name: str, entry: str, kind: OutputKind, samples: int) -> tuple[int, ...]:
+    if not kind.shape or kind.shape[0] != samples:
+        raise ModelError(
+            f"{name} returns {_text(entry, kind)} for {samples} samples: dim 0 is not the batch, so no loss per sample can be "
+            f'taken of it; return [batch, ...], or choose loss = "own" if it is the loss'
+        )
+    return kind.shape[1:]
+
+
+def _checked_target(name: str, objective: Objective, shape: tuple[int, ...], dtype: str) -> ModelInput:
+    """The targets of a loss over an output of that shape per sample; ModelError where the loss does not fit."""
+    row, loss = objective.row, objective.loss
+    known = loss in LOSSES
+    if dtype not in FLOATS and not row.plain:
+        raise ModelError(
+            f"{name} returns {dtype} {list(shape)} per sample, which has no gradient; {loss} needs floating-point outputs such "
+            "as logits: return them before argmax or rounding"
+        )
+    if objective.classes_dim is not None and row.targets != CLASSES:
+        raise ModelError(f"classes_dim is for losses over classes, and {loss} takes {row.targets}; drop classes_dim")
+    if objective.target is not None:
+        if known:
+            raise ModelError(f"{loss} says its targets itself; drop target, which is for a loss of your own")
+        return replace(objective.target, name=TARGET)
+    if row.targets != CLASSES:
+        return ModelInput(TARGET, shape)
+    return _class_targets(name, objective, shape)
+
+
+def _class_targets(name: str, objective: Objective, shape: tuple[int, ...]) -> ModelInput:
+    loss, dim = objective.loss, objective.classes_dim
+    if not shape:
+        raise ModelError(
+            f'{name} returns one number per sample, and {loss} needs one for each class; set loss = "mse" (a regression) or '
+            '"bce" (two classes), or return logits [classes]'
+        )
+    if dim is None:
+        if len(shape) > 2 and loss in LOSSES:
+            raise ModelError(
+                f"{name} returns {list(shape)} per sample, which leaves open where the classes of {loss} lie; set classes_dim "
+                f"= 0 ({shape[0]} classes, as torch's cross_entropy takes maps) or classes_dim = -1 ({shape[-1]} classes)"
+            )
+        dim = LAST
+    if not -len(shape) <= dim < len(shape):
+        raise ModelError(f"classes_dim = {dim}: {name} returns {list(shape)} per sample, so it is 0 to {len(shape) - 1}, or -1")
+    classes = shape[dim]
+    if classes < 2:
+        raise ModelError(
+            f"{name} returns {list(shape)} per sample, {classes} class along dim {dim}, and {loss} needs at least 2; set "
+            'loss = "mse" (a regression) or "bce" (two classes)'
+        )
+    place = dim % len(shape)
+    return ModelInput(TARGET, (*shape[:place], *shape[place + 1 :]), dtype="int64", high=classes)
+
+
+def _listing(outputs: Mapping[str, OutputKind]) -> str:
+    return ", ".join(_text(entry, kind) for entry, kind in outputs.items())
+
+
+def _text(entry: str, kind: OutputKind) -> str:
+    name = f'"{entry}" ' if entry else ""
+    return f"{name}{kind.dtype} {list(kind.shape)}"

@@ -1,0 +1,101 @@
+"""The loss of what a module returned, as the sum over the samples of a batch: one function for tracing, training and scoring.
+
+A module or a plain function gives one number per sample, which are added up, or a scalar, which is taken as the mean over the
+batch. Whether a scalar is that mean is found out by `parsim.model.objective.coupling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from parsim.errors import ModelError
+from parsim.model.losses import CLASSES, NOTHING
+from parsim.model.objective.objective import Objective
+from parsim.model.objective.settle import LOGITS, OutputKind, choose_output, own_entry
+
+MEAN, PER_SAMPLE, SUM = "mean", "per sample", "sum"
+"""What a loss gave: a scalar taken as the mean, one number per sample, or the sum itself (a row of LOSSES)."""
+
+
+def entries(output: Any) -> dict[str, Tensor]:
+    """The tensors of an output by name: keys, fields and numbers of places, joined by dots; "" is the output itself."""
+    return {".".join(path): tensor for path, tensor in _tensors(output, ())}
+
+
+def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, (*path, str(key)))
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name), (*path, field.name))
+    elif isinstance(value, tuple | list):
+        names = getattr(value, "_fields", [str(place) for place in range(len(value))])
+        for name, item in zip(names, value, strict=True):
+            yield from _tensors(item, (*path, name))
+    elif isinstance(found := getattr(value, LOGITS, None), Tensor):
+        yield (*path, LOGITS), found
+
+
+def output_kinds(found: Mapping[str, Tensor]) -> dict[str, OutputKind]:
+    """Shapes and types of the entries of an output."""
+    return {name: OutputKind(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in found.items()}
+
+
+def total_loss(objective: Objective, output: Any, target: Tensor | None, samples: int, name: str = "the model") -> Tensor:
+    """The sum over the samples of the loss of what a module returned; a scalar.
+
+    Args:
+        output: of the module, for `samples` samples. target: None where the module takes its targets itself.
+        name: of the model, for messages.
+
+    Raises:
+        ModelError: an output that leaves open what the loss reads, or a loss that is neither a scalar nor one number per
+            sample.
+    """
+    return total_and_form(objective, output, target, samples, name)[0]
+
+
+def total_and_form(
+    objective: Objective, output: Any, target: Tensor | None, samples: int, name: str = "the model"
+) -> tuple[Tensor, str]:
+    """`total_loss`, and what the loss gave: MEAN, PER_SAMPLE or SUM."""
+    row = objective.row
+    found = entries(output)
+    kinds = output_kinds(found)
+    if row.targets == NOTHING:
+        return _as_sum(found[own_entry(name, kinds, objective.output)], samples, name)
+    assert target is not None, "a loss over an output has targets"
+    whole = row.plain and objective.output is None and LOGITS not in found and len(found) != 1
+    read = output if whole else _classes_last(objective, found[choose_output(name, kinds, objective.output)])
+    value = row.total(read, target)
+    if not row.plain:
+        return value, SUM
+    if not isinstance(value, Tensor):
+        raise ModelError(f"{objective.loss} returned a {type(value).__name__}; return a tensor: a scalar, or one per sample")
+    return _as_sum(value, samples, objective.loss)
+
+
+def _classes_last(objective: Objective, output: Tensor) -> Tensor:
+    dim = objective.classes_dim
+    if objective.row.targets != CLASSES or dim in (None, -1) or dim == output.dim() - 2:
+        return output
+    assert dim is not None
+    return output.movedim(dim + 1 if dim >= 0 else dim, -1)
+
+
+def _as_sum(value: Tensor, samples: int, what: str) -> tuple[Tensor, str]:
+    if value.dim() == 1 and value.shape[0] == samples:
+        return value.sum(), PER_SAMPLE
+    if value.numel() == 1:
+        return value.reshape(()) * samples, MEAN
+    raise ModelError(
+        f"the loss of {what} has shape {list(value.shape)} for {samples} samples; return a scalar, the mean over the batch, or "
+        "one number per sample"
+    )
