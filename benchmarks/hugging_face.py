@@ -2,8 +2,8 @@
 
 python benchmarks/hugging_face.py [--write]
 
-Times are CPU seconds of this process, the median of three traces at granularity sublayer: building the module without memory for
-its weights, and tracing it. Imports are not counted, and no kept Model is read.
+Times are CPU seconds of this process, the median of three traces at granularity sublayer: building the module without memory
+for its weights, and tracing it. Imports are not counted, and no kept Model is read.
 """
 
 from __future__ import annotations
