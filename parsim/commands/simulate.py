@@ -30,7 +30,7 @@ def simulate(
     from parsim.workflow.folders.run_folder import new_folder, write_json
     from parsim.workflow.folders.write_prediction import write_prediction
     from parsim.workflow.public.functions import simulate as predict
-    from parsim.workflow.question import assumed_text, loss_text
+    from parsim.workflow.question import assumed_text, loss_note, loss_text
     from parsim.workflow.simulation import scenario_tables
 
     folder = None if out is None else new_folder(out, "")
@@ -47,7 +47,7 @@ def simulate(
     problem = found.problem
     document, labels, happening = found.to_dict(), found.critical_path(), found.scenario
     document |= {"engine": engine, "critical_path": labels, "assumed": dict(found.assumed)}
-    document["loss"] = problem.model.loss or None
+    document |= {"loss": problem.model.loss or None, "loss_note": loss_note(problem.model) or None}
     if happening is not None:
         document["scenario"] = happening
     if folder is not None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError
 from parsim.model.inputs import ModelInput, ordered
-from parsim.model.interface import Interface, module_inputs, settle_module, zero_batch
+from parsim.model.interface import Interface, checked_form, module_inputs, settle_module, zero_batch
+from parsim.model.losses import LOSSES
 from parsim.model.model import Model
-from parsim.model.objective.objective import Objective, parse_objective
+from parsim.model.objective.objective import Objective, naming_coupled_losses, parse_objective
+from parsim.model.objective.settle import Settled
 from parsim.model.tracing.trace import require_torch, split_inputs
 
 if TYPE_CHECKING:
@@ -67,4 +71,39 @@ def model_from_module(
         tokens = kind.takes_tokens
     objective = parse_objective(loss) if isinstance(loss, str) else loss
     settled = settle_module(module, args, kwargs, objective, name=called, tokens=tokens, output=output)
-    return model_of(module, args, kwargs, granularity=granularity, name=name, loss=str(settled.objective))
+    with naming_coupled_losses():
+        model = model_of(module, args, kwargs, granularity=granularity, name=name, loss=str(settled.objective))
+    if example_inputs is None:
+        kind = replace(kind, output=settled.output, loss=model.loss, target=settled.target)
+        return replace(model, loss_form=checked_form(model, lambda: module, kind))
+    return replace(model, loss_form=_form_of_examples(model, module, args, kwargs, settled))
+
+
+def _form_of_examples(
+    model: Model, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], settled: Settled
+) -> str:
+    """`checked_form` on the batch that was given: its first samples."""
+    import torch
+    from torch import Tensor
+
+    from parsim.model.objective.coupling import SAMPLES, loss_form
+    from parsim.model.tracing.recording import flatten_inputs
+
+    objective = settled.objective
+    if objective.loss in LOSSES and not objective.row.plain:
+        return model.loss_form
+    leaves, structure = flatten_inputs(args, kwargs)
+    tensors = {str(place): leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    batch = next(iter(tensors.values())).shape[0]
+    constants = frozenset(name for name, tensor in tensors.items() if tensor.dim() == 0 or tensor.shape[0] != batch)
+    samples = min(batch, SAMPLES)
+    given = {name: tensor if name in constants else tensor[:samples] for name, tensor in tensors.items()}
+    generator = torch.Generator().manual_seed(0)
+    target = None if settled.target is None else settled.target.tensor(samples, generator, torch.float32)
+
+    def call(values: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        filled = [values.get(str(place), leaf) for place, leaf in enumerate(leaves)]
+        found: tuple[tuple[Any, ...], Mapping[str, Any]] = structure.unflatten(filled)
+        return found
+
+    return loss_form(module, objective, model.loss_form, given, target, constants=constants, call=call)

@@ -21,7 +21,7 @@ INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 DTYPES = (*FLOATS, *INTEGERS, "bool")
 DEFAULT_DTYPE = "float32"
 KEYS = ("shape", "dtype", "high", "low", "constant")
-Leaf = TypeVar("Leaf")
+InputLeaf = TypeVar("InputLeaf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class ModelInput:
 
         shape = self.shape if self.constant else (samples, *self.shape)
         wanted = dtype if self.dtype == DEFAULT_DTYPE else getattr(torch, self.dtype)
-        return torch.full(shape, self.low, dtype=wanted)
+        return torch.full(shape, self.low, dtype=wanted) if self.low else torch.zeros(shape, dtype=wanted)
 
 
 def _is_count(size: object) -> bool:
@@ -158,7 +158,7 @@ def ordered(inputs: Iterable[ModelInput]) -> tuple[ModelInput, ...]:
     return (*(entry for entry in entries if not entry.constant), *(entry for entry in entries if entry.constant))
 
 
-def arguments(values: Mapping[str, Leaf]) -> dict[str, Any]:
+def arguments(values: Mapping[str, InputLeaf]) -> dict[str, Any]:
     """Keyword arguments of `forward`: names with dots become dicts, and lists where the parts are numbered from 0.
 
     Args:
@@ -198,11 +198,15 @@ def inputs_from(document: Mapping[str, Any], prefix: str = "") -> tuple[ModelInp
             entry = {str(place): item for place, item in enumerate(entry)}
         if not isinstance(entry, Mapping) or not entry:
             raise ModelError(f"input {name} must be a table with a shape, got {entry!r}; for example {{ shape = [3, 32, 32] }}")
-        if isinstance(entry.get("shape"), list | tuple) or not all(isinstance(item, Mapping | list) for item in entry.values()):
+        if isinstance(entry.get("shape"), list | tuple) or not all(_holds_tables(item) for item in entry.values()):
             found.append(ModelInput.from_dict(name, entry))
         else:
             found += inputs_from(entry, f"{name}.")
     return tuple(found)
+
+
+def _holds_tables(entry: object) -> bool:
+    return isinstance(entry, Mapping) or (isinstance(entry, list) and all(isinstance(item, Mapping) for item in entry))
 
 
 def with_bound(entry: ModelInput, bound: int | None) -> ModelInput:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError, near_matches
 from parsim.model.build import build_fake
 from parsim.model.hugging_face.config import default_inputs, default_loss
-from parsim.model.inputs import ModelInput, arguments, with_bound
-from parsim.model.losses import BINARY
+from parsim.model.inputs import InputLeaf, ModelInput, arguments, with_bound
+from parsim.model.losses import BINARY, LOSSES
+from parsim.model.model import Model
 from parsim.model.objective.objective import Objective, parse_objective
 from parsim.model.objective.settle import OutputKind, Settled, settle
 from parsim.model.spec import ModelSpec, is_config, resolve
@@ -22,8 +23,6 @@ from parsim.model.zoo import ZOO
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-
-Leaf = TypeVar("Leaf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +56,7 @@ class Interface:
         """Whether a sample is one row of token numbers."""
         return len(self.inputs) == 1 and self.inputs[0].is_integer and len(self.input_shape) == 1
 
-    def arguments(self, values: Mapping[str, Leaf]) -> tuple[tuple[Leaf, ...], dict[str, Any]]:
+    def arguments(self, values: Mapping[str, InputLeaf]) -> tuple[tuple[InputLeaf, ...], dict[str, Any]]:
         """Positional and keyword arguments of the module.
 
         Args:
@@ -241,9 +240,15 @@ def example_batch(
         where the inputs hold it.
     """
     require_torch("make an example batch")
+    return random_batch(interface_of(resolve(spec)), samples, seed=seed, dtype=dtype, device=device)
+
+
+def random_batch(
+    kind: Interface, samples: int, *, seed: int = 0, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """As `example_batch`, for an interface."""
     import torch
 
-    kind = interface_of(resolve(spec))
     dtype = dtype or torch.float32
     generator = torch.Generator().manual_seed(seed)
     given = {entry.name: entry.tensor(samples, generator, dtype).to(device) for entry in kind.inputs}
@@ -264,3 +269,21 @@ def loss_of(spec: ModelSpec) -> str:
     if spec.name in ZOO:
         return str(spec.objective(ZOO[spec.name].loss))
     return interface_of(resolve(spec)).loss
+
+
+def checked_form(model: Model, module: Callable[[], nn.Module], kind: Interface) -> str:
+    """`Model.loss_form`, after comparing a batch with its samples where the loss is not one of parsim's own.
+
+    Args:
+        model: as traced. module: gives it with real weights. kind: its interface.
+    """
+    from parsim.model.objective.coupling import MOST_ELEMENTS, SAMPLES, UNCHECKED, loss_form
+
+    objective = kind.objective
+    if objective.loss in LOSSES and not objective.row.plain:
+        return model.loss_form
+    if model.parameter_count > MOST_ELEMENTS:
+        return f"{model.loss_form} {UNCHECKED}".strip()
+    inputs, target = random_batch(kind, SAMPLES)
+    constants = frozenset(entry.name for entry in kind.inputs if entry.constant)
+    return loss_form(module(), objective, model.loss_form, inputs, target, constants=constants, call=kind.arguments)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from parsim.errors import ModelError
 from parsim.model import stored
-from parsim.model.build import build_fake, cast_module
+from parsim.model.build import build_fake, build_module, cast_module
 from parsim.model.component import Component
 from parsim.model.hugging_face.config import assumptions, read_config
 from parsim.model.inputs import ModelInput
-from parsim.model.interface import interface_of, loss_of, zero_batch
+from parsim.model.interface import checked_form, interface_of, loss_of, zero_batch
 from parsim.model.model import GRANULARITIES, Model
+from parsim.model.objective.objective import naming_coupled_losses
 from parsim.model.presets import PRESETS, load_preset
 from parsim.model.spec import ModelSpec, is_config, resolve
 from parsim.model.tracing.trace import require_torch
@@ -124,15 +125,17 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -
     args, kwargs = kind.arguments(zero_batch(kind.inputs, weights))
     arguments = ", ".join(f"{name}={value}" for name, value in spec.args)
     chosen = f"; {assumptions(spec, module)}" if is_config(spec.name) else ""
-    return model_of(
-        module,
-        args,
-        kwargs,
-        granularity=granularity,
-        name=_model_name(spec),
-        loss=kind.loss,
-        source=f"trace of {spec.name}({arguments}), one sample {inputs_text(spec, kind.inputs)}{chosen}",
-    )
+    with naming_coupled_losses():
+        model = model_of(
+            module,
+            args,
+            kwargs,
+            granularity=granularity,
+            name=_model_name(spec),
+            loss=kind.loss,
+            source=f"trace of {spec.name}({arguments}), one sample {inputs_text(spec, kind.inputs)}{chosen}",
+        )
+    return replace(model, loss_form=checked_form(model, lambda: build_module(spec), kind))
 
 
 def inputs_text(spec: ModelSpec, inputs: tuple[ModelInput, ...]) -> str:

@@ -27,6 +27,8 @@ from parsim.model.component import (
 from parsim.units import format_count
 
 SCHEMA_VERSION = 5
+COUPLED = "coupled"
+"""`Model.loss_form` of a loss that is no sum over samples."""
 GRANULARITIES = ("block", "sublayer", "layer")
 
 
@@ -37,7 +39,9 @@ class Model:
     Attributes:
         granularity: one of GRANULARITIES. inputs, outputs: names of Values.
         source: how it was made, e.g. "trace of parsim.model.zoo.resnet.resnet50(num_classes=100)".
-        loss: a row of `parsim.model.losses.LOSSES`, by which it trains; "": unknown, or none.
+        loss: by which it trains, the text of a `parsim.model.objective.objective.Objective`; "": unknown, or none.
+        loss_form: "": a sum over samples. "mean": a scalar taken as the mean over the batch; "per sample": one number each,
+            added up; either with "unchecked" where nobody has compared batches. "coupled": no sum over samples.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Model:
     outputs: tuple[str, ...]
     source: str = ""
     loss: str = ""
+    loss_form: str = ""
 
     def __repr__(self) -> str:
         """One line: its components and sizes."""
@@ -125,11 +130,14 @@ class Model:
     def to_json(self) -> str:
         """Numbers are per sample; every key that holds bytes says so."""
         document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        if not self.loss:
-            del document["loss"]
+        for key in ("loss", "loss_form"):
+            if not document[key]:
+                del document[key]
         for component in document["components"]:
             _drop_defaults(component["parameters"], "trainable", True)
             _drop_defaults(component["operators"], "gradients", "")
+            for sharding in component["shardings"]:
+                _drop_defaults((*sharding["parameters"], *sharding["buffers"]), "runs", ())
         return json.dumps(document, indent=1)
 
     def save(self, path: Path) -> None:

@@ -15,10 +15,11 @@ from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.progress import relayed
 from parsim.execute.processes.same_machine import differences_from_here
+from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import Profile
 from parsim.hardware.speed_factor import SpeedFactor, speed_beside
-from parsim.model.model import Model
+from parsim.model.model import COUPLED, Model
 from parsim.model.number_formats import check_executable
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import Evaluation, evaluate, sampled_durations_s
@@ -113,7 +114,23 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
             f"use --nproc {plan.world_size}, or set cluster.devices = {nproc} and plan again"
         )
     training = asked.config.training
+    check_loss(asked.problem.model, plan, allowed=training.allow_coupled_loss)
     check_executable(training.precision, training.dtype, device_kind(asked))
+
+
+def check_loss(model: Model, plan: Plan, *, allowed: bool) -> None:
+    """A loss that is no sum over samples trains on the whole batch at once, unless the user allows another.
+
+    Raises PlanError with how the plan divides the batch.
+    """
+    smallest = min(PlanIndex(plan, model).local_samples(component.name) for component in model.components)
+    if model.loss_form != COUPLED or allowed or smallest == plan.global_batch:
+        return
+    raise PlanError(
+        f"the loss of {model.name} ({model.loss}) is no sum over samples, and the plan ({plan.summary()}) takes it of "
+        f"{smallest} of {plan.global_batch} samples at a time, which is another loss; plan with strategy = 'single', or set "
+        "training.allow_coupled_loss = true to train by it"
+    )
 
 
 def with_every_rank(asked: Prediction) -> Prediction:

@@ -153,6 +153,8 @@ class TrainingSection(ConfigSection):
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     dtype: Dtype = "float32"
     """Of the weights of a real run."""
+    allow_coupled_loss: StrictBool = False
+    """Train by a loss that is no sum over samples even where the plan divides the batch, which makes it another loss."""
 
     @property
     def keeps_master_weights(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from parsim.errors import ConfigError, ModelError
-from parsim.model.model import Model
+from parsim.model.model import COUPLED, Model
 from parsim.model.zoo import ZOO
 from parsim.workflow.config import RunConfig, load_config, parse_config
 from parsim.workflow.import_folder import importable
@@ -78,8 +78,30 @@ def assumed_text(assumed: Sequence[tuple[str, Any]]) -> str:
 
 
 def loss_text(model: Model) -> str:
-    """`loss: cross_entropy`."""
-    return f"loss: {model.loss or 'as the saved Model was traced'}"
+    """`loss: cross_entropy`, with what was assumed of a loss that is the user's own."""
+    note = loss_note(model)
+    return f"loss: {model.loss or 'as the saved Model was traced'}{f' ({note})' if note else ''}"
+
+
+def loss_note(model: Model) -> str:
+    """What is assumed of a loss that is the user's own; empty for parsim's, which are sums over samples."""
+    if model.loss_form == COUPLED:
+        return (
+            "no sum over samples: the loss of a batch is not the mean of its samples' losses, so data parallelism and "
+            "microbatches change it"
+        )
+    form = model.loss_form.removesuffix("unchecked").strip()
+    text = {"mean": "a scalar, taken as the mean over the batch", "per sample": "one number per sample, added up"}.get(form, "")
+    if model.loss_form.endswith("unchecked"):
+        return f"{text}; not checked whether batches add up".removeprefix("; ")
+    return f"{text}; checked on a few samples" if text else ""
+
+
+def constant_text(model: Model) -> str:
+    """`constant inputs: input:2`, which were taken for the same in every batch; empty without any."""
+    values = [model.value[name] for name in model.inputs if name in model.value]
+    names = [value.name for value in values if not value.bytes_per_sample and value.fixed_bytes]
+    return f"constant inputs: {', '.join(names)} (dim 0 is not the batch)" if names else ""
 
 
 def _told(key: str, value: Any, texts: Mapping[str, str]) -> str:

@@ -189,6 +189,7 @@ def _ready(asked: Prediction, nproc: int | None) -> tuple[Prediction, list[str]]
             f"{asked.problem.cluster.name} has several nodes: only the processes of one can be started from here; run on one"
         )
     check_runnable(asked, nproc)
+    steps_per_epoch(asked.config)  # data that do not suit the model or the batch are an error here, before any process starts
     changed_since = warn_of_profile(asked)
     return with_every_rank(asked), changed_since
 

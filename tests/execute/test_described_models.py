@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
+from parsim.errors import PlanError
+from parsim.graph.plan_index import PlanIndex
 from parsim.model.inputs import ModelInput, inputs_from
 from parsim.model.interface import example_batch, interface_of
+from parsim.model.load import load_model
 from parsim.model.objective.total import total_loss
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
 from tests.execute import described_modules as modules
 from tests.execute.equality import Case, compare_case, even_plan, run_cases
+from tests.plans import choices
 
 HERE = "tests.execute.described_modules"
 BATCH, STEPS = 8, 5
@@ -47,16 +53,35 @@ def case(spec: ModelSpec, mesh: Mesh, microbatches: int = 1, strategy: str = "cu
 
 
 FIRST = [
-    case(DENOISER, Mesh(pp=1, dp=2, tp=1), 2),
-    case(DENOISER, Mesh(pp=2, dp=1, tp=1), 2),
-    case(OWN, Mesh(pp=1, dp=2, tp=1), 2),
-    case(OWN, Mesh(pp=2, dp=1, tp=1), 2),
-    case(SEGMENTER, Mesh(pp=1, dp=1, tp=1), 2),
-    case(BOTH_HEADS, Mesh(pp=1, dp=2, tp=1)),
-    case(OWN_PER_SAMPLE, Mesh(pp=1, dp=1, tp=2)),
+    case(DENOISER, Mesh(dp=2), 2),
+    case(DENOISER, Mesh(pp=2), 2),
+    case(OWN, Mesh(dp=2), 2),
+    case(OWN, Mesh(pp=2), 2),
+    case(SEGMENTER, Mesh(), 2),
+    case(BOTH_HEADS, Mesh(dp=2)),
+    case(OWN_PER_SAMPLE, Mesh(tp=2)),
 ]
-MESHES = (Mesh(pp=1, dp=2, tp=1), Mesh(pp=2, dp=1, tp=1), Mesh(pp=1, dp=1, tp=2))
-EVERY = [case(spec, mesh, 2) for spec in ALL for mesh in MESHES]
+EVERY = [case(spec, mesh, 2) for spec in ALL for mesh in (Mesh(dp=2), Mesh(pp=2), Mesh(tp=2))]
+
+
+def placed(spec: ModelSpec, seed: int) -> Case:
+    """Every component placed by itself on two tp ranks: shards where there are any, as often as everything else."""
+    rng = random.Random(seed)
+    model = load_model(spec)
+    names = tuple(component.name for component in model.components)
+    while True:
+        placements = []
+        for name in names:
+            options = choices(model, name, 2)
+            shards = [option for option in options if option.kind == "shard"]
+            placements.append(rng.choice(shards if shards and rng.random() < 0.7 else options))
+        stage = Stage(components=names, ranks=(0, 1), placements=tuple(placements))
+        plan = Plan(strategy="custom", mesh=Mesh(tp=2), stages=(stage,), global_batch=BATCH, microbatches=2)
+        try:
+            PlanIndex(plan, model)
+        except PlanError:  # parameters or a scalar held differently: draw again
+            continue
+        return Case(spec=spec, plan=plan, dataset="synthetic")
 
 
 def assert_equal_to_one_process(cases: list[Case], folder: Path) -> None:
@@ -75,6 +100,15 @@ def test_described_models_on_two_processes_equal_one_process(tmp_path: Path) -> 
 @pytest.mark.xdist_group("launch")
 def test_every_described_model_on_two_processes_equals_one_process(tmp_path: Path) -> None:
     assert_equal_to_one_process(EVERY, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+def test_described_models_placed_component_by_component_equal_one_process(tmp_path: Path) -> None:
+    cases = [placed(spec, seed) for spec in ALL for seed in range(3)]
+    kinds = {placement.kind for entry in cases for placement in entry.plan.stages[0].placements}
+    assert kinds >= {"shard", "batch", "replicate", "place"}
+    assert_equal_to_one_process(cases, tmp_path)
 
 
 @pytest.mark.parametrize("spec", ALL, ids=[f"{spec.name.partition(':')[2]} {spec.loss}" for spec in ALL])

@@ -220,3 +220,44 @@ def test_a_file_name_with_an_escape_is_spelled_out(refused: Refused) -> None:
 def test_other_libraries_names_of_strategies(refused: Refused, word: str, instead: str) -> None:
     message = plan(refused, f"plan.strategy={word}")
     assert f"RUN.toml: plan.strategy = {word!r} is unknown; {instead}" in message
+
+
+DESCRIBED = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, t):
+        return self.layer(x) + t[:, None]
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (['model.inputs={ x = { shape = [4], dtype = "flaot32" } }'], "model.inputs: input x: dtype 'flaot32' is unknown; did"),
+        (["model.inputs={ x = { shape = [-4] } }"], "sizes of its shape must be >= 1, got [-4]"),
+        (["model.inputs={ x = { shpae = [4] } }"], "unknown key 'shpae'; did you mean shape"),
+        (["model.inputs={ x = 4 }"], "input x must be a table with a shape, got 4"),
+        (["model.inputs={ x = { shape = [4], high = 3 } }"], "high and low are for integers"),
+        (["model.inputs={ x = { shape = [4], constant = true } }"], "every input given is constant"),
+        (["model.inputs={ x = { shape = [4] }, time = { shape = [] } }"], "has no argument 'time' (it takes x, t)"),
+        (["model.inputs={ x = { shape = [4] } }"], "needs 't', which inputs do not give"),
+        (['model.inputs={ x = { shape = [4] }, t = { shape = [], dtype = "int64" } }'], "no embedding tells their range; give"),
+        (["model.inputs={ x = { shape = [4] }, t = { shape = [] } }", "model.input_shape=[4]"], "drop input_shape"),
+        (["model.inputs={ x = { shape = [4] }, t = { shape = [] } }", "model.classes_dim=0"], "classes_dim belongs to a loss"),
+        (["model.inputs={ x = { shape = [4] }, t = { shape = [] } }", "model.output=logits"], "returns no 'logits'"),
+    ],
+)
+def test_inputs_that_cannot_be(refused: Refused, monkeypatch: pytest.MonkeyPatch, changes: list[str], message: str) -> None:
+    pytest.importorskip("torch")
+    Path("described_net.py").write_text(DESCRIBED)
+    monkeypatch.syspath_prepend(".")
+    monkeypatch.delitem(sys.modules, "described_net", raising=False)
+    found = plan(refused, "model.name=described_net:Net", *changes)
+    assert message in found

@@ -6,12 +6,14 @@ hold this text, and `parse_objective` reads it back.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from parsim.errors import ModelError
+from parsim.errors import ModelError, TraceError
 from parsim.model.inputs import ModelInput
 from parsim.model.losses import LOSSES, NOTHING, Loss
 
@@ -73,3 +75,18 @@ def parse_objective(text: str) -> Objective:
         return Objective(form[1], **found)  # type: ignore[arg-type]
     except (json.JSONDecodeError, TypeError) as error:
         raise ModelError(f"not a loss: {text!r} ({error}); write name(output=..., classes_dim=..., target=...)") from error
+
+
+@contextlib.contextmanager
+def naming_coupled_losses() -> Iterator[None]:
+    """A forward whose sizes grow with the square of the batch compares samples: say what that means for a loss."""
+    try:
+        yield
+    except TraceError as error:
+        if "not linear in the batch" not in str(error):
+            raise
+        raise TraceError(
+            f"{error}. A loss that compares the samples of a batch with each other (a contrastive one) is no sum over samples: "
+            "data parallelism and microbatches would change it. Plan the networks without it: return their embeddings, and "
+            'choose loss = "mse"'
+        ) from error

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_unflatten
 
 from parsim.errors import TraceError
 from parsim.model.model import Model
+from parsim.model.objective.total import SUM
 from parsim.model.runnable import Ref, Runnable
 from parsim.model.tracing.cut import cut, runnables, value_names
 from parsim.model.tracing.half_precision import HALF, with_half_precision
@@ -124,7 +125,8 @@ def model_of(
         for part, mode in modes:
             part.training = mode
     model = combine(small, large, name=name or kind, granularity=granularity, source=source or f"trace of {kind}")
-    return replace(with_half_precision(model, small_half, large_half), loss=loss or "")
+    form = small.recording.loss_form
+    return replace(with_half_precision(model, small_half, large_half), loss=loss or "", loss_form="" if form == SUM else form)
 
 
 def with_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -14,7 +14,7 @@ from parsim.units import format_bytes, format_percent, format_seconds
 from parsim.workflow.config import RunConfig
 from parsim.workflow.public.frames import plans_frame
 from parsim.workflow.public.prediction import Prediction
-from parsim.workflow.question import Question, assumed_text, loss_text
+from parsim.workflow.question import Question, assumed_text, constant_text, loss_note, loss_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -120,7 +120,7 @@ class Answer:
             *(f"{name}: {why}" for name, why in skipped),
             self.verdict(),
             loss_text(self.problem.model),
-            *filter(None, [assumed_text(self.question.assumed)]),
+            *filter(None, [constant_text(self.problem.model), assumed_text(self.question.assumed)]),
         ]
 
     def report(self) -> ReportTable:
@@ -134,7 +134,8 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, as `parsim plan --json` prints it."""
         document = self._given() if self.search is None else self.search.to_dict()
-        return document | {"assumed": _plain(self.assumed), "loss": self.problem.model.loss or None}
+        model = self.problem.model
+        return document | {"assumed": _plain(self.assumed), "loss": model.loss or None, "loss_note": loss_note(model) or None}
 
     def certificate(self) -> dict[str, Any]:
         """The placement problem of this question, solved by two solvers; `reason` where there is none.

@@ -60,7 +60,8 @@ def plan(
         strategy: "single", "dp", "mp", "hp", "adaptive" (all of these), or the path of a plan.json.
         devices: the first N of every node, or device numbers. nodes: copies of the cluster, joined by `network`.
         args: keyword arguments of the model. input_shape: of one sample, such as (3, 224, 224); tokens: (seq,).
-        example_inputs: of an nn.Module, instead of input_shape: a batch as the module takes it.
+        example_inputs: of an nn.Module, instead of input_shape: a batch as the module takes it (a Tensor, a tuple, a dict by
+            name); a tensor whose dim 0 is not that of the first is constant.
         settings: any further key of a run file, such as {"plan.zero_stage": 1}. overrides: the same as texts, as `--set` takes
             them.
         top: keep so many plans over all strategies instead of the best of each.
@@ -402,7 +403,8 @@ def trace(
     Args:
         example_inputs: a batch as the module takes it; or input_shape, of one sample.
         granularity: "block", "sublayer" (halves of blocks, which can be sharded) or "layer".
-        loss: "cross_entropy" or "mse"; left out: mse for one number per sample, else cross_entropy. name: of the Model.
+        loss: "cross_entropy", "mse", "bce", "own" or "package:function", with `output`, `classes_dim` and `target` in brackets:
+            "cross_entropy(classes_dim=0)"; left out: what the output calls for. name: of the Model.
 
     Raises:
         ParsimError: TraceError for a module that cannot be cut; MissingDependencyError without torch.

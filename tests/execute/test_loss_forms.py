@@ -1,0 +1,121 @@
+"""Is a loss a sum over samples? Found out on the real module, said in the answer, kept out of runs that divide the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import parsim
+from parsim.errors import PlanError, TraceError
+from parsim.model.from_module import model_from_module
+from parsim.model.inputs import inputs_from
+from parsim.model.load import load_model
+from parsim.model.model import COUPLED, Model
+from parsim.model.spec import ModelSpec
+from parsim.plans.mesh import Mesh
+from parsim.workflow.ask import check_loss
+from parsim.workflow.config import parse_config
+from parsim.workflow.train import steps_per_epoch
+from tests.execute.described_modules import Contrastive, OwnLoss, TwoHeads
+from tests.execute.equality import even_plan
+
+HERE = "tests.execute.described_modules"
+CONTRASTIVE = ModelSpec(name=f"{HERE}:Contrastive", input_shape=(6,))
+
+
+class Noisy(nn.Module):
+    """Draws its noise itself, so that no batch can be compared with its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn_like(x)
+        return functional.mse_loss(self.layer(x + noise), noise)
+
+
+class Pairs(nn.Module):
+    """All pairs of a batch: sizes grow with its square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores = self.one(x) @ self.other(y).T
+        return functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
+@pytest.mark.parametrize(
+    ("module", "form"),
+    [(Contrastive(), COUPLED), (Noisy(), "mean unchecked")],
+)
+def test_forms(module: nn.Module, form: str) -> None:
+    assert model_from_module(module, input_shape=(6,)).loss_form == form
+    assert model_from_module(module, torch.randn(5, 6)).loss_form == form
+
+
+@pytest.mark.parametrize(("per_sample", "form"), [(False, "mean"), (True, "per sample")])
+def test_forms_of_a_module_with_labels(per_sample: bool, form: str) -> None:
+    batch = {"x": torch.randn(3, 6), "labels": torch.tensor([0, 4, 2]), "prior": torch.zeros(5)}
+    model = model_from_module(OwnLoss(per_sample=per_sample), batch, loss="own")
+    assert model.loss_form == form
+    assert model.components[-1].name == "loss"
+    assert Model.from_json(model.to_json()) == model
+
+
+def test_all_pairs_are_named() -> None:
+    with pytest.raises(TraceError, match="compares the samples of a batch with each other"):
+        model_from_module(Pairs(), (torch.randn(4, 6), torch.randn(4, 6)))
+
+
+def test_the_answer_says_what_was_assumed() -> None:
+    def asked(module: nn.Module) -> parsim.Answer:
+        return parsim.plan(
+            module, cluster="dgx1-v100-32gb", global_batch=64, devices=2, strategy="dp", example_inputs=torch.randn(4, 6)
+        )
+
+    assert "no sum over samples" in str(asked(Contrastive()).to_dict()["loss_note"])
+    assert any("not checked" in line for line in asked(Noisy()).lines())
+
+
+def test_a_coupled_loss_is_refused_where_the_batch_is_divided() -> None:
+    model = load_model(CONTRASTIVE)
+    divided = even_plan(CONTRASTIVE, Mesh(dp=2), strategy="custom", batch=8)
+    with pytest.raises(PlanError, match=r"4 of 8 samples at a time.*allow_coupled_loss"):
+        check_loss(model, divided, allowed=False)
+    check_loss(model, divided, allowed=True)
+    check_loss(model, even_plan(CONTRASTIVE, Mesh(), strategy="custom", batch=8), allowed=False)
+
+
+def test_the_tensor_that_a_loss_reads_is_never_guessed() -> None:
+    state = {"state": {"mine": torch.randn(3, 4), "theirs": torch.randn(3, 2)}}
+    with pytest.raises(parsim.ParsimError, match=r'"value" float32 \[3, 1\], "policy" float32 \[3, 5\]'):
+        model_from_module(TwoHeads(), state)
+    assert model_from_module(TwoHeads(), state, output="policy").loss == 'cross_entropy(output="policy")'
+
+
+def test_data_that_do_not_suit_the_model_are_refused_by_the_parent() -> None:
+    text = f'''
+[model]
+name = "{HERE}:Contrastive"
+input_shape = [6]
+[cluster]
+profile = "dgx1-v100-32gb"
+[training]
+global_batch = 8
+steps = 2
+dataset = "digits"
+'''
+    with pytest.raises(parsim.ParsimError, match=r"digits holds images and one class of each.*synthetic"):
+        steps_per_epoch(parse_config(text))
+
+
+def test_inputs_by_name_plan_like_an_example_batch() -> None:
+    inputs = inputs_from({"state": {"mine": {"shape": [4]}, "theirs": {"shape": [2]}}})
+    state = {"state": {"mine": torch.randn(3, 4), "theirs": torch.randn(3, 2)}}
+    described = model_from_module(TwoHeads(), inputs=inputs, output="policy")
+    assert described == model_from_module(TwoHeads(), state, output="policy")
