@@ -68,6 +68,8 @@ def _stored_or_traced(spec: ModelSpec, granularity: str, weights: str, content: 
     elif ":" in spec.name:
         require_torch(f"build {spec.name}")
         what["module"] = stored.described(build_fake(spec))
+    if objective := spec.objective():
+        _ = objective.row  # imports a loss of the user's own, whose source is then seen
     what["sources"] = stored.user_sources()
     key = stored.key_of(what)
     name, begins = _model_name(spec), f"trace of {spec.name}("
