@@ -64,10 +64,11 @@ class Predicted:
     p05: float | None = None
     p95: float | None = None
     sigma: float = 0.0
+    factor: float = 1.0
 
     @property
     def step_s(self) -> float | None:
-        return None if self.answer is None else self.answer.step_s
+        return None if self.answer is None else self.factor * self.answer.step_s
 
     @property
     def fit_probability(self) -> float | None:
@@ -147,6 +148,7 @@ def predict(row: Row, without: str = "", raw: bool = False) -> Predicted:
             p05=min(ends),
             p95=max(ends),
             sigma=spread,
+            factor=factor,
         )
     except (CannotExpressError, ParsimError) as error:
         return Predicted(row=row, why=f"cannot be expressed: {error}")

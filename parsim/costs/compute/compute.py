@@ -82,8 +82,9 @@ class ComputeCosts:
         Args:
             one, other: ranks.
         """
-        points = (*self.profile.compute.components, *self.profile.compute.optimizers)
-        return one == other or len({point.ranks_active for point in points}) <= 1
+        compute = self.profile.compute
+        loads = {point.ranks_active for point in compute.components} | {point.ranks_active for point in compute.optimizers}
+        return one == other or len(loads) <= 1
 
     def estimate(self, work: Compute, component: Component, device: Device, *, input_gradient: bool = True) -> Estimate:
         """Seconds of `component`, or of one of `work.ways` shards of it, forward or backward over `work.samples` samples.

@@ -165,7 +165,8 @@ class _Computation:
         return seconds, within
 
     def _forward_s(self, chunk: int, names: Sequence[str], rank: int) -> float:
-        clock, ends = 0.0, {}
+        clock = 0.0
+        ends: dict[str, float] = {}
         for name in names:
             for value in self._made_in(chunk, name) if self.converts else ():
                 producer = value.producer
@@ -183,7 +184,8 @@ class _Computation:
         return [value for value in values if value.producer is not None and self.layout.chunk_of[value.producer] == chunk]
 
     def _backward_ends(self, chunk: int, names: Sequence[str], rank: int) -> tuple[dict[str, float], float]:
-        clock, ends = 0.0, {}
+        clock = 0.0
+        ends: dict[str, float] = {}
         for name in reversed(names):
             if name not in self.layout.differentiable:
                 continue
@@ -346,7 +348,8 @@ class _Computation:
     ) -> dict[str, float]:
         """By component, what the place computes after its last backward."""
         plan = self.plan
-        later, behind = 0.0, {}
+        later = 0.0
+        behind: dict[int, float] = {}
         actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
         for action in reversed(actions):
             forward, backward = seconds[action.stage]
