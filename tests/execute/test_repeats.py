@@ -193,6 +193,56 @@ def model(module: nn.Module, granularity: str, *, repeats: bool, monkeypatch: py
         return traced.model_of(module, (torch.zeros(2, WIDTH),), {}, granularity=granularity, loss="cross_entropy")
 
 
+class AsksItsMask(Block):
+    """What it does depends on a mask whose values are known although it is fake."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        made = super().forward(x)
+        return made * 2.0 if (mask > 2.5).any() else made
+
+
+class Masked(Stack):
+    def __init__(self) -> None:
+        super().__init__(AsksItsMask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x, torch.full((1,), float(number)))
+        return self.head(x)
+
+
+class Routed(Block):
+    """Its own code loops over the experts that a token chooses."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.router = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        chosen = self.router(x).argmax(-1)
+        made = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.nonzero(chosen == number)[:, 0]
+            made = made.index_add(0, rows, expert(x[rows]))
+        return x + made
+
+
+class DetachedBetween(Stack):
+    """From the detached weight on, operators are counted as with frozen parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(Block, depth=8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 3:
+                x = x + (x.detach() @ self.head.weight.detach().t()).mean()
+        return self.head(x)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "equal": (lambda: Stack(Block), DEPTH - 3),
     "two": (lambda: Stack(Block, 2), 0),
@@ -207,6 +257,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "frozen": (Frozen, 1),
     "tied": (Tied, 1),
     "hooked": (Hooked, 2),
+    "asks its mask": (Masked, 0),
+    "routed": (lambda: Stack(Routed), 0),
+    "routed and not": (lambda: Stack(lambda number: (Block, Routed)[number > 3](number), 8), 1),
+    "detached between": (DetachedBetween, 5),
 }
 """Modules, and how many of their blocks are copied. The first block differs: its input needs no gradient. Two more are run."""
 
