@@ -70,9 +70,10 @@ def _check_known(path: Path, model_type: str, names: list[str]) -> None:
     """Arguments must be of the config, or of its class."""
     transformers = _transformers(path)
     try:
-        known = set(transformers.AutoConfig.for_model(model_type).to_dict())
+        default = transformers.AutoConfig.for_model(model_type)
     except (ValueError, KeyError):
         return
+    known = {*default.to_dict(), *type(default).attribute_map}
     for name in names:
         if name not in known:
             raise ModelError(f"{path} has no argument {name!r}{near_matches(name, [*known, SEQ])}")
