@@ -50,7 +50,7 @@ _MOVES = (
         "evaluate forecast result speed kept=kept_activations memory=plan_memory problem=planning_problem "
         "unsharded=unsharded_memory",
     ),
-    ("parsim.schedule", "parsim.schedule", "quick=closed_form relief=choose_recompute"),
+    ("parsim.schedule", "parsim.schedule", "relief=choose_recompute"),
     (
         "parsim.schedule",
         "parsim.schedule.placement",
