@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# No test reads a Model that an earlier run has traced, unless it says so.
+os.environ["PARSIM_MODEL_CACHE"] = "off"
 
 # A shared machine pauses at random: a deadline per example would fail at random.
 settings.register_profile("parsim", deadline=None, print_blob=True)

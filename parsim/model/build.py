@@ -7,7 +7,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import FactoryError, ModelError
-from parsim.model.hugging_face import module_from_config
+from parsim.model.hugging_face.config import module_from_config
 from parsim.model.spec import ModelSpec, is_config, resolve
 from parsim.model.tracing.trace import require_torch
 from parsim.model.zoo import ZOO

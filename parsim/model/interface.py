@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError, near_matches
 from parsim.model.build import build_fake
-from parsim.model.hugging_face import config_shape
+from parsim.model.hugging_face.config import default_inputs, default_loss
 from parsim.model.inputs import InputLeaf, ModelInput, arguments, with_bound
 from parsim.model.losses import BINARY, LOSSES
 from parsim.model.model import Model
 from parsim.model.objective.objective import Objective, parse_objective
 from parsim.model.objective.settle import OutputKind, Settled, settle
-from parsim.model.spec import ModelSpec, resolve
+from parsim.model.spec import ModelSpec, is_config, resolve
 from parsim.model.tracing.trace import require_torch
 from parsim.model.zoo import ZOO
 
@@ -96,12 +96,15 @@ def _foreign_interface(spec: ModelSpec) -> Interface:
     Unless the spec says, the loss is the usual one of such an output. Raises ModelError where the output leaves it open.
     """
     module = build_fake(spec)
-    inputs, positional = module_inputs(module, spec.inputs, spec.input_shape or config_shape(module), spec.name)
+    given, usual = spec.inputs, None
+    if is_config(spec.name):
+        given = spec.inputs or default_inputs(spec, module)
+        usual = None if spec.loss else default_loss(spec, module)
+    objective = spec.objective(usual)
+    inputs, positional = module_inputs(module, given, spec.input_shape, spec.name)
     kind = Interface(inputs=inputs, output=(), loss="", target=None, positional=positional)
     args, kwargs = kind.arguments(zero_batch(inputs))
-    settled = settle_module(
-        module, args, kwargs, spec.objective(), name=spec.name, tokens=kind.takes_tokens, output=spec.output
-    )
+    settled = settle_module(module, args, kwargs, objective, name=spec.name, tokens=kind.takes_tokens, output=spec.output)
     return replace(kind, output=settled.output, loss=str(settled.objective), target=settled.target)
 
 
@@ -129,7 +132,7 @@ def settle_module(
     from parsim.model.objective.total import output_kinds
     from parsim.model.tracing.recording import run_recorded
 
-    recording = run_recorded(module, args, kwargs, loss=None, example=example)
+    recording = run_recorded(module, args, kwargs, loss=None, example=example, repeats=True)
     first = recording.tensors[recording.inputs[0][1]]
     kinds = output_kinds({entry: recording.tensors[number] for entry, number in recording.outputs.items()})
     tokens = not first.is_floating_point() if tokens is None else tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -9,12 +10,16 @@ from pathlib import Path
 from parsim.errors import ModelError
 from parsim.model.build import build_fake, build_module, cast_module
 from parsim.model.component import Component
+from parsim.model.hugging_face.config import assumptions, read_config
 from parsim.model.inputs import ModelInput
 from parsim.model.interface import checked_form, interface_of, loss_of, zero_batch
 from parsim.model.model import GRANULARITIES, Model
 from parsim.model.objective.objective import naming_coupled_losses
 from parsim.model.presets import PRESETS, load_preset
 from parsim.model.spec import ModelSpec, is_config, resolve
+from parsim.model.stored import described, folder, key_of, user_sources
+from parsim.model.stored import read as read_stored
+from parsim.model.stored import write as write_stored
 from parsim.model.tracing.trace import require_torch
 
 
@@ -33,26 +38,59 @@ def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "f
         TraceError: a module that cannot be cut.
         MissingDependencyError: no preset matches and torch is not installed.
     """
+    if granularity not in GRANULARITIES:
+        raise ModelError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
+    spec = resolve(spec)
+    content = _content(spec)
     if weights == "float32":
-        return _load(resolve(spec), granularity)
-    return _load_as(resolve(spec), granularity, weights)
+        return _load(spec, granularity, content)
+    return _load_as(spec, granularity, weights, content)
+
+
+def _content(spec: ModelSpec) -> str:
+    """What the name of a spec stands for now: the text of a config, "" for all else."""
+    return json.dumps(read_config(spec), sort_keys=True) if is_config(spec.name) else ""
 
 
 @lru_cache(maxsize=64)
-def _load(spec: ModelSpec, granularity: str) -> Model:
-    if granularity not in GRANULARITIES:
-        raise ModelError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
+def _load(spec: ModelSpec, granularity: str, content: str) -> Model:
     for stem, (name, args) in PRESETS.items():
         if name == spec.name and resolve(ModelSpec(name=name, args=tuple(args.items()))) == spec:
             return replace(load_preset(stem, granularity), loss=loss_of(spec))
-    return trace_spec(spec, granularity)
+    return _stored_or_traced(spec, granularity, "float32", content)
+
+
+def _stored_or_traced(spec: ModelSpec, granularity: str, weights: str, content: str) -> Model:
+    """The Model kept from an earlier trace of the same content, or a new one, which is kept."""
+    if folder() is None:
+        return trace_spec(spec, granularity, weights=weights)
+    what = {**spec.to_dict(), "config": content, "granularity": granularity, "weights": weights}
+    if is_config(spec.name):
+        del what["name"]
+    elif ":" in spec.name:
+        require_torch(f"build {spec.name}")
+        what["module"] = described(build_fake(spec))
+    if objective := spec.objective():
+        _ = objective.row  # imports a loss of the user's own, whose source is then seen
+    what["sources"] = user_sources()
+    key = key_of(what)
+    name, begins = _model_name(spec), f"trace of {spec.name}("
+    if found := read_stored(key):
+        return replace(found, name=name, source=begins + found.source)
+    traced = trace_spec(spec, granularity, weights=weights)
+    write_stored(key, replace(traced, source=traced.source.removeprefix(begins)))
+    return traced
+
+
+def _model_name(spec: ModelSpec) -> str:
+    return Path(spec.name).stem if is_config(spec.name) else spec.name
 
 
 @lru_cache(maxsize=16)
-def _load_as(spec: ModelSpec, granularity: str, weights: str) -> Model:
+def _load_as(spec: ModelSpec, granularity: str, weights: str, content: str) -> Model:
     """The Model traced with other weights, its operators as in fp32."""
-    full = _load(spec, granularity)
-    traced = trace_spec(spec, granularity, weights=weights)
+    full = _load(spec, granularity, content)
+    traced = _stored_or_traced(spec, granularity, weights, content)
 
     def priced(component: Component) -> Component:
         whole = full.component(component.name)
@@ -90,15 +128,16 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -
         cast_module(module, getattr(torch, weights))
     args, kwargs = kind.arguments(zero_batch(kind.inputs, weights))
     arguments = ", ".join(f"{name}={value}" for name, value in spec.args)
+    chosen = f"; {assumptions(spec, module)}" if is_config(spec.name) else ""
     with naming_coupled_losses():
         model = model_of(
             module,
             args,
             kwargs,
             granularity=granularity,
-            name=Path(spec.name).stem if is_config(spec.name) else spec.name,
+            name=_model_name(spec),
             loss=kind.loss,
-            source=f"trace of {spec.name}({arguments}), one sample {inputs_text(spec, kind.inputs)}",
+            source=f"trace of {spec.name}({arguments}), one sample {inputs_text(spec, kind.inputs)}{chosen}",
         )
     return replace(model, loss_form=checked_form(model, lambda: build_module(spec), kind))
 
@@ -109,6 +148,6 @@ def inputs_text(spec: ModelSpec, inputs: tuple[ModelInput, ...]) -> str:
     Args:
         spec: of the model. inputs: of its interface.
     """
-    if spec.inputs is None:
+    if spec.inputs is None and not is_config(spec.name):
         return str(list(inputs[0].shape))
     return ", ".join(f"{entry.name} {list(entry.shape)}{'' if entry.is_number else f' {entry.dtype}'}" for entry in inputs)

@@ -361,6 +361,7 @@ TABLE: dict[str, OperatorRow] = {
     **{f"aten.{name}": _by_shape(_mm) for name in ("mm", "addmm", "_scaled_mm", "_int_mm")},
     **{f"aten.{name}": _by_shape(_bmm) for name in ("bmm", "baddbmm", "addbmm")},
     **{f"aten.{name}": _by_shape(_grouped) for name in ("_grouped_mm", "_scaled_grouped_mm")},
+    "transformers.grouped_mm_fallback": _by_shape(_grouped),
     **{f"aten.{name}": _by_shape(_matrix_vector) for name in ("mv", "addmv")},
     **{f"aten.{name}": _by_shape(_dot) for name in ("dot", "vdot")},
     **{f"aten.{name}": _by_shape(_distances) for name in ("_cdist_forward", "_pdist_forward")},

@@ -36,15 +36,15 @@ def with_half_precision(model: Model, small: TracedForward, large: TracedForward
 
 
 def _component(component: Component, small: TracedForward, large: TracedForward, place: int, peaks: Counted) -> Component:
-    one, other = small.intervals[place], large.intervals[place]
+    name = small.intervals[place].name
     batches = (small.batch, large.batch)
     rounded = bool(small.recording.decisions)
-    rate, fixed = split(small.saved_bytes(one), large.saved_bytes(other), batches, f"what {one.name} saves", rounded=rounded)
+    rate, fixed = split(small.saved_bytes(place), large.saved_bytes(place), batches, f"what {name} saves", rounded=rounded)
     forward, backward = peaks.of_component(component, place)
     half = HalfComponent(
         saved_activation_bytes=rate,
         saved_fixed_bytes=fixed,
-        cast_bytes=small.saved_bytes(one, casts=True),
+        cast_bytes=small.saved_bytes(place, casts=True),
         forward_peaks=forward,
         backward_peaks=backward,
     )
@@ -62,13 +62,12 @@ def _values(values: tuple[Value, ...], small: TracedForward, large: TracedForwar
     numbers, others = (
         {name: number for number, name in value_names(run.recording, run.intervals).items()} for run in (small, large)
     )
-    saved = {key for _, key, _ in small.saved}
     found = []
     for value in values:
         one = small.recording.tensors[numbers[value.name]]
         other = large.recording.tensors[others[value.name]]
         rate, fixed = split(nbytes(one), nbytes(other), (small.batch, large.batch), f"value {value.name}")
         key = storage_key(one)
-        half = HalfValue(bytes_per_sample=rate, fixed_bytes=fixed, saved=key in saved, savers=small.savers(key))
+        half = HalfValue(bytes_per_sample=rate, fixed_bytes=fixed, saved=small.counts(key), savers=small.savers.get(key, ()))
         found.append(replace(value, half=half))
     return tuple(found)

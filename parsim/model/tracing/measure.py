@@ -7,28 +7,31 @@ out what an allocator rounds up, and workspaces of kernels.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.errors import TraceError
-from parsim.model.component import LOSS, PARTIAL, Component, Parameter, Sharding, Value
+from parsim.model.component import LOSS, PARTIAL, Component, Operator, Parameter, Sharding, Value
 from parsim.model.memory.peaks import Peaks, Recorded, autocast_as, component_peaks
 from parsim.model.model import Model
-from parsim.model.runnable import CallProgram
+from parsim.model.runnable import CallProgram, StateKey
 from parsim.model.shard.divisions import WholeComponent, divide
 from parsim.model.shard.peaks import ShardPeaks, shard_peaks
 from parsim.model.tracing.cut import cut, final_values, programs, value_names
-from parsim.model.tracing.operators import OperatorMode, RawOperator
+from parsim.model.tracing.operators import RawOperator
 from parsim.model.tracing.recorder import Recorder, Recording, storage_key
 from parsim.model.tracing.recording import run_recorded
+from parsim.model.tracing.repeats.canonical import program_key
 from parsim.model.tracing.sublayers import CallInterval
+from parsim.model.tracing.watch import Watch
 from parsim.model.tracing.whole_calls import assumptions, call_module, collapse, whole_modules
 
 
@@ -37,9 +40,10 @@ class TracedForward:
     """One fake forward at `batch` samples, cut; lists run along `intervals`.
 
     Attributes:
-        programs: per interval. saved: (number of the recorded call it is first saved in, storage, bytes).
+        programs: per interval. operators_in: per interval, their calls counted from its first.
         atomic: modules that run as a whole, each call of which is one in `collapsed`, cut into `collapsed_intervals`.
-        saves: (number of a recorded call, storage that it saves), all of them. casts: storages that hold parameters in
+        saved_in: per interval (storage, bytes) of what is first saved in it. savers: by storage the components that save it,
+            in the order in which they run. state: storages of parameters and buffers. casts: storages that hold parameters in
             another precision. autocast: the half-precision type it ran under, or None.
     """
 
@@ -50,9 +54,10 @@ class TracedForward:
     collapsed: Recording
     collapsed_intervals: list[CallInterval]
     programs: tuple[CallProgram, ...]
-    operators: list[RawOperator]
-    saved: list[tuple[int, int, int]]
-    saves: set[tuple[int, int]]
+    operators_in: list[list[RawOperator]]
+    saved_in: list[list[tuple[int, int]]]
+    savers: Mapping[int, tuple[str, ...]]
+    state: frozenset[int]
     fakes: FakeTensorMode
     casts: frozenset[int]
     autocast: torch.dtype | None
@@ -62,32 +67,28 @@ class TracedForward:
         """Experts get equally many tokens at multiples of this batch."""
         return math.lcm(*(routing.divisor(self.batch) for routing in self.recording.routings.values()))
 
-    def saved_bytes(self, interval: CallInterval, *, casts: bool = False) -> int:
-        """Of activations, or of the casts of parameters."""
-        return sum(size for op, key, size in self.saved if interval.start <= op < interval.end and (key in self.casts) == casts)
+    def saved_bytes(self, place: int, *, casts: bool = False) -> int:
+        """Of activations, or of the casts of parameters, in one component."""
+        return sum(size for key, size in self.saved_in[place] if (key in self.casts) == casts)
+
+    def counts(self, storage: int) -> bool:
+        """Whether it is among some component's saved activations."""
+        return storage in self.savers and storage not in self.state
 
     def recorded(self, place: int) -> Recorded:
         """One component."""
         counted = tuple(number for number, own in enumerate(self.whole(place).counted_inputs) if own)
         return Recorded(self.programs[place], self.fakes, self.batch, self.autocast, counted)
 
-    def savers(self, storage: int) -> tuple[str, ...]:
-        """The components that save a storage, in the order in which they run."""
-        calls = [op for op, key in self.saves if key == storage]
-        return tuple(interval.name for interval in self.intervals if any(interval.start <= op < interval.end for op in calls))
-
     def whole(self, place: int) -> WholeComponent:
         """One component, its calls counted from its first."""
-        interval = self.intervals[place]
-        saved = {key for op, key, _ in self.saved if interval.start <= op < interval.end}
+        saved = {key for key, _ in self.saved_in[place]}
         tensors = self.recording.tensors
         return WholeComponent(
             program=self.programs[place],
             fakes=self.fakes,
-            operators=[
-                replace(raw, op=raw.op - interval.start) for raw in self.operators if interval.start <= raw.op < interval.end
-            ],
-            counted_inputs=tuple(storage_key(tensors[number]) in saved for number in interval.inputs),
+            operators=self.operators_in[place],
+            counted_inputs=tuple(storage_key(tensors[number]) in saved for number in self.intervals[place].inputs),
         )
 
 
@@ -101,20 +102,23 @@ def measure(
     autocast: torch.dtype | None = None,
     example: bool = False,
     answers: Sequence[bool] | None = None,
+    repeats: bool = True,
 ) -> TracedForward:
     """One fake forward of `module` in the mode it is in, under the CPU's autocast to a half-precision type if one is given.
 
     `example`, `answers`: as for `run_recorded`.
     """
     whole: frozenset[str] = frozenset()
-    watchers: list[_Watch] = []
+    watchers: list[Watch] = []
 
-    def watch(recorder: Recorder) -> contextlib.AbstractContextManager[None]:
-        watchers.append(_Watch(recorder))
-        return watchers[0].open()
+    def watch(recorder: Recorder) -> Watch:
+        watchers.append(Watch(recorder))
+        return watchers[-1]
 
     with autocast_as(autocast):
-        recording = run_recorded(module, args, kwargs, loss=loss, watch=watch, example=example, answers=answers)
+        recording = run_recorded(
+            module, args, kwargs, loss=loss, watch=watch, example=example, answers=answers, repeats=repeats
+        )
         if recording.decisions:
             other = run_recorded(module, args, kwargs, loss=loss, skew=True, example=example)
             whole = whole_modules(recording, other, module)
@@ -122,6 +126,13 @@ def measure(
     collapsed = collapse(recording, whole, module)
     cuts = cut(collapsed.recording, module, granularity, whole)
     intervals = [replace(entry, start=collapsed.starts[entry.start], end=collapsed.starts[entry.end]) for entry in cuts]
+    watcher = watchers[-1]
+    starts = [interval.start for interval in intervals]
+    operators = _per_interval(intervals, watcher.mode.operators, lambda raw: raw.op)
+    savers: dict[int, set[int]] = {}
+    for place, part in enumerate(_per_interval(intervals, watcher.saves, _call_of)):
+        for _, key, _ in part:
+            savers.setdefault(key, set()).add(place)
     return TracedForward(
         batch=first.shape[0],
         recording=recording,
@@ -130,44 +141,34 @@ def measure(
         collapsed=collapsed.recording,
         collapsed_intervals=cuts,
         programs=programs(recording, intervals),
-        operators=watchers[0].mode.operators,
-        saved=watchers[0].saved,
-        saves=watchers[0].saves,
-        fakes=watchers[0].recorder.fakes,
-        casts=frozenset(watchers[0].mode.casts),
+        operators_in=[[replace(raw, op=raw.op - start) for raw in part] for start, part in zip(starts, operators, strict=True)],
+        saved_in=[[(key, size) for _, key, size in part] for part in _per_interval(intervals, watcher.saved(), _call_of)],
+        savers={key: tuple(intervals[place].name for place in sorted(places)) for key, places in savers.items()},
+        state=frozenset(watcher.state),
+        fakes=watcher.recorder.fakes,
+        casts=frozenset(watcher.mode.casts),
         autocast=autocast,
     )
 
 
-class _Watch:
-    """Operators and saved tensors of a forward, by the number of the recorded call they happen in."""
+Entry = TypeVar("Entry")
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        tensors = recorder.recording.tensors
-        state = {storage_key(tensors[number]) for number in recorder.recording.state}
-        frozen = any(
-            key.kind == "parameter" and not tensors[number].requires_grad for number, key in recorder.recording.state.items()
-        )
-        self.mode = OperatorMode(lambda: recorder.current, state, lambda: recorder.has_gradients, frozen=frozen)
-        self.saved: list[tuple[int, int, int]] = []
-        self.saves: set[tuple[int, int]] = set()
-        self._seen = set(state)
-        self._alive: list[Tensor] = []
 
-    @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept), self.mode:
-            yield
+def _per_interval(
+    intervals: Sequence[CallInterval], entries: Iterable[Entry], call_of: Callable[[Entry], int]
+) -> list[list[Entry]]:
+    """Entries by the interval in which their call lies."""
+    starts = [interval.start for interval in intervals]
+    found: list[list[Entry]] = [[] for _ in intervals]
+    for entry in entries:
+        place = bisect_right(starts, call_of(entry)) - 1
+        if place >= 0 and call_of(entry) < intervals[place].end:
+            found[place].append(entry)
+    return found
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        key = storage_key(tensor)
-        self.saves.add((self.recorder.current, key))
-        if key not in self._seen:
-            self._seen.add(key)
-            self._alive.append(tensor)
-            self.saved.append((self.recorder.current, key, tensor.untyped_storage().nbytes()))
-        return tensor
+
+def _call_of(save: tuple[int, int, int]) -> int:
+    return save[0]
 
 
 def combine(small: TracedForward, large: TracedForward, *, name: str, granularity: str, source: str) -> Model:
@@ -182,8 +183,10 @@ def combine(small: TracedForward, large: TracedForward, *, name: str, granularit
     values = _values(small, large)
     counted_buffers: set[int] = set()
     peaks = Counted(small, large)
-    components = tuple(_component(small, large, place, values, counted_buffers, peaks) for place in range(len(small.intervals)))
     names = value_names(small.recording, small.intervals)
+    components = tuple(
+        _component(small, large, place, values, names, counted_buffers, peaks) for place in range(len(small.intervals))
+    )
     used = {value for component in components for value in component.inputs}
     return Model(
         name=name,
@@ -203,12 +206,37 @@ def _can_leave(sharding: Sharding, outputs: Sequence[Value]) -> bool:
 
 
 class Counted:
-    """The fullest moments of components and their shards, counted once for all that are alike."""
+    """Operators, shardings and the fullest moments of components, counted once for all that are alike."""
 
     def __init__(self, small: TracedForward, large: TracedForward) -> None:
         self._small, self._large = small, large
+        self._divisions: dict[Hashable, tuple[tuple[StateKey, ...], tuple[Operator, ...], tuple[Sharding, ...]]] = {}
         self._components: dict[str, tuple[Peaks, Peaks]] = {}
         self._shards: dict[tuple[str, str], tuple[ShardPeaks, ShardPeaks]] = {}
+
+    def division(
+        self, place: int, saved: tuple[int, int], cuttable: tuple[bool, ...]
+    ) -> tuple[tuple[Operator, ...], tuple[Sharding, ...]]:
+        """Operators per sample and shardings of the component at that place.
+
+        Args:
+            place: of the component. saved: bytes that it saves, per sample and fixed. cuttable: per input whether dim 0 is the
+                batch.
+        """
+        small, large = self._small.whole(place), self._large.whole(place)
+        batches = (self._small.batch, self._large.batch)
+        key = (
+            saved,
+            cuttable,
+            *((program_key(whole.program), tuple(whole.operators), whole.counted_inputs) for whole in (small, large)),
+        )
+        state = tuple(entry for entry, _ in small.program.state)
+        if key not in self._divisions:
+            split_here = partial(_split_at, batches, bool(self._small.recording.decisions))
+            self._divisions[key] = state, *divide(small, large, batches[1] - batches[0], split_here, saved, cuttable)
+        known, operators, shardings = self._divisions[key]
+        renamed = {old.name: new.name for old, new in zip(known, state, strict=True)}
+        return operators, tuple(_with_names(sharding, renamed) for sharding in shardings)
 
     def of_component(self, component: Component, place: int) -> tuple[Peaks, Peaks]:
         """Forward and backward of the component at that place."""
@@ -223,6 +251,19 @@ class Counted:
         if key not in self._shards:
             self._shards[key] = shard_peaks(self._small.recorded(place), self._large.recorded(place), sharding)
         return self._shards[key]
+
+
+def _with_names(sharding: Sharding, renamed: Mapping[str, str]) -> Sharding:
+    """The same of other parameters and buffers."""
+    return replace(
+        sharding,
+        parameters=tuple(replace(part, name=renamed[part.name]) for part in sharding.parameters),
+        buffers=tuple(replace(part, name=renamed[part.name]) for part in sharding.buffers),
+    )
+
+
+def _split_at(batches: tuple[int, int], rounded: bool, small: int, large: int, what: str) -> tuple[int, int]:
+    return split(small, large, batches, what, rounded=rounded)
 
 
 def split(small: int, large: int, batches: tuple[int, int], what: str, *, rounded: bool = False) -> tuple[int, int]:
@@ -244,7 +285,6 @@ def _values(small: TracedForward, large: TracedForward) -> dict[str, Value]:
     names = value_names(small.recording, small.intervals)
     others = {name: number for number, name in value_names(large.recording, large.intervals).items()}
     producer = {number: interval.name for interval in small.intervals for number in interval.outputs}
-    saved = {key for _, key, _ in small.saved}
     found: dict[str, Value] = {}
     for number, name in names.items():
         one, other = small.recording.tensors[number], large.recording.tensors[others[name]]
@@ -259,8 +299,8 @@ def _values(small: TracedForward, large: TracedForward) -> dict[str, Value]:
             differentiable=small.recording.differentiable.get(number, False),
             batch_first=_is_batch_first(one, other, batches),
             storage_bytes_per_sample=storage if storage > rate else 0,
-            saved=storage_key(one) in saved,
-            savers=small.savers(storage_key(one)),
+            saved=small.counts(storage_key(one)),
+            savers=small.savers.get(storage_key(one), ()),
         )
     return found
 
@@ -279,32 +319,25 @@ def _component(
     large: TracedForward,
     place: int,
     values: dict[str, Value],
+    names: Mapping[int, str],
     counted_buffers: set[int],
     peaks: Counted,
 ) -> Component:
-    one, other = small.intervals[place], large.intervals[place]
+    one = small.intervals[place]
     batches = (small.batch, large.batch)
     recording = small.recording
-    names = value_names(recording, small.intervals)
     cut_one = small.collapsed_intervals[place]
     calls = small.collapsed.ops[cut_one.start : cut_one.end]
     read = dict.fromkeys(number for op in calls for number in op.reads)
     state = [number for number in read if number in recording.state]
     buffers = [number for number in state if recording.state[number].kind == "buffer" and number not in counted_buffers]
     counted_buffers.update(buffers)
-    rounded = bool(small.recording.decisions)
-    rate, fixed = split(small.saved_bytes(one), large.saved_bytes(other), batches, f"what {one.name} saves", rounded=rounded)
-    operators, shardings = divide(
-        small.whole(place),
-        large.whole(place),
-        large.batch - small.batch,
-        lambda less, more, what: split(less, more, batches, what, rounded=rounded),
-        (rate, fixed),
-        [values[names[number]].batch_first for number in one.inputs],
-    )
-    shardings = tuple(
-        sharding for sharding in shardings if _can_leave(sharding, [values[names[number]] for number in one.outputs])
-    )
+    rounded = bool(recording.decisions)
+    rate, fixed = split(small.saved_bytes(place), large.saved_bytes(place), batches, f"what {one.name} saves", rounded=rounded)
+    cuttable = tuple(values[names[number]].batch_first for number in one.inputs)
+    operators, shardings = peaks.division(place, (rate, fixed), cuttable)
+    outputs = [values[names[number]] for number in one.outputs]
+    shardings = tuple(sharding for sharding in shardings if _can_leave(sharding, outputs))
     if one.name == LOSS or any(op.function is call_module for op in calls):
         shardings = ()
     component = Component(

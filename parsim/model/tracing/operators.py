@@ -75,7 +75,11 @@ def _bias(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects RawOperators while calls run on fake tensors. `casts`: parameters in another precision, by storage."""
+    """Collects RawOperators while calls run on fake tensors.
+
+    Attributes:
+        casts: parameters in another precision, by storage. frozen: some parameter takes no gradient.
+    """
 
     def __init__(
         self,
@@ -92,7 +96,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._has_gradients = has_gradients
-        self._frozen = frozen
+        self.frozen = frozen
         self.casts: dict[int, Tensor] = {}
         self.current = current
         self.operators: list[RawOperator] = []
@@ -105,7 +109,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = _unique(tensor for _, tensor in tensors_in((args, kwargs)))
         made = _unique(tensor for _, tensor in tensors_in(out))
         if packet is aten.detach and any(storage_key(tensor) in self._state for tensor in given):
-            self._frozen = True  # from here on a weight may be used as if it were
+            self.frozen = True  # from here on a weight may be used as if it were
         if packet in _NO_KERNEL or not made:
             return out
         known = {storage_key(tensor) for tensor in given}
@@ -127,7 +131,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if not self._has_gradients():
             return "none"
-        if not self._frozen or not torch.is_grad_enabled() or not given:
+        if not self.frozen or not torch.is_grad_enabled() or not given:
             return ""
         operands = [tensor for tensor in given if tensor is not _bias(func, args)]
         weights = [tensor for tensor in operands if storage_key(tensor) in self._state]

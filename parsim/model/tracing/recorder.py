@@ -159,6 +159,8 @@ class Recorder(TorchFunctionMode):
         Args:
             skew: take choices of experts that are not balanced (`parsim.model.tracing.known_values`).
             answers: to the questions about truth values, in order, where another recording of this forward gave them.
+
+        `looks` counts the questions about values that no constant answers at once.
         """
         super().__init__()
         self.recording = Recording()
@@ -171,6 +173,7 @@ class Recorder(TorchFunctionMode):
         self._number: dict[int, int] = {}
         self.suspended = False
         self.has_gradients = True
+        self.looks = 0
         self.real_state: dict[int, Tensor] = {}
         self._exact: set[int] = set()
         self._stale: set[int] = set()
@@ -318,6 +321,7 @@ class Recorder(TorchFunctionMode):
 
     def _decide(self, name: str) -> None:
         """Note that the forward depends on data here."""
+        self.looks += 1
         line = at_line(traceback.extract_stack())
         self.recording.decisions.append(DataDecision(self.stack[-1] if self.stack else None, name, line))
 
@@ -332,6 +336,7 @@ class Recorder(TorchFunctionMode):
 
     def _look(self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The answer to a question about values. Raises TraceError where they are unknown."""
+        self.looks += 1
         suspended, self.suspended = self.suspended, True
         try:
             assumed = False
@@ -366,6 +371,7 @@ class Recorder(TorchFunctionMode):
         Returns the result, the call that stands for it in a measurement, and whether its result is real.
         Raises TraceError where the values are unknown.
         """
+        self.looks += 1
         assumed = False
 
         def known(value: Any) -> Any:

@@ -28,6 +28,8 @@ from parsim.model.objective.total import entries, output_kinds, total_and_form
 from parsim.model.runnable import Ref, StateKey
 from parsim.model.tracing.recorder import Recorder, Recording
 from parsim.model.tracing.refusals import at_line, value_message
+from parsim.model.tracing.repeats.block_record import Watcher
+from parsim.model.tracing.repeats.blocks import Repeats
 from parsim.model.tracing.unsupported import check_supported, eager, hint
 
 
@@ -139,22 +141,46 @@ def run_recorded(
     kwargs: Mapping[str, Any],
     *,
     loss: str | None,
-    watch: Callable[[Recorder], contextlib.AbstractContextManager[Any]] | None = None,
+    watch: Callable[[Recorder], Watcher] | None = None,
     skew: bool = False,
     example: bool = False,
     answers: Sequence[bool] | None = None,
+    repeats: bool = False,
 ) -> Recording:
     """One forward of `module` on fakes of the given inputs, then the loss on its output.
 
     Args:
+        watch: makes what is open during the forward, inside the fake mode (statistics hang there); called again where the
+            forward is.
         skew: take choices of experts that are not balanced, or another example, to find what depends on them.
         example: code that depends on data follows the data given. answers: to its questions, as another recording gave them.
-        watch: makes a context that is open during the forward, inside the fake mode (statistics hang there).
+        repeats: copy the records of equal blocks (`parsim.model.tracing.repeats.blocks`), unless the forward depends on data;
+            the recording is for counting only.
 
     Raises:
         TraceError: if the forward fails, looks at tensor values, or returns something a tensor cannot be found in.
     """
     check_supported(module)
+    if repeats and not example:
+        with contextlib.suppress(TraceError):  # whatever is wrong, the forward without copies says it best
+            copied = _run_recorded(module, args, kwargs, loss, watch, skew=skew, answers=answers, repeats=True)
+            if not copied.decisions:
+                return copied
+    return _run_recorded(module, args, kwargs, loss, watch, skew=skew, example=example, answers=answers)
+
+
+def _run_recorded(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss: str | None,
+    watch: Callable[[Recorder], Watcher] | None,
+    *,
+    skew: bool = False,
+    example: bool = False,
+    answers: Sequence[bool] | None = None,
+    repeats: bool = False,
+) -> Recording:
     leaves, spec = flatten_inputs(args, kwargs)
     existing = [leaf for leaf in (*module.parameters(), *module.buffers(), *leaves) if isinstance(leaf, Tensor)]
     fakes = detect_fake_mode(existing) or FakeTensorMode(allow_non_fake_inputs=True)
@@ -168,13 +194,16 @@ def run_recorded(
             recorder.count_samples()
             if example:
                 recorder.known.follow(_example_values(recorder, leaves, other=skew))
+            watcher = None if watch is None else watch(recorder)
+            if repeats:
+                stack.enter_context(Repeats(recorder, watcher).open())
             stack.enter_context(_module_hooks(recorder))
             stack.enter_context(_autograd_functions(recorder))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(eager())
             stack.enter_context(fakes)
-            if watch is not None:
-                stack.enter_context(watch(recorder))
+            if watcher is not None:
+                stack.enter_context(watcher.open())
             stack.enter_context(recorder)
             fake_args, fake_kwargs = spec.unflatten(fake_leaves)
             output = module(*fake_args, **fake_kwargs)

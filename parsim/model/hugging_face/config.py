@@ -1,0 +1,265 @@
+"""Modules from a Hugging Face config.json alone: without network, with random weights.
+
+The attention is transformers' default (sdpa where the model has it), the experts' grouped products, and the cache is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parsim.errors import MissingDependencyError, ModelError, near_matches
+from parsim.files import parse_json
+from parsim.model.hugging_face.experts import NAME, implementation
+from parsim.model.hugging_face.kinds import KINDS, SCANS, HeadKind, kind_of, sequence_length
+from parsim.model.inputs import ModelInput
+from parsim.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SEQ = "seq"
+"""The argument that is not of the config: tokens per sample."""
+
+_COUNTS = frozenset(
+    """
+    hidden_size d_model n_embd intermediate_size n_inner d_ff d_kv head_dim num_hidden_layers n_layer num_layers
+    encoder_layers decoder_layers num_decoder_layers num_attention_heads n_head num_heads encoder_attention_heads
+    decoder_attention_heads num_key_value_heads vocab_size max_position_embeddings n_positions image_size patch_size
+    num_channels num_local_experts num_experts num_experts_per_tok state_size moe_intermediate_size
+    """.split()  # noqa: SIM905
+)
+
+
+def read_config(spec: ModelSpec) -> dict[str, Any]:
+    """The document of a config.json, with the arguments of the spec in place of its own values.
+
+    Raises:
+        ModelError: no file, no JSON, no model_type or architectures, or sizes that cannot be.
+    """
+    path = Path(spec.name)
+    if not path.is_file():
+        raise ModelError(f"no Hugging Face config at {path}; give the path of a config.json")
+    try:
+        document = parse_json(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is no JSON text: {error}; give a Hugging Face config.json") from error
+    if not isinstance(document, dict):
+        raise ModelError(f"{path} is not a Hugging Face config with model_type and architectures: it holds no table")
+    own = {key: value for key, value in spec.args if key != SEQ}
+    if unknown := [key for key in own if key not in document]:
+        _check_known(path, str(document.get("model_type")), unknown)
+    document = {**document, **own}
+    names = document.get("architectures")
+    if not isinstance(document.get("model_type"), str) or not isinstance(names, list) or not names:
+        missing = "architectures" if isinstance(document.get("model_type"), str) else "model_type and architectures"
+        raise ModelError(
+            f"{path} is not a Hugging Face config with model_type and architectures: it lacks {missing}; add for example "
+            f'"model_type": "llama", "architectures": ["LlamaForCausalLM"]'
+        )
+    _check_sizes(path, document)
+    return document
+
+
+def _check_known(path: Path, model_type: str, names: list[str]) -> None:
+    """Arguments must be of the config, or of its class."""
+    transformers = _transformers(path)
+    try:
+        default = transformers.AutoConfig.for_model(model_type)
+    except (ValueError, KeyError):
+        return
+    known = {*default.to_dict(), *type(default).attribute_map}
+    for name in names:
+        if name not in known:
+            raise ModelError(f"{path} has no argument {name!r}{near_matches(name, [*known, SEQ])}")
+
+
+def _check_sizes(path: Path, document: dict[str, Any]) -> None:
+    for name in _COUNTS:
+        value = document.get(name)
+        numbers = value if isinstance(value, list) else [value]
+        for number in numbers:
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise ModelError(f"{path}: {name} must be a whole number >= 1, got {value!r}")
+    hidden = next((document[name] for name in ("hidden_size", "n_embd") if document.get(name)), None)
+    heads = next((document[name] for name in ("num_attention_heads", "n_head") if document.get(name)), None)
+    if hidden and heads and not document.get("head_dim") and hidden % heads:
+        raise ModelError(f"{path}: the heads ({heads}) must divide the hidden size ({hidden}); change one of them")
+    shared = document.get("num_key_value_heads")
+    if shared and heads and heads % shared:
+        raise ModelError(f"{path}: num_key_value_heads ({shared}) must divide the heads ({heads}); change one of them")
+    experts = document.get("num_local_experts") or document.get("num_experts")
+    chosen = document.get("num_experts_per_tok")
+    if experts and chosen and chosen > experts:
+        raise ModelError(f"{path}: num_experts_per_tok ({chosen}) exceeds the number of experts ({experts})")
+    size, patch = document.get("image_size"), document.get("patch_size")
+    if isinstance(size, int) and isinstance(patch, int) and size < patch:
+        raise ModelError(f"{path}: patch_size ({patch}) exceeds image_size ({size})")
+
+
+def _transformers(path: Path) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingDependencyError(f"transformers is needed to build {path}; install parsim[hf]") from error
+    return transformers
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' notes on kernels that are not installed."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def module_from_config(spec: ModelSpec) -> nn.Module:
+    """From the config alone, without network; randomly initialised.
+
+    Raises:
+        ModelError: what `read_config` raises, an unknown model_type or architecture, or a config that its class refuses.
+        MissingDependencyError: transformers is not installed.
+    """
+    document = read_config(spec)
+    path, architecture = spec.name, str(document["architectures"][0])
+    transformers = _transformers(Path(path))
+    try:
+        config = transformers.AutoConfig.for_model(**document)
+    except (ValueError, KeyError) as error:
+        known = list(transformers.CONFIG_MAPPING)
+        if document["model_type"] not in known:
+            near = near_matches(document["model_type"], known) if len(known) < 20 else ""
+            raise ModelError(
+                f"{path}: transformers {transformers.__version__} has no model_type {document['model_type']!r}{near}; correct "
+                f"it, or install a transformers that has it"
+            ) from error
+        raise ModelError(f"{path}: transformers refuses the config: {_one_line(error)}") from error
+    except Exception as error:
+        raise ModelError(f"{path}: transformers refuses the config: {_one_line(error)}") from error
+    kind = _class_of(transformers, architecture, path)
+    if not isinstance(config, kind.config_class):
+        raise ModelError(
+            f"{path}: {architecture} is no architecture of model_type {document['model_type']!r}, but of "
+            f"{kind.config_class.model_type!r}; correct one of them"
+        )
+    parts: tuple[Any, ...] = (config, getattr(config, "text_config", None))
+    for part in parts:
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
+    if hasattr(getattr(config, "text_config", config), "num_experts_per_tok") and (experts := implementation()):
+        config._experts_implementation = experts
+    try:
+        with _quiet():
+            module: nn.Module = kind._from_config(config)
+    except RuntimeError:
+        raise  # without memory for weights: it is built again, with them
+    except Exception as error:
+        raise ModelError(f"{path}: {architecture} cannot be built: {_one_line(error)}; correct the sizes") from error
+    return module
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _class_of(transformers: Any, architecture: str, path: str) -> Any:
+    found = getattr(transformers, architecture, None) if architecture.isidentifier() else None
+    if not isinstance(found, type) or not hasattr(found, "config_class") or not hasattr(found, "_from_config"):
+        raise ModelError(
+            f"{path}: architecture {architecture!r} is not in transformers {transformers.__version__}; give the name of one of "
+            f"its models, for example LlamaForCausalLM"
+        )
+    return found
+
+
+def default_inputs(spec: ModelSpec, module: nn.Module) -> tuple[ModelInput, ...]:
+    """What a model takes where [model] inputs does not say.
+
+    Args:
+        spec: of a config; `seq` in its arguments, or an input_shape of one size, is the tokens per sample.
+        module: built of it.
+
+    Raises:
+        ModelError: more tokens than the model has positions for, or a shape that does not suit its input.
+    """
+    config: Any = module.config
+    kind = _kind(spec, module)
+    shape, seq = spec.input_shape, dict(spec.args).get(SEQ)
+    if seq is not None and (isinstance(seq, bool) or not isinstance(seq, int) or seq < 1):
+        raise ModelError(f"{spec.name}: seq must be a whole number >= 1, got {seq!r}")
+    if shape is not None and len(shape) == 1:
+        if seq is not None and seq != shape[0]:
+            raise ModelError(f"{spec.name}: seq is {seq} and input_shape {list(shape)}; give one of them")
+        seq = shape[0]
+    found = kind.inputs(config, 1)
+    if any(entry.is_integer for entry in found):
+        found = kind.inputs(config, sequence_length(config, seq, spec.name))
+    if shape is None or shape == found[0].shape:
+        return found
+    if len(found) > 1 or len(shape) != len(found[0].shape):
+        taken = ", ".join(f"{entry.name} {list(entry.shape)}" for entry in found)
+        raise ModelError(f"{spec.name} takes {taken}, got input_shape {list(shape)}; give seq in args, or [model] inputs")
+    return (ModelInput(found[0].name, shape),) if not found[0].is_integer else found
+
+
+def default_loss(spec: ModelSpec, module: nn.Module) -> str | None:
+    """The loss that the architecture trains by where [model] loss does not say.
+
+    Raises:
+        ModelError: its own loss is no sum over samples.
+    """
+    kind = _kind(spec, module)
+    if kind.loss is None:
+        raise ModelError(
+            f"{type(module).__name__} trains by comparing all samples of a batch with one another. That is no sum over "
+            f"samples, so a step would depend on microbatches and replicas; plan its image tower instead "
+            f"(CLIPForImageClassification), or one tower with inputs and a loss of your own (CLIPTextModelWithProjection)"
+        )
+    labels = getattr(module.config, "num_labels", None)
+    if kind.name == "text classification" and labels == 1:
+        return "mse"
+    return kind.loss
+
+
+def _kind(spec: ModelSpec, module: nn.Module) -> HeadKind:
+    kind = kind_of(type(module).__name__)
+    if kind is None:
+        kinds = ", ".join(kind.name for kind in KINDS)
+        raise ModelError(
+            f"{spec.name}: what {type(module).__name__} takes and trains by is unknown; give [model] inputs and loss, or an "
+            f"architecture of one of these kinds: {kinds}"
+        )
+    return kind
+
+
+def assumptions(spec: ModelSpec, module: nn.Module) -> str:
+    """What was chosen for a config, in a few words for the source of its Model.
+
+    Args:
+        spec: of a config. module: built of it.
+    """
+    config: Any = module.config
+    attention = getattr(config, "_attn_implementation", None)
+    chosen = [f"{attention} attention", "no cache"] if attention else ["no cache"]
+    if getattr(config, "_experts_implementation", None) == NAME:
+        chosen.append("experts as grouped products, whatever the routing")
+    if config.model_type in SCANS:
+        chosen.append("its scan one token at a time, without kernels of its own")
+    takes_tokens = spec.inputs is None and any(entry.is_integer for entry in default_inputs(spec, module))
+    if takes_tokens and spec.input_shape is None and SEQ not in dict(spec.args):
+        chosen.append("length assumed (give seq)")
+    kind = kind_of(type(module).__name__)
+    if spec.loss is None and kind is not None and kind.targets:
+        chosen.append(f"targets: {kind.targets}")
+    return "; ".join(chosen)

@@ -1,0 +1,179 @@
+"""Every Hugging Face architecture that parsim names: default inputs, published sizes, flop, copies and refused configs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the torch extra")
+transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from parsim.errors import ModelError  # noqa: E402
+from parsim.model.build import build_fake, build_module  # noqa: E402
+from parsim.model.interface import example_batch, interface_of  # noqa: E402
+from parsim.model.load import load_model  # noqa: E402
+from parsim.model.model import Model  # noqa: E402
+from parsim.model.spec import ModelSpec  # noqa: E402
+from parsim.model.tracing import traced  # noqa: E402
+from parsim.model.tracing.measure import measure  # noqa: E402
+from tests.hugging_face_configs import FULL, SMALL  # noqa: E402
+
+pytestmark = pytest.mark.hf
+SOME = ("gpt2", "mixtral", "gemma3", "t5")
+"""Fast ones that have all that differs: learned positions and dropout, experts, two kinds of layers, two stacks."""
+
+
+def written(folder: Path, config: dict[str, Any], **args: Any) -> ModelSpec:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return ModelSpec(name=str(path), args=tuple(args.items()))
+
+
+def small(folder: Path, name: str) -> ModelSpec:
+    return written(folder, SMALL[name], **({"seq": 12} if name in ("t5", "mamba") else {}))
+
+
+def _slow_unless_some(names: Any) -> list[Any]:
+    return [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def _compared(spec: ModelSpec, granularity: str, repeats: bool, monkeypatch: pytest.MonkeyPatch) -> Model:
+    from parsim.model.load import trace_spec
+
+    with monkeypatch.context() as patched:
+        patched.setattr(traced, "measure", lambda *args, **kwargs: measure(*args, **kwargs, repeats=repeats))
+        return trace_spec(spec, granularity)
+
+
+@pytest.mark.parametrize("name", _slow_unless_some(SMALL))
+def test_the_model_equals_that_of_the_full_trace(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = small(tmp_path, name)
+    fast = _compared(spec, "sublayer", True, monkeypatch)
+    assert fast == _compared(spec, "sublayer", False, monkeypatch)
+    module = build_module(spec)
+    assert fast.parameter_count == sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "mamba"])
+def test_flop_equals_the_counter(name: str, tmp_path: Path) -> None:
+    """Of the real module on a real batch, attention unfused: the counter does not know the CPU's fused one.
+
+    Nor does it know the grouped products of experts, and causal halves.
+    """
+    spec = small(tmp_path, name)
+    model = load_model(spec)
+    counted = sum(
+        operator.forward_flop * operator.count
+        for component in model.components
+        for operator in component.operators
+        if operator.kind in ("matmul", "convolution", "attention") and operator.batch != "none"
+    )
+    torch.manual_seed(0)
+    inputs, _ = example_batch(spec, 3)
+    args, kwargs = interface_of(spec).arguments(inputs)
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        build_module(spec)(*args, **kwargs)
+    experts = 0
+    if "moe" in name or name == "mixtral":
+        config = SMALL[name]
+        width = config.get("moe_intermediate_size", config["intermediate_size"])
+        tokens = config["num_experts_per_tok"] * config["max_position_embeddings"]
+        experts = config["num_hidden_layers"] * 6 * tokens * config["hidden_size"] * width
+    assert counted == pytest.approx(counter.get_total_flops() / 3 + experts, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_published_number_of_parameters(name: str, tmp_path: Path) -> None:
+    config, expected = FULL[name]
+    assert sum(parameter.numel() for parameter in build_fake(written(tmp_path, config)).parameters()) == expected
+
+
+def test_inputs_and_lengths(tmp_path: Path) -> None:
+    found = {}
+    for name in ("llama-3-8b", "gpt2", "t5-base", "whisper-small", "vit-base"):
+        kind = interface_of(written(_folder(tmp_path, name), FULL[name][0]))
+        found[name] = ({entry.name: entry.shape for entry in kind.inputs}, kind.loss)
+    assert found == {
+        "llama-3-8b": ({"input_ids": (2048,)}, "cross_entropy"),
+        "gpt2": ({"input_ids": (1024,)}, "cross_entropy"),
+        "t5-base": ({"input_ids": (512,), "decoder_input_ids": (512,)}, "cross_entropy"),
+        "whisper-small": ({"input_features": (80, 3000), "decoder_input_ids": (448,)}, "cross_entropy"),
+        "vit-base": ({"pixel_values": (3, 224, 224)}, "cross_entropy"),
+    }
+
+
+def _folder(parent: Path, name: str) -> Path:
+    (parent / name).mkdir()
+    return parent / name
+
+
+def test_seq_is_an_argument(tmp_path: Path) -> None:
+    spec = written(tmp_path, SMALL["llama"], seq=8)
+    assert interface_of(spec).inputs[0].shape == (8,)
+    with pytest.raises(ModelError, match="seq 17 exceeds max_position_embeddings 16"):
+        interface_of(written(tmp_path, SMALL["llama"], seq=17))
+    with pytest.raises(ModelError, match="seq must be a whole number"):
+        interface_of(written(tmp_path, SMALL["llama"], seq=0))
+
+
+def test_a_loss_over_pairs_is_refused(tmp_path: Path) -> None:
+    config = {**SMALL["clip"], "architectures": ["CLIPModel"]}
+    with pytest.raises(ModelError, match="no sum over samples"):
+        interface_of(written(tmp_path, config))
+
+
+def test_a_long_scan_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="one token at a time"):
+        interface_of(written(tmp_path, SMALL["mamba"], seq=4096))
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "no table": ([1], "holds no table"),
+    "no architectures": ({"model_type": "llama"}, "lacks architectures"),
+    "no model_type": ({"architectures": ["LlamaForCausalLM"]}, "lacks model_type"),
+    "unknown model_type": ({**SMALL["llama"], "model_type": "lama"}, "no model_type 'lama'"),
+    "unknown architecture": ({**SMALL["llama"], "architectures": ["LamaForCausalLM"]}, "not in transformers"),
+    "another model's": ({**SMALL["llama"], "architectures": ["GPT2LMHeadModel"]}, "no architecture of model_type 'llama'"),
+    "no head": ({**SMALL["llama"], "architectures": ["LlamaModel"]}, "give \\[model\\] inputs and loss"),
+    "heads": ({**SMALL["llama"], "num_attention_heads": 5}, "must divide the hidden size"),
+    "shared heads": ({**SMALL["llama"], "num_key_value_heads": 3}, "must divide the heads"),
+    "negative layers": ({**SMALL["llama"], "num_hidden_layers": -1}, "num_hidden_layers must be a whole number >= 1, got -1"),
+    "text": ({**SMALL["llama"], "hidden_size": "32"}, "hidden_size must be a whole number"),
+    "too many experts": ({**SMALL["mixtral"], "num_experts_per_tok": 9}, "exceeds the number of experts"),
+    "patch": ({**SMALL["vit"], "patch_size": 32}, "exceeds image_size"),
+    "unknown activation": ({**SMALL["llama"], "hidden_act": "sulu"}, "sulu"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_configs(name: str, tmp_path: Path) -> None:
+    config, message = BAD[name]
+    with pytest.raises(ModelError, match=message) as caught:
+        interface_of(written(tmp_path, config))
+    assert "config.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_changed_file_is_another_model(tmp_path: Path) -> None:
+    """The same path in one process."""
+    assert len(load_model(written(tmp_path, SMALL["gpt2"])).components) == 7
+    assert len(load_model(written(tmp_path, {**SMALL["gpt2"], "n_layer": 2})).components) == 5
+
+
+def test_models_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from parsim.model import load
+
+    monkeypatch.setenv("PARSIM_MODEL_CACHE", str(tmp_path / "kept"))
+    first = load_model(written(_folder(tmp_path, "a"), SMALL["gpt2"]))
+    monkeypatch.setattr(load, "trace_spec", lambda *args, **kwargs: pytest.fail("traced again"))
+    again = load_model(written(_folder(tmp_path, "b"), SMALL["gpt2"]))
+    assert again.components == first.components
+    assert "/b/config.json" in again.source
+    with pytest.raises(pytest.fail.Exception):
+        load_model(written(_folder(tmp_path, "c"), {**SMALL["gpt2"], "n_inner": 72}))
