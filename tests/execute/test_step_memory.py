@@ -45,7 +45,8 @@ def test_workspace_of_an_lstm_is_that_of_the_kernel(length: int, batch: int, fea
     """Byte for byte with the pages that each array begins on."""
     weights = [weight.detach() for weight in torch.nn.LSTM(features, hidden).parameters()]
     given, state = torch.randn(length, batch, features), torch.zeros(1, batch, hidden)
-    settings = (False, [], 2, hidden, 1, True, False, False, True)
+    no_sizes: list[int] = []
+    settings = (False, no_sizes, 2, hidden, 1, True, False, False, True)
     workspace = torch.ops.aten.mkldnn_rnn_layer(given, *weights, state, state, *settings)[3]
     arrays = lstm_workspace_arrays(length, batch, features, hidden)
     assert workspace.numel() == sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in arrays)

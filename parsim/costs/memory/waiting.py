@@ -28,6 +28,9 @@ class Waiting:
     gradients: Mapping[str, float] = field(default_factory=dict)
 
 
+NOTHING_WAITS = Waiting()
+
+
 def waiting_bytes(
     components: Sequence[Component], values: Mapping[str, Value], size_bytes: Callable[[Value], float]
 ) -> Waiting:

@@ -117,10 +117,10 @@ def moments(recorded: Recorded) -> tuple[list[int], list[int]]:
             for tensor in environment:
                 if tensor is not None:
                     live.ignore(tensor)
-            del given, tensor
             with autocast_as(recorded.autocast):
                 for op in program.ops:
                     run_op(op, environment)
+            del given, tensor  # the executor holds inputs until the forward ends
             outputs = [environment[slot] for _, slot, _ in program.outputs]
             edges = tuple(
                 torch.autograd.graph.get_gradient_edge(value) if isinstance(value, Tensor) and value.requires_grad else None
