@@ -34,5 +34,6 @@ def autocast_peak_bytes(spec: ModelSpec, samples: int, *, autocast: bool = True)
             live.track(tensor)
         with torch.autocast("cpu", dtype=HALF, enabled=autocast):
             loss = total_loss(interface.objective, module(*args, **kwargs), target, samples)
+        del inputs, target, args, kwargs  # as the executor does: a backward lets go of what it has read last
         loss.backward()  # type: ignore[no-untyped-call]
         return int(live.peak_bytes)

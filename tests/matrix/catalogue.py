@@ -36,13 +36,13 @@ def _spec(
     module: str, factory: str, inputs: tuple[ModelInput, ...] | None = None, *, loss: str | None = None, **more: object
 ) -> ModelSpec:
     """Inputs of one sequential module have no name: by shape."""
-    output = more.pop("output", None)
+    output, classes_dim = more.pop("output", None), more.pop("classes_dim", None)
     arguments = tuple(sorted(more.items()))
     name = f"{module}:{factory}"
     if factory[0].islower() and inputs is not None and len(inputs) == 1:  # a Sequential calls its input `input`
         (entry,) = inputs
         inputs = (ModelInput("input", entry.shape, entry.dtype, entry.high),)
-    return ModelSpec(name=name, args=arguments, inputs=inputs, loss=loss, output=output)  # type: ignore[arg-type]
+    return ModelSpec(name=name, args=arguments, inputs=inputs, loss=loss, output=output, classes_dim=classes_dim)  # type: ignore[arg-type]
 
 
 def _zoo() -> list[Row]:
@@ -61,7 +61,7 @@ _VISION = {
     "plain CNN": _spec(VISION, "plain_cnn", IMAGE),
     "residual CNN": _spec(VISION, "residual_cnn", IMAGE),
     "depthwise CNN": _spec(VISION, "depthwise_cnn", IMAGE),
-    "U-Net": _spec(VISION, "UNet", IMAGE, loss="cross_entropy"),
+    "U-Net": _spec(VISION, "UNet", IMAGE, loss="cross_entropy", classes_dim=0),
     "dense blocks": _spec(VISION, "DenseBlocks", IMAGE),
     "squeeze and excite": _spec(VISION, "SqueezeExcite", IMAGE),
     "inception": _spec(VISION, "Inception", IMAGE),
@@ -77,7 +77,7 @@ _VISION = {
     "self-supervised pair": _spec(
         VISION, "SelfSupervised", (ModelInput("one", (3, 8, 8)), ModelInput("other", (3, 8, 8))), loss="own"
     ),
-    "GAN discriminator": _spec(VISION, "discriminator", IMAGE, loss="binary_cross_entropy"),
+    "GAN discriminator": _spec(VISION, "discriminator", IMAGE, loss="bce"),
     "GAN generator": _spec(VISION, "generator", (ModelInput("x", (8, 1, 1)),), loss="mse"),
 }
 
@@ -115,7 +115,7 @@ _SEQUENCE = {
         SEQUENCE,
         "Recommender",
         (ModelInput("numbers", (12,)), ModelInput("one", (3,), "int64", 40), ModelInput("two", (3,), "int64", 40)),
-        loss="binary_cross_entropy",
+        loss="bce",
     ),
     "matrix factorisation": _spec(
         SEQUENCE, "Factorisation", (ModelInput("user", (), "int64", 30), ModelInput("item", (), "int64", 40)), loss="mse"

@@ -31,7 +31,7 @@ from parsim.hardware.profile import load_profile
 from parsim.model import record
 from parsim.model.autograd.cut import backward_components, forward_components
 from parsim.model.build import build_module
-from parsim.model.interface import Interface, example_batch, interface_of
+from parsim.model.interface import Interface, example_batch, interface_of, loss_of
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -130,11 +130,13 @@ def shards(subject: Subject) -> str:
     if not sharded:
         return "none"
     module = subject.module().double()
-    batch = subject.batch(2, dtype=torch.float64)
+    batch, target = example_batch(subject.spec, 2, dtype=torch.float64)
     args, kwargs = subject.interface.arguments(batch)
-    runnables = {runnable.name: runnable for runnable in record(module, kwargs if kwargs else args, granularity="sublayer")}
+    recorded = record(module, kwargs if kwargs else args, granularity="sublayer", loss=loss_of(subject.spec))
+    runnables = {runnable.name: runnable for runnable in recorded}
     flat = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    values = values_of(list(runnables.values()), {f"input:{number}": leaf for number, leaf in enumerate(flat)})
+    given = {f"input:{number}": leaf for number, leaf in enumerate(flat)}
+    values = values_of(recorded, given if target is None else {**given, "target": target})
     compared = 0
     for component in sharded:
         runnable = runnables[component.name]

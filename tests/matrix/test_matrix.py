@@ -1,4 +1,4 @@
-"""The matrix of models: every cell against the committed results. What held must hold; what is refused or fails keeps its reason."""
+"""The matrix of models against its committed results: what held must hold, what is refused or fails keeps its reason."""
 
 from __future__ import annotations
 

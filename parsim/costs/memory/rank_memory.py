@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 from parsim.costs.memory.verdict import DOUBTFUL, FIT_PROBABILITY, fit_probability
-from parsim.costs.memory.waiting import NOTHING_WAITS, Waiting, waiting_bytes
+from parsim.costs.memory.waiting import Waiting, waiting_bytes
 from parsim.errors import CostError
 from parsim.hardware.device import DeviceType
 from parsim.model.component import Component, Parameter, Value
