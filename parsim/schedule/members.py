@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parsim.arrays import Floats
-from parsim.errors import PlanError, ScheduleError
+from parsim.errors import CostError, ParsimError, PlanError, ScheduleError
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES, Plan
@@ -246,7 +246,14 @@ class Members:
         plan = self._fastest(cutting)
         plans = self._of_ways(plan)
         bound_s = computation_bound_s(self.problem, plan)
-        return [Node(bound_s, len(plans), lambda: [self.of_plan(each, cutting) for each in plans])]
+        return [Node(bound_s, len(plans), lambda: [self._counted(each, cutting, bound_s) for each in plans])]
+
+    def _counted(self, plan: Plan, cutting: Cutting, bound_s: float) -> Node:
+        """One plan; one that is impossible or has no price says so when it is opened, and its neighbours stay."""
+        try:
+            return self.of_plan(plan, cutting)
+        except (PlanError, ScheduleError, CostError) as error:
+            return Node(bound_s, 1, partial(_refuse, error))
 
     def _check_asked(self, plan: Plan) -> None:
         for stage in plan.stages:
@@ -282,6 +289,10 @@ class Members:
         for other in found:
             if other is not None:
                 yield Node(step_bound_s(problem, other), 1, None, other)
+
+
+def _refuse(error: ParsimError) -> list[Node]:
+    raise error
 
 
 class _Least(NamedTuple):
