@@ -289,3 +289,9 @@ class TestWithTorch:
         from parsim.model.presets import generate
 
         assert [generate.generate(stem, granularity) for granularity in GRANULARITIES] == preset_lines(stem)
+
+    def test_an_init_that_copies_its_layers_is_traced(self) -> None:
+        """nn.TransformerEncoder copies a layer in its `__init__`; without memory for weights, too."""
+        name = "tests.matrix.sequence_modules:transformer_encoder"
+        spec = ModelSpec(name=name, input_shape=(6, 16), loss="cross_entropy")
+        assert load_model(spec).parameter_count == sum(p.numel() for p in build_module(spec).parameters())
