@@ -294,4 +294,6 @@ class TestWithTorch:
         """nn.TransformerEncoder copies a layer in its `__init__`; without memory for weights, too."""
         name = "tests.matrix.sequence_modules:transformer_encoder"
         spec = ModelSpec(name=name, input_shape=(6, 16), loss="cross_entropy")
+        from parsim.model.build import build_module
+
         assert load_model(spec).parameter_count == sum(p.numel() for p in build_module(spec).parameters())
