@@ -11,6 +11,8 @@ from tests.matrix.catalogue import catalogue
 from tests.matrix.checks import run_checks
 from tests.matrix.table import DOCUMENT, RESULTS, write_table
 
+ROOT = f"{Path(__file__).parents[2]}/"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -22,7 +24,10 @@ def main() -> None:
         found = {}
         for row in rows:
             cells = run_checks(row.spec)
-            found[row.name] = {"group": row.group, **{key: text.replace(folder, "...") for key, text in cells.items()}}
+            found[row.name] = {
+                "group": row.group,
+                **{key: text.replace(folder, "...").replace(ROOT, "") for key, text in cells.items()},
+            }
             print(f"{row.name}: " + "; ".join(f"{key} {text}" for key, text in cells.items()), flush=True)
     if asked.write:
         known = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}

@@ -57,7 +57,7 @@ def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     Args:
         func: an operator of aten. args: its positional arguments. result: what it returned.
     """
-    if func is not torch.ops.aten.mkldnn_rnn_layer.default or result[3].numel():
+    if func is not torch.ops.aten.mkldnn_rnn_layer.default or result[3] is None or result[3].numel():
         return result
     given, recurrent, train = args[0], args[2], args[15]
     if not train:
