@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,8 @@ COMMITTED: dict[str, dict[str, str]] = json.loads(RESULTS.read_text())
 SAMPLE = ("plain CNN", "U-Net", "diffusion net", "LSTM", "experts, loop in Python", "LoRA", "triplet")
 
 
-def _cases() -> Iterator[object]:
-    for name in COMMITTED:
-        yield pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow)
+def _cases() -> list[object]:
+    return [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in COMMITTED]
 
 
 def _held(cell: str) -> bool:

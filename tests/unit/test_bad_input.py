@@ -133,7 +133,7 @@ def test_chunks_need_an_order_that_has_them(cli: Cli, run_file: Path, tmp_path: 
 
 def test_a_batch_that_does_not_divide(cli: Cli, run_file: Path, tmp_path: Path) -> None:
     changes = ("--set", "plan.strategy=dp", "--set", "plan.mesh.dp=4", "--set", "training.global_batch=30")
-    patterns = (r"global_batch \(30\) .*divisible by dp \(4\)", r"32|28")
+    patterns = (r"global_batch \(30\) .*divisible by .*dp \(4\)", r"32|28")
     assert_refused(cli("plan", str(run_file), *changes), *patterns, folder=tmp_path, left={"RUN.toml"})
     changes = ("--set", "plan.strategy=custom", "--set", "plan.mesh.dp=4", "--set", "plan.microbatches=3")
     patterns = (r"global_batch \(64\) must be divisible by .*dp \(4\) \* .*microbatches \(3\) = 12", r"60")
