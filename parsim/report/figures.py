@@ -1,8 +1,8 @@
 """Plotly figures from timelines and from the dictionaries that JSON results hold.
 
 Every figure keeps one trace per kind or category, however many spans it draws. Kinds and categories have the colours of
-Okabe and Ito, the lines of memory those of Paul Tol's muted scheme. Colour-blind readers can distinguish both. A kind or
-line has the same colour everywhere.
+Okabe and Ito, which colour-blind readers can distinguish. A kind has the same colour everywhere. Figures of memory are in
+`parsim.report.memory_figures`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from plotly.subplots import make_subplots
 from parsim.graph.task import Resource, parse_resource
 from parsim.graph.taskgraph import TaskGraph
 from parsim.report.chrome_trace import stream_order, task_label
-from parsim.report.tables import CATEGORIES, format_error, interval_texts, line_name, memory_lines, plan_text
+from parsim.report.tables import CATEGORIES, format_error, interval_texts, plan_text
 from parsim.timeline import Timeline
-from parsim.units import GIB, KIB, MIB, format_bytes, format_seconds
+from parsim.units import format_bytes, format_seconds
 from parsim.work import kind_of
 
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
@@ -47,22 +47,6 @@ CATEGORY_COLOURS = {
     "exposed_communication_s": VERMILION,
     "bubble_s": ORANGE,
     "idle_s": GREY,
-}
-MEMORY_COLOURS = {
-    "parameters": "#332288",
-    "casts": "#6699CC",
-    "gradients": "#88CCEE",
-    "unsharded": "#4477AA",
-    "optimizer_state": "#44AA99",
-    "buffers": "#117733",
-    "activations": "#DDCC77",
-    "boundary_values": "#999933",
-    "receive_buffers": "#661100",
-    "inputs": "#CC6677",
-    "communication": "#882255",
-    "context": "#CBD0D6",
-    "workspace": "#AA4499",
-    "allocator": "#DDDDDD",
 }
 PREDICTED, MEASURED = BLUE, "#4a5560"
 
@@ -184,69 +168,6 @@ def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[s
     figure.update_xaxes(rangemode="tozero", zeroline=False, ticksuffix=f" {unit}")
     figure.update_layout(barmode="overlay", bargap=0.35)
     return styled(figure, 44 * max(2, len(results)) + 50)
-
-
-def memory_figure(memory: Sequence[Mapping[str, Any]], *, measured_bytes: Sequence[int] = ()) -> go.Figure:
-    """Peak memory per rank, stacked by line, against the device limit and the measured peak."""
-    amounts = [memory_lines(rank) for rank in memory]
-    names = list(dict.fromkeys(name for lines in amounts for name in lines))
-    peaks = [sum(lines.values()) for lines in amounts]
-    highest = max([*peaks, *measured_bytes], default=0)
-    scale, unit = next(((size, name) for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if highest >= size), (1, "B"))
-    ranks = [f"r{rank['rank']}" for rank in memory]
-    figure = go.Figure()
-    for name in names:
-        values = [lines.get(name, 0) for lines in amounts]
-        if not any(values):
-            continue
-        shown = html.escape(line_name(name))
-        figure.add_trace(
-            go.Bar(
-                name=shown,
-                x=ranks,
-                y=[value / scale for value in values],
-                marker={"color": MEMORY_COLOURS.get(name, GREY)},
-                customdata=[format_bytes(value) for value in values],
-                hovertemplate=f"%{{x}} {shown}<br>%{{customdata}}<extra></extra>",
-            )
-        )
-    if len(measured_bytes):
-        figure.add_trace(
-            go.Scatter(
-                name="measured peak",
-                x=ranks,
-                y=[value / scale for value in measured_bytes],
-                mode="markers",
-                marker={"symbol": "diamond", "size": 10, "color": "white", "line": {"color": INK, "width": 2}},
-                customdata=[
-                    [format_bytes(value), format_error((peak - value) / value if value else None)]
-                    for peak, value in zip(peaks, measured_bytes, strict=True)
-                ],
-                hovertemplate="%{x} measured peak<br>%{customdata[0]}<br>error %{customdata[1]}<extra></extra>",
-            )
-        )
-    limits = [rank.get("limit_bytes") for rank in memory]
-    known = [limit for limit in limits if limit is not None]
-    title = f"{unit} at the peak"
-    if known and max(known) <= 4 * highest:
-        figure.add_trace(
-            go.Scatter(
-                name="device limit",
-                x=ranks,
-                y=[None if limit is None else limit / scale for limit in limits],
-                mode="lines+markers" if len(ranks) > 1 else "markers",
-                marker={"symbol": "line-ew", "size": 26, "line": {"color": INK, "width": 2}},
-                line={"color": INK, "dash": "dot", "width": 1.5},
-                customdata=["" if limit is None else format_bytes(limit) for limit in limits],
-                hovertemplate="%{x} device limit<br>%{customdata}<extra></extra>",
-            )
-        )
-    elif known:
-        title += f" (device limit {format_bytes(min(known))})"
-    figure.update_yaxes(title=title, rangemode="tozero", zeroline=False, fixedrange=True)
-    figure.update_xaxes(type="category", fixedrange=True, showgrid=False)
-    figure.update_layout(barmode="stack", bargap=0.4 if len(ranks) > 2 else 0.65)
-    return styled(figure, 330)
 
 
 def breakdown_figure(breakdowns: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:

@@ -17,7 +17,7 @@ from plotly.offline import get_plotlyjs
 
 from parsim.files import write_text_atomically
 from parsim.graph.taskgraph import TaskGraph
-from parsim.report import figures, tables
+from parsim.report import figures, memory_figures, tables
 from parsim.report.page import PAGE_SCRIPT, PAGE_STYLE
 from parsim.timeline import Timeline
 from parsim.units import format_seconds
@@ -31,7 +31,8 @@ class ReportRun:
         label: e.g. "dp"; plan: Plan.to_dict() or a text.
         graph, predicted, measured: the program and its timelines (measured: one typical step).
         predicted_breakdown, measured_breakdown: RankBreakdown as dictionaries. memory: RankMemory as dictionaries.
-        measured_memory_bytes: peak per rank. comparison: Comparison.to_dict().
+        memory_levels: MemoryLevel as dictionaries: what was measured, each beside what was predicted of the same kind.
+        comparison: Comparison.to_dict().
         absent: why a part is missing, by part: timeline, measured, breakdown, memory, comparison.
     """
 
@@ -43,7 +44,7 @@ class ReportRun:
     predicted_breakdown: Sequence[Mapping[str, Any]] = ()
     measured_breakdown: Sequence[Mapping[str, Any]] = ()
     memory: Sequence[Mapping[str, Any]] = ()
-    measured_memory_bytes: Sequence[int] = ()
+    memory_levels: Sequence[Mapping[str, Any]] = ()
     comparison: Mapping[str, Any] | None = None
     absent: Mapping[str, str] = field(default_factory=dict)
 
@@ -190,10 +191,15 @@ def _run(run: ReportRun, drawn: list[go.Figure], *, opened: bool) -> str:
         parts.append(_absent(run.absent.get("breakdown", "No breakdown was made of this plan.")))
     parts.append("</div><div><h4>Peak memory by rank</h4>")
     if len(run.memory):
-        caption = "Predicted, by line, against what the device has."
-        parts.append(_figure(drawn, figures.memory_figure(run.memory, measured_bytes=run.measured_memory_bytes), caption))
+        whole = [row["measured_bytes"] for row in run.memory_levels if row["level"] == "driver"]
+        whole = whole if len(whole) == len(run.memory) else []
+        caption = "Predicted, by line, against what the device has" + ("; diamonds: measured on the device." if whole else ".")
+        parts.append(_figure(drawn, memory_figures.memory_figure(run.memory, device_bytes=whole), caption))
     else:
         parts.append(_absent(run.absent.get("memory", "Memory was not predicted for this plan.")))
+    if run.memory_levels:
+        parts.append("<h4>Memory, predicted and measured</h4>")
+        parts.append(_figure(drawn, memory_figures.memory_levels_figure(run.memory_levels), _levels_caption(run.memory_levels)))
     parts.append("</div></div>")
     if run.comparison is None and (run.measured is not None or "comparison" in run.absent):
         parts.append(_absent(run.absent.get("comparison", "The prediction was not compared with the measurement.")))
@@ -205,6 +211,13 @@ def _run(run: ReportRun, drawn: list[go.Figure], *, opened: bool) -> str:
         furthest = _table(tables.largest_errors_table(run.comparison, title=""))
         parts.append(f'<details class="inner"><summary>Tasks furthest off</summary>{furthest}</details>')
     return "".join(parts) + "</details>"
+
+
+def _levels_caption(levels: Sequence[Mapping[str, Any]]) -> str:
+    text = "Peak of live tensors, counted operator by operator, beside the predicted lines of tensors."
+    if any(row["level"] == "reserved" for row in levels):
+        return f"{text} What the allocator reserved is compared with these and the line allocator."
+    return f"{text} The context of the process and libraries are no tensors: no counter of a CPU sees them."
 
 
 def _run_name(run: ReportRun) -> str:

@@ -221,19 +221,14 @@ def largest_errors_table(comparison: Mapping[str, Any], *, title: str = "Tasks f
     return ReportTable(title=title, columns=columns, rows=rows)
 
 
-def memory_table(
-    memory: Sequence[Mapping[str, Any]],
-    *,
-    measured_bytes: Sequence[int] = (),
-    title: str = "Peak memory by rank",
-) -> ReportTable:
+def memory_table(memory: Sequence[Mapping[str, Any]], *, title: str = "Peak memory by rank") -> ReportTable:
     """One row per line and one column per rank (equal ranks share one), from RankMemory as dictionaries.
 
-    With the measured peak if there is one; of more than MEMORY_COLUMNS different columns, the fullest.
+    Of more than MEMORY_COLUMNS different columns, the fullest.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, rank in enumerate(memory):
-        key = (*memory_lines(rank).items(), rank.get("limit_bytes"), measured_bytes[number] if measured_bytes else None)
+        key = (*memory_lines(rank).items(), rank.get("limit_bytes"))
         groups.setdefault(key, []).append(number)
     peaks = [sum(memory_lines(rank).values()) for rank in memory]
     shown = sorted(sorted(groups.values(), key=lambda group: -peaks[group[0]])[:MEMORY_COLUMNS])
@@ -244,10 +239,6 @@ def memory_table(
     if any("p95_bytes" in memory[group[0]] for group in shown):
         ends = [[memory[group[0]].get(key, peaks[group[0]]) for key in ("p05_bytes", "p95_bytes")] for group in shown]
         rows.append(["p05 to p95", *(f"{format_bytes(low)} to {format_bytes(high)}" for low, high in ends)])
-    if measured_bytes:
-        pairs = [(peaks[group[0]], measured_bytes[group[0]]) for group in shown]
-        rows.append(["measured peak", *(format_bytes(measured) for _, measured in pairs)])
-        rows.append(["error", *(format_error((peak - measured) / measured if measured else None) for peak, measured in pairs)])
     limits = [memory[group[0]].get("limit_bytes") for group in shown]
     rows.append(["device limit", *(NOTHING if limit is None else format_bytes(limit) for limit in limits)])
     headings = [_ranks_text([memory[number]["rank"] for number in group]) for group in shown]

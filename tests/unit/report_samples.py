@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.costs.memory.rank_memory import RankMemory
+from parsim.execute.cuda.memory_counters import MemoryUse
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.plans.mesh import Mesh
@@ -17,6 +19,7 @@ from parsim.plans.plan import Plan, Stage
 from parsim.predict.result import Interval, PlanResult
 from parsim.report.compare import compare
 from parsim.report.html import ReportData, ReportRun, ReportSection
+from parsim.report.memory_levels import memory_levels
 from parsim.timeline import Span, Timeline
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
 
@@ -277,8 +280,10 @@ def measured_run(
     predicted = run_in_order(graph, seconds)
     measured = measured_steps(graph, seconds, steps, seed)
     memory = memory_of(graph.world_size, 16 * 2**30, 0.25)
-    peaks = [sum(size for _, size in rank["lines"]) for rank in memory]
+    ranks = [RankMemory(rank=r["rank"], lines=(*r["lines"], ("allocator", 0)), limit_bytes=r["limit_bytes"]) for r in memory]
+    peaks = [sum(rank.tensor_lines.values()) for rank in ranks]
     seen = [int(peak * 1.03) for peak in peaks]
+    levels = memory_levels(ranks, [MemoryUse(live_bytes=peak) for peak in seen])
     interval = Interval(median=predicted.makespan_s, p05=0.93 * predicted.makespan_s, p95=1.09 * predicted.makespan_s)
     comparison = compare(
         graph,
@@ -297,7 +302,7 @@ def measured_run(
         predicted_breakdown=breakdown_of(predicted, graph.world_size),
         measured_breakdown=breakdown_of(measured[0], graph.world_size),
         memory=memory,
-        measured_memory_bytes=seen,
+        memory_levels=[row.to_dict() for row in levels],
         comparison=comparison.to_dict(),
     )
 

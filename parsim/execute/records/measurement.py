@@ -116,6 +116,14 @@ class Measurement:
     memory: tuple[MemoryUse | None, ...] = ()
 
     @property
+    def memory_uses(self) -> tuple[MemoryUse | None, ...]:
+        """By rank what was counted; records from before there were several counters know live tensors alone."""
+        known = self.memory or (None,) * len(self.peak_bytes)
+        return tuple(
+            use or (MemoryUse(live_bytes=peak) if peak else None) for use, peak in zip(known, self.peak_bytes, strict=True)
+        )
+
+    @property
     def mean_step_s(self) -> float:
         return float(self.step_s.mean())
 

@@ -13,6 +13,7 @@ from parsim.report.chrome_trace import save_chrome_trace
 from parsim.report.compare import Comparison
 from parsim.report.coverage import coverage_figures, coverage_tables
 from parsim.report.html import ReportData, ReportRun, ReportSection, write_report
+from parsim.report.memory_levels import memory_levels
 from parsim.report.profile_table import calibration_table
 from parsim.workflow.ask import typical_step
 from parsim.workflow.folders.run_folder import RunFolder
@@ -70,7 +71,7 @@ def report_run(evaluation: Evaluation, seen: Measurement | None, comparison: Com
         predicted_breakdown=[asdict(rank) for rank in evaluation.breakdown],
         measured_breakdown=() if step is None else [asdict(rank) for rank in breakdown(evaluation.graph, step)],
         memory=[asdict(memory) for memory in evaluation.memory],
-        measured_memory_bytes=() if seen is None or not all(seen.peak_bytes) else seen.peak_bytes,
+        memory_levels=() if seen is None else [row.to_dict() for row in memory_levels(evaluation.memory, seen.memory_uses)],
         comparison=None if comparison is None else comparison.to_dict(),
     )
 
