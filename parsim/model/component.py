@@ -14,6 +14,8 @@ GRADIENTS = ("", "input", "weight", "none")
 (no operand requires a gradient)."""
 OPERATOR_KINDS = ("matmul", "convolution", "attention", "embedding", "memory_bound")
 LOSS = "loss"
+PAGE_BYTES = 4096
+"""On which some kernels begin their arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +232,8 @@ class Component:
         backward_peaks: (bytes per sample, fixed bytes) of the moments of its backward that can be the fullest. They count
             live bytes beyond all saved activations, with the gradients of outputs, inputs and parameters. Empty: not
             counted.
+        paged_bytes: per sample, of arrays among the saved ones that a kernel begins on a page of `PAGE_BYTES` each. The other
+            numbers count them without that.
         shardings: the ways it can be tensor-sharded; none: it cannot.
         half: what it keeps under autocast; None: not recorded.
     """
@@ -246,6 +250,23 @@ class Component:
     operators: tuple[Operator, ...] = ()
     shardings: tuple[Sharding, ...] = ()
     half: HalfComponent | None = None
+    paged_bytes: tuple[int, ...] = ()
+
+    def on_pages(self, samples: int) -> Component:
+        """The component with what lies between the end of each of its paged arrays and the next page, as fixed bytes.
+
+        Args:
+            samples: that it runs on at once; the fixed bytes hold for this number alone.
+        """
+        if not self.paged_bytes:
+            return self
+        rest = sum(-size * samples % PAGE_BYTES for size in self.paged_bytes)
+        return replace(
+            self,
+            saved_fixed_bytes=self.saved_fixed_bytes + rest,
+            forward_peaks=tuple((rate, fixed + rest) for rate, fixed in self.forward_peaks),
+            paged_bytes=(),
+        )
 
     def sharding(self, rule: str) -> Sharding:
         """Raises ModelError if the component has no such rule."""

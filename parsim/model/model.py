@@ -136,6 +136,7 @@ class Model:
             if not document[key]:
                 del document[key]
         for component in document["components"]:
+            _drop_defaults([component], "paged_bytes", ())
             _drop_defaults(component["parameters"], "trainable", True)
             _drop_defaults(component["operators"], "gradients", "")
             for sharding in component["shardings"]:
@@ -190,6 +191,7 @@ def _component(entry: dict[str, Any]) -> Component:
             **_peaks(entry),
             "operators": operators,
             "shardings": tuple(_sharding(sharding) for sharding in entry["shardings"]),
+            "paged_bytes": tuple(map(int, entry.get("paged_bytes", ()))),
             "half": None if entry["half"] is None else HalfComponent(**{**entry["half"], **_peaks(entry["half"])}),
         }
     )

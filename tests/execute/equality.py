@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.plan import Plan, Stage
 from parsim.plans.recompute import NONE, Recompute
+from tests.execute.forked import run_job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +88,13 @@ def even_plan(
     )
 
 
-def run_cases(cases: Sequence[Case], folder: Path, *, steps: int) -> list[RunSpec]:
-    """All cases in one launch, `steps` steps each; their states and losses lie under the folder."""
+def launched(job_path: Path) -> None:
+    """As `parsim run` starts the ranks of a job: under torchrun, in processes that import everything anew."""
+    launch(job_path, Job.load(job_path).world_size, timeout_s=500)
+
+
+def run_cases(cases: Sequence[Case], folder: Path, *, steps: int, start: Callable[[Path], None] = run_job) -> list[RunSpec]:
+    """All cases in one job, `steps` steps each; their states and losses lie under the folder. `start` runs its ranks."""
     runs = []
     models: dict[tuple[ModelSpec, str], Path] = {}
     for number, case in enumerate(cases):
@@ -116,7 +122,7 @@ def run_cases(cases: Sequence[Case], folder: Path, *, steps: int) -> list[RunSpe
     job = Job(output=str(folder), mode="measure", runs=tuple(runs), steps=steps - 1, rounds=1, warmup_steps=0, keep_state=True)
     path = folder / "job.json"
     job.save(path)
-    launch(path, job.world_size, timeout_s=500)
+    start(path)
     return runs
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
+
+from parsim.execute.job import Job
+from parsim.execute.processes.group import error_path, read_error, worker_main
+from parsim.execute.worker import main
 
 
 def run_ranks(work: Callable[..., Any], world_size: int, folder: Path, *arguments: Any) -> list[Any]:
@@ -26,3 +35,44 @@ def _rank(rank: int, work: Callable[..., Any], world_size: int, folder: Path, ar
     torch.save(work(rank, *arguments), folder / f"result-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run_job(job_path: Path, *, timeout_s: float = 500.0) -> None:
+    """Every rank of the job, as `launch` would run it: the worker's own main function, with the variables that torchrun sets.
+
+    Left out: torchrun itself, which `test_launch` tests, and 4 s of imports per rank. Raises AssertionError if a rank fails.
+    """
+    world_size = Job.load(job_path).world_size
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = get_context("fork")
+    ranks = [context.Process(target=_worker, args=(rank, world_size, store.port, job_path)) for rank in range(world_size)]
+    until = time.monotonic() + timeout_s
+    try:
+        for process in ranks:
+            process.start()
+        running = list(ranks)
+        while running and time.monotonic() < until:
+            wait([process.sentinel for process in running], timeout=until - time.monotonic())
+            failed = [rank for rank, process in enumerate(ranks) if process.exitcode]
+            assert not failed, _failure(job_path, failed[0])
+            running = [process for process in running if process.exitcode is None]
+        assert not running, f"the ranks did not end within {timeout_s} s"
+    finally:
+        for process in ranks:
+            if process.pid is not None and process.exitcode is None:
+                process.kill()
+                process.join()
+
+
+def _failure(job_path: Path, rank: int) -> str:
+    record = read_error(error_path(job_path.parent, rank))
+    return f"rank {rank} failed" + ("" if record is None else f": {record.message}\n{record.traceback}")
+
+
+def _worker(rank: int, world_size: int, port: int, job_path: Path) -> NoReturn:
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
+    names = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ.update({**{name: str(value) for name, value in place.items()}, **names})
+    sys.argv = ["parsim.execute.worker", str(job_path)]
+    worker_main(main)

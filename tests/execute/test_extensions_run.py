@@ -28,7 +28,7 @@ from parsim.plans.mesh import Mesh
 from parsim.work import Collective
 from parsim.workflow.ask import answer, run_spec
 from parsim.workflow.config import load_config
-from tests.execute.equality import Case, compare_case, even_plan, run_cases
+from tests.execute.equality import Case, compare_case, even_plan, launched, run_cases
 from tests.execute.forked import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "extensions"
@@ -56,7 +56,7 @@ def test_model_loss_dataset_optimizer_and_order_on_two_processes_equal_one(tmp_p
         case(Mesh(dp=2), zero_stage=2, bucket_bytes=2**12),
         case(Mesh(dp=2), microbatches=2),
     ]
-    runs = run_cases(cases, tmp_path, steps=STEPS)
+    runs = run_cases(cases, tmp_path, steps=STEPS, start=launched)
     for item, run in zip(cases, runs, strict=True):
         difference = compare_case(item, run, tmp_path, steps=STEPS)
         assert difference.worst <= TOLERANCE, f"{item}: {difference}"

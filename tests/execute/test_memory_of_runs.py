@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from parsim.execute.job import Job, RunSpec
-from parsim.execute.processes.launch import launch
 from parsim.execute.records.measurement import RankRecord
 from parsim.hardware.allocator import NO_ALLOCATOR
 from parsim.hardware.cluster import Cluster, cluster_from_profile
@@ -18,6 +17,7 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.planning_problem import PlanningProblem
+from tests.execute.forked import run_job
 
 SPEC = ModelSpec(name="mlp", args=(("width", 256),))
 MODEL = load_model(SPEC, granularity="layer")
@@ -76,7 +76,7 @@ def test_peaks_of_tensors_are_as_predicted_and_so_are_the_verdicts(tmp_path: Pat
     )
     job = Job(output=str(tmp_path), mode="measure", runs=runs, steps=1, rounds=1, warmup_steps=1)
     job.save(tmp_path / "job.json")
-    launch(tmp_path / "job.json", job.world_size, timeout_s=300)
+    run_job(tmp_path / "job.json")
     for run, plan in zip(runs, PLANS, strict=True):
         problem = PlanningProblem(model=MODEL, cluster=two_processes(), global_batch=SAMPLES, optimizer="adam")
         measured = [RankRecord.load(tmp_path / run.name, rank).peak_bytes for rank in range(2)]

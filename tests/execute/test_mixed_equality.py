@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from parsim.execute.job import Job, RunSpec, Switch
-from parsim.execute.processes.launch import launch
 from parsim.execute.records.measurement import RankRecord
 from parsim.execute.reference import largest_difference
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
@@ -17,6 +16,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.placement import parse_placement
 from parsim.plans.plan import Plan, Stage
 from tests.execute.equality import compare_case, run_cases
+from tests.execute.forked import run_job
 from tests.execute.mixed import MODELS, random_case
 
 TOLERANCE = 1e-10
@@ -91,7 +91,7 @@ def test_changing_plan_on_the_way_changes_nothing_else(tmp_path: Path) -> None:
         )
         job = Job(output=str(folder), mode="train", runs=(run,), steps=steps, warmup_steps=0, switches=switches)
         job.save(folder / "job.json")
-        launch(folder / "job.json", job.world_size, timeout_s=300)
+        run_job(folder / "job.json")
         folders.append(folder)
     states = []
     for folder in folders:

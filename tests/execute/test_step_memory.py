@@ -6,7 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
-from parsim.model.memory.kernel_workspaces import PAGE_BYTES, lstm_workspace_arrays  # noqa: E402
+from parsim.model.component import PAGE_BYTES  # noqa: E402
+from parsim.model.memory.kernel_workspaces import lstm_workspace_arrays  # noqa: E402
 from tests.matrix.catalogue import _SEQUENCE, _VISION  # noqa: E402
 from tests.matrix.checks import Subject, memory  # noqa: E402
 
@@ -26,6 +27,14 @@ def test_values_wait_for_readers_and_gradients_for_makers(name: str) -> None:
 @pytest.mark.parametrize("name", ["graph, dense", "frozen backbone"])
 def test_an_input_that_no_backward_needs_is_let_go_and_a_frozen_part_has_no_backward(name: str) -> None:
     memory(Subject(ROWS[name]))
+
+
+@pytest.mark.parametrize("name", ["LSTM", "bidirectional LSTM"])
+def test_arrays_of_an_lstm_begin_on_pages(name: str) -> None:
+    """Up to 8% of a step of 100 KB: counted for the samples that a rank has."""
+    subject = Subject(ROWS[name])
+    assert any(component.paged_bytes for component in subject.model.components)
+    memory(subject)
 
 
 @pytest.mark.parametrize(

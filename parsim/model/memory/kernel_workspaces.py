@@ -3,10 +3,10 @@
 oneDNN's LSTM (one direction of one layer) returns a workspace that autograd keeps: the gates, the hidden states and cells of
 every step, and room for their gradients. The fake kernel returns an empty one.
 
-Leaves out: oneDNN begins each of its seven arrays on a page of 4096 bytes, which is not linear in the batch (at most 28 KiB
-a layer and direction).
+Each of its seven arrays begins on a page of 4096 bytes. That is not linear in the batch, so a trace counts the arrays without
+it, and keeps their sizes per sample (`Component.paged_bytes`) for whoever knows the samples.
 
-Source: oneDNN, src/cpu/rnn/rnn_utils.cpp, get_good_ld and set_offsets. Sizes equal the real kernel's, but for the pages.
+Source: oneDNN, src/cpu/rnn/rnn_utils.cpp, get_good_ld and set_offsets. Sizes equal the real kernel's, pages included.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from torch import Tensor
 
 GATES = 4
 LINE_BYTES = 64
-PAGE_BYTES = 4096
-ARRAYS = 7
 
 
 def lstm_workspace_arrays(length: int, batch: int, features: int, hidden: int, element_bytes: int = 4) -> tuple[int, ...]:
@@ -51,18 +49,27 @@ def _padded(width: int, element_bytes: int) -> int:
     return padded + line if padded % 256 == 0 else padded
 
 
+def paged_arrays(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Bytes of the arrays in the workspace that the operator keeps for its backward; none: it keeps none.
+
+    Args:
+        func: an operator of aten. args: its positional arguments.
+    """
+    if func is not torch.ops.aten.mkldnn_rnn_layer.default or not args[15]:
+        return ()
+    given, recurrent = args[0], args[2]
+    length, batch, features = given.shape
+    return lstm_workspace_arrays(length, batch, features, recurrent.shape[1], given.element_size())
+
+
 def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     """The result of an operator; the empty workspace of a fake LSTM has its size.
 
     Args:
         func: an operator of aten. args: its positional arguments. result: what it returned.
     """
-    if func is not torch.ops.aten.mkldnn_rnn_layer.default or result[3] is None or result[3].numel():
+    sizes = paged_arrays(func, args)
+    if not sizes or result[3] is None or result[3].numel():
         return result
-    given, recurrent, train = args[0], args[2], args[15]
-    if not train:
-        return result
-    length, batch, features = given.shape
-    sizes = lstm_workspace_arrays(length, batch, features, recurrent.shape[1], given.element_size())
     workspace: Tensor = result[3].new_empty(sum(sizes))
     return (*result[:3], workspace)

@@ -71,6 +71,10 @@ class TracedForward:
         """Of activations, or of the casts of parameters, in one component."""
         return sum(size for key, size in self.saved_in[place] if (key in self.casts) == casts)
 
+    def paged_arrays(self, place: int) -> list[int]:
+        """Bytes of what its kernels keep on pages of their own."""
+        return [size for raw in self.operators_in[place] for size in raw.paged_arrays]
+
     def counts(self, storage: int) -> bool:
         """Whether it is among some component's saved activations."""
         return storage in self.savers and storage not in self.state
@@ -359,6 +363,10 @@ def _component(
         saved_fixed_bytes=fixed,
         operators=operators,
         shardings=shardings,
+        paged_bytes=tuple(
+            split(less, more, batches, f"an array that {one.name} saves")[0]
+            for less, more in zip(small.paged_arrays(place), large.paged_arrays(place), strict=True)
+        ),
     )
     forward, backward = peaks.of_component(component, place)
     counted = (peaks.of_shards(component, place, sharding) for sharding in shardings)

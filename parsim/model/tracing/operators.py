@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from parsim.model.component import Operator
-from parsim.model.memory.kernel_workspaces import with_workspace
+from parsim.model.memory.kernel_workspaces import paged_arrays, with_workspace
 from parsim.model.operator_table import UNLISTED, Dims, KernelPiece, OperatorRow, TracedCall, row_of
 from parsim.model.tracing.recorder import storage_key, tensors_in
 
@@ -30,7 +30,7 @@ class RawOperator:
 
     Attributes:
         flop, activation_bytes, parameter_bytes: of one. made_elements: of its largest output.
-        gradients: as in `Operator`.
+        gradients: as in `Operator`. paged_arrays: bytes of what it keeps on pages of their own.
     """
 
     op: int
@@ -43,6 +43,7 @@ class RawOperator:
     count: int = 1
     made_elements: int = 0
     gradients: str = ""
+    paged_arrays: tuple[int, ...] = ()
 
 
 # The dim a sample multiplies, in the order tried, and what Operator.batch calls that. The dim "batch" leaves the shape.
@@ -119,6 +120,8 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if packet is aten._to_copy and parameters:
             self.casts.update((storage_key(tensor), tensor) for tensor in made)
         made_of = operators_of(func, args, kwargs, out, self._state, self.current())
+        if arrays := paged_arrays(func, args):
+            made_of = [replace(made_of[0], paged_arrays=arrays), *made_of[1:]]
         gradients = self._gradients(func, args, given)
         self.operators += [replace(raw, gradients=gradients) for raw in made_of] if gradients else made_of
         return out
