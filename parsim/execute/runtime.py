@@ -332,6 +332,7 @@ class RankProgram:
         tensor = self._taken(before, origin.microbatch) if held else self._buffer(before)
         group = self._groups["tp", tuple(sorted(task.work.group))]
         made = run_hop(origin.hop, tensor, ranks=task.work.group, group=group)
+        self.watch.received(made)
         store.put(after, origin.microbatch, made)
 
     def _message(self, task: Task, before: Instance, after: Instance) -> None:

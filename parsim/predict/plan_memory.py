@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from parsim.costs.memory.rank_memory import Boundary, RankMemory, RankStep, Traffic, Weights, rank_memory
+from parsim.costs.memory.rank_memory import Boundary, Chunks, RankMemory, RankStep, Traffic, Weights, rank_memory
 from parsim.costs.memory.waiting import waiting_bytes
 from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.parameter_buckets import Bucket
@@ -22,7 +22,8 @@ from parsim.graph.passes.convert import POINT_TO_POINT_HOPS
 from parsim.graph.plan_index import PlanIndex, Reading
 from parsim.hardware.cluster import Cluster
 from parsim.model.component import Value
-from parsim.plans.pipeline import halves_waiting, in_flight, moments
+from parsim.plans.held import held_moments
+from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight
 from parsim.plans.redistribution import LOCAL_HOPS, Hop, ValueLayout, conversion
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.unsharded_memory import unsharded_bytes
@@ -59,16 +60,18 @@ def plan_memory(
             messages = _messages(layout, kept.values, rank)
             names = layout.rank_components(rank)
             arriving, unsure = _arriving_bytes(kept, rank)
+            gradients = waiting_gradients(layout, kept.values, rank)
             step = RankStep(
                 components=[kept.component(name) for name in names],
                 values=kept.values,
+                gradients=gradients,
                 microbatch_samples={name: layout.local_samples(name) for name in names}
                 if plan.is_mixed
                 else plan.microbatch_samples // plan.mesh.tp,
-                in_flight=_in_flight(kept, rank),
-                halves_waiting=halves_waiting(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks),
+                in_flight=in_flight(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks),
+                pipeline=_chunks(layout, rank, names),
                 loaded_microbatches=plan.microbatches,
-                boundary=rank_boundary(layout, kept.values, rank) if plan.is_mixed else None,
+                boundary=rank_boundary(layout, kept.values, rank, gradients) if plan.is_mixed else None,
                 weights=rank_weights(layout, rank),
                 recomputed={name: kept.again(name) for name in names if layout.recomputes(name)},
             )
@@ -78,6 +81,7 @@ def plan_memory(
                 largest_message_bytes=round(max((message.size_bytes for message in messages), default=0.0)),
                 arriving_bytes=arriving,
                 unsure_arriving_bytes=unsure,
+                posted_bytes=_posted_bytes(kept, rank),
             )
             known[place] = rank_memory(
                 rank,
@@ -92,21 +96,52 @@ def plan_memory(
     return tuple(memories)
 
 
-def _in_flight(kept: KeptActivations, rank: int) -> dict[str, int]:
-    """By component of the rank the microbatches in flight, at the moment at which they save most."""
-    layout, plan = kept.layout, kept.layout.plan
-    place, names = plan.stage_of_rank(rank), layout.rank_components(rank)
-    saved = [0.0] * plan.chunks
+def _chunks(layout: PlanIndex, rank: int, names: Sequence[str]) -> Chunks | None:
+    """What a rank holds at every action, where that is more than one number: with chunks, or backwards in halves."""
+    plan = layout.plan
+    if plan.chunks == 1 and not PIPELINE_ORDERS[plan.pipeline_order].halves:
+        return None
+    place = plan.stage_of_rank(rank)
     chunk_of = {stage: chunk for chunk, stage in enumerate(plan.place_stages(place))}
-    for name in names if plan.chunks > 1 else ():
-        component = kept.component(name)
-        size = component.saved_activation_bytes * layout.local_samples(name) + component.saved_fixed_bytes
-        saved[chunk_of[layout.chunk_of[name]]] += size
-    alive = max(
-        moments(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks),
-        key=lambda moment: (sum(a * b for a, b in zip(moment, saved, strict=True)), sum(moment)),
+    return Chunks(
+        chunk_of={name: chunk_of[layout.chunk_of[name]] for name in names},
+        moments=held_moments(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks),
+        halved=frozenset(name for name in names if layout.is_halved(name)),
+        for_weights=frozenset(name for name in names if not layout.wants_input_gradient(name)),
     )
-    return {name: alive[chunk_of[layout.chunk_of[name]]] for name in names}
+
+
+def waiting_gradients(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> dict[str, list[tuple[int, float]]]:
+    """Gradients that a rank has while other components than their reader and their maker run (`waiting_bytes`).
+
+    Args:
+        layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
+    """
+    names = layout.rank_components(rank)
+    place = {name: number for number, name in enumerate(names)}
+    order = layout.model.component_index
+    here = [layout.model.component(name) for name in names]
+    found: dict[str, list[tuple[int, float]]] = {}
+    for value in dict.fromkeys(value for component in here for value in (*component.outputs, *component.inputs)):
+        entry = values[value]
+        if not entry.differentiable or entry.producer is None:
+            continue
+        for reading in layout.readings[value]:
+            readers = [name for name in reading.components if name in layout.differentiable]
+            local = [place[name] for name in readers if name in place]
+            if not readers or not (local or entry.producer in place):
+                continue
+            begins = max(local) if local else sum(order[name] < min(map(order.__getitem__, readers)) for name in names)
+            found.setdefault(value, []).append((begins, _gradient_size(layout, entry, reading)))
+    return found
+
+
+def _gradient_size(layout: PlanIndex, value: Value, reading: Reading) -> float:
+    """Of the gradient of one reading, converted as far as that sends something: what sends nothing is made when it is read."""
+    storage = reading.ends.gradient
+    for hop in conversion(storage, layout.source[value.name].gradient, layout.plan.mesh.tp):
+        storage = storage if hop.operation in LOCAL_HOPS else hop.target
+    return local_bytes(layout, value, storage)
 
 
 def rank_weights(layout: PlanIndex, rank: int) -> Weights:
@@ -138,13 +173,20 @@ def _held_of(bucket: Bucket, *, whole: bool, padded: bool) -> int:
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def rank_boundary(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> Boundary:
+def rank_boundary(
+    layout: PlanIndex,
+    values: Mapping[str, Value],
+    rank: int,
+    gradients: Mapping[str, Sequence[tuple[int, float]]] | None = None,
+) -> Boundary:
     """Bytes of the values that a rank makes or reads, in all layouts in which it does.
 
     Args:
         layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
+        gradients: `waiting_gradients` of the rank, where they are known already.
     """
-    held = loaded = loaded_saved = 0.0
+    loaded = loaded_saved = 0.0
+    held: dict[str, float] = {}
     batch = ValueLayout("full", layout.batch_ways(rank))
     for name, layouts in layout.batch_layouts(rank).items():
         value = values[name]
@@ -155,10 +197,16 @@ def rank_boundary(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> 
         elif counted and all(entry.form != "shard" for entry in layouts):  # pieces of a dim are copies
             loaded_saved += min(local_bytes(layout, value, entry) for entry in layouts)
     for value in values.values():
-        if value.producer is not None:
-            held += _held_bytes(layout, rank, value)
+        if value.producer is not None and (size := _held_bytes(layout, rank, value)):
+            keeper = next(
+                name
+                for name in (*(value.savers or ()), value.producer, *layout.consumers[value.name])
+                if layout.runs_on(rank, name)
+            )
+            held[keeper] = held.get(keeper, 0.0) + size
     return Boundary(
-        held_bytes=held,
+        held_bytes=sum(held.values()),
+        held_of=held,
         loaded_bytes=loaded,
         loaded_saved_bytes=loaded_saved,
         gradient_bytes={name: _gradient_bytes(layout, values, name) for name in layout.rank_components(rank)},
@@ -166,6 +214,7 @@ def rank_boundary(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> 
             [layout.model.component(name) for name in layout.rank_components(rank)],
             values,
             lambda value: _largest_bytes(layout, value),
+            waiting_gradients(layout, values, rank) if gradients is None else gradients,
         ),
     )
 
@@ -261,29 +310,49 @@ def _gradient_bytes(layout: PlanIndex, values: Mapping[str, Value], name: str) -
 
 
 def _arriving_bytes(kept: KeptActivations, rank: int) -> tuple[float, float]:
-    """Buffers of transfers to this rank that are not wanted yet, at most; and what of it depends on how far the others are.
+    """Buffers of transfers to this rank that are not wanted yet; and what can be there beside them.
 
-    A receive is posted as soon as the one before it on its stream has ended. For values, one microbatch more than those
-    in flight can have arrived, and the next can be posted, if there are so many. One of these two is certain. For
-    gradients the next one is posted.
+    A receive is posted as soon as the one before it on its stream has ended. So of values and of gradients the next one is
+    posted. One more value can have arrived, if the stage before is as far ahead as the order allows: in the steady state of
+    1f1b it is not. With chunks the values of all chunks come one after another, and so do their gradients.
     """
     layout, plan = kept.layout, kept.layout.plan
-    stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
-    alive = in_flight(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks)
+    alive = in_flight(plan.pipeline_order, plan.stage_of_rank(rank), plan.mesh.pp, plan.microbatches, plan.chunks)
     values_ahead = max(0, min(2, plan.microbatches * plan.chunks - alive))
     gradients_ahead = min(1, plan.microbatches - 1)
-    total = unsure = 0.0
-    for value in kept.values.values():
+    values, gradients = _crossing(kept, rank)
+    if plan.chunks > 1:
+        sizes = sorted(values, reverse=True)[:values_ahead]
+        return sum(sizes[:1]) + max(gradients, default=0.0), sum(sizes[1:])
+    return (
+        min(1, values_ahead) * sum(values) + gradients_ahead * sum(gradients),
+        max(0, values_ahead - 1) * sum(values),
+    )
+
+
+def _posted_bytes(kept: KeptActivations, rank: int) -> float:
+    """With one microbatch: room for the first gradient from each stage, which is there from the beginning of the step."""
+    if kept.layout.plan.microbatches > 1 or kept.layout.plan.chunks > 1:
+        return 0.0
+    return max(_crossing(kept, rank)[1], default=0.0)
+
+
+def _crossing(kept: KeptActivations, rank: int) -> tuple[list[float], list[float]]:
+    """Bytes of one microbatch of every value, and of every gradient, that a rank receives from another stage."""
+    layout, plan = kept.layout, kept.layout.plan
+    stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
+    values: list[float] = []
+    gradients: list[float] = []
+    for value in kept.values.values() if plan.mesh.pp > 1 else ():
         home = layout.stage_of_value[value.name]
         for reading in layout.readings[value.name]:
             if home is None or home == reading.stage:
                 continue
             if reading.stage == stage and shard in reading.ends.value.holders(plan.mesh.tp):
-                size = local_bytes(layout, value, reading.ends.value)
-                total, unsure = total + values_ahead * size, unsure + max(0, values_ahead - 1) * size
+                values.append(local_bytes(layout, value, reading.ends.value))
             if home == stage and value.differentiable and shard in reading.ends.gradient.holders(plan.mesh.tp):
-                total += gradients_ahead * local_bytes(layout, value, reading.ends.gradient)
-    return total, unsure
+                gradients.append(local_bytes(layout, value, reading.ends.gradient))
+    return values, gradients
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

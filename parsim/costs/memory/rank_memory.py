@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
+from parsim.costs.memory.chunks import Chunks, ComponentMoments, Moment, fullest
 from parsim.costs.memory.verdict import DOUBTFUL, FIT_PROBABILITY, fit_probability
 from parsim.costs.memory.waiting import Waiting, waiting_bytes
 from parsim.errors import CostError
@@ -155,6 +156,7 @@ class Boundary:
             while the microbatch is in flight, or let go once it is read.
         gradient_bytes: by component, of what is there of its outputs' gradients right before its backward.
         waiting: values and gradients that are there for other components.
+        held_of: `held_bytes` by the first component here that keeps the value, or makes or reads it.
     """
 
     held_bytes: float
@@ -162,6 +164,7 @@ class Boundary:
     loaded_saved_bytes: float
     gradient_bytes: Mapping[str, float]
     waiting: Waiting = field(default_factory=Waiting)
+    held_of: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,23 +189,24 @@ class RankStep:
         values: all Values of the model by name (`Model.value`), likewise.
         microbatch_samples: samples of one microbatch on this rank; by component where they differ.
         in_flight: microbatches whose forward has run and whose backward has not, at the worst moment (gpipe: M; 1f1b:
-            min(M, S - s); one stage: 1). By component where they differ (several chunks on one rank).
+            min(M, S - s); one stage: 1).
+        pipeline: what is held at every action, where that is more than one number; it goes before `in_flight`.
+        gradients: that wait here for their makers, as `waiting_bytes` takes them.
         loaded_microbatches: how many microbatches of model inputs are on the device at once (None: those in flight).
         boundary: None where every component sees the same samples and values are handed on as they were made.
         weights: None where the rank holds, and updates, all parameters of its components.
-        halves_waiting: microbatches whose backward has run for inputs and not yet for weights: the gradients of what their
-            components put out are still there.
         recomputed: by component that runs its forward twice, what changes then.
     """
 
     components: Sequence[Component]
     values: Mapping[str, Value]
     microbatch_samples: int | Mapping[str, int]
-    in_flight: int | Mapping[str, int] = 1
+    in_flight: int = 1
+    pipeline: Chunks | None = None
+    gradients: Mapping[str, Sequence[tuple[int, float]]] | None = None
     loaded_microbatches: int | None = None
     boundary: Boundary | None = None
     weights: Weights | None = None
-    halves_waiting: int = 0
     recomputed: Mapping[str, Again] = field(default_factory=dict)
 
 
@@ -213,8 +217,9 @@ class Traffic:
     Attributes:
         communicators: process groups with collectives or transfers this rank takes part in; 0 for one rank alone.
         largest_message_bytes: the largest bucket or transfer; gloo keeps a scratch copy of it.
-        arriving_bytes: buffers of transfers that other ranks send, or will send, before they are wanted here, at most.
-        unsure_arriving_bytes: that part of it which is there only if the others are as far ahead as the order allows.
+        arriving_bytes: buffers of transfers that other ranks send, or will send, before they are wanted here.
+        unsure_arriving_bytes: what is there beside them if the others are as far ahead as the order allows.
+        posted_bytes: room for gradients that is there from the beginning of the step, and read by the first backwards.
     """
 
     backend: str = "nccl"
@@ -222,6 +227,7 @@ class Traffic:
     largest_message_bytes: int = 0
     arriving_bytes: float = 0.0
     unsure_arriving_bytes: float = 0.0
+    posted_bytes: float = 0.0
 
 
 ALONE = Traffic()
@@ -250,7 +256,6 @@ def rank_memory(
         Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, unsharded (buckets while whole),
         optimizer_state, buffers, activations, boundary_values, receive_buffers, inputs, communication, context, workspace,
         allocator. A value is counted with the component that is the first to save it, and under boundary_values elsewhere.
-        Values between components are counted for the component with most microbatches in flight: an upper bound with chunks.
 
     Raises:
         ConfigError: unknown optimizer. CostError: samples or in_flight < 1, or samples by component without their boundary.
@@ -258,22 +263,33 @@ def rank_memory(
     state_bytes, temporary_bytes = optimizer_bytes(optimizer, precision, master_weights=master_weights)
     components = step.components
     samples = _samples_of(components, step.microbatch_samples)
-    alive = _alive_of(samples, step.in_flight)
-    most = max(alive.values(), default=1)
-    boundary = step.boundary or _uniform_boundary(components, step.values, step.microbatch_samples)
+    if min(samples.values(), default=1) < 1 or step.in_flight < 1:
+        raise CostError(f"memory needs microbatch_samples >= 1 and in_flight >= 1, got {dict(samples)} and {step.in_flight}")
+    boundary = step.boundary or _uniform_boundary(components, step.values, step.microbatch_samples, step.gradients)
     weights = step.weights or all_weights(components)
     saved = [c.saved_activation_bytes * samples[c.name] + c.saved_fixed_bytes for c in components]
     copies = {c.name: cast_bytes(c, precision) for c in components}
     again = {name: replace(entry, saved_bytes=entry.saved_bytes + copies[name]) for name, entry in step.recomputed.items()}
-    waiting = step.halves_waiting * sum(entry.saved_bytes for entry in again.values())
+    ends = [own + (0 if c.name in step.recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
+    parts = _moments(components, samples, ends, boundary, again, weights)
+    alive, waiting = dict.fromkeys(samples, step.in_flight), 0.0
+    if step.pipeline is None:
+        peak = _fullest(parts, traffic.posted_bytes)
+    else:
+        element_bytes = number_format(precision).element_bytes
+        base, waiting, peak = fullest(parts, step.pipeline, boundary.held_of, element_bytes, traffic.posted_bytes)
+        alive = {name: base.alive[step.pipeline.chunk_of[name]] for name in samples}
+    most = max(alive.values(), default=1)
     activations = sum(alive[c.name] * own for c, own in zip(components, saved, strict=True)) + waiting
     casts = sum(alive[name] * size for name, size in copies.items() if name not in step.recomputed)
-    held = most * boundary.held_bytes + step.halves_waiting * sum(boundary.gradient_bytes.values())
+    held = most * boundary.held_bytes
+    if step.pipeline is not None:
+        held = sum(alive[name] * size for name, size in boundary.held_of.items())
     loaded = most if step.loaded_microbatches is None else step.loaded_microbatches
     inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
-    ends = [own + (0 if c.name in step.recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
     update = temporary_bytes * weights.updated_elements - activations - casts - held
-    unsharded, workspace = _transient_bytes(components, samples, ends, boundary, again, weights, update)
+    unsharded = min(peak.whole_bytes, peak.size_bytes) if peak.size_bytes >= update else 0.0
+    workspace = max(peak.size_bytes, update) - unsharded
     beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
     lines = {
         "parameters": weights.parameter_bytes,
@@ -284,14 +300,15 @@ def rank_memory(
         "buffers": sum(component.buffer_bytes for component in components),
         "activations": activations,
         "boundary_values": held,
-        "receive_buffers": traffic.arriving_bytes,
+        "receive_buffers": traffic.arriving_bytes + traffic.posted_bytes,
         "inputs": inputs,
         "communication": _communication_bytes(traffic),
         "context": device.context_bytes,
         "workspace": workspace,
         "allocator": beside.median,
     }
-    early = {"receive_buffers": (traffic.arriving_bytes - traffic.unsure_arriving_bytes, traffic.arriving_bytes)}
+    certain = lines["receive_buffers"]
+    early = {"receive_buffers": (certain, certain + traffic.unsure_arriving_bytes)}
     return _rounded(rank, device, lines, {**early, "allocator": (beside.p05, beside.p95)})
 
 
@@ -331,14 +348,6 @@ def _samples_of(components: Sequence[Component], samples: int | Mapping[str, int
     return samples
 
 
-def _alive_of(samples: Mapping[str, int], in_flight: int | Mapping[str, int]) -> Mapping[str, int]:
-    """Microbatches in flight by component."""
-    alive = in_flight if isinstance(in_flight, Mapping) else dict.fromkeys(samples, in_flight)
-    if min(samples.values(), default=1) < 1 or max(alive.values(), default=1) < 1:
-        raise CostError(f"memory needs microbatch_samples >= 1 and in_flight >= 1, got {dict(samples)} and {in_flight}")
-    return alive
-
-
 def held_parameters(components: Sequence[Component]) -> tuple[Parameter, ...]:
     """Every parameter of the components once: a parameter tied within the rank has one copy.
 
@@ -349,7 +358,10 @@ def held_parameters(components: Sequence[Component]) -> tuple[Parameter, ...]:
 
 
 def _uniform_boundary(
-    components: Sequence[Component], values: Mapping[str, Value], samples: int | Mapping[str, int]
+    components: Sequence[Component],
+    values: Mapping[str, Value],
+    samples: int | Mapping[str, int],
+    gradients: Mapping[str, Sequence[tuple[int, float]]] | None,
 ) -> Boundary:
     """Values between components that no saved activation accounts for, inputs of the model, and gradients."""
     if not isinstance(samples, int):
@@ -357,7 +369,8 @@ def _uniform_boundary(
     here = {component.name for component in components}
     made = {name for component in components for name in component.outputs}
     read = {name for component in components for name in component.inputs}
-    held = loaded = loaded_saved = 0
+    loaded = loaded_saved = 0
+    held: dict[str, float] = {}
     for name in sorted(made | read):
         value = values[name]
         size = value.size_bytes(samples)
@@ -367,18 +380,22 @@ def _uniform_boundary(
         elif value.savers == ():
             continue  # let go once it is read, or sent
         elif value.savers:
-            held += 0 if _counted(value, here) or here.isdisjoint(value.savers) else size
+            keeper = next((saver for saver in value.savers if saver in here), None)
+            if keeper is not None and not _counted(value, here):
+                held[keeper] = held.get(keeper, 0.0) + size
         elif value.producer not in here or name not in read or not value.saved:
-            held += size
+            user = value.producer if value.producer in here else next(c.name for c in components if name in c.inputs)
+            held[user] = held.get(user, 0.0) + size
     return Boundary(
-        held_bytes=held,
+        held_bytes=sum(held.values()),
+        held_of=held,
         loaded_bytes=loaded,
         loaded_saved_bytes=loaded_saved,
         gradient_bytes={
             component.name: sum(values[name].size_bytes(samples) for name in component.outputs if values[name].differentiable)
             for component in components
         },
-        waiting=waiting_bytes(components, values, lambda value: value.size_bytes(samples)),
+        waiting=waiting_bytes(components, values, lambda value: value.size_bytes(samples), gradients),
     )
 
 
@@ -387,42 +404,58 @@ def _counted(value: Value, here: Collection[str]) -> bool:
     return value.saved if value.savers is None else bool(value.savers) and value.savers[0] in here
 
 
-def _transient_bytes(
+def _moments(
     components: Sequence[Component],
     samples: Mapping[str, int],
     saved: Sequence[float],
     boundary: Boundary,
     again: Mapping[str, Again],
     weights: Weights,
-    update: float,
-) -> tuple[float, float]:
-    """By how much the worst moment of the last microbatch's forward, or of what follows, exceeds the end of that forward:
-    buckets whole then, and the rest.
+) -> list[ComponentMoments]:
+    """What is there while each component runs. A recomputed one runs forward before its backward, beside the gradients of
+    what it puts out.
+    """
+    found = []
+    for component, own in zip(components, saved, strict=True):
+        name, number = component.name, samples[component.name]
+        forward = 0.0
+        if name not in again:
+            forward = boundary.waiting.values.get(name, 0.0) + _fullest_bytes(component.forward_peaks, number)
+        gradients = boundary.gradient_bytes[name]
+        runs_backward = gradients or not component.forward_peaks
+        alive = max(_alive_bytes(component, number), gradients) if runs_backward else 0.0
+        if name in again:
+            second = again[name]
+            first = _fullest_bytes(component.forward_peaks, number)
+            alive = max(second.saved_bytes - second.released_bytes + alive, first + gradients)
+        found.append(
+            ComponentMoments(
+                component=component,
+                samples=number,
+                kept=own,
+                again=again[name].saved_bytes if name in again else 0.0,
+                forward=forward,
+                alive=alive + boundary.waiting.gradients.get(name, 0.0),
+                gradients=gradients,
+                whole=weights.unsharded.get(name, 0.0),
+            )
+        )
+    return found
 
-    `update`: what the optimizer step takes beyond that. While component i runs backward, what the later ones saved is free. A
-    recomputed one runs forward before that, beside the gradients of what it puts out.
+
+def _fullest(parts: Sequence[ComponentMoments], posted: float) -> Moment:
+    """By how much the worst moment of the last microbatch's forward, or of its backward, exceeds the end of that forward.
+
+    While a component runs backward, what the later ones saved is free.
     """
     before = 0.0
-    moments: list[tuple[float, float]] = []
-    for component, own in zip(components, saved, strict=True):
-        beside = before + boundary.waiting.values.get(component.name, 0.0)
-        if component.name not in again:
-            moments.append((beside + _fullest_bytes(component.forward_peaks, samples[component.name]), 0.0))
-        before += own
-        gradients = boundary.gradient_bytes[component.name]
-        runs_backward = gradients or not component.forward_peaks
-        alive = max(_alive_bytes(component, samples[component.name]), gradients) if runs_backward else 0.0
-        if component.name in again:
-            second = again[component.name]
-            forward = _fullest_bytes(component.forward_peaks, samples[component.name])
-            alive = max(second.saved_bytes - second.released_bytes + alive, forward + gradients)
-        alive += boundary.waiting.gradients.get(component.name, 0.0)
-        whole = weights.unsharded.get(component.name, 0.0)
-        moments.append((before + alive + whole, whole))
-    peak, whole = max(moments, key=itemgetter(0), default=(0.0, 0.0))
-    backward = max(0.0, peak - before)
-    unsharded = min(whole, backward) if backward >= update else 0.0
-    return unsharded, max(backward, update) - unsharded
+    moments = [Moment(0.0, 0.0)]
+    for part in parts:
+        moments.append(Moment(before + part.forward, 0.0))
+        before += part.kept
+        moments.append(Moment(before + part.alive + part.whole - posted, part.whole))
+    peak = max(moments, key=itemgetter(0))
+    return Moment(max(0.0, peak.size_bytes - before), peak.whole_bytes)
 
 
 def _fullest_bytes(peaks: Sequence[tuple[int, int]], samples: int) -> int:

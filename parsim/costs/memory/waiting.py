@@ -2,7 +2,8 @@
 
 A value that no backward needs lives until its last reader has run; one that a later component saves first, until that one
 counts it. The gradient of a value with several readers, or of one read long after it was made, lies there from the backward
-of its last reader to that of its maker.
+of its last reader to that of its maker. A gradient from another rank lies there from the beginning of the backward: it comes
+from what was run last.
 
 Leaves out: that gradients may be views of one storage, as those of a concatenation's operands or of a residual sum's.
 """
@@ -32,13 +33,19 @@ NOTHING_WAITS = Waiting()
 
 
 def waiting_bytes(
-    components: Sequence[Component], values: Mapping[str, Value], size_bytes: Callable[[Value], float]
+    components: Sequence[Component],
+    values: Mapping[str, Value],
+    size_bytes: Callable[[Value], float],
+    gradients: Mapping[str, Sequence[tuple[int, float]]] | None = None,
 ) -> Waiting:
     """What waits on a rank while each of its components runs.
 
     Args:
         components: of the rank, in execution order. values: of the model by name, as kept under the plan.
         size_bytes: of one microbatch of a value on this rank.
+        gradients: by value the gradients that wait here for its maker: the number of the component in whose backward each
+            begins (that of all components where it comes from a later rank), and its bytes. None: one of all readers here, as
+            large as the value.
     """
     place = {component.name: number for number, component in enumerate(components)}
     readers: dict[str, list[int]] = {}
@@ -52,9 +59,14 @@ def waiting_bytes(
         until = _counted_at(value, place, reads[-1])
         for number in range(made + 1, until + 1):
             forward[number] += size_bytes(value)
-        if value.differentiable and value.producer is not None:
+        if gradients is None and value.differentiable and value.producer is not None:
             for number in range((made if made >= 0 else reads[0]) + 1, reads[-1]):
                 backward[number] += size_bytes(value)
+    for name, parts in (gradients or {}).items():
+        made = place.get(values[name].producer or "", -1)
+        for begins, size in parts:
+            for number in range((made if made >= 0 else readers[name][0]) + 1, begins):
+                backward[number] += size
     names = [component.name for component in components]
     return Waiting(values=dict(zip(names, forward, strict=True)), gradients=dict(zip(names, backward, strict=True)))
 

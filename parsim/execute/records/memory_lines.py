@@ -40,7 +40,7 @@ class StepWatch:
         """A value of the batch is there."""
 
     def received(self, tensor: Tensor) -> None:
-        """A buffer for what another rank sends is there."""
+        """A buffer for what another rank sends is there, or what a conversion has made."""
 
     def resized(self, tensor: Tensor) -> None:
         """The parameters of a bucket are whole here, or no longer (ZeRO 3)."""

@@ -1,0 +1,182 @@
+"""The fullest moment of a rank that holds several numbers of microbatches: chunks of a pipeline, and backwards in halves.
+
+Between the halves of a backward all saved activations stay, beside the gradient that has arrived at every operator with a
+parameter. A component without parameters runs all in the first half, one that hands on no gradient all in the second.
+
+Leaves out: operators whose parameters enter elsewhere too; they keep the gradient of the component's output alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parsim.model.component import Component
+from parsim.work import Phase
+
+
+class HeldMoment(NamedTuple):
+    """One action of a rank.
+
+    Attributes:
+        chunk, phase: what runs.
+        alive: per chunk the microbatches whose forward has begun and whose backward has not ended, with that of the action.
+        waiting: per chunk those whose backward has run for inputs and not yet for weights; the action's own counts if it is
+            the half for weights.
+    """
+
+    chunk: int
+    phase: Phase
+    alive: tuple[int, ...]
+    waiting: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """Attributes:
+    chunk_of: by component of the rank. moments: of its actions. halved: components whose backward runs in halves.
+    for_weights: those whose backward hands on no gradient.
+    """
+
+    chunk_of: Mapping[str, int]
+    moments: Sequence[HeldMoment]
+    halved: Collection[str] = ()
+    for_weights: Collection[str] = ()
+
+
+class Moment(NamedTuple):
+    """Bytes beyond the end of the last forward, while a component runs; and how much of it are buckets that are whole then."""
+
+    size_bytes: float
+    whole_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentMoments:
+    """One component of one microbatch on a rank, bytes.
+
+    Attributes:
+        kept: from its forward to the end of its backward. again: what its second forward saves anew.
+        forward: the fullest moment of its forward, beyond what it and those before it in its chunk keep.
+        alive: beyond all that is kept, while it runs backward; with what waits beside it. gradients: of its outputs.
+        whole: buckets that are whole while it runs backward.
+    """
+
+    component: Component
+    samples: int
+    kept: float
+    again: float
+    forward: float
+    alive: float
+    gradients: float
+    whole: float
+
+
+def fullest(
+    parts: Sequence[ComponentMoments], chunks: Chunks, held_of: Mapping[str, float], element_bytes: int, posted_bytes: float
+) -> tuple[HeldMoment, float, Moment]:
+    """The fullest moment, against the fullest forward.
+
+    Args:
+        parts: components of the rank, in order. held_of: bytes of values that a component keeps beyond those.
+        element_bytes: of an activation. posted_bytes: buffers that become gradients in a backward.
+
+    Returns:
+        The forward at which most is kept; bytes that wait between halves then; and how much more the fullest moment has.
+    """
+    by_chunk: dict[int, list[ComponentMoments]] = {}
+    for part in parts:
+        by_chunk.setdefault(chunks.chunk_of[part.component.name], []).append(part)
+    kept = {chunk: sum(p.kept + held_of.get(p.component.name, 0.0) for p in own) for chunk, own in by_chunk.items()}
+    halves = {chunk: sum(_waiting(part, chunks, element_bytes) for part in own) for chunk, own in by_chunk.items()}
+
+    def waiting(moment: HeldMoment) -> float:
+        return sum(moment.waiting[chunk] * size for chunk, size in halves.items())
+
+    def held(moment: HeldMoment) -> float:
+        return sum(moment.alive[chunk] * size for chunk, size in kept.items()) + waiting(moment)
+
+    def beyond(moment: HeldMoment) -> Moment:
+        own = by_chunk.get(moment.chunk, [])
+        match moment.phase:
+            case Phase.FORWARD:
+                return _forward(own, kept[moment.chunk])
+            case Phase.BACKWARD:
+                return _backward(own, posted_bytes)
+            case Phase.BACKWARD_INPUT:
+                return _for_inputs(own, chunks, element_bytes, posted_bytes)
+        return _for_weights(own, chunks, element_bytes)
+
+    running = [moment for moment in chunks.moments if moment.chunk in by_chunk]
+    base = max((moment for moment in running if moment.phase is Phase.FORWARD), key=held)
+    best, most = max(((beyond(moment), held(moment)) for moment in running), key=lambda pair: pair[0].size_bytes + pair[1])
+    return base, waiting(base), Moment(max(0.0, most + best.size_bytes - held(base)), best.whole_bytes)
+
+
+def _forward(own: Sequence[ComponentMoments], kept: float) -> Moment:
+    before, found = 0.0, 0.0
+    for part in own:
+        found = max(found, before + part.forward - kept)
+        before += part.kept
+    return Moment(found, 0.0)
+
+
+def _backward(own: Sequence[ComponentMoments], posted: float) -> Moment:
+    """While a component runs, what those after it in the chunk kept is free."""
+    free, found = 0.0, Moment(0.0, 0.0)
+    for part in reversed(own):
+        found = max(found, Moment(part.alive + part.whole - free - posted, part.whole))
+        free += part.kept
+    return found
+
+
+def _for_inputs(own: Sequence[ComponentMoments], chunks: Chunks, element_bytes: int, posted: float) -> Moment:
+    """Nothing is free before the half for weights, but what components without parameters kept."""
+    so_far, found = 0.0, Moment(0.0, 0.0)
+    for part in reversed(own):
+        waits = _waiting(part, chunks, element_bytes)
+        if part.component.name not in chunks.for_weights:
+            found = max(found, Moment(so_far + max(part.alive, waits + part.gradients) + part.whole - posted, part.whole))
+        so_far += waits
+    return found
+
+
+def _for_weights(own: Sequence[ComponentMoments], chunks: Chunks, element_bytes: int) -> Moment:
+    """What waited for a component is free after it; what one without parameters kept was free before."""
+    free, found = 0.0, Moment(0.0, 0.0)
+    for part in reversed(own):
+        largest = max((entry.size_bytes for entry in part.component.trainable_parameters), default=0)
+        waits = _waiting(part, chunks, element_bytes)
+        size = part.alive - waits if part.component.name in chunks.for_weights else largest
+        found = max(found, Moment(size + part.whole - free, part.whole))
+        free += part.kept + waits
+    return found
+
+
+def _waiting(part: ComponentMoments, chunks: Chunks, element_bytes: int) -> float:
+    """What the component adds between the halves of a microbatch's backward."""
+    name = part.component.name
+    if name in chunks.halved:
+        return max(part.gradients, _arrived_bytes(part, element_bytes)) + part.again
+    if name in chunks.for_weights:
+        return part.gradients
+    return -part.kept
+
+
+def _arrived_bytes(part: ComponentMoments, element_bytes: int) -> float:
+    """Gradients that arrive at operators with a parameter: as large as what these operators make."""
+    total = 0.0
+    for operator in part.component.operators:
+        sizes = dict(operator.shape)
+        if operator.parameter_bytes and operator.kind != "embedding":
+            made = {
+                "matmul": ("problems", "m", "n"),
+                "convolution": ("k", "out_h", "out_w"),
+                "memory_bound": ("elements",),
+            }.get(operator.kind, ())
+            elements = 1
+            for dim in made:
+                elements *= sizes.get(dim, 1)
+            total += elements * operator.count * element_bytes * part.samples
+    return total

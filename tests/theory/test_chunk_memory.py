@@ -1,0 +1,106 @@
+"""Memory action by action (chunks, halves) against the closed form where both hold, and what waits between two stages."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import parsim.predict.plan_memory as plan_memory
+from parsim.costs.memory.chunks import Chunks, HeldMoment
+from parsim.graph.plan_index import PlanIndex
+from parsim.hardware.allocator import NO_ALLOCATOR
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.profile import load_profile
+from parsim.model.model import Model
+from parsim.plans.held import held_moments
+from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import in_flight, pipeline_actions, rank_of_stage
+from parsim.plans.plan import Plan, Stage
+from parsim.work import Phase
+from tests.models import chain_model, residual_model, sharded_model
+
+
+def machine(devices: int) -> Cluster:
+    cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), devices)
+    bare = {"context_bytes": 0, "allocator": NO_ALLOCATOR}
+    return replace(cluster, devices=tuple(replace(d, type=replace(d.type, **bare)) for d in cluster.devices))  # type: ignore[arg-type]
+
+
+def pipeline(model: Model, pp: int, *, order: str = "1f1b", chunks: int = 1, **more: object) -> Plan:
+    names = tuple(component.name for component in model.components)
+    cuts = [round(number * len(names) / (pp * chunks)) for number in range(pp * chunks + 1)]
+    mesh = Mesh(pp=pp)
+    stages = tuple(
+        Stage(components=names[first:last], ranks=mesh.stage_ranks(place))
+        for place, (first, last) in zip(rank_of_stage(order, pp, chunks), itertools.pairwise(cuts), strict=True)
+    )
+    return Plan(strategy="custom", mesh=mesh, stages=stages, global_batch=8, pipeline_order=order, **more)  # type: ignore[arg-type]
+
+
+def peaks(plan: Plan, model: Model) -> list[int]:
+    found = plan_memory.plan_memory(PlanIndex(plan, model), machine(plan.world_size), precision="fp32", optimizer="sgd")
+    return [sum(entry.tensor_lines.values()) for entry in found]
+
+
+@pytest.mark.parametrize("model", [chain_model(), residual_model(), sharded_model()])
+@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_action_by_action_equals_the_closed_form_without_chunks(
+    model: Model, order: str, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pp, microbatches in ((1, 1), (2, 1), (2, 4), (3, 8)):
+        plan = pipeline(model, pp, order=order, microbatches=microbatches, recompute=recompute)
+        closed = peaks(plan, model)
+
+        def walked(layout: PlanIndex, rank: int, names: list[str]) -> Chunks:
+            place = layout.plan.stage_of_rank(rank)
+            moments = held_moments(layout.plan.pipeline_order, place, layout.plan.mesh.pp, layout.plan.microbatches)
+            return Chunks(chunk_of=dict.fromkeys(names, 0), moments=moments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(plan_memory, "_chunks", walked)
+            assert peaks(plan, model) == closed
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"]),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 4, 8]),
+    st.data(),
+)
+def test_the_moments_hold_what_the_actions_leave(order: str, ranks: int, microbatches: int, data: st.DataObject) -> None:
+    chunks = 2 if order in ("interleaved", "zero-bubble-v") else 1
+    if order == "interleaved":
+        microbatches *= ranks
+    rank = data.draw(st.integers(0, ranks - 1))
+    found = held_moments(order, rank, ranks, microbatches, chunks)
+    actions = pipeline_actions(order, rank, ranks, microbatches, chunks)
+    assert max(sum(moment.alive) for moment in found) == in_flight(order, rank, ranks, microbatches, chunks)
+    assert {moment.phase for moment in found} == {action.phase for action in actions}
+    assert all(0 <= w <= a for moment in found for w, a in zip(moment.waiting, moment.alive, strict=True))
+
+
+def test_one_rank_of_a_zero_bubble_pipeline_by_hand() -> None:
+    """Rank 1 of 2: F0 I0 (W0 later). The half for weights still has the microbatch, that for inputs does not wait for itself."""
+    found = held_moments("zero-bubble", 1, 2, 1)
+    assert found == (
+        HeldMoment(0, Phase.FORWARD, (1,), (0,)),
+        HeldMoment(0, Phase.BACKWARD_INPUT, (1,), (0,)),
+        HeldMoment(0, Phase.BACKWARD_WEIGHT, (1,), (1,)),
+    )
+
+
+def test_the_gradient_of_a_skip_between_stages_waits_for_its_maker() -> None:
+    """a is read by d on the other rank: its gradient arrives before the backward of b, and is read by that of a."""
+    model = residual_model()
+    layout = PlanIndex(pipeline(model, 2), model)  # a, b | c, d, loss
+    names = layout.rank_components(0)
+    assert list(names) == ["a", "b"]
+    waiting = plan_memory.waiting_gradients(layout, dict(model.value), 0)
+    size = model.value["a:0"].size_bytes(8)
+    assert (2, size) in waiting["a:0"], "beside b, from the beginning of the backward"
+    assert waiting["b:0"] == [(2, model.value["b:0"].size_bytes(8))]
