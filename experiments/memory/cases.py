@@ -1,17 +1,22 @@
-"""The models and plans of the experiment, and the two processes they run on."""
+"""The models and plans of the experiment, and the processes they run on."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+from drawn import drawn
 
 from parsim.hardware.allocator import NO_ALLOCATOR
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
+from parsim.model.inputs import ModelInput
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.placement import BATCH, REPLICATE, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.plans.recompute import NONE, Recompute
@@ -31,6 +36,11 @@ class Question:
     granularity: str
     dataset: str = "digits"
     tuned: bool = False
+    called: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.called or self.spec.name}-{self.granularity}"
 
 
 QUESTIONS = (
@@ -41,7 +51,31 @@ QUESTIONS = (
     Question(ModelSpec(name="vgg_small"), "layer"),
     Question(ModelSpec(name="gpt_small"), "sublayer", "synthetic"),
     Question(ModelSpec(name="bert_small"), "sublayer", "synthetic"),
+    Question(
+        ModelSpec(name="modules:Recurrent", inputs=(ModelInput("tokens", (32,), "int64", 500),)),
+        "block",
+        "synthetic",
+        called="lstm",
+    ),
+    Question(
+        ModelSpec(
+            name="modules:Conditioned",
+            inputs=(ModelInput("image", (3, 16, 16)), ModelInput("step", (), "int64", 100)),
+            loss="mse",
+        ),
+        "layer",
+        "synthetic",
+        called="denoiser",
+    ),
+    Question(
+        ModelSpec(name=str(Path(__file__).parent / "llama.json"), input_shape=(64,)),
+        "sublayer",
+        "synthetic",
+        called="llama",
+    ),
 )
+DRAWN = {2: 12, 4: 4}
+"""Random plans of every question, by ranks."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +84,23 @@ class Case:
     plan: Plan
     optimizer: str
 
+    @property
+    def kind(self) -> str:
+        """Of the plan, for the table: the first that applies."""
+        plan, mesh = self.plan, self.plan.mesh
+        if mesh.size == 4:
+            return "four ranks"
+        if mesh.pp > 1:
+            return f"pipeline, {plan.pipeline_order}"
+        if mesh.tp > 1:
+            return "shards and placements" + (", ZeRO" if plan.zero_stage else "")
+        named = f"ZeRO {plan.zero_stage}" if plan.zero_stage else "replicas" if mesh.dp > 1 else "one rank"
+        return named + (", recomputed" if plan.recomputed else "")
 
-def two_processes() -> Cluster:
-    """Two CPU devices over gloo: no allocator rounds, and no library keeps a workspace that is a tensor."""
-    cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), 2)
+
+def processes(count: int = 4) -> Cluster:
+    """CPU devices over gloo: no allocator rounds, and no library keeps a workspace that is a tensor."""
+    cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), count)
     communication = cluster.profile.communication.model_copy(update={"backend": "gloo", "uses_cores": True})
     devices = tuple(
         replace(device, type=replace(device.type, kind="cpu", context_bytes=0, allocator=NO_ALLOCATOR))
@@ -62,7 +109,18 @@ def two_processes() -> Cluster:
     return replace(cluster, devices=devices, profile=cluster.profile.model_copy(update={"communication": communication}))
 
 
-def plans(model: Model) -> Iterator[Case]:
+OPTIMIZERS = ("sgd", "sgd_momentum", "adam", "adamw")
+
+
+def cases(model: Model) -> Iterator[Case]:
+    """Every case of a model: the named ones, then those drawn at random for two ranks and for four."""
+    yield from named(model)
+    for ranks, count in DRAWN.items():
+        for number, plan in enumerate(drawn(model, ranks, count, batch=BATCH_SAMPLES, seed=ranks)):
+            yield Case(f"drawn {number + 1} of {ranks} ranks", plan, OPTIMIZERS[number % len(OPTIMIZERS)])
+
+
+def named(model: Model) -> Iterator[Case]:
     """Named plans over two devices that the model allows. Which rules cut it is decided by the prices of two V100s."""
     yield Case("single", staged(model, Mesh()), "sgd_momentum")
     yield Case("single, 4 microbatches", staged(model, Mesh(), microbatches=4), "adam")
@@ -84,6 +142,9 @@ def plans(model: Model) -> Iterator[Case]:
     yield Case(
         "pp gpipe, recomputed", staged(model, Mesh(pp=2), microbatches=4, order="gpipe", recompute="full"), "sgd_momentum"
     )
+    for order, chunks in (("interleaved", 2), ("zero-bubble", 1), ("zero-bubble-v", 2)):
+        if len(names_of(model)) >= 2 * chunks:
+            yield Case(f"pp {order}", staged(model, Mesh(pp=2), microbatches=4, order=order, chunks=chunks), "adam")
     yield Case("pp 1f1b, recomputed", staged(model, Mesh(pp=2), microbatches=8, recompute="full"), "adam")
     yield Case("replicated", staged(model, Mesh(tp=2), placements=dict.fromkeys(names_of(model), REPLICATE)), "sgd")
     if any(component.shardings for component in model.components):
@@ -113,6 +174,7 @@ def staged(
     *,
     microbatches: int = 1,
     order: str = "1f1b",
+    chunks: int = 1,
     zero_stage: int = 0,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     recompute: Recompute = NONE,
@@ -120,11 +182,13 @@ def staged(
 ) -> Plan:
     """Stages of as equal a number of components as can be."""
     names = names_of(model)
-    cuts = [round(number * len(names) / mesh.pp) for number in range(mesh.pp + 1)]
+    count = mesh.pp * chunks
+    cuts = [round(number * len(names) / count) for number in range(count + 1)]
+    places = rank_of_stage(order, mesh.pp, chunks)
     stages = tuple(
         Stage(
             components=tuple(names[first:last]),
-            ranks=mesh.stage_ranks(number),
+            ranks=mesh.stage_ranks(places[number]),
             placements=tuple((placements or {}).get(name, BATCH) for name in names[first:last]) if mesh.tp > 1 else (),
         )
         for number, (first, last) in enumerate(itertools.pairwise(cuts))

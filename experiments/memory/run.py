@@ -1,143 +1,185 @@
 """How far is the predicted peak memory from the measured one?
 
-    python experiments/memory/run.py [--quick] [--models A,B] [--out DIR] [--json]
+    python experiments/memory/run.py [--quick] [--models A,B] [--seconds N] [--predict] [--write]
 
-Every model of the zoo small enough for this machine under many plans on two processes: one device, replicas, pipelines of both
-orders, shards, divided optimizer state, components placed by themselves, components recomputed; and one plain step under
-autocast. Predicted from the Model and the Plan alone; measured by counting the bytes of every live tensor, operator by
-operator, during one step of a real run. What no tensor accounts for (the process itself, gloo's scratch copies) is on neither
-side.
+Ten models under named plans and plans drawn at random, on two and four processes: one device, replicas, pipelines of every
+order, shards, ZeRO 1 to 3, components placed by themselves or recomputed; and plain steps under autocast. Predicted from the
+Model and the Plan alone. Measured by counting the bytes of every live tensor, operator by operator, during one step of a real
+run. What no tensor accounts for (the process itself, gloo's scratch copies) is on neither side.
+
+What was measured of a plan is kept in the folder of `--out` under a key of the model and the plan, and is not measured again:
+`--predict` measures nothing. Remove the folder after a change of the executor. `--write` puts all of it into results.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import hashlib
 import json
-import statistics
-import tempfile
-from collections.abc import Iterator, Mapping
+import platform
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cases import BATCH_SAMPLES, QUESTIONS, Question, plans, staged, two_processes
-from lines import LINES, by_line, table
+import torch
+from cases import BATCH_SAMPLES, QUESTIONS, Case, Question, cases, processes, staged
+from lines import by_line
+from ranks import is_measured, measure, measured
+from readme import RESULTS, SMALLEST_BYTES, summary
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from parsim.execute.autocast_step import autocast_peak_bytes
-from parsim.execute.job import Job, RunSpec
-from parsim.execute.processes.launch import launch
-from parsim.execute.records.measurement import RankRecord
-from parsim.files import write_csv
+from parsim.execute.job import RunSpec
+from parsim.files import write_text_atomically
 from parsim.model.load import load_model
+from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.predict.planning_problem import PlanningProblem
+
+AUTOCAST_SAMPLES = (BATCH_SAMPLES // 4, BATCH_SAMPLES)
+AT_ONCE = 8
+"""Plans of one set of processes: between two sets the time is looked at."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two models")
     parser.add_argument("--models", help="some of them, by name")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many, and go on at the next call")
+    parser.add_argument("--predict", action="store_true", help="measure nothing")
+    parser.add_argument("--write", action="store_true", help="results.json, of all models that were measured")
     parser.add_argument("--out", type=Path, default=Path("runs/memory"))
-    parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     names = asked.models.split(",") if asked.models else None
-    questions = [question for question in QUESTIONS if names is None or question.spec.name in names]
-    chosen = questions[: 2 if asked.quick else None]
-    rows = [row for question in chosen for row in itertools.chain(measure(question), under_autocast(question))]
-    asked.out.mkdir(parents=True, exist_ok=True)
-    write_csv(asked.out / "memory.csv", rows)
-    if asked.json:
-        print(json.dumps(rows))
-        return
-    for row in rows:
-        print("  ".join(f"{key} {value}" for key, value in row.items() if not key.startswith(("predicted ", "measured "))))
-    for kept, what in ((False, "held-out models"), (True, "models looked at")):
-        errors = [abs(float(row["error_percent"])) for row in rows if row["tuned"] is kept]
-        if errors:
-            worst, mean = max(errors), statistics.mean(errors)
-            print(f"{what}: {len(errors)} cases, mean |error| {mean:.2f}%, worst {worst:.2f}%")
-    print("\n".join(table(rows)))
+    questions = [question for question in QUESTIONS if names is None or question.label.rpartition("-")[0] in names]
+    questions = questions[: 2 if asked.quick else None]
+    until = 0.0 if asked.predict else time.monotonic() + asked.seconds
+    failed: set[str] = set()
+    open_ = list(questions)
+    while open_ and time.monotonic() < until:
+        open_ = [question for question in open_ if measure_some(question, asked.out, failed)]
+    rows = [row for question in questions for row in answers(question, asked.out)]
+    for row in sorted(rows, key=lambda row: -abs(row["error_percent"])):
+        print(f"{row['error_percent']:+7.2f}%  {row['model']:22} {row['case']:45} {row['plan']}")
+    print(json.dumps(summary(rows), indent=1))
+    if asked.write:
+        text = ",\n".join(json.dumps(row) for row in rows)
+        machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
+        head = json.dumps({"date": time.strftime("%Y-%m-%d"), **machine})
+        write_text_atomically(RESULTS, f'{{"run": {head},\n"rows": [\n{text}\n]}}\n')
 
 
-def measure(question: Question) -> Iterator[dict[str, Any]]:
-    """All plans of one model in one launch; per plan the rank whose error is largest."""
+def measure_some(question: Question, out: Path, failed: set[str]) -> int:
+    """Measure the next few cases, in an order that mixes their kinds.
+
+    Args:
+        out: with a folder per question. failed: names of runs that failed; the next one is added.
+
+    Returns:
+        How many are left.
+    """
+    model, folder = _traced(question, out)
+    runs = sorted((_run(question, case, folder) for case in cases(model)), key=lambda run: (run.plan.world_size > 2, run.name))
+    open_ = [run for run in runs if run.name not in failed and not is_measured(folder, run)]
+    try:
+        measure(model, open_[:AT_ONCE], folder)
+    except ProcessRaisedException as error:
+        fault = next(run for run in open_ if not is_measured(folder, run))
+        failed.add(fault.name)
+        print(f"{question.label}: {fault.plan.summary()} failed\n{error}", flush=True)
+    for samples in AUTOCAST_SAMPLES:
+        path = _autocast_path(folder, samples)
+        if not path.is_file():
+            write_text_atomically(path, json.dumps(autocast_peak_bytes(question.spec, samples)))
+    left = max(0, len(open_) - AT_ONCE)
+    print(f"{time.strftime('%H:%M:%S')} {question.label}: {left} left", flush=True)
+    return left
+
+
+def answers(question: Question, out: Path) -> list[dict[str, Any]]:
+    """A row for every case of the question that was measured."""
+    model, folder = _traced(question, out)
+    pairs = [(case, _run(question, case, folder)) for case in cases(model)]
+    rows = [answer(question, model, case, measured(folder, run)) for case, run in pairs if is_measured(folder, run)]
+    return rows + under_autocast(question, model, folder)
+
+
+def _traced(question: Question, out: Path) -> tuple[Model, Path]:
     model = load_model(question.spec, granularity=question.granularity)
-    base = PlanningProblem(model=model, cluster=two_processes(), global_batch=BATCH_SAMPLES)
-    cases = list(plans(model))
-    with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        model.save(folder / "model.json")
-        runs = tuple(
-            RunSpec(
-                name=f"case{number}",
-                model=question.spec,
-                model_path=str(folder / "model.json"),
-                plan=case.plan,
-                optimizer=case.optimizer,
-                learning_rate=1e-3,
-                dataset=question.dataset,
-            )
-            for number, case in enumerate(cases)
-        )
-        job = Job(output=text, mode="measure", runs=runs, steps=1, rounds=1, warmup_steps=1)
-        job.save(folder / "job.json")
-        launch(folder / "job.json", job.world_size, timeout_s=900)
-        for case, run in zip(cases, runs, strict=True):
-            problem = replace(base, optimizer=case.optimizer)
-            worst: dict[str, Any] = {}
-            for entry in problem.memory(case.plan):
-                predicted = sum(entry.tensor_lines.values())
-                record = RankRecord.load(folder / run.name, entry.rank)
-                measured = record.peak_bytes
-                error = 100 * (predicted - measured) / measured
-                if not worst or abs(error) > abs(worst["error_percent"]):
-                    worst = {
-                        "rank": entry.rank,
-                        "predicted_bytes": predicted,
-                        "measured_bytes": measured,
-                        "error_percent": round(error, 2),
-                        "largest_line": largest(entry.tensor_lines),
-                        **{f"predicted {name}": size for name, size in by_line(entry.tensor_lines).items()},
-                        **{f"measured {name}": size for name, size in by_line(record.memory_lines).items()},
-                    }
-            yield {
-                "model": question.spec.name,
-                "granularity": question.granularity,
-                "tuned": question.tuned,
-                "case": case.label,
-                "optimizer": case.optimizer,
-                **worst,
-            }
+    folder = out / question.label
+    folder.mkdir(parents=True, exist_ok=True)
+    return model, folder
 
 
-def largest(lines: Mapping[str, int]) -> str:
-    return max(lines, key=lambda name: lines[name])
+def _autocast_path(folder: Path, samples: int) -> Path:
+    return folder / f"autocast-{samples}.json"
 
 
-def under_autocast(question: Question) -> Iterator[dict[str, Any]]:
+def _run(question: Question, case: Case, folder: Path) -> RunSpec:
+    content = json.dumps([case.plan.to_dict(), case.optimizer], sort_keys=True)
+    return RunSpec(
+        name=hashlib.sha256(content.encode()).hexdigest()[:16],
+        model=question.spec,
+        model_path=str(folder / "model.json"),
+        plan=case.plan,
+        optimizer=case.optimizer,
+        learning_rate=1e-3,
+        dataset=question.dataset,
+    )
+
+
+def answer(question: Question, model: Model, case: Case, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of the rank whose error is largest, of those with `SMALLEST_BYTES`; and of every rank the prediction with its interval,
+    and the measured peak."""
+    problem = PlanningProblem(model=model, cluster=processes(), global_batch=BATCH_SAMPLES, optimizer=case.optimizer)
+    ranks = []
+    for entry in problem.memory(case.plan):
+        predicted, peak = sum(entry.tensor_lines.values()), found[entry.rank]["peak_bytes"]
+        beside = entry.total_bytes - predicted
+        bounds = entry.low_bytes - beside, predicted, entry.high_bytes - beside, peak
+        lines = by_line(entry.tensor_lines), by_line(found[entry.rank]["lines"])
+        ranks.append((100 * (predicted - peak) / peak, bounds, lines))
+    judged = [rank for rank in ranks if rank[1][3] >= SMALLEST_BYTES] or ranks
+    error, _, (foreseen, seen) = max(judged, key=lambda rank: abs(rank[0]))
+    return {
+        "model": question.label,
+        "tuned": question.tuned,
+        "case": case.label,
+        "kind": case.kind,
+        "plan": f"{case.plan.summary()}, {case.optimizer}",
+        "error_percent": round(error, 3),
+        "ranks": [bounds for _, bounds, _ in ranks],
+        "predicted_lines": foreseen,
+        "measured_lines": seen,
+    }
+
+
+def under_autocast(question: Question, model: Model, folder: Path) -> list[dict[str, Any]]:
     """One plain step in this process under the CPU's autocast to bfloat16, at two batches: plans are executed in fp32 alone."""
-    model = load_model(question.spec, granularity=question.granularity)
-    for samples in (BATCH_SAMPLES // 4, BATCH_SAMPLES):
-        problem = PlanningProblem(
-            model=model, cluster=two_processes(), global_batch=samples, precision="amp_bf16", optimizer="sgd"
-        )
-        plan = replace(staged(model, Mesh()), global_batch=samples)
-        (memory,) = problem.memory(plan)
-        predicted, measured = sum(memory.tensor_lines.values()), autocast_peak_bytes(question.spec, samples)
-        yield {
-            "model": question.spec.name,
-            "granularity": question.granularity,
-            "tuned": question.tuned,
-            "case": f"autocast, {samples} samples",
-            "optimizer": "none",
-            "rank": 0,
-            "predicted_bytes": predicted,
-            "measured_bytes": measured,
-            "error_percent": round(100 * (predicted - measured) / measured, 2),
-            "largest_line": largest(memory.tensor_lines),
-            **{f"{side} {name}": "" for side in ("predicted", "measured") for name in LINES},
-        }
+    rows = []
+    for samples in AUTOCAST_SAMPLES:
+        path = _autocast_path(folder, samples)
+        if path.is_file():
+            peak = json.loads(path.read_text())
+            problem = PlanningProblem(
+                model=model, cluster=processes(), global_batch=samples, precision="amp_bf16", optimizer="sgd"
+            )
+            (memory,) = problem.memory(replace(staged(model, Mesh()), global_batch=samples))
+            predicted = sum(memory.tensor_lines.values())
+            rows.append(
+                {
+                    "model": question.label,
+                    "tuned": question.tuned,
+                    "case": f"autocast, {samples} samples",
+                    "kind": "autocast",
+                    "plan": "one plain step",
+                    "error_percent": round(100 * (predicted - peak) / peak, 3),
+                    "ranks": [(predicted, predicted, predicted, peak)],
+                }
+            )
+    return rows
 
 
 if __name__ == "__main__":

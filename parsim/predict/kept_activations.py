@@ -17,6 +17,10 @@ from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Component, Value
 from parsim.model.precision import component_in, value_in
 from parsim.model.shard.narrow import narrow
+from parsim.plans.redistribution import conversion
+
+VIEWS = ("split_batch", "keep")
+"""Hops whose result lies in the storage of what they start from."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,9 @@ class KeptActivations:
         ways = ends.value.ways if ends.value.form == "shard" else 1
         rate = entry.bytes_per_sample
         if entry.producer is not None and self.layout.stage_of[entry.producer] == self.layout.stage_of[name]:
-            rate = entry.storage_bytes_per_sample or rate
+            hops = conversion(self.layout.source[value].value, ends.value, self.layout.plan.mesh.tp)
+            if made or all(hop.operation in VIEWS for hop in hops):  # else a copy, which has no larger storage
+                rate = entry.storage_bytes_per_sample or rate
         return rate // ways, entry.fixed_bytes
 
 

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from parsim.costs.memory.rank_memory import Boundary, Chunks, RankMemory, RankStep, Traffic, Weights, rank_memory
+from parsim.costs.memory.chunks import Chunks
+from parsim.costs.memory.rank_memory import Boundary, RankMemory, RankStep, Traffic, Weights, rank_memory
 from parsim.costs.memory.waiting import waiting_bytes
 from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.parameter_buckets import Bucket
@@ -198,18 +199,19 @@ def rank_boundary(
             loaded_saved += min(local_bytes(layout, value, entry) for entry in layouts)
     for value in values.values():
         if value.producer is not None and (size := _held_bytes(layout, rank, value)):
-            keeper = next(
-                name
-                for name in (*(value.savers or ()), value.producer, *layout.consumers[value.name])
-                if layout.runs_on(rank, name)
-            )
+            users = (*(value.savers or ()), value.producer, *layout.consumers[value.name])
+            here = list(dict.fromkeys(name for name in users if layout.runs_on(rank, name)))
+            counted = here[:1] == list(value.savers or ())[:1]  # among the saved activations of that component
+            keeper = here[1] if counted and len(here) > 1 else here[0]
             held[keeper] = held.get(keeper, 0.0) + size
+    gradients_of = {name: _gradient_bytes(layout, values, name) for name in layout.rank_components(rank)}
     return Boundary(
         held_bytes=sum(held.values()),
         held_of=held,
         loaded_bytes=loaded,
         loaded_saved_bytes=loaded_saved,
-        gradient_bytes={name: _gradient_bytes(layout, values, name) for name in layout.rank_components(rank)},
+        gradient_bytes={name: max(found) for name, found in gradients_of.items()},
+        wanted_bytes={name: found[0] for name, found in gradients_of.items()},
         waiting=waiting_bytes(
             [layout.model.component(name) for name in layout.rank_components(rank)],
             values,
@@ -293,9 +295,9 @@ def _storage(hops: Sequence[Hop], made: ValueLayout, shard: int) -> ValueLayout:
     return made
 
 
-def _gradient_bytes(layout: PlanIndex, values: Mapping[str, Value], name: str) -> float:
-    """Gradients of the component's outputs as it wants them, or in the costliest step of a conversion to that."""
-    total = 0.0
+def _gradient_bytes(layout: PlanIndex, values: Mapping[str, Value], name: str) -> tuple[float, float]:
+    """Gradients of the component's outputs as it wants them, and at most: in the costliest step of a conversion to that."""
+    total = all_wanted = 0.0
     for output in layout.model.component(name).outputs:
         value, wanted = values[output], layout.source[output].gradient
         if value.differentiable:
@@ -305,29 +307,31 @@ def _gradient_bytes(layout: PlanIndex, values: Mapping[str, Value], name: str) -
                 for hop in conversion(reading.ends.gradient, wanted, layout.plan.mesh.tp)
             ]
             steps = [local_bytes(layout, value, hop.source) + local_bytes(layout, value, hop.target) for hop in hops]
+            all_wanted += local_bytes(layout, value, wanted)
             total += max(local_bytes(layout, value, wanted), *steps, 0.0)
-    return total
+    return all_wanted, total
 
 
 def _arriving_bytes(kept: KeptActivations, rank: int) -> tuple[float, float]:
     """Buffers of transfers to this rank that are not wanted yet; and what can be there beside them.
 
     A receive is posted as soon as the one before it on its stream has ended. So of values and of gradients the next one is
-    posted. One more value can have arrived, if the stage before is as far ahead as the order allows: in the steady state of
-    1f1b it is not. With chunks the values of all chunks come one after another, and so do their gradients.
+    posted. More can have arrived, if the other stage is as far ahead as the order allows: in the steady state of 1f1b it is
+    not. What is sent to a stage that is behind can still lie here. With chunks the values of all chunks come one after
+    another, and so do their gradients.
     """
-    layout, plan = kept.layout, kept.layout.plan
+    plan = kept.layout.plan
     alive = in_flight(plan.pipeline_order, plan.stage_of_rank(rank), plan.mesh.pp, plan.microbatches, plan.chunks)
     values_ahead = max(0, min(2, plan.microbatches * plan.chunks - alive))
     gradients_ahead = min(1, plan.microbatches - 1)
     values, gradients = _crossing(kept, rank)
+    leaving = max(_leaving(kept, rank), default=0.0) if plan.microbatches > 1 else 0.0
+    value, gradient = max(values, default=0.0), max(gradients, default=0.0)
     if plan.chunks > 1:
         sizes = sorted(values, reverse=True)[:values_ahead]
-        return sum(sizes[:1]) + max(gradients, default=0.0), sum(sizes[1:])
-    return (
-        min(1, values_ahead) * sum(values) + gradients_ahead * sum(gradients),
-        max(0, values_ahead - 1) * sum(values),
-    )
+        return sum(sizes[:1]) + gradient, sum(sizes[1:]) + leaving
+    certain = min(1, values_ahead) * value + gradients_ahead * gradient
+    return certain, values_ahead * sum(values) + gradients_ahead * sum(gradients) - certain + leaving
 
 
 def _posted_bytes(kept: KeptActivations, rank: int) -> float:
@@ -335,6 +339,19 @@ def _posted_bytes(kept: KeptActivations, rank: int) -> float:
     if kept.layout.plan.microbatches > 1 or kept.layout.plan.chunks > 1:
         return 0.0
     return max(_crossing(kept, rank)[1], default=0.0)
+
+
+def _leaving(kept: KeptActivations, rank: int) -> list[float]:
+    """Bytes of one microbatch of every value that a rank sends to another stage."""
+    layout, plan = kept.layout, kept.layout.plan
+    stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
+    return [
+        local_bytes(layout, value, reading.ends.value)
+        for value in (kept.values.values() if plan.mesh.pp > 1 else ())
+        if layout.stage_of_value[value.name] == stage
+        for reading in layout.readings[value.name]
+        if reading.stage != stage and shard in reading.ends.value.holders(plan.mesh.tp)
+    ]
 
 
 def _crossing(kept: KeptActivations, rank: int) -> tuple[list[float], list[float]]:

@@ -85,7 +85,7 @@ def test_the_moments_hold_what_the_actions_leave(order: str, ranks: int, microba
 
 
 def test_one_rank_of_a_zero_bubble_pipeline_by_hand() -> None:
-    """Rank 1 of 2: F0 I0 (W0 later). The half for weights still has the microbatch, that for inputs does not wait for itself."""
+    """Rank 1 of 2: F0 I0 W0. The half for weights still has the microbatch, that for inputs does not wait for itself."""
     found = held_moments("zero-bubble", 1, 2, 1)
     assert found == (
         HeldMoment(0, Phase.FORWARD, (1,), (0,)),

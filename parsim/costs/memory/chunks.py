@@ -74,12 +74,12 @@ class ComponentMoments:
 
 
 def fullest(
-    parts: Sequence[ComponentMoments], chunks: Chunks, held_of: Mapping[str, float], element_bytes: int, posted_bytes: float
+    parts: Sequence[ComponentMoments], chunks: Chunks, element_bytes: int, posted_bytes: float
 ) -> tuple[HeldMoment, float, Moment]:
     """The fullest moment, against the fullest forward.
 
     Args:
-        parts: components of the rank, in order. held_of: bytes of values that a component keeps beyond those.
+        parts: components of the rank, in order.
         element_bytes: of an activation. posted_bytes: buffers that become gradients in a backward.
 
     Returns:
@@ -88,7 +88,7 @@ def fullest(
     by_chunk: dict[int, list[ComponentMoments]] = {}
     for part in parts:
         by_chunk.setdefault(chunks.chunk_of[part.component.name], []).append(part)
-    kept = {chunk: sum(p.kept + held_of.get(p.component.name, 0.0) for p in own) for chunk, own in by_chunk.items()}
+    kept = {chunk: sum(part.kept for part in own) for chunk, own in by_chunk.items()}
     halves = {chunk: sum(_waiting(part, chunks, element_bytes) for part in own) for chunk, own in by_chunk.items()}
 
     def waiting(moment: HeldMoment) -> float:

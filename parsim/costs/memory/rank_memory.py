@@ -156,6 +156,7 @@ class Boundary:
             while the microbatch is in flight, or let go once it is read.
         gradient_bytes: by component, of what is there of its outputs' gradients right before its backward.
         waiting: values and gradients that are there for other components.
+        wanted_bytes: the same as the component wants them, after conversions; by default they are the same.
         held_of: `held_bytes` by the first component here that keeps the value, or makes or reads it.
     """
 
@@ -165,6 +166,7 @@ class Boundary:
     gradient_bytes: Mapping[str, float]
     waiting: Waiting = field(default_factory=Waiting)
     held_of: Mapping[str, float] = field(default_factory=dict)
+    wanted_bytes: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,13 +273,14 @@ def rank_memory(
     copies = {c.name: cast_bytes(c, precision) for c in components}
     again = {name: replace(entry, saved_bytes=entry.saved_bytes + copies[name]) for name, entry in step.recomputed.items()}
     ends = [own + (0 if c.name in step.recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
+    ends = [own + boundary.held_of.get(c.name, 0.0) for c, own in zip(components, ends, strict=True)]
     parts = _moments(components, samples, ends, boundary, again, weights)
     alive, waiting = dict.fromkeys(samples, step.in_flight), 0.0
     if step.pipeline is None:
         peak = _fullest(parts, traffic.posted_bytes)
     else:
         element_bytes = number_format(precision).element_bytes
-        base, waiting, peak = fullest(parts, step.pipeline, boundary.held_of, element_bytes, traffic.posted_bytes)
+        base, waiting, peak = fullest(parts, step.pipeline, element_bytes, traffic.posted_bytes)
         alive = {name: base.alive[step.pipeline.chunk_of[name]] for name in samples}
     most = max(alive.values(), default=1)
     activations = sum(alive[c.name] * own for c, own in zip(components, saved, strict=True)) + waiting
@@ -413,7 +416,7 @@ def _moments(
     weights: Weights,
 ) -> list[ComponentMoments]:
     """What is there while each component runs. A recomputed one runs forward before its backward, beside the gradients of
-    what it puts out.
+    what it puts out, which have been converted by then.
     """
     found = []
     for component, own in zip(components, saved, strict=True):
@@ -427,7 +430,8 @@ def _moments(
         if name in again:
             second = again[name]
             first = _fullest_bytes(component.forward_peaks, number)
-            alive = max(second.saved_bytes - second.released_bytes + alive, first + gradients)
+            wanted = boundary.wanted_bytes.get(name, gradients)
+            alive = max(second.saved_bytes - second.released_bytes + alive, first + wanted)
         found.append(
             ComponentMoments(
                 component=component,

@@ -72,7 +72,7 @@ def waiting_bytes(
 
 
 def _counted_at(value: Value, place: Mapping[str, int], last_read: int) -> int:
-    """The last component in whose forward the value is in no saved activation yet; -1: it is held, or nobody knows."""
+    """The last component in whose forward the value is in nothing that a component keeps yet; -1: nobody knows."""
     if value.savers is None:
         return -1
-    return place.get(value.savers[0], -1) if value.savers else last_read
+    return next((place[saver] for saver in value.savers if saver in place), last_read)

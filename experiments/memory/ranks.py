@@ -1,0 +1,68 @@
+"""Real steps of many plans on a few gloo ranks, forked from this process: nothing is imported or traced twice.
+
+Every rank writes what it measured of a plan as soon as it has it, so a run that was cut short goes on where it stopped. The
+ranks run the same `RankRun` as a launch does. Left out of a launch: pinning and priorities, which change no memory.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from parsim.execute.job import RunSpec
+from parsim.execute.processes.group import ProcessPlace
+from parsim.execute.worker import ProcessGroups, RankRun
+from parsim.files import write_text_atomically
+from parsim.graph.lower import lower
+from parsim.graph.plan_index import PlanIndex
+from parsim.model.model import Model
+
+
+def record_path(folder: Path, name: str, rank: int) -> Path:
+    return folder / f"{name}.rank{rank}.json"
+
+
+def is_measured(folder: Path, run: RunSpec) -> bool:
+    return all(record_path(folder, run.name, rank).is_file() for rank in range(run.plan.world_size))
+
+
+def measured(folder: Path, run: RunSpec) -> list[dict[str, Any]]:
+    """By rank: `peak_bytes` and `lines`."""
+    return [json.loads(record_path(folder, run.name, rank).read_text()) for rank in range(run.plan.world_size)]
+
+
+def measure(model: Model, runs: Sequence[RunSpec], folder: Path) -> None:
+    """One step to warm up and one that is counted, of every run, one after another. Raises what a rank raises."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if runs:
+        size = max(run.plan.world_size for run in runs)
+        with tempfile.TemporaryDirectory() as store:
+            arguments = (size, Path(store) / "store", model, runs, folder)
+            start_processes(_rank, args=arguments, nprocs=size, start_method="fork")  # type: ignore[no-untyped-call]
+
+
+def _rank(rank: int, size: int, store: Path, model: Model, runs: Sequence[RunSpec], folder: Path) -> None:
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size)  # type: ignore[attr-defined]
+    groups = ProcessGroups()
+    place = ProcessPlace(rank=rank, world_size=size, local_rank=rank, local_world_size=size, attempt=0)
+    for run in runs:
+        layout = PlanIndex(run.plan, model)
+        graph = lower(run.plan, model)
+        groups.make(graph, run.precision)
+        if rank < run.plan.world_size:
+            entry = RankRun(run, layout, graph, place, groups.mine)
+            entry.step(keep=False)
+            entry.measure_memory()
+            entry.close()
+            found: Mapping[str, Any] = {"peak_bytes": entry.peak_bytes, "lines": entry.memory_lines}
+            write_text_atomically(record_path(folder, run.name, rank), json.dumps(found))
+        dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,128 @@
+"""The tables of this experiment's README from results.json. Needs the standard library alone.
+
+    python experiments/memory/readme.py [--write]
+
+Without `--write` it fails if the README does not say what results.json says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lines import LINES
+
+RESULTS, README = (Path(__file__).parent / name for name in ("results.json", "README.md"))
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+Row = Mapping[str, Any]
+AIM_MEAN, AIM_WORST = 0.5, 3.0
+EXACT = 1e-3
+"""Of a peak: less than that is not judged. An optimizer's counters of steps, 4 bytes an array, are on one side only."""
+SMALLEST_BYTES = 2**20
+"""A rank that holds less is not judged in percent: a loss alone on a rank is 900 bytes, and a label 100 of them."""
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Of some cases: how many, their errors in percent, and how often the stated interval of a rank holds its peak."""
+    errors = [abs(row["error_percent"]) for row in rows]
+    ranks = [rank for row in rows for rank in row["ranks"] if rank[3] >= SMALLEST_BYTES]
+    held = sum(low - EXACT * measured <= measured <= high + EXACT * measured for low, _, high, measured in ranks)
+    below = sum(measured <= high + EXACT * measured for _, _, high, measured in ranks)
+    return {
+        "cases": len(rows),
+        "ranks": len(ranks),
+        "mean_percent": statistics.mean(errors) if errors else 0.0,
+        "worst_percent": max(errors, default=0.0),
+        "outside": sum(error > AIM_WORST for error in errors),
+        "held_percent": 100 * held / len(ranks) if ranks else 0.0,
+        "below_percent": 100 * below / len(ranks) if ranks else 0.0,
+    }
+
+
+def grouped(rows: Sequence[Row], title: str, key: Callable[[Row], str]) -> list[str]:
+    """A table of errors by what `key` says of a case, the last line for all of them."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    text = [f"| {title} | cases | mean error | lowest | highest | outside 3% |", "|---|---|---|---|---|---|"]
+    for name, own in [*sorted(found.items()), ("all", list(rows))]:
+        errors = [row["error_percent"] for row in own]
+        text.append(
+            f"| {name} | {len(own)} | {statistics.mean(map(abs, errors)):.2f}% | {min(errors):+.2f}% | {max(errors):+.2f}% | "
+            f"{sum(abs(error) > AIM_WORST for error in errors)} |"
+        )
+    return text
+
+
+def by_line_table(rows: Sequence[Row]) -> list[str]:
+    """Over all cases of plans: the share of every line in the measured peaks, and its error in percent of the peak."""
+    text = ["| line | share of the peak | mean error | lowest | highest |", "|---|---|---|---|---|"]
+    counted = [row for row in rows if "measured_lines" in row]
+    for number, name in enumerate(LINES):
+        peaks = [sum(row["measured_lines"]) for row in counted]
+        shares = [100 * row["measured_lines"][number] / peak for row, peak in zip(counted, peaks, strict=True)]
+        errors = [
+            100 * (row["predicted_lines"][number] - row["measured_lines"][number]) / peak
+            for row, peak in zip(counted, peaks, strict=True)
+        ]
+        mean = statistics.mean(map(abs, errors))
+        text.append(f"| {name} | {statistics.mean(shares):.1f}% | {mean:.2f}% | {min(errors):+.2f}% | {max(errors):+.2f}% |")
+    return text
+
+
+def furthest(rows: Sequence[Row], count: int = 8) -> list[str]:
+    """The cases that are furthest off."""
+    text = ["| error | model | plan |", "|---|---|---|"]
+    for row in sorted(rows, key=lambda row: -abs(row["error_percent"]))[:count]:
+        text.append(f"| {row['error_percent']:+.2f}% | {row['model']} | {row['plan'].replace('|', ' ')} |")
+    return text
+
+
+def results_text(document: Mapping[str, Any]) -> str:
+    """What stands between the marks."""
+    rows, run = document["rows"], document["run"]
+    found = summary(rows)
+    return "\n".join(
+        [
+            f"{found['cases']} cases: mean error {found['mean_percent']:.2f}%, worst {found['worst_percent']:.2f}% (aim "
+            f"{AIM_MEAN}% and {AIM_WORST:.0f}%). torch {run['torch']}, {run['date']}, CPU, other work beside.",
+            "",
+            f"Coverage of the stated intervals, up to 0.1% of a peak: {found['held_percent']:.1f}% of {found['ranks']} ranks "
+            f"have their peak within p05 to p95, and {found['below_percent']:.1f}% at or below p95, by which a plan is judged.",
+            "",
+            *grouped(rows, "plans", lambda row: row["kind"]),
+            "",
+            *grouped(rows, "model", lambda row: row["model"] + (" (looked at while building)" if row["tuned"] else "")),
+            "",
+            "Furthest off:",
+            "",
+            *furthest(rows),
+            "",
+            "By line, in percent of the measured peak, over all cases of plans (`execute/records/memory_lines` says what a",
+            "line means on both sides):",
+            "",
+            *by_line_table(rows),
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    text = README.read_text()
+    before, _, rest = text.partition(BEGIN)
+    found, _, after = rest.partition(END)
+    wanted = results_text(json.loads(RESULTS.read_text()))
+    if parser.parse_args().write:
+        README.write_text(f"{before}{BEGIN}\n{wanted}\n{END}{after}")
+    elif found.strip() != wanted.strip():
+        sys.exit("README.md differs from results.json; run python experiments/memory/readme.py --write")
+
+
+if __name__ == "__main__":
+    main()
