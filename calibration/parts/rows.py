@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-class Rows:
+class Measured:
     """What every kind of row has. A subclass is a dataclass of arrays and tuples, each with an entry per row."""
 
     __slots__ = ()
@@ -39,10 +39,12 @@ class Rows:
         return dataclasses.replace(self, **kept)
 
 
-SomeRows = TypeVar("SomeRows", bound=Rows)
+SomeMeasured = TypeVar("SomeMeasured", bound=Measured)
 
 
-def leave_sources_out(rows: SomeRows, errors_of: Callable[[SomeRows, SomeRows], Errors], least: int = 1) -> dict[str, Errors]:
+def leave_sources_out(
+    rows: SomeMeasured, errors_of: Callable[[SomeMeasured, SomeMeasured], Errors], least: int = 1
+) -> dict[str, Errors]:
     """Per source of at least `least` rows: its errors under the fit to all other sources (to none: the prior).
 
     Args:
