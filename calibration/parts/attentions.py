@@ -15,7 +15,7 @@ import numpy as np
 
 from calibration.parts.products import Chip
 from calibration.parts.robust import Errors, Prior, errors, fit, named, source_weights
-from calibration.parts.rows import Measured, leave_sources_out
+from calibration.parts.row_table import RowTable, leave_sources_out
 from parsim.costs.compute.attention_model import BACKWARD_PASSES, COEFFICIENTS, attention_seconds
 from parsim.costs.compute.tile_model import Array
 
@@ -47,7 +47,7 @@ LIBRARY_OF = {name: library for library, names in LIBRARIES.items() for name in 
 
 
 @dataclass(frozen=True, slots=True)
-class Attentions(Measured):
+class Attentions(RowTable):
     """Rows of one device, direction and set of libraries, as arrays."""
 
     queries: Array

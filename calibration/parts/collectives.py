@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibration.parts.robust import Errors, Prior, errors, fit, named, source_weights
-from calibration.parts.rows import Measured, leave_sources_out
+from calibration.parts.row_table import RowTable, leave_sources_out
 from parsim.costs.communication.alpha_beta import ring_steps, ring_traffic
 from parsim.costs.communication.intranode import nvls_traffic
 from parsim.costs.compute.tile_model import Array
@@ -45,7 +45,7 @@ LEAST_BYTES: Mapping[str, float] = {"azure-": 2**20, "vidur-": 2**16}
 
 
 @dataclass(frozen=True, slots=True)
-class Timings(Measured):
+class Timings(RowTable):
     """Rows of one link, as arrays."""
 
     operation: tuple[str, ...]

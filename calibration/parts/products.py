@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from calibration.parts.robust import Errors, Prior, errors, fit, named, source_weights
-from calibration.parts.rows import Measured, leave_sources_out
+from calibration.parts.row_table import RowTable, leave_sources_out
 from parsim.costs.compute.tile_model import COEFFICIENTS, Array, tile_parts
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Chip:
 
 
 @dataclass(frozen=True, slots=True)
-class Products(Measured):
+class Products(RowTable):
     """Rows of one device and precision, as arrays."""
 
     rows: Array

@@ -11,7 +11,7 @@ import numpy as np
 
 from calibration.parts.products import Chip
 from calibration.parts.robust import Errors, Prior, errors, fit, named, source_weights
-from calibration.parts.rows import Measured, leave_sources_out
+from calibration.parts.row_table import RowTable, leave_sources_out
 from parsim.costs.compute.tile_model import Array
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ and write rates lie 30% apart."""
 
 
 @dataclass(frozen=True, slots=True)
-class StreamRows(Measured):
+class StreamRows(RowTable):
     """Rows of one device, as arrays."""
 
     size_bytes: Array

@@ -1,4 +1,4 @@
-"""Measured rows as columns of one length."""
+"""RowTable rows as columns of one length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-class Measured:
+class RowTable:
     """What every kind of row has. A subclass is a dataclass of arrays and tuples, each with an entry per row."""
 
     __slots__ = ()
@@ -39,12 +39,10 @@ class Measured:
         return dataclasses.replace(self, **kept)
 
 
-SomeMeasured = TypeVar("SomeMeasured", bound=Measured)
+SomeRows = TypeVar("SomeRows", bound=RowTable)
 
 
-def leave_sources_out(
-    rows: SomeMeasured, errors_of: Callable[[SomeMeasured, SomeMeasured], Errors], least: int = 1
-) -> dict[str, Errors]:
+def leave_sources_out(rows: SomeRows, errors_of: Callable[[SomeRows, SomeRows], Errors], least: int = 1) -> dict[str, Errors]:
     """Per source of at least `least` rows: its errors under the fit to all other sources (to none: the prior).
 
     Args:
