@@ -261,3 +261,16 @@ def test_the_examples_in_docstrings_hold(name: str) -> None:
     failed, attempted = doctest.testmod(importlib.import_module(name))
     assert attempted >= 8
     assert not failed
+
+
+def test_a_scenario_changes_the_step_that_the_prediction_states(answer: ps.Answer, tmp_path: Path) -> None:
+    path = tmp_path / "slow.toml"
+    path.write_text("".join(f"[[stragglers]]\nrank = {rank}\nfactor = 2.0\n" for rank in range(answer.chosen.plan.world_size)))
+    slow = ps.simulate(answer, engine="dynamic", scenario=path)
+    assert slow.scenario is not None
+    assert slow.scenario["states"][0]["slowdown"] > 1.05
+    assert slow.step_s.median == pytest.approx(slow.scenario["states"][0]["step_s"])
+    before = answer.chosen
+    assert slow.step_s.p95 / before.step_s.p95 == pytest.approx(slow.step_s.median / before.step_s.median)
+    rates = slow.throughput_samples_per_s.median, before.throughput_samples_per_s.median
+    assert rates[0] / rates[1] == pytest.approx(before.step_s.median / slow.step_s.median)
