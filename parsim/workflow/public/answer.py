@@ -230,9 +230,9 @@ def considered_text(document: dict[str, Any]) -> str:
         f"{counts['do_not_fit']} do not fit" if counts["do_not_fit"] else "",
     ]
     if impossible:
-        reason, _ = max(impossible.items(), key=lambda entry: entry[1])
-        others = f"; {len(impossible) - 1} more reasons in --json" if len(impossible) > 1 else ""
-        parts.append(f"{sum(impossible.values())} impossible ({reason}{others})")
+        from parsim.schedule.search import most_frequent
+
+        parts.append(f"{sum(impossible.values())} impossible ({most_frequent(impossible, ' in --json')})")
     return f"{counts['plans']} plans considered: {', '.join(filter(None, parts))}."
 
 
