@@ -272,8 +272,10 @@ def rank_memory(
     saved = [c.saved_activation_bytes * samples[c.name] + c.saved_fixed_bytes for c in components]
     copies = {c.name: cast_bytes(c, precision) for c in components}
     again = {name: replace(entry, saved_bytes=entry.saved_bytes + copies[name]) for name, entry in step.recomputed.items()}
-    ends = [own + (0 if c.name in step.recomputed else copies[c.name]) for c, own in zip(components, saved, strict=True)]
-    ends = [own + boundary.held_of.get(c.name, 0.0) for c, own in zip(components, ends, strict=True)]
+    ends = [
+        own + (0 if c.name in step.recomputed else copies[c.name]) + boundary.held_of.get(c.name, 0.0)
+        for c, own in zip(components, saved, strict=True)
+    ]
     parts = _moments(components, samples, ends, boundary, again, weights)
     alive, waiting = dict.fromkeys(samples, step.in_flight), 0.0
     if step.pipeline is None:
