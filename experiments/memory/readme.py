@@ -30,6 +30,7 @@ SMALLEST_BYTES = 2**20
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """Of some cases: how many, their errors in percent, and how often the stated interval of a rank holds its peak."""
     errors = [abs(row["error_percent"]) for row in rows]
+    fullest = [abs(row["fullest_percent"]) for row in rows]
     ranks = [rank for row in rows for rank in row["ranks"] if rank[3] >= SMALLEST_BYTES]
     held = sum(low - EXACT * measured <= measured <= high + EXACT * measured for low, _, high, measured in ranks)
     below = sum(measured <= high + EXACT * measured for _, _, high, measured in ranks)
@@ -39,6 +40,9 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
         "mean_percent": statistics.mean(errors) if errors else 0.0,
         "worst_percent": max(errors, default=0.0),
         "outside": sum(error > AIM_WORST for error in errors),
+        "fullest_mean_percent": statistics.mean(fullest) if fullest else 0.0,
+        "fullest_worst_percent": max(fullest, default=0.0),
+        "fullest_outside": sum(error > AIM_WORST for error in fullest),
         "held_percent": 100 * held / len(ranks) if ranks else 0.0,
         "below_percent": 100 * below / len(ranks) if ranks else 0.0,
     }
@@ -49,14 +53,19 @@ def grouped(rows: Sequence[Row], title: str, key: Callable[[Row], str]) -> list[
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
-    text = [f"| {title} | cases | mean error | lowest | highest | outside 3% |", "|---|---|---|---|---|---|"]
+    text = [
+        f"| {title} | cases | fullest rank: mean | lowest | highest | any rank: mean | lowest | highest | outside 3% |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for name, own in [*sorted(found.items()), ("all", list(rows))]:
-        errors = [row["error_percent"] for row in own]
-        text.append(
-            f"| {name} | {len(own)} | {statistics.mean(map(abs, errors)):.2f}% | {min(errors):+.2f}% | {max(errors):+.2f}% | "
-            f"{sum(abs(error) > AIM_WORST for error in errors)} |"
-        )
+        cells = [_errors([row[key] for row in own]) for key in ("fullest_percent", "error_percent")]
+        outside = sum(abs(row["error_percent"]) > AIM_WORST for row in own)
+        text.append(f"| {name} | {len(own)} | {cells[0]} | {cells[1]} | {outside} |")
     return text
+
+
+def _errors(errors: Sequence[float]) -> str:
+    return f"{statistics.mean(map(abs, errors)):.2f}% | {min(errors):+.2f}% | {max(errors):+.2f}%"
 
 
 def by_line_table(rows: Sequence[Row]) -> list[str]:
@@ -89,8 +98,11 @@ def results_text(document: Mapping[str, Any]) -> str:
     found = summary(rows)
     return "\n".join(
         [
-            f"{found['cases']} cases: mean error {found['mean_percent']:.2f}%, worst {found['worst_percent']:.2f}% (aim "
-            f"{AIM_MEAN}% and {AIM_WORST:.0f}%). torch {run['torch']}, {run['date']}, CPU, other work beside.",
+            f"{found['cases']} cases. Of the fullest rank of a plan, which decides whether it fits, the mean error is "
+            f"{found['fullest_mean_percent']:.2f}% and the worst {found['fullest_worst_percent']:.1f}% (aim {AIM_MEAN}% and "
+            f"{AIM_WORST:.0f}%); {found['fullest_outside']} lie outside {AIM_WORST:.0f}%. Of the worst rank of a plan the mean "
+            f"is {found['mean_percent']:.2f}%, and {found['outside']} lie outside. torch {run['torch']}, {run['date']}, CPU, "
+            "other work beside.",
             "",
             f"Coverage of the stated intervals, up to 0.1% of a peak: {found['held_percent']:.1f}% of {found['ranks']} ranks "
             f"have their peak within p05 to p95, and {found['below_percent']:.1f}% at or below p95, by which a plan is judged.",

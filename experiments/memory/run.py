@@ -150,6 +150,7 @@ def answer(question: Question, model: Model, case: Case, found: Sequence[dict[st
         "kind": case.kind,
         "plan": f"{case.plan.summary()}, {case.optimizer}",
         "error_percent": round(error, 3),
+        "fullest_percent": round(max(ranks, key=lambda rank: rank[1][3])[0], 3),
         "ranks": [bounds for _, bounds, _ in ranks],
         "predicted_lines": foreseen,
         "measured_lines": seen,
@@ -176,6 +177,7 @@ def under_autocast(question: Question, model: Model, folder: Path) -> list[dict[
                     "kind": "autocast",
                     "plan": "one plain step",
                     "error_percent": round(100 * (predicted - peak) / peak, 3),
+                    "fullest_percent": round(100 * (predicted - peak) / peak, 3),
                     "ranks": [(predicted, predicted, predicted, peak)],
                 }
             )

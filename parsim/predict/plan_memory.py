@@ -199,10 +199,7 @@ def rank_boundary(
             loaded_saved += min(local_bytes(layout, value, entry) for entry in layouts)
     for value in values.values():
         if value.producer is not None and (size := _held_bytes(layout, rank, value)):
-            users = (*(value.savers or ()), value.producer, *layout.consumers[value.name])
-            here = list(dict.fromkeys(name for name in users if layout.runs_on(rank, name)))
-            counted = here[:1] == list(value.savers or ())[:1]  # among the saved activations of that component
-            keeper = here[1] if counted and len(here) > 1 else here[0]
+            keeper = _keeper(layout, rank, value)
             held[keeper] = held.get(keeper, 0.0) + size
     gradients_of = {name: _gradient_bytes(layout, values, name) for name in layout.rank_components(rank)}
     return Boundary(
@@ -219,6 +216,16 @@ def rank_boundary(
             waiting_gradients(layout, values, rank) if gradients is None else gradients,
         ),
     )
+
+
+def _keeper(layout: PlanIndex, rank: int, value: Value) -> str:
+    """The component on this rank with which a copy begins that no saved activation stands for."""
+    assert value.producer is not None
+    savers = [name for name in value.savers or () if layout.runs_on(rank, name)]
+    if len(savers) > 1 and savers[:1] == list(value.savers or ())[:1]:
+        return savers[1]  # the first one's copy is among its saved activations
+    users = (*savers, value.producer, *layout.consumers[value.name])
+    return next(name for name in users if layout.runs_on(rank, name))
 
 
 def local_bytes(layout: PlanIndex, value: Value, how: ValueLayout) -> float:
@@ -326,11 +333,11 @@ def _arriving_bytes(kept: KeptActivations, rank: int) -> tuple[float, float]:
     gradients_ahead = min(1, plan.microbatches - 1)
     values, gradients = _crossing(kept, rank)
     leaving = max(_leaving(kept, rank), default=0.0) if plan.microbatches > 1 else 0.0
-    value, gradient = max(values, default=0.0), max(gradients, default=0.0)
+    gradient = max(gradients, default=0.0)
     if plan.chunks > 1:
         sizes = sorted(values, reverse=True)[:values_ahead]
         return sum(sizes[:1]) + gradient, sum(sizes[1:]) + leaving
-    certain = min(1, values_ahead) * value + gradients_ahead * gradient
+    certain = min(1, values_ahead) * sum(values) + gradients_ahead * gradient
     return certain, values_ahead * sum(values) + gradients_ahead * sum(gradients) - certain + leaving
 
 

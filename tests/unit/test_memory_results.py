@@ -1,0 +1,27 @@
+"""The README of experiments/memory says what its results.json says, and the results keep the promises of the design."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "experiments" / "memory"
+ROWS = json.loads((FOLDER / "results.json").read_text())["rows"]
+
+
+def test_the_tables_are_those_of_the_results() -> None:
+    done = subprocess.run([sys.executable, str(FOLDER / "readme.py")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_fullest_rank_of_a_plan_is_within_half_a_percent_in_the_mean() -> None:
+    """What decides whether a plan fits; ZeRO without other axes is within 3% on every rank."""
+    errors = [abs(row["fullest_percent"]) for row in ROWS]
+    assert len(errors) >= 400
+    assert statistics.mean(errors) <= 0.5
+    divided = [abs(row["error_percent"]) for row in ROWS if row["kind"].startswith("ZeRO")]
+    assert len(divided) >= 60
+    assert max(divided) <= 3.0
