@@ -16,6 +16,8 @@ from parsim.commands.output import (
     NetworkOption,
     OnCluster,
     Overrides,
+    SeqOption,
+    TokensOption,
     on_gpus,
     print_json,
     print_tables,
@@ -30,6 +32,8 @@ def plan(
     gpus: GpusOption = None,
     network: NetworkOption = None,
     batch: BatchOption = None,
+    seq: SeqOption = None,
+    tokens: TokensOption = None,
     overrides: Overrides = None,
     top: Annotated[int | None, typer.Option(min=1, help="Show the K fastest plans instead of each family's best.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="Write the chosen plan here.")] = None,
@@ -41,7 +45,7 @@ def plan(
     """Rank the plans of the strategy that the question names, choose one, and say why the others lost."""
     from parsim.workflow.public.functions import plan as find_plan
 
-    where, changes = on_gpus(cluster, gpus, network, overrides)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens)
     answer = find_plan(asked, cluster=where, global_batch=batch, overrides=changes, top=top)
     document = answer.to_dict()
     if certify:

@@ -15,6 +15,8 @@ from parsim.commands.output import (
     NetworkOption,
     OnCluster,
     Overrides,
+    SeqOption,
+    TokensOption,
     on_gpus,
     print_json,
     print_tables,
@@ -28,6 +30,8 @@ def simulate(
     gpus: GpusOption = None,
     network: NetworkOption = None,
     batch: BatchOption = None,
+    seq: SeqOption = None,
+    tokens: TokensOption = None,
     overrides: Overrides = None,
     strategy: Annotated[str | None, typer.Option(help="Instead of the file's: the same as --set plan.strategy=...")] = None,
     engine: Annotated[Literal["static", "dynamic"], typer.Option(help="numba arrays, or SimPy processes.")] = "static",
@@ -47,7 +51,7 @@ def simulate(
     from parsim.workflow.simulation import scenario_tables
 
     folder = None if out is None else new_folder(out, "")
-    where, changes = on_gpus(cluster, gpus, network, overrides)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens)
     found = predict(
         asked,
         cluster=where,

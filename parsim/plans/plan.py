@@ -6,6 +6,8 @@ Frozen, JSON, holds no measured number. `check_plan` compares it with a model an
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,19 @@ class Stage:
     def placed(self) -> tuple[tuple[str, Placement], ...]:
         """Every component with its placement."""
         return tuple(zip(self.components, self.placements or (BATCH,) * len(self.components), strict=True))
+
+
+MOST_RUNS = 8
+"""Of equal placements that a summary lists one by one."""
+
+
+def _by_pattern(placed: Iterable[tuple[str, Placement]]) -> list[str]:
+    """`h.*.norm1 shard:sequence/4`, with every number as a star; empty where equal patterns lie differently."""
+    found: dict[str, Placement] = {}
+    for name, placement in placed:
+        if found.setdefault(re.sub(r"\d+", "*", name), placement) != placement:
+            return []
+    return [f"{pattern} {placement}" for pattern, placement in found.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +246,10 @@ class Plan:
         return self.recompute if isinstance(self.recompute, str) else f"{len(self.recompute)} of {len(self.components)}"
 
     def _placed(self) -> str:
-        """` [embed shard:vocabulary/4 | layer0..layer3 batch]`, or nothing where all are batch-sharded."""
+        """` [embed shard:vocabulary/4 | layer0..layer3 batch]`, or nothing where all are batch-sharded.
+
+        Many runs that repeat from layer to layer are named once: `h.*.norm1 shard:sequence/4`.
+        """
         if not self.is_mixed:
             return ""
         runs: list[tuple[Placement, list[str]]] = []
@@ -241,6 +259,8 @@ class Plan:
                     runs.append((placement, []))
                 runs[-1][1].append(name)
         parts = [f"{names[0]}{f'..{names[-1]}' if len(names) > 1 else ''} {placement}" for placement, names in runs]
+        if len(parts) > MOST_RUNS:
+            parts = _by_pattern(entry for stage in self.stages for entry in stage.placed()) or parts
         return f" [{' | '.join(parts)}]"
 
     def to_dict(self) -> dict[str, Any]:

@@ -131,6 +131,8 @@ class TrainingSection(ConfigSection):
     epochs: Count = 1
     steps: Count | None = None
     """Steps to train; left out: as many as `epochs` takes."""
+    tokens: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Tokens to train on, for days and price of a language model; no key of a real run."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     dtype: Dtype = "float32"
     """Of the weights of a real run."""

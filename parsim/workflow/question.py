@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from parsim.errors import ConfigError, ModelError
 from parsim.model.model import COUPLED, Model
+from parsim.model.named.names import is_transformer
+from parsim.model.spec import is_known
 from parsim.model.zoo import ZOO
 from parsim.workflow.config import RunConfig, load_config, parse_config
 from parsim.workflow.import_folder import importable
+from parsim.workflow.large.usual import with_usual
 from parsim.workflow.toml_text import table_text, value_text
 
 if TYPE_CHECKING:
@@ -116,7 +119,7 @@ def _told(key: str, value: Any, texts: Mapping[str, str]) -> str:
 
 def question_from_file(path: Path, overrides: Sequence[str] = ()) -> Question:
     """Read a run file; `overrides` as `--set` takes them. Raises ConfigError."""
-    config = importable(load_config(path, overrides), path.resolve().parent)
+    config = with_usual(importable(load_config(path, overrides), path.resolve().parent))
     return Question(config=config, assumed=taken_defaults(config), name=path.stem)
 
 
@@ -169,6 +172,7 @@ def question_of(
     }
     text = "\n".join(table_text(key, section) for key, section in document.items())
     config = importable(parse_config(text, changes, where=f"{name} on {profile}"), Path.cwd())
+    config = with_usual(config, held) if given == "name" else config
     if held is not None:
         _check_untouched("cluster", config.cluster.model_fields_set - {"profile"}, "was given as a Cluster")
     if given == "module":
@@ -201,7 +205,7 @@ def _cluster_table(text: str) -> dict[str, Any]:
 def is_run_file(name: str | Path) -> bool:
     """Whether a first argument means a run file and not a model: it ends in .toml, or is there and no JSON."""
     path = Path(name)
-    if str(name) in ZOO or ":" in str(name):
+    if is_known(str(name)) or ":" in str(name):
         return False
     return path.suffix == FILE_SUFFIX or path.is_dir() or (path.is_file() and path.suffix != ".json")
 
@@ -252,13 +256,13 @@ def taken_defaults(
             continue
         if key not in section.model_fields_set:
             found.append((f"{table}.{key}", getattr(section, key)))
-    if model is None and config.model.name in ZOO:
+    if model is None and (config.model.name in ZOO or is_transformer(config.model.name)):
         from parsim.model.spec import resolve
 
         whole = resolve(config.model_spec)
         given = dict(config.model.args)
         found += [(f"model.args.{key}", value) for key, value in whole.args if key not in given]
-        if config.model.input_shape is None:
+        if config.model.input_shape is None and config.model.name in ZOO:
             found.append(("model.input_shape", whole.input_shape))
     return tuple(found)
 
@@ -285,7 +289,7 @@ def _check_known(name: str) -> None:
     """A name without a colon or a .json at its end is one of the zoo."""
     from parsim.model.spec import is_config, zoo_row
 
-    if ":" not in name and not is_config(name):
+    if ":" not in name and not is_config(name) and not is_known(name):
         try:
             zoo_row(name)
         except ModelError as error:
