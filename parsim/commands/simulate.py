@@ -87,6 +87,8 @@ def simulate(
     evaluation = found.evaluation
     print(f"Critical path: {len(labels)} of {len(evaluation.graph.tasks)} tasks, from {', '.join(labels[:3])}")
     print(f"One step alone: {format_seconds(evaluation.timeline.makespan_s)}; in a row, steps overlap")
+    for line in [] if found.quoted is None else found.quoted.lines():
+        print(line)
     print(loss_text(problem.model))
     if found.assumed:
         print(assumed_text(found.assumed))

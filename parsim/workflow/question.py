@@ -16,6 +16,7 @@ from parsim.model.model import COUPLED, Model
 from parsim.model.named.names import is_transformer
 from parsim.model.spec import is_known
 from parsim.model.zoo import ZOO
+from parsim.workflow.cluster_section import OPERATION
 from parsim.workflow.config import RunConfig, load_config, parse_config
 from parsim.workflow.import_folder import importable
 from parsim.workflow.large.usual import with_usual
@@ -174,7 +175,7 @@ def question_of(
     config = importable(parse_config(text, changes, where=f"{name} on {profile}"), Path.cwd())
     config = with_usual(config, held) if given == "name" else config
     if held is not None:
-        _check_untouched("cluster", config.cluster.model_fields_set - {"profile"}, "was given as a Cluster")
+        _check_untouched("cluster", config.cluster.model_fields_set - {"profile"} - OPERATION, "was given as a Cluster")
     if given == "module":
         _check_untouched("model", config.model.model_fields_set - MODULE_KEYS, "was given as a module")
         value = traced_model(model, example_inputs, config)
