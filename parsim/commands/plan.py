@@ -22,12 +22,12 @@ from parsim.commands.output import (
     print_json,
     print_tables,
 )
-from parsim.errors import ScheduleError
+from parsim.errors import ConfigError, ScheduleError
 from parsim.files import write_text_atomically
 
 
 def plan(
-    asked: Asked,
+    asked: Asked = "",
     cluster: OnCluster = None,
     gpus: GpusOption = None,
     network: NetworkOption = None,
@@ -40,6 +40,10 @@ def plan(
     certify: Annotated[
         bool, typer.Option("--certify", help="Solve the placement problem by a MILP too, and show both optima.")
     ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="A file of Megatron-LM, NeMo or torchtitan, as it is."),
+    ] = None,
     faster: Annotated[
         str | None,
         typer.Option("--faster", metavar="20%", help="What would make it so much faster: plans other clusters."),
@@ -52,7 +56,9 @@ def plan(
 
     aim = None if faster is None else parse_faster(faster)
     where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens)
-    answer = find_plan(asked, cluster=where, global_batch=batch, overrides=changes, top=top)
+    if (config is None) == (not asked):
+        raise ConfigError("give what to plan, once: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan")
+    answer = find_plan(asked if config is None else config, cluster=where, global_batch=batch, overrides=changes, top=top)
     document = answer.to_dict()
     if certify:
         document["certificate"] = answer.certificate()

@@ -18,6 +18,8 @@ from parsim.model.spec import is_known
 from parsim.model.zoo import ZOO
 from parsim.workflow.cluster_section import OPERATION
 from parsim.workflow.config import RunConfig, load_config, parse_config
+from parsim.workflow.frameworks.files import is_framework_file, read_recipe
+from parsim.workflow.frameworks.recipe import Recipe
 from parsim.workflow.import_folder import importable
 from parsim.workflow.large.usual import with_usual
 from parsim.workflow.toml_text import table_text, value_text
@@ -57,6 +59,7 @@ class Question:
         assumed: (key, value) of the defaults that were taken, of those keys that a prediction depends on.
         name: for a folder: the stem of the run file, or the model's name.
         model, cluster: where they were given as values. given: what the model was given as.
+        recipe: what was made of a framework's file; None without one.
     """
 
     config: RunConfig
@@ -65,6 +68,7 @@ class Question:
     model: Model | None = None
     cluster: Cluster | None = None
     given: Given = "name"
+    recipe: Recipe | None = None
 
     def on_devices(self, count: int) -> Question:
         """The same with the number of devices filled in, if the question left it open; it is known once the cluster is
@@ -147,6 +151,8 @@ def question_of(
         ConfigError: cluster or batch is missing, or stands beside a run file; a wrong key or value.
         ModelError: an unknown model.
     """
+    if isinstance(model, str | Path) and not is_known(str(model)) and is_framework_file(Path(model)):
+        return _question_of_recipe(Path(model), cluster, global_batch, settings, overrides)
     changes = [*(f"{key}={value_text(value)}" for key, value in (settings or {}).items() if value is not None), *overrides]
     if isinstance(model, str | Path) and is_run_file(model):
         _check_alone(Path(model), cluster, global_batch)
@@ -190,6 +196,40 @@ def question_of(
         cluster=held,
         given=given,
     )
+
+
+def _question_of_recipe(
+    path: Path,
+    cluster: str | Path | Cluster | None,
+    global_batch: int | None,
+    settings: Mapping[str, object] | None,
+    overrides: Sequence[str],
+) -> Question:
+    """The question that a file of Megatron-LM, NeMo or torchtitan asks; what is given beside it counts more."""
+    recipe = read_recipe(path)
+    if cluster is None:
+        starts = f"starts {recipe.processes} processes and " if recipe.processes else ""
+        count = recipe.processes or 64
+        raise ConfigError(f"{path} {starts}does not say on which GPUs; add --gpus {count}xh100-sxm (cluster=)")
+    if global_batch is not None:
+        recipe.training["global_batch"] = global_batch
+    given = recipe.settings(_devices(cluster, settings, overrides)) | dict(settings or {})
+    batch = given.pop("training.global_batch")
+    found = question_of(recipe.model, cluster=cluster, global_batch=int(str(batch)), settings=given, overrides=overrides)
+    return replace(found, recipe=recipe, name=re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem))
+
+
+def _devices(cluster: str | Path | Cluster, settings: Mapping[str, object] | None, overrides: Sequence[str]) -> int:
+    """Of a cluster, with the keys that change it. Raises ConfigError, ProfileError."""
+    from parsim.workflow.load import cluster_of
+
+    if not isinstance(cluster, str | Path):
+        return cluster.size
+    keys = [f"{key}={value_text(value)}" for key, value in (settings or {}).items() if key.startswith("cluster.")]
+    keys += [text for text in overrides if text.startswith("cluster.")]
+    document = {"model": {"name": "mlp"}, "cluster": _cluster_table(str(cluster)), "training": {"global_batch": 1}}
+    text = "\n".join(table_text(key, section) for key, section in document.items())
+    return cluster_of(parse_config(text, keys, where=str(cluster))).size
 
 
 def _cluster_table(text: str) -> dict[str, Any]:

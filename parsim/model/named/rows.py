@@ -73,6 +73,7 @@ def _oss(name: str, layers: int, experts: int) -> Shape:
 _LATENT = {"head_dim": 128, "key_rank": 512, "rope_dim": 64}
 
 NAMED: dict[str, NamedModel] = {
+    "transformer": _row(gpt("Transformer", 12, 768, 12, 50304), 1024, "sizes by arguments; without any, GPT-3 125M"),
     "gpt3-125m": _megatron("GPT-3 125M", 12, 768, 12, "rows: NeMo-Framework-Launcher", 50304),
     "gpt3-355m": _megatron("GPT-3 355M", 24, 1024, 16, "rows: NeMo-Framework-Launcher", 50304),
     "gpt3-1.3b": _megatron("GPT-3 1.3B", 24, 2048, 16, "rows: FlashAttention", 50304),

@@ -119,6 +119,7 @@ class Answer:
         """What stands below the table: families without a plan, the verdict, and the defaults that were taken."""
         skipped = () if self.search is None else self.search.skipped
         return [
+            *([] if self.question.recipe is None else self.question.recipe.lines()),
             *(f"{name}: {why}" for name, why in skipped),
             self.verdict(),
             *([] if (figures := self.prediction.quoted) is None else figures.lines()),
@@ -138,6 +139,8 @@ class Answer:
         """Plain JSON, as `parsim plan --json` prints it."""
         document = self._given() if self.search is None else self.search.to_dict()
         model = self.problem.model
+        if self.question.recipe is not None:
+            document["config_file"] = self.question.recipe.to_dict()
         figures = self.prediction.quoted
         document["quoted"] = None if figures is None else figures.to_dict()
         return document | {"assumed": _plain(self.assumed), "loss": model.loss or None, "loss_note": loss_note(model) or None}
