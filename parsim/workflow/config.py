@@ -38,6 +38,7 @@ from parsim.model.number_formats import FORMATS, check_planned
 from parsim.model.objective.objective import TARGET
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.spec import ModelSpec
+from parsim.model.transformer.shape import nearest_divisors
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
@@ -445,8 +446,8 @@ def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
     if devices % product:
         what = " * ".join(f"{name} ({size})" for name, size in given.items())
         raise PlanError(
-            f"mesh {what} = {product} must divide the devices ({devices}); change the axes or ask for devices = "
-            f"{-(-devices // product) * product}"
+            f"mesh {what} = {product} must divide the devices ({devices}); the nearest that do: "
+            f"{nearest_divisors(devices, product)}; or ask for devices = {-(-devices // product) * product}"
         )
 
 

@@ -133,6 +133,37 @@ def test_a_named_model_plans_like_any_other() -> None:
         parsim.run(answer)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"plan.mesh": {"tp": 8}, "model.args.heads": 4, "model.args.kv_heads": 4},
+            r"tp = 8 must divide the heads \(4\).*: 4",
+        ),
+        ({"plan.mesh": {"tp": 8}, "model.args.ffn": 100}, r"tp = 8 must divide the inside of the MLP \(100\).*: 5 or 10$"),
+        ({"plan.mesh": {"tp": 8}, "model.args.seq": 1001}, r"tp = 8 must divide the tokens of a sample \(1,001\).*: 7 or 11$"),
+        (
+            {"plan.mesh": {"pp": 8}, "model.args.layers": 4},
+            r"8 stages, and llama3-8b has 4 layers; .*chunks <= 4",
+        ),
+        ({"plan.mesh": {"tp": 3}}, r"must divide the (devices|heads).*the nearest that do: "),
+        ({"plan.mesh": {"dp": 8}, "training.global_batch": 12}, r"must be divisible by .*; the nearest that is: "),
+    ],
+)
+def test_splits_that_do_not_divide_name_the_nearest(settings: dict[str, object], message: str) -> None:
+    given = {"training.global_batch": 8} | settings
+    batch = int(str(given.pop("training.global_batch")))
+    with pytest.raises(parsim.ParsimError, match=message):
+        parsim.plan("llama3-8b", cluster="8xh100-sxm", global_batch=batch, settings=given)
+
+
+def test_machines_that_are_not_known_say_how_to_describe_one() -> None:
+    with pytest.raises(parsim.ParsimError, match=r"did you mean h100.*describe your own in a JSON file"):
+        parsim.plan("llama3-8b", cluster="8xh101", global_batch=8)
+    with pytest.raises(parsim.ParsimError, match=r"did you mean infiniband-400g.*describe your own in a JSON file"):
+        parsim.plan("llama3-8b", cluster="16xh100-sxm", network="infiniband-401g", global_batch=16)
+
+
 def test_a_v100_takes_fp16() -> None:
     settings = {"plan.zero_stage": 1, "plan.microbatches": 1, "plan.recompute": "none"}
     answer = parsim.plan(

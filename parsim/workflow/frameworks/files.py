@@ -55,7 +55,7 @@ def read_recipe(path: Path) -> Recipe:
 
 def _yaml(path: Path, text: str) -> dict[str, Any]:
     try:
-        import yaml
+        import yaml  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
         raise MissingDependencyError(f"PyYAML is needed to read {path}; pip install pyyaml (parsim[hf] brings it)") from error
     try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from parsim.model.named.names import named
 from parsim.workflow.cluster_section import ConfigSection
 from parsim.workflow.config import RunConfig
+from parsim.workflow.large.splits import check_splits
 
 if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
@@ -26,10 +27,12 @@ def with_usual(config: RunConfig, cluster: Cluster | None = None) -> RunConfig:
 
     Raises:
         ProfileError: the cluster that the config names cannot be read.
+        ConfigError: an axis of plan.mesh does not divide the model.
     """
     row = named(config.model.name)
     if row is None or row.shape is None:
         return config
+    check_splits(config)
     training: dict[str, Any] = {"optimizer": OPTIMIZER, "precision": _precision(config, cluster)}
     table = config.plan.mesh
     cut = config.plan.strategy not in ("single", "dp") and (table is None or table.tp != 1)
