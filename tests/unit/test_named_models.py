@@ -236,3 +236,19 @@ def test_sizes_give_the_model_that_transformers_builds(kind: str, tmp_path: obje
     made = recorded(replace(shape), COMPILED, SamplePart(tokens=32, context=32), "layer", "float32")
     assert made.parameter_count == traced.parameter_count
     assert _products(made) == pytest.approx(_products(traced), rel=1e-6)
+
+
+@pytest.mark.hf
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, row in NAMED.items() if row.config])
+def test_configs_give_the_published_parameters(name: str) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    import json
+    from pathlib import Path
+
+    row = NAMED[name]
+    document = json.loads(Path(config_path(row)).read_text())
+    config = transformers.AutoConfig.for_model(**document)
+    with torch.device("meta"):
+        module = getattr(transformers, document["architectures"][0])._from_config(config)
+    assert sum(parameter.numel() for parameter in module.parameters()) == row.parameters

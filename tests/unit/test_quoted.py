@@ -19,14 +19,14 @@ from parsim.model.named.rows import NAMED
 from parsim.model.spec import ModelSpec
 from parsim.predict.result import Interval
 from parsim.workflow.large.faster import parse_faster
-from parsim.workflow.large.training_run import DAY_S, DEVICE_MTBF_HOURS, HOUR_S, Operation, losses_of, training_run
+from parsim.workflow.large.training_run import DAY_S, DEVICE_MTBF_HOURS, HOUR_S, RunningCosts, losses_of, training_run
 from parsim.workflow.public.answer import Answer
 
 DP = {"plan.strategy": "dp", "plan.zero_stage": 3, "plan.microbatches": 2, "plan.recompute": "none"}
 
 
-def operation(mtbf_s: float = 1e9, checkpoint_s: float = 60.0, restart_s: float = 600.0) -> Operation:
-    return Operation(
+def operation(mtbf_s: float = 1e9, checkpoint_s: float = 60.0, restart_s: float = 600.0) -> RunningCosts:
+    return RunningCosts(
         usd_per_hour=2.0, price_source="given", busy_power_w=500.0, device_mtbf_s=mtbf_s, mtbf_source="given",
         checkpoint_s=checkpoint_s, restart_s=restart_s,
     )  # fmt: skip

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from parsim.errors import ConfigError, ParsimError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import Profile, Sourced
-from parsim.units import format_percent
 
 if TYPE_CHECKING:
     from parsim.workflow.config import RunConfig
@@ -21,7 +20,7 @@ TIMES = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class WhatIf:
     """One change and what it gives.
 
     Attributes:
@@ -56,7 +55,7 @@ class WhatWould:
     """Attributes: faster: the aim, as a part of samples per second. changes: each alone, the largest gain first."""
 
     faster: float
-    changes: tuple[Change, ...]
+    changes: tuple[WhatIf, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, under `what_would`."""
@@ -67,7 +66,7 @@ class WhatWould:
         enough = [change.what for change in self.changes if change.reaches]
         said = ", or ".join(enough) if enough else "none of these changes alone"
         return [
-            f"What would be {format_percent(self.faster)} faster: {said}.",
+            f"What would be {self.faster:.0%} faster: {said}.",
             *(f"  {change.line()}" for change in self.changes),
         ]
 
@@ -104,18 +103,18 @@ def what_would(answer: Answer, faster: float) -> WhatWould:
     if not answer.fits:
         raise ConfigError("--faster compares with the plan that was chosen, and none fits; change the question first")
     base = answer.prediction.throughput_samples_per_s.median
-    found: list[Change] = []
+    found: list[WhatIf] = []
     for what, question in _changed(answer):
         try:
             other = ask(question())
         except ParsimError as error:
-            found.append(Change(what=what, faster=None, reaches=False, reason=str(error).splitlines()[0]))
+            found.append(WhatIf(what=what, faster=None, reaches=False, reason=str(error).splitlines()[0]))
             continue
         if not other.fits:
-            found.append(Change(what=what, faster=None, reaches=False, reason="no plan fits"))
+            found.append(WhatIf(what=what, faster=None, reaches=False, reason="no plan fits"))
             continue
         gain = other.prediction.throughput_samples_per_s.median / base - 1
-        found.append(Change(what=what, faster=gain, reaches=gain >= faster, plan=other.prediction.plan.summary()))
+        found.append(WhatIf(what=what, faster=gain, reaches=gain >= faster, plan=other.prediction.plan.summary()))
     order = sorted(found, key=lambda change: -1.0 if change.faster is None else change.faster, reverse=True)
     return WhatWould(faster=faster, changes=tuple(order))
 
@@ -134,13 +133,14 @@ def _changed(answer: Answer) -> Iterator[tuple[str, Callable[[], Question]]]:
     yield f"memory of a GPU x {TIMES:g}", on(lambda: _again(_more_memory(cluster.profile), cluster, nodes))
     if cluster.network is not None or nodes > 1:
         more = max(nodes + 1, round(MORE_GPUS * nodes))
-        what = f"GPUs x {more / nodes:.3g} ({more * cluster.size // nodes})"
+        table = question.config.plan.mesh
+        both = "" if table is None or table.dp is None else " and batch"
 
         def grown() -> Question:
             config = _with_replicas(question.config, more / nodes)
             return replace(question, cluster=_again(cluster.profile, cluster, more), config=config)
 
-        yield what, grown
+        yield f"GPUs{both} x {more / nodes:.3g} ({more * cluster.size // nodes} GPUs)", grown
     batch = question.config.training.model_copy(update={"global_batch": 2 * question.config.training.global_batch})
     yield "global batch x 2", lambda: replace(question, config=question.config.model_copy(update={"training": batch}))
 
@@ -180,12 +180,13 @@ def _more_memory(profile: Profile) -> Profile:
 
 
 def _with_replicas(config: RunConfig, factor: float) -> RunConfig:
-    """The mesh with as many more replicas, where it names them; other axes stay."""
-    mesh = config.plan.mesh
+    """With as many more replicas, and a batch for them, where the mesh names them; other axes stay. Raises ConfigError."""
+    mesh, batch = config.plan.mesh, config.training.global_batch
     if mesh is None or mesh.dp is None:
         return config
     grown = mesh.dp * factor
-    if grown != int(grown):
-        raise ConfigError(f"plan.mesh.dp = {mesh.dp} times {factor:g} is no whole number")
+    if grown != int(grown) or batch * factor != int(batch * factor):
+        raise ConfigError(f"plan.mesh.dp = {mesh.dp} and global_batch = {batch} times {factor:g} are no whole numbers")
     plan = config.plan.model_copy(update={"mesh": mesh.model_copy(update={"dp": int(grown)})})
-    return config.model_copy(update={"plan": plan})
+    training = config.training.model_copy(update={"global_batch": int(batch * factor)})
+    return config.model_copy(update={"plan": plan, "training": training})

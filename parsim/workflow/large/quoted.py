@@ -19,7 +19,7 @@ from parsim.workflow.large.training_run import (
     DEVICE_MTBF_HOURS,
     HOUR_S,
     MTBF_SOURCE,
-    Operation,
+    RunningCosts,
     TrainingRun,
     training_run,
 )
@@ -49,7 +49,7 @@ class Quoted:
     peak: str
     memory: tuple[tuple[str, int], ...]
     limit_bytes: int
-    operation: Operation
+    operation: RunningCosts
     run: TrainingRun | None = None
 
     @property
@@ -111,7 +111,7 @@ class Quoted:
         return lines if self.run is None else [*lines, *_run_lines(self.run, self.operation)]
 
 
-def _run_lines(run: TrainingRun, operation: Operation) -> list[str]:
+def _run_lines(run: TrainingRun, operation: RunningCosts) -> list[str]:
     losses, days = run.losses, run.days
     price = "price: unknown (set cluster.usd_per_hour)"
     if run.usd is not None:
@@ -164,12 +164,12 @@ def quoted(config: RunConfig, problem: PlanningProblem, evaluation: Evaluation) 
 
 
 def _run(
-    tokens: float, per_step: int, step_s: Interval, operation: Operation, plan: Plan, problem: PlanningProblem
+    tokens: float, per_step: int, step_s: Interval, operation: RunningCosts, plan: Plan, problem: PlanningProblem
 ) -> TrainingRun:
     return training_run(tokens, per_step, step_s, operation, devices=plan.world_size, paid=problem.cluster.size)
 
 
-def operation_of(config: RunConfig, device: str) -> Operation:
+def operation_of(config: RunConfig, device: str) -> RunningCosts:
     """Price, power and failures: what the question says, else the part's own numbers, else the default with its source.
 
     Args:
@@ -185,7 +185,7 @@ def operation_of(config: RunConfig, device: str) -> Operation:
         dated = part.usd_per_hour
         price, source = dated.value, f"on demand, {dated.as_of}"
     hours = table.device_mtbf_hours
-    return Operation(
+    return RunningCosts(
         usd_per_hour=price,
         price_source=source if price is not None else "",
         busy_power_w=None if part is None or part.busy_power_w is None else part.busy_power_w.value,

@@ -19,7 +19,7 @@ RESTART_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class RunningCosts:
     """What running a machine takes beside its steps.
 
     Attributes:
@@ -71,7 +71,7 @@ class TrainingRun:
     usd: float | None
     energy_kwh: float | None
 
-    def to_dict(self, operation: Operation) -> dict[str, Any]:
+    def to_dict(self, operation: RunningCosts) -> dict[str, Any]:
         """Plain JSON; every key names its unit."""
         losses = self.losses
         return {
@@ -100,7 +100,7 @@ class TrainingRun:
         }
 
 
-def losses_of(work_s: float, devices: int, operation: Operation) -> Losses:
+def losses_of(work_s: float, devices: int, operation: RunningCosts) -> Losses:
     """The expected cost of failures and checkpoints.
 
     Args:
@@ -121,7 +121,7 @@ def losses_of(work_s: float, devices: int, operation: Operation) -> Losses:
 
 
 def training_run(
-    tokens: float, tokens_per_step: int, step_s: Interval, operation: Operation, *, devices: int, paid: int
+    tokens: float, tokens_per_step: int, step_s: Interval, operation: RunningCosts, *, devices: int, paid: int
 ) -> TrainingRun:
     """What so many tokens take.
 
