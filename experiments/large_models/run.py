@@ -63,8 +63,8 @@ parallelism can cut.
 `--tokens` adds days, price, energy and failures; `--faster 20%` searches changed clusters; `--config FILE` reads a file
 of Megatron-LM, NeMo or torchtitan. `[cluster]` takes `usd_per_hour`, `device_mtbf_hours`, `checkpoint_s` and `restart_s`.
 
-How far predictions were from published runs stands in `experiments/published/README.md`: FSDP runs on H100 were 5 to 25% slower
-than predicted without a fitted factor, Megatron-LM on A100 9%. Host, data and stragglers are not in these figures.
+How far such predictions are from published runs stands in `experiments/published/README.md`. Without a fitted factor they
+were 11 to 18% too fast on average for FSDP on H100, and 9% for Megatron-LM on A100.
 
 This page is written by `python experiments/large_models/run.py`."""
 

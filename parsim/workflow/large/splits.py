@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from parsim.errors import ConfigError
 from parsim.model.named.names import named, sequence_of, shape_of
 from parsim.model.transformer.shape import nearest_divisors
@@ -40,9 +42,9 @@ def check_splits(config: RunConfig) -> None:
         _divides("cp", context, "tokens of a sample", _tokens(config, args), name)
 
 
-def _tokens(config: RunConfig, args: dict[str, object]) -> int:
+def _tokens(config: RunConfig, args: Mapping[str, object]) -> int:
     shape = config.model.input_shape
-    return shape[0] if shape else sequence_of(config.model.name, args)
+    return shape[0] if shape else sequence_of(config.model.name, dict(args))
 
 
 def _divides(axis: str, ways: int, what: str, size: int, name: str) -> None:
