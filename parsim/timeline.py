@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.errors import GraphError
-from parsim.files import parse_json, version_problem
+from parsim.files import parse_json, version_problem, write_atomically
 
 SCHEMA_VERSION = 1
 """Of a timeline's file; files written before there was the key have this version, too."""
@@ -97,8 +97,7 @@ class Timeline:
             "start_s": self.start_s.tolist(),
             "end_s": self.end_s.tolist(),
         }
-        with gzip.GzipFile(path, "wb", mtime=0) as file:
-            file.write(json.dumps(document).encode())
+        write_atomically(path, lambda file: file.write(gzip.compress(json.dumps(document).encode(), mtime=0)))
 
     @classmethod
     def load(cls, path: Path) -> Timeline:

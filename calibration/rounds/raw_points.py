@@ -11,7 +11,7 @@ from typing import Any
 
 from calibration.rounds.request import CalibrationRequest
 from parsim.errors import ProfileError
-from parsim.files import version_problem
+from parsim.files import version_problem, write_atomically
 from parsim.model.model import Model
 
 SCHEMA_VERSION = 2
@@ -57,9 +57,7 @@ def save_raw(points: RawPoints, path: Path) -> None:
         "models": [json.loads(model.to_json()) for model in points.models],
         "raw": points.raw,
     }
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(gzip.compress(json.dumps(document).encode(), mtime=0))
-    partial.replace(path)
+    write_atomically(path, lambda file: file.write(gzip.compress(json.dumps(document).encode(), mtime=0)))
 
 
 def load_raw(path: Path) -> RawPoints:

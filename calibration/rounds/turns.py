@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from parsim.errors import ExecutionError
+from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.group import ProcessPlace
 from parsim.files import write_text_atomically
 
@@ -103,8 +104,7 @@ def take_turns(sections: Sequence[CalibrationSection], folder: Path, place: Proc
         dist.barrier()
         time_s, begin_s = time.time(), time.perf_counter()
         own = section.measure(number)
-        gathered: list[Any] = [None] * place.world_size
-        dist.gather_object(own, gathered if place.rank == 0 else None)
+        gathered = gather_values(own)
         if place.rank == 0:
             seconds = time.perf_counter() - begin_s
             turn_entry = {"section": section.name, "round": number, "time_s": time_s, "seconds": seconds}

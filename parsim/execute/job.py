@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parsim.errors import ExecutionError
-from parsim.files import parse_json, version_problem
+from parsim.files import parse_json, version_problem, write_text_atomically
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
 
@@ -82,6 +82,7 @@ class Job:
         the run before had there.
     keep_state: in mode "measure", leave a checkpoint of every run in its folder at the end.
     checkpoint_every: steps between checkpoints (0: at the end only); resume: go on from the latest.
+    timeout_s: of a collective, where no launcher watches the ranks' heartbeats.
     switches: plans to change to on the way (mode "train"). adaptive: let the controller decide instead.
     """
 
@@ -96,7 +97,7 @@ class Job:
     keep_state: bool = False
     checkpoint_every: int = 0
     resume: bool = False
-    timeout_s: float = 60.0
+    timeout_s: float = 600.0
     switches: tuple[Switch, ...] = ()
     adaptive: AdaptiveSpec | None = None
 
@@ -123,7 +124,7 @@ class Job:
             entry["model"] = run.model.to_dict()
             entry["plan"] = run.plan.to_json()
         document["switches"] = [{"step": switch.step, "plan": switch.plan.to_json()} for switch in self.switches]
-        path.write_text(json.dumps(document, indent=1))
+        write_text_atomically(path, json.dumps(document, indent=1))
 
     @classmethod
     def load(cls, path: Path) -> Job:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import ModelError
-from parsim.files import NO_CONTROL, control_character_in, parse_json, version_problem
+from parsim.files import NO_CONTROL, control_character_in, parse_json, version_problem, write_text_atomically
 from parsim.model.component import (
     Component,
     HalfComponent,
@@ -143,7 +143,7 @@ class Model:
         return json.dumps(document, indent=1)
 
     def save(self, path: Path) -> None:
-        path.write_text(self.to_json())
+        write_text_atomically(path, self.to_json())
 
     @classmethod
     def from_json(cls, text: str, where: str = "model JSON") -> Model:

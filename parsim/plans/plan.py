@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import ModelError, PlanError, near_matches
-from parsim.files import NO_CONTROL, control_character_in, parse_json, version_problem
+from parsim.files import NO_CONTROL, control_character_in, parse_json, version_problem, write_text_atomically
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.shard.narrow import check_ways
@@ -262,7 +262,7 @@ class Plan:
         return json.dumps(self.to_dict(), indent=1)
 
     def save(self, path: Path) -> None:
-        path.write_text(self.to_json())
+        write_text_atomically(path, self.to_json())
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan JSON") -> Plan:

@@ -46,7 +46,7 @@ from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.recompute import AUTO, FULL, NONE
 from parsim.registry import RowOf, is_reference
 from parsim.workflow.cluster_section import ClusterSection, ConfigSection, check_machine
-from parsim.workflow.references import put_on_path
+from parsim.workflow.references import check_trusted, put_on_path
 from parsim.workflow.toml_text import is_path, make_paths_absolute, merge, parse_overrides, table_text
 
 MOST_SAMPLES = 10**9
@@ -254,6 +254,8 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not TOML: {error}; mend that line") from error
     make_paths_absolute(document, folder or Path.cwd())
+    if folder is not None:
+        check_trusted(document, folder, where)
     changes = parse_overrides(overrides)
     make_paths_absolute(changes, Path.cwd())
     strategy = changes["plan"].get("strategy") if isinstance(changes.get("plan"), dict) else None

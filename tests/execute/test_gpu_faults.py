@@ -19,7 +19,7 @@ from parsim.execute.job import RunSpec
 from parsim.execute.processes.group import ErrorRecord, ProcessPlace, urgent_options
 from parsim.execute.processes.launch import _raise_failure
 from parsim.execute.records.measurement import RankRecord
-from parsim.execute.worker import RankRun
+from parsim.execute.training.rank_run import RankRun
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.plans.mesh import Mesh

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from parsim.errors import ExecutionError
 from parsim.execute.cuda.memory_counters import MemoryUse
 from parsim.execute.streams import TaskTime
-from parsim.files import parse_json, version_problem
+from parsim.files import parse_json, version_problem, write_atomically, write_json_atomically
 from parsim.graph.taskgraph import TaskGraph
 from parsim.timeline import Span, Timeline
 
-SCHEMA_VERSION = 1
-"""Of what a rank leaves; files written before there was the key have this version, too."""
+SCHEMA_VERSION = 2
+"""Of what a rank leaves. Version 1, which files without the key have too, writes NaN where another rank counts the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class RankRecord:
 
     Attributes:
         rounds: per round (start_s, end_s, steps). steps: task times of each recorded step.
-        losses: mean loss per training step (last stage only; NaN elsewhere), already divided by the global batch.
+        losses: mean loss per training step, already divided by the global batch; None where other ranks count it.
         cpu_s: CPU seconds of this process per round. peak_bytes: live tensors of one step.
         pace_s: how fast this rank's core was beside each round (`parsim.execute.processes.speed_probe`); empty if nobody
         looked. memory_lines: peak_bytes by line (`execute/records/memory_lines`); of a CPU rank alone.
@@ -37,7 +37,7 @@ class RankRecord:
     rank: int
     rounds: list[tuple[float, float, int]]
     steps: list[list[TaskTime]]
-    losses: list[float]
+    losses: list[float | None]
     cpu_s: list[float]
     peak_bytes: int
     pace_s: list[float] = field(default_factory=list)
@@ -57,7 +57,7 @@ class RankRecord:
             "schema_version": SCHEMA_VERSION,
             "rank": self.rank,
             "rounds": self.rounds,
-            "losses": self.losses,
+            "losses": [value if value is None or math.isfinite(value) else str(value) for value in self.losses],
             "cpu_s": self.cpu_s,
             "peak_bytes": self.peak_bytes,
             "pace_s": self.pace_s,
@@ -67,16 +67,17 @@ class RankRecord:
             "recorded": len(self.steps),
         }
         folder.mkdir(parents=True, exist_ok=True)
-        np.save(folder / f"rank{self.rank}.npy", table)
-        (folder / f"rank{self.rank}.json").write_text(json.dumps(facts))
+        write_atomically(folder / f"rank{self.rank}.npy", lambda file: np.save(file, table))
+        write_json_atomically(folder / f"rank{self.rank}.json", facts)
 
     @classmethod
     def load(cls, folder: Path, rank: int) -> RankRecord:
         path = folder / f"rank{rank}.json"
         if not path.is_file():
             raise ExecutionError(f"rank {rank} left no record in {folder}; the run did not finish")
-        facts: dict[str, Any] = parse_json(path.read_text())
-        if problem := version_problem(facts, SCHEMA_VERSION, unversioned=1):
+        facts: dict[str, Any] = parse_json(path.read_text(), allow_nan=True)
+        before = facts.get("schema_version", 1) == 1
+        if not before and (problem := version_problem(facts, SCHEMA_VERSION)):
             raise ExecutionError(f"{path}: {problem}; or run again")
         table = np.load(folder / f"rank{rank}.npy")
         steps: list[list[TaskTime]] = [[] for _ in range(facts["recorded"])]
@@ -86,7 +87,7 @@ class RankRecord:
             rank=rank,
             rounds=[(start, end, int(steps_)) for start, end, steps_ in facts["rounds"]],
             steps=steps,
-            losses=facts["losses"],
+            losses=[_loss(value, before=before) for value in facts["losses"]],
             cpu_s=facts["cpu_s"],
             peak_bytes=int(facts["peak_bytes"]),
             pace_s=facts.get("pace_s", []),  # runs of before have none, nor
@@ -129,18 +130,29 @@ def load_measurement(folder: Path, graph: TaskGraph) -> Measurement:
         merge_times([record.steps[step] for record in records]) for step in range(min(len(r.steps) for r in records))
     )
     looked = [record.pace_s for record in records if record.pace_s]
-    finite = [record.losses for record in records if record.losses and not np.isnan(record.losses).all()]
-    losses = np.nansum(finite, axis=0) if finite else np.array([])
     return Measurement(
         step_s=step_s,
         steps=sum(entry[2] for entry in records[0].rounds[:count]),
         timelines=timelines,
-        losses=tuple(float(loss) for loss in losses),
+        losses=total_losses(records),
         peak_bytes=tuple(record.peak_bytes for record in records),
         cpu_s=tuple(float(np.sum(record.cpu_s)) for record in records),
         memory=tuple(record.memory for record in records),
         pace_s=np.array(looked, dtype=np.float64).reshape(len(looked), count),
     )
+
+
+def total_losses(records: Sequence[RankRecord]) -> tuple[float, ...]:
+    """The mean loss of every training step, added up over the ranks that count it. A loss that is not finite stays so."""
+    steps = zip(*(record.losses for record in records), strict=True)
+    return tuple(float(sum(value for value in values if value is not None)) for values in steps)
+
+
+def _loss(value: float | str | None, *, before: bool) -> float | None:
+    """One loss of a file; `before`: of version 1."""
+    if value is None or (before and math.isnan(float(value))):
+        return None
+    return float(value)
 
 
 def _round_step_s(records: Sequence[RankRecord], number: int) -> float:
