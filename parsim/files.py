@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import errno
+import gzip
 import io
 import json
 import math
@@ -12,9 +13,12 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from parsim.errors import ParsimError
 
 DEEPEST = 100
 """Levels of tables and lists in a file. parsim writes at most 10; thousands would exhaust the interpreter's stack."""
@@ -44,6 +48,48 @@ def read_regular(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
     if found.st_size > largest_bytes:
         raise ValueError(f"it has {found.st_size:,} bytes, more than the {largest_bytes:,} that are read")
     return path.read_bytes()
+
+
+def read_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
+    """The text of a file in UTF-8. Raises as `read_regular`; ValueError for another encoding."""
+    return read_regular(path, largest_bytes).decode("utf-8")
+
+
+def unpacked(content: bytes) -> bytes:
+    """Gunzipped, as far as it stays a file that is read: a few kilobytes can unpack to gigabytes."""
+    with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+        found = file.read(LARGEST_BYTES + 1)
+    if len(found) > LARGEST_BYTES:
+        raise ValueError(f"it unpacks to more than {LARGEST_BYTES:,} bytes")
+    return found
+
+
+@contextlib.contextmanager
+def reading(what: str, error: type[ParsimError], fix: str) -> Iterator[None]:
+    """Whatever goes wrong inside, while a document of somebody else's is taken apart, becomes one message.
+
+    Args:
+        what: that is wrong then ("plan.json is not a plan"). fix: what to do.
+    """
+    try:
+        yield
+    except ParsimError:
+        raise
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        OSError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        EOFError,
+        zlib.error,
+    ) as problem:
+        said = (str(problem) or type(problem).__name__).splitlines()[0][:200]
+        raise error(f"{what}: {said}; {fix}") from problem
 
 
 def read_json(path: Path, largest_bytes: int = LARGEST_BYTES) -> Any:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from parsim.errors import ExecutionError
 from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.group import ProcessPlace
-from parsim.files import write_text_atomically
+from parsim.files import read_json, reading, write_text_atomically
 
 WARM_UP = -1
 """The round number of the first call of a section in a process, whose measurements are not kept."""
@@ -136,10 +136,9 @@ def read_turns(folder: Path) -> list[dict[str, Any]]:
     """The finished turns, in order. Raises ExecutionError for a file that was tampered with."""
     turns = []
     for path in sorted(folder.glob(TURNS)):
-        try:
-            document = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ExecutionError(f"cannot read {path}: {error}; delete the folder {folder} and calibrate again") from error
+        with reading(f"cannot read {path}", ExecutionError, f"delete the folder {folder} and calibrate again"):
+            document = read_json(path)
+            float(document["seconds"]), str(document["section"]), list(document["ranks"])
         turns.append(document)
     return turns
 

@@ -191,7 +191,7 @@ _OTHER_OPCODES = (
 """What no CIFAR file needs: ways to make objects."""
 
 
-class _DataUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined]
+class _DataUnpickler(pickle._Unpickler):
     """Builds arrays of bytes, texts, numbers, lists and dicts, and refuses every other name: a pickle runs no code through it.
 
     Nothing of numpy takes part. numpy believes what a pickle says of a dtype, and a changed byte there reads foreign memory.
@@ -200,7 +200,7 @@ class _DataUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined]
 
     dispatch: ClassVar = {
         code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in _OTHER_OPCODES
-    }  # type: ignore[attr-defined]
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":

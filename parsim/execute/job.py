@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parsim.errors import ExecutionError
-from parsim.files import parse_json, version_problem, write_text_atomically
+from parsim.files import read_json, reading, version_problem, write_text_atomically
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
+from parsim.typed import check_types
 
 SCHEMA_VERSION = 1
 """Of job.json; files written before there was the key have this version, too."""
@@ -128,26 +129,29 @@ class Job:
 
     @classmethod
     def load(cls, path: Path) -> Job:
-        document: dict[str, Any] = parse_json(path.read_text())
-        if problem := version_problem(document, SCHEMA_VERSION, unversioned=1):
-            raise ExecutionError(f"{path}: {problem}; or run again")
-        document.pop("schema_version", None)
-        document["runs"] = tuple(
-            RunSpec(
-                **{
-                    **run,
-                    "model": ModelSpec.from_dict(run["model"]),
-                    "plan": Plan.from_json(run["plan"]),
-                    "predicted_memory": tuple(run.get("predicted_memory", ())),
-                }
+        with reading(f"{path} is not a job", ExecutionError, "run again"):
+            document: dict[str, Any] = read_json(path)
+            if problem := version_problem(document, SCHEMA_VERSION, unversioned=1):
+                raise ExecutionError(f"{path}: {problem}; or run again")
+            document.pop("schema_version", None)
+            document["runs"] = tuple(
+                RunSpec(
+                    **{
+                        **run,
+                        "model": ModelSpec.from_dict(run["model"]),
+                        "plan": Plan.from_json(run["plan"]),
+                        "predicted_memory": tuple(run.get("predicted_memory", ())),
+                    }
+                )
+                for run in document["runs"]
             )
-            for run in document["runs"]
-        )
-        document["switches"] = tuple(
-            Switch(step=switch["step"], plan=Plan.from_json(switch["plan"])) for switch in document["switches"]
-        )
-        adaptive = document["adaptive"]
-        if adaptive is not None:
-            devices = None if adaptive["devices"] is None else tuple(adaptive["devices"])
-            document["adaptive"] = AdaptiveSpec(**{**adaptive, "devices": devices})
-        return cls(**document)
+            document["switches"] = tuple(
+                Switch(step=switch["step"], plan=Plan.from_json(switch["plan"])) for switch in document["switches"]
+            )
+            adaptive = document["adaptive"]
+            if adaptive is not None:
+                devices = None if adaptive["devices"] is None else tuple(adaptive["devices"])
+                document["adaptive"] = AdaptiveSpec(**{**adaptive, "devices": devices})
+            found = cls(**document)
+            check_types(found, "job")
+            return found

@@ -41,7 +41,14 @@ def build_module(spec: ModelSpec) -> nn.Module:
         return _from_factory(spec)
     file, _, function = ZOO[spec.name].factory.partition(":")
     factory = getattr(importlib.import_module(f"parsim.model.zoo.{file}"), function)
-    module: nn.Module = factory(input_shape=spec.input_shape, **dict(spec.args))
+    try:
+        module: nn.Module = factory(input_shape=spec.input_shape, **dict(spec.args))
+    except (ArithmeticError, AssertionError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise FactoryError(
+            f"{spec.name} cannot be built with {dict(spec.args)} and input_shape {list(spec.input_shape or ())}: {said}; "
+            "correct model.args or model.input_shape"
+        ) from error
     return module
 
 

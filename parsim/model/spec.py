@@ -5,6 +5,7 @@ Needs no torch. `build` makes the module, `interface` its batches, `load` its Mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,6 +97,17 @@ class ModelSpec:
             raise ModelError(f"not a model: {document!r} ({error!r}); give name, args and input_shape") from error
 
 
+MOST_ELEMENTS = 2**33
+"""Of one sample: 34 GB in fp32."""
+
+
+def _check_shape(spec: ModelSpec) -> None:
+    if spec.input_shape is not None and math.prod(max(1, size) for size in spec.input_shape) > MOST_ELEMENTS:
+        raise ModelError(
+            f"input_shape {list(spec.input_shape)} is more than {MOST_ELEMENTS:,} numbers per sample; give a smaller one"
+        )
+
+
 def resolve(spec: ModelSpec) -> ModelSpec:
     """The same model with every argument and the input shape spelled out (zoo), and the arguments in one order.
 
@@ -105,6 +117,7 @@ def resolve(spec: ModelSpec) -> ModelSpec:
     Raises:
         ModelError: an unknown name or argument, or a shape that does not suit the model.
     """
+    _check_shape(spec)
     if ":" in spec.name or is_config(spec.name):
         if any(size < 1 for size in spec.input_shape or ()):
             raise ModelError(f"input_shape sizes must be >= 1, got {spec.input_shape}")

@@ -30,7 +30,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from parsim.data import DATASETS
 from parsim.errors import ConfigError, ModelError, ParsimError, PlanError, near_matches
-from parsim.files import NO_CONTROL, control_character_in, parse_toml
+from parsim.files import NO_CONTROL, control_character_in, parse_toml, read_text
 from parsim.hardware.record import Count
 from parsim.model.inputs import ModelInput, inputs_from, ordered
 from parsim.model.losses import LOSSES
@@ -239,10 +239,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: no such file, not TOML, or a wrong key; with its path, its value and the fix.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError as error:
         raise ConfigError(f"no run file {path}; write one with the tables [model], [cluster] and [training]") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read run file {path}: {error}; it must be a text file in UTF-8") from error
     return parse_config(text, overrides, where=str(path), folder=path.resolve().parent)
 

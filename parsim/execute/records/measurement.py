@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,12 +15,17 @@ from numpy.typing import NDArray
 from parsim.errors import ExecutionError
 from parsim.execute.cuda.memory_counters import MemoryUse
 from parsim.execute.streams import TaskTime
-from parsim.files import parse_json, version_problem, write_atomically, write_json_atomically
+from parsim.files import parse_json, read_regular, reading, version_problem, write_atomically, write_json_atomically
 from parsim.graph.taskgraph import TaskGraph
 from parsim.timeline import Span, Timeline
+from parsim.typed import check_types
 
 SCHEMA_VERSION = 2
 """Of what a rank leaves. Version 1, which files without the key have too, writes NaN where another rank counts the loss."""
+
+
+MOST_RECORDED = 10**6
+"""Steps whose task times a file may claim to hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,25 +81,31 @@ class RankRecord:
         path = folder / f"rank{rank}.json"
         if not path.is_file():
             raise ExecutionError(f"rank {rank} left no record in {folder}; the run did not finish")
-        facts: dict[str, Any] = parse_json(path.read_text(), allow_nan=True)
-        before = facts.get("schema_version", 1) == 1
-        if not before and (problem := version_problem(facts, SCHEMA_VERSION)):
-            raise ExecutionError(f"{path}: {problem}; or run again")
-        table = np.load(folder / f"rank{rank}.npy")
-        steps: list[list[TaskTime]] = [[] for _ in range(facts["recorded"])]
-        for step, task, stream, ready, end in table.tolist():
-            steps[int(step)].append(TaskTime(int(task), facts["streams"][int(stream)], ready, end))
-        return cls(
-            rank=rank,
-            rounds=[(start, end, int(steps_)) for start, end, steps_ in facts["rounds"]],
-            steps=steps,
-            losses=[_loss(value, before=before) for value in facts["losses"]],
-            cpu_s=facts["cpu_s"],
-            peak_bytes=int(facts["peak_bytes"]),
-            pace_s=facts.get("pace_s", []),  # runs of before have none, nor
-            memory_lines=facts.get("memory_lines", {}),
-            memory=MemoryUse(**facts["memory"]) if facts.get("memory") else None,
-        )
+        with reading(f"{path} is not the record of a rank", ExecutionError, "run again"):
+            facts: dict[str, Any] = parse_json(read_regular(path), allow_nan=True)
+            before = facts.get("schema_version", 1) == 1
+            if not before and (problem := version_problem(facts, SCHEMA_VERSION)):
+                raise ExecutionError(f"{path}: {problem}; or run again")
+            table = _table(read_regular(folder / f"rank{rank}.npy"))
+            recorded, streams = facts["recorded"], facts["streams"]
+            if type(recorded) is not int or not 0 <= recorded <= max(len(table), MOST_RECORDED):
+                raise ValueError(f"recorded = {recorded!r}")
+            steps: list[list[TaskTime]] = [[] for _ in range(recorded)]
+            for step, task, stream, ready, end in table.tolist():
+                steps[int(step)].append(TaskTime(int(task), streams[int(stream)], ready, end))
+            found = cls(
+                rank=rank,
+                rounds=[(start, end, int(steps_)) for start, end, steps_ in facts["rounds"]],
+                steps=steps,
+                losses=[_loss(value, before=before) for value in facts["losses"]],
+                cpu_s=facts["cpu_s"],
+                peak_bytes=int(facts["peak_bytes"]),
+                pace_s=facts.get("pace_s", []),  # runs of before have none, nor
+                memory_lines=facts.get("memory_lines", {}),
+                memory=MemoryUse(**facts["memory"]) if facts.get("memory") else None,
+            )
+            check_types(found, "record")
+            return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +152,22 @@ def load_measurement(folder: Path, graph: TaskGraph) -> Measurement:
         memory=tuple(record.memory for record in records),
         pace_s=np.array(looked, dtype=np.float64).reshape(len(looked), count),
     )
+
+
+_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '<f8', 'fortran_order': False, 'shape': \((\d{1,12}), 5\), \} *\n", re.DOTALL
+)
+
+
+def _table(content: bytes) -> NDArray[np.float64]:
+    """The task times of a .npy file, of the one form in which they are written. Raises ValueError for any other."""
+    header = _HEADER.match(content)
+    if header is None or len(content) != header.end() + int(header[1]) * 5 * 8:
+        raise ValueError("its table of task times is none, or was cut short")
+    found = np.frombuffer(content, dtype="<f8", offset=header.end()).reshape(-1, 5)
+    if not np.isfinite(found).all():
+        raise ValueError("its table of task times holds numbers that are not finite")
+    return found
 
 
 def total_losses(records: Sequence[RankRecord]) -> tuple[float, ...]:

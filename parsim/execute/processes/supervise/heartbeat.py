@@ -145,12 +145,14 @@ def process_state(pid: int) -> ProcessState | None:
 
 @dataclass(slots=True, kw_only=True)
 class _Seen:
-    """Of one rank: seconds that it has been stopped, seconds since its last beat, and its processor seconds at that."""
+    """Of one rank: seconds that it has been stopped, seconds since its last beat, its processor seconds at that, and whether
+    it was seen running, or waiting for a core, since then."""
 
     stopped_s: float = 0.0
     still_s: float = 0.0
     count: int = -1
     cpu_s: float = 0.0
+    ran: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +187,10 @@ class RankWatch:
             cpu_s = state.cpu_s if state is not None else 0.0
             seen.stopped_s = seen.stopped_s + passed_s if state is not None and state.letter in "Tt" else 0.0
             if beat.count != seen.count:
-                seen.count, seen.still_s, seen.cpu_s = beat.count, 0.0, cpu_s
+                seen.count, seen.still_s, seen.cpu_s, seen.ran = beat.count, 0.0, cpu_s, False
             else:
                 seen.still_s += passed_s
+            seen.ran = seen.ran or (state is not None and state.letter == "R")
         return self._stopped() or self._hanging(beats, states) or self._deadlocked(beats, states)
 
     def _stopped(self) -> Hang | None:
@@ -202,7 +205,7 @@ class RankWatch:
         for rank, (seen, beat, state) in enumerate(zip(self._seen, beats, states, strict=True)):
             if state is None or beat.doing not in (Doing.WORKING, Doing.PREPARING):
                 continue
-            computes = state.cpu_s - seen.cpu_s > _IDLE_SHARE * seen.still_s
+            computes = seen.ran or state.cpu_s - seen.cpu_s > _IDLE_SHARE * seen.still_s
             patient = computes or beat.doing is Doing.PREPARING
             if seen.still_s > self.limit_s * (PATIENCE if patient else 1):
                 how = "it computes without end" if computes else "it waits for a disk" if state.letter == "D" else "it hangs"
