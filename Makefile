@@ -1,6 +1,7 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Everything is installed into .venv, nothing else is touched.
 #
-#   make demo      install, then the main job end to end on whatever this machine has
+#   make demo      install, then the main job end to end on whatever this machine has (about two minutes)
+#   make demo-full the same with a thorough calibration and longer runs (about five minutes)
 #   make test      install, then the tests
 #   make test-all  the slow tests too
 #   make check     what CI runs: ruff, mypy --strict, make test
@@ -27,7 +28,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/pyth
 PYTHONS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python
 SPREAD := -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup demo test test-all test-gpu check bench bench-quick fuzz chaos gpu format clean
+.PHONY: help setup demo demo-full test test-all test-gpu check bench bench-quick fuzz chaos gpu format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -39,6 +40,9 @@ $(STAMP): pyproject.toml requirements.lock
 
 demo: $(STAMP)
 	@$(BIN)/parsim demo
+
+demo-full: $(STAMP)
+	@$(BIN)/parsim demo --full
 
 test: $(STAMP)
 	$(PYTEST) $(SPREAD) tests
