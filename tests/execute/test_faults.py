@@ -217,3 +217,18 @@ def assert_resumable(folder: Path, message: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/net").is_dir(), reason="sockets are looked up in /proc")
+@pytest.mark.xdist_group("launch")
+def test_a_calibration_listens_on_the_loopback_alone(tmp_path: Path) -> None:
+    folder_with_run(tmp_path, steps=1)
+    process = start(tmp_path, "calibrate", "RUN.toml", "--out", "here.json", "--quick", "--nproc", "2")
+    seen: set[Socket] = set()
+    while process.poll() is None:
+        seen |= sockets_of({process.pid, *descendants([process.pid])})
+        time.sleep(0.1)
+    assert process.returncode == 0, process.communicate()[1]
+    assert any(socket.listens for socket in seen)
+    assert [socket for socket in sorted(seen) if not socket.stays_here] == []
