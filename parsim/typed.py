@@ -17,7 +17,7 @@ from typing import Any, Literal, Union
 LARGEST = 2**63
 Problem = str
 """What is wrong, beginning with where: `components.3.name: expected a text, got 7`; "" if nothing is."""
-Check = Callable[[Any], Problem]
+TypeCheck = Callable[[Any], Problem]
 
 
 def check_types(record: Any, what: str) -> None:
@@ -27,7 +27,7 @@ def check_types(record: Any, what: str) -> None:
 
 
 @cache
-def _checker(kind: Hashable) -> Check:
+def _checker(kind: Hashable) -> TypeCheck:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
         return _one_of(arguments)
@@ -60,7 +60,7 @@ def _is_number(value: Any) -> Problem:
     return "" if isinstance(value, float) and math.isfinite(value) else _expected("a finite number", value)
 
 
-_PLAIN: dict[Any, Check] = {
+_PLAIN: dict[Any, TypeCheck] = {
     int: _is_whole,
     float: _is_number,
     str: lambda value: "" if isinstance(value, str) else _expected("a text", value),
@@ -69,7 +69,7 @@ _PLAIN: dict[Any, Check] = {
 }
 
 
-def _one_of(kinds: Sequence[Any]) -> Check:
+def _one_of(kinds: Sequence[Any]) -> TypeCheck:
     checks = [_checker(kind) for kind in kinds]
 
     def check(value: Any) -> Problem:
@@ -79,7 +79,7 @@ def _one_of(kinds: Sequence[Any]) -> Check:
     return check
 
 
-def _tuple(kinds: Sequence[Any]) -> Check:
+def _tuple(kinds: Sequence[Any]) -> TypeCheck:
     if len(kinds) == 2 and kinds[1] is Ellipsis:
         return _all(tuple, _checker(kinds[0]))
     checks = [_checker(kind) for kind in kinds]
@@ -92,7 +92,7 @@ def _tuple(kinds: Sequence[Any]) -> Check:
     return check
 
 
-def _all(kind: Any, check_entry: Check) -> Check:
+def _all(kind: Any, check_entry: TypeCheck) -> TypeCheck:
     def check(value: Any) -> Problem:
         if not isinstance(value, kind):
             return _expected("a list", value)
@@ -101,7 +101,7 @@ def _all(kind: Any, check_entry: Check) -> Check:
     return check
 
 
-def _mapping(check_key: Check, check_value: Check) -> Check:
+def _mapping(check_key: TypeCheck, check_value: TypeCheck) -> TypeCheck:
     def check(value: Any) -> Problem:
         if not isinstance(value, Mapping):
             return _expected("a table", value)
@@ -110,7 +110,7 @@ def _mapping(check_key: Check, check_value: Check) -> Check:
     return check
 
 
-def _record(kind: type) -> Check:
+def _record(kind: type) -> TypeCheck:
     try:
         hints = typing.get_type_hints(kind)
     except NameError:  # names that only the type checker imports

@@ -217,7 +217,8 @@ def readers(folder: Path) -> list[Reader]:
         '[training]\nglobal_batch = 64\nsteps = 3\n[plan]\nstrategy = "dp"\nzero_stage = 1\nmesh = { dp = 4 }\n'
     )
     (made / "scenario.toml").write_text(
-        "[[stragglers]]\nrank = 0\nfactor = 1.5\n[jitter]\nsigma = 0.1\n[run]\nsteps = 100\n[failures]\nrank_mtbf_s = 1000.0\n"
+        "[[stragglers]]\nrank = 0\nfactor = 1.5\n[jitter]\ncompute_sigma = 0.1\n"
+        "[run]\nepochs = 2\nsamples_per_epoch = 1000\n[failures]\nrank_mtbf_s = 1000.0\n"
     )
     network = Path("hardware_profiles/networks") / f"{shipped_networks()[0]}.json"
     (made / "network.json").write_bytes(network.read_bytes())
