@@ -30,7 +30,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from parsim.data import DATASETS
 from parsim.errors import ConfigError, ModelError, ParsimError, PlanError, near_matches
-from parsim.files import NO_CONTROL, control_character_in, parse_toml
+from parsim.files import NO_CONTROL, control_character_in, parse_toml, read_text
 from parsim.hardware.record import Count
 from parsim.model.inputs import ModelInput, inputs_from, ordered
 from parsim.model.losses import LOSSES
@@ -47,7 +47,7 @@ from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.recompute import AUTO, FULL, NONE
 from parsim.registry import RowOf, is_reference
 from parsim.workflow.cluster_section import ClusterSection, ConfigSection, check_machine
-from parsim.workflow.references import put_on_path
+from parsim.workflow.references import check_trusted, put_on_path
 from parsim.workflow.toml_text import is_path, make_paths_absolute, merge, parse_overrides, table_text
 
 MOST_SAMPLES = 10**9
@@ -242,10 +242,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: no such file, not TOML, or a wrong key; with its path, its value and the fix.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError as error:
         raise ConfigError(f"no run file {path}; write one with the tables [model], [cluster] and [training]") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read run file {path}: {error}; it must be a text file in UTF-8") from error
     return parse_config(text, overrides, where=str(path), folder=path.resolve().parent)
 
@@ -257,6 +257,8 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not TOML: {error}; mend that line") from error
     make_paths_absolute(document, folder or Path.cwd())
+    if folder is not None:
+        check_trusted(document, folder, where)
     changes = parse_overrides(overrides)
     make_paths_absolute(changes, Path.cwd())
     strategy = changes["plan"].get("strategy") if isinstance(changes.get("plan"), dict) else None
