@@ -68,6 +68,15 @@ class Costs:
 
     def device_kind(self, rank: int) -> str:
         """Ranks of one kind do the same work in the same time: the device's type, and how much slower it is than that."""
+        if rank not in self._device_kinds:
+            self._device_kinds[rank] = self._device_kind(rank)
+        return self._device_kinds[rank]
+
+    @cached_property
+    def _device_kinds(self) -> dict[int, str]:
+        return {}
+
+    def _device_kind(self, rank: int) -> str:
         name = self._device(rank).type.name
         for factors in (self._context.updates, self.corrections):
             name += f" x{factors.rank_factor(rank)!r}" if factors else ""
@@ -161,7 +170,7 @@ class Costs:
         numbers: dict[object, int] = {}
         return {
             component.name: numbers.setdefault(
-                (component.fingerprint, component.shardings, self.model.has_input_gradient(component)), len(numbers)
+                (component.fingerprint, component.divisions, self.model.has_input_gradient(component)), len(numbers)
             )
             for component in self.model.components
         }

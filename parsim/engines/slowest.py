@@ -107,7 +107,7 @@ def slowest_ranks(
     from parsim.engines import kernels
 
     columns, mesh = compiled.columns, folding.mesh
-    shards, replicas = _joined(compiled, folding)
+    shards, replicas = joined_by_unit(compiled, folding)
     folded_shards = len(folding.shards) < mesh.tp
     side_by_side = max((int(count) for count in shards), default=1) if folded_shards else 1
     ways = (side_by_side if side_by_side > 1 else mesh.tp) if folded_shards else 1
@@ -152,8 +152,12 @@ def slowest_ranks(
     )
 
 
-def _joined(compiled: CompiledGraph, folding: Folding) -> tuple[Ints, Ints]:
-    """Per unit of the program: how many shards of one replica its collective joins, and how many replicas; else 1."""
+def joined_by_unit(compiled: CompiledGraph, folding: Folding) -> tuple[Ints, Ints]:
+    """How many shards of one replica the collective of each unit joins, and how many replicas; 1 for other work.
+
+    Args:
+        compiled, folding: of the folded program.
+    """
     mesh, units = folding.mesh, compiled.columns.units
     shards, replicas = np.ones(len(units), dtype=np.int64), np.ones(len(units), dtype=np.int64)
     for number, unit in enumerate(units):

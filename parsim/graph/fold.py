@@ -3,8 +3,8 @@
 Why it is exact. Call two tasks alike if they take equally long, wait for tasks that are alike, and hold resources that
 queue tasks alike. The schedule is the only solution of "start = latest end before". The solution of the program with one
 task per kind, copied to all of a kind, solves that equation too, so it is the schedule. The same holds with overlap
-slowdowns, as alike ranks are busy alike. It rests on equal durations. With noise per rank, ranks that wait for one
-another wait for the slowest, and the simulation refuses to fold.
+slowdowns, as alike ranks are busy alike. It rests on equal durations. With noise of
+tasks or ranks, ranks that wait for one another wait for the slowest (`parsim.engines.slowest`, `side_by_side`).
 
 Two kinds of ranks are folded:
 
@@ -22,15 +22,17 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from parsim.costs.costs import Costs
 from parsim.graph.hops import hop_groups, hop_pairs
+from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message, transfer_bytes
 from parsim.graph.passes.gradients import bucket_work
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.device_kinds import device_name
 from parsim.plans.mesh import Mesh
-from parsim.plans.redistribution import LOCAL_HOPS, conversion
+from parsim.plans.redistribution import LOCAL_HOPS, Hop, conversion
 from parsim.work import SendRecv, Work
 
 
@@ -106,18 +108,19 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = No
     if costs.differ_by_rank:  # learnt per rank and link
         return unfolded(mesh)
     kinds = _Kinds(costs)
-    replica_of = _replicas_of(layout, kinds, seconds)
+    exchanges = _exchanges(layout)
+    replica_of = _replicas_of(layout, kinds, seconds, exchanges)
     whole = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))
     if mesh.tp == 1 or not _shards_do_alike(layout):
         return whole
     alike = _pay_alike(seconds, _bucket_works(layout)) and all(
-        _shards_sit_alike(layout, kinds, replica) and _pay_alike(seconds, _works_inside(layout, replica))
+        _shards_sit_alike(layout, kinds, replica) and _pay_alike(seconds, _works_inside(layout, exchanges, replica))
         for replica in whole.replicas
     )
     return Folding(mesh=mesh, replica_of=replica_of, shards=(0,)) if alike else whole
 
 
-def _replicas_of(layout: PlanIndex, kinds: _Kinds, seconds: WorkSeconds) -> tuple[int, ...]:
+def _replicas_of(layout: PlanIndex, kinds: _Kinds, seconds: WorkSeconds, exchanges: Sequence[_Exchange]) -> tuple[int, ...]:
     """Per replica the first in which everything costs the same: by where its ranks sit, else by asking for every price.
 
     Where groups that run at once slow one another, what a replica pays depends on its neighbours: then every price is asked.
@@ -133,7 +136,9 @@ def _replicas_of(layout: PlanIndex, kinds: _Kinds, seconds: WorkSeconds) -> tupl
     for replica in by_place.values() if len(by_place) > 1 else ():
         ranks = _ranks_of_replica(mesh, replica)
         alone = tuple((kinds.device(rank), kinds.path(rank)) for rank in ranks)
-        together = tuple(tuple(_rounded(seconds(work)) for work in works) for works in _works_inside(layout, replica))
+        together = tuple(
+            tuple(_rounded(seconds(work)) for work in works) for works in _works_inside(layout, exchanges, replica)
+        )
         priced[replica] = by_price.setdefault((alone, together), replica)
     return tuple(priced.get(replica, replica) for replica in placed)
 
@@ -230,10 +235,19 @@ def _pay_alike(price: WorkSeconds, side_by_side: Iterable[Sequence[Work]]) -> bo
     return True
 
 
-def _works_inside(layout: PlanIndex, replica: int) -> Iterator[Sequence[Work]]:
-    """Per kind of communication inside a replica (conversion, transfer), the works that its tp shards do side by side."""
+class _Exchange(NamedTuple):
+    """A kind of communication inside a replica: a hop at place `source`, or (hop None) a transfer from it to `target`."""
+
+    source: int
+    target: int
+    hop: Hop | None
+    size_bytes: int
+
+
+def _exchanges(layout: PlanIndex) -> tuple[_Exchange, ...]:
+    """Every kind once. Of a hop the bytes are those of the value in a microbatch, of a transfer those that are sent."""
     tp, samples = layout.plan.mesh.tp, layout.plan.microbatch_samples
-    seen: set[Hashable] = set()
+    found: dict[_Exchange, None] = {}
     for value in layout.model.values:
         home = layout.stage_of_value[value.name]
         if home is None:
@@ -244,30 +258,45 @@ def _works_inside(layout: PlanIndex, replica: int) -> Iterator[Sequence[Work]]:
             if value.differentiable:
                 ways.append((reading.stage, home, reading.ends.gradient, made.gradient, reading.ends.gradient))
             for source, target, begin, end, moved in ways:
-                crossing = (source, target, moved, size_bytes)
-                if source != target and crossing not in seen:
-                    seen.add(crossing)
-                    ends = [(layout.rank(source, replica, s), layout.rank(target, replica, s)) for s in range(tp)]
-                    moved_bytes = transfer_bytes(size_bytes, moved, tp)
-                    yield [SendRecv(source=first, destination=last, size_bytes=moved_bytes) for first, last in ends]
+                if source != target:
+                    found[_Exchange(source, target, None, transfer_bytes(size_bytes, moved, tp))] = None
                 for hop in conversion(begin, end, tp):
-                    converting = (home, hop, size_bytes)
-                    if hop.operation not in LOCAL_HOPS and converting not in seen:
-                        seen.add(converting)
-                        if hop.operation in POINT_TO_POINT_HOPS:
-                            pairs = [tuple(layout.rank(home, replica, shard) for shard in pair) for pair in hop_pairs(hop, tp)]
-                            yield [hop_message(hop, first, last, size_bytes, tp) for first, last in pairs]
-                            continue
-                        groups = hop_groups(hop, tp)
-                        ranks = [tuple(layout.rank(home, replica, shard) for shard in group) for group in groups]
-                        yield [hop_collective(hop, group, size_bytes, tp) for group in ranks]
+                    if hop.operation not in LOCAL_HOPS:
+                        found[_Exchange(home, home, hop, size_bytes)] = None
+    return tuple(found)
 
 
-def _bucket_works(layout: PlanIndex) -> Iterable[Sequence[Work]]:
+def _works_inside(layout: PlanIndex, exchanges: Sequence[_Exchange], replica: int) -> Iterator[Sequence[Work]]:
+    """Per kind of communication inside a replica the works that its tp shards do side by side."""
+    tp = layout.plan.mesh.tp
+    for source, target, hop, size_bytes in exchanges:
+        if hop is None:
+            ends = [(layout.rank(source, replica, s), layout.rank(target, replica, s)) for s in range(tp)]
+            yield [SendRecv(source=first, destination=last, size_bytes=size_bytes) for first, last in ends]
+        elif hop.operation in POINT_TO_POINT_HOPS:
+            pairs = [tuple(layout.rank(source, replica, shard) for shard in pair) for pair in hop_pairs(hop, tp)]
+            yield [hop_message(hop, first, last, size_bytes, tp) for first, last in pairs]
+        else:
+            groups = [tuple(layout.rank(source, replica, shard) for shard in group) for group in hop_groups(hop, tp)]
+            yield [hop_collective(hop, group, size_bytes, tp) for group in groups]
+
+
+def _bucket_works(layout: PlanIndex) -> Iterator[Sequence[Work]]:
     """Per parameters in a gradient bucket, the sums of all shards that hold pieces (or whole ones, each for itself)."""
-    buckets: dict[Hashable, list[Work]] = {}
+    buckets: dict[Hashable, list[Bucket]] = {}
     for bucket in layout.buckets:
         if len(bucket.group) > 1:
-            names = tuple(parameter.name for parameter in bucket.parameters)
-            buckets.setdefault((bucket.stages, names), []).append(bucket_work(layout, bucket))
-    return dict.fromkeys(tuple(works) for works in buckets.values() if len(works) > 1)
+            buckets.setdefault((bucket.stages, bucket.parameters[0].name), []).append(bucket)
+    groups: dict[Hashable, int] = {}  # a number for each, to compare groups of thousands once
+    asked: set[Hashable] = set()
+    for shards in buckets.values():
+        kinds = tuple(
+            (
+                groups.setdefault(bucket.group, len(groups)),
+                bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes,
+            )
+            for bucket in shards
+        )
+        if len(shards) > 1 and kinds not in asked:
+            asked.add(kinds)
+            yield [bucket_work(layout, bucket) for bucket in shards]

@@ -89,10 +89,11 @@ def alike(component: Component, placement: Placement, parameter: str, tp: int) -
 
 
 class _Open(NamedTuple):
-    """A parameter on its way into a bucket: the component that decides how it is held, and its stages."""
+    """A parameter on its way into a bucket: the component that decides how it is held, what tp rank 0 holds, its stages."""
 
     parameter: Parameter
     component: Component
+    held: HeldParameter
     stages: tuple[int, ...]
 
 
@@ -127,6 +128,9 @@ def gradient_buckets(
             first.setdefault((parameter.name, stage_of[component.name]), component)
     buckets: list[Bucket] = []
 
+    def opened(name: str, component: Component, stages: tuple[int, ...]) -> _Open:
+        return _Open(parameters[name], component, hold(component, placements[component.name], parameters[name], 0), stages)
+
     def close(entries: list[_Open]) -> None:
         if not entries:
             return
@@ -140,7 +144,8 @@ def gradient_buckets(
                 for shard in shards
             )
             held = tuple(
-                hold(entry.component, placements[entry.component.name], entry.parameter, shards[0]) for entry in entries
+                entry.held if entry.held.part is None else entry.held._replace(shard=shards[0] % entry.held.ways)
+                for entry in entries
             )
             buckets.append(Bucket(len(buckets), lead.stages, group, held))
 
@@ -150,8 +155,7 @@ def gradient_buckets(
         for entry in entries:
             key = _key(entry, placements)
             open_by_kind.setdefault(key, []).append(entry)
-            own = hold(entry.component, placements[entry.component.name], entry.parameter, 0)
-            held_bytes[key] = held_bytes.get(key, 0) + own.size_bytes
+            held_bytes[key] = held_bytes.get(key, 0) + entry.held.size_bytes
             if held_bytes[key] >= plan.bucket_bytes:
                 close(open_by_kind.pop(key))
                 held_bytes[key] = 0
@@ -162,14 +166,14 @@ def gradient_buckets(
         runs: dict[tuple[int, ...], list[_Open]] = {}
         for name in reversed([name for name in parameters if holders[name] == (stage,)]):
             run = tuple(chunks[name]) if plan.zero_stage >= 2 else ()
-            runs.setdefault(run, []).append(_Open(parameters[name], first[name, stage], (stage,)))
+            runs.setdefault(run, []).append(opened(name, first[name, stage], (stage,)))
         for entries in runs.values():
             fill(entries)
     tied: dict[tuple[int, ...], list[_Open]] = {}
-    for name, parameter in parameters.items():
+    for name in parameters:
         stages = holders[name]
         if len(stages) > 1:
-            tied.setdefault(stages, []).append(_Open(parameter, first[name, stages[0]], stages))
+            tied.setdefault(stages, []).append(opened(name, first[name, stages[0]], stages))
     for entries in tied.values():
         kinds: dict[tuple[object, ...], list[_Open]] = {}
         for entry in entries:

@@ -237,15 +237,25 @@ class PlanIndex:
             found[value] = tuple(Reading(stage, ends, tuple(group)) for (stage, ends), group in groups.items())
         return found
 
+    @cached_property
+    def values_at(self) -> dict[int, tuple[str, ...]]:
+        """Per place on the pp axis the values that are made or read there, in the order of the model."""
+        found: dict[int, list[str]] = {place: [] for place in range(self.plan.mesh.pp)}
+        for value in self.model.values:
+            places = {reading.stage for reading in self.readings[value.name]} | {self.stage_of_value[value.name]}
+            for place in places - {None}:
+                found[place].append(value.name)
+        return {place: tuple(names) for place, names in found.items()}
+
     def batch_layouts(self, rank: int) -> dict[str, tuple[ValueLayout, ...]]:
         """The values of the batch that a rank's components read, and in which layouts."""
         stage, shard, tp = self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank), self.plan.mesh.tp
         found: dict[str, tuple[ValueLayout, ...]] = {}
-        for value, readings in self.readings.items():
+        for value in self.values_at[stage]:
             if self.stage_of_value[value] is None:
                 layouts = dict.fromkeys(
                     reading.ends.value
-                    for reading in readings
+                    for reading in self.readings[value]
                     if reading.stage == stage and shard in reading.ends.value.holders(tp)
                 )
                 if layouts:
@@ -391,6 +401,7 @@ _OF_SHAPE = (
     "source",
     "_input_ends",
     "readings",
+    "values_at",
     "holders",
     "_held",
     "_users",

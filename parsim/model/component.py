@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -53,6 +54,10 @@ class Operator:
             raise ModelError(f"unknown operator kind {self.kind!r}; known: {', '.join(OPERATOR_KINDS)}")
         if self.batch not in ("rows", "batch", "none"):
             raise ModelError(f"operator batch must be rows, batch or none, got {self.batch!r}")
+
+    def __hash__(self) -> int:
+        """Of a few fields: hashing all takes most of the time of a look-up, and equal operators have equal hashes still."""
+        return hash((self.kind, self.function, self.forward_flop, self.activation_bytes, self.count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +252,10 @@ class Component:
     shardings: tuple[Sharding, ...] = ()
     half: HalfComponent | None = None
 
+    def __hash__(self) -> int:
+        """Of a few fields, as that of Operator."""
+        return hash((self.name, len(self.operators), self.saved_activation_bytes))
+
     def sharding(self, rule: str) -> Sharding:
         """Raises ModelError if the component has no such rule."""
         for sharding in self.shardings:
@@ -268,6 +277,22 @@ class Component:
     def trainable_parameters(self) -> tuple[Parameter, ...]:
         """Those that are updated."""
         return tuple(parameter for parameter in self.parameters if parameter.trainable)
+
+    @property
+    def divisions(self) -> tuple[Hashable, ...]:
+        """What its shardings do to its work: equal for components that differ in the names of their parameters alone."""
+        place = {parameter.name: number for number, parameter in enumerate(self.parameters)}
+        return tuple(
+            (
+                entry.rule,
+                entry.limit,
+                tuple(place.get(part.name, -1) for part in entry.parameters),
+                entry.operators,
+                entry.saved_activation_bytes,
+                entry.saved_fixed_bytes,
+            )
+            for entry in self.shardings
+        )
 
     @property
     def fingerprint(self) -> str:

@@ -197,18 +197,6 @@ def test_what_a_run_has_taught_about_ranks_forbids_folding() -> None:
     assert not folding(plan, cluster("dgx2"), corrections=learnt).is_folded
 
 
-def test_noise_of_single_ranks_forbids_folding() -> None:
-    machine = cluster("dgx2")
-    plan = uniform_plan(Mesh(dp=4, tp=4), CUT)
-    problem = PlanningProblem(model=MODEL, cluster=machine, global_batch=64)
-    assert evaluate(problem, plan, samples=2, fold=True).folding.is_folded
-    noise = load_profile("dgx2-v100").noise
-    if noise is None:
-        pytest.skip("the profile states no noise to change")
-    noisy = replace(machine, profile=machine.profile.model_copy(update={"noise": noise.model_copy(update={"rank_sigma": 0.1})}))
-    assert not evaluate(replace(problem, cluster=noisy), plan, samples=2, fold=True).folding.is_folded
-
-
 def _backwards(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
     good = pipeline.gpipe(rank, ranks, microbatches, chunks)
     return (*good[microbatches:], *good[:microbatches]) if rank == 0 else good

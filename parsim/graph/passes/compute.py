@@ -44,7 +44,9 @@ def add_computation(draft: Draft, layout: PlanIndex) -> None:
 def add_loads(draft: Draft, layout: PlanIndex, stage: int, replica: int) -> None:
     """The tp ranks of a replica load what they read of the batch."""
     for shard in range(layout.plan.mesh.tp):
-        _add_load(draft, layout, layout.rank(stage, replica, shard))
+        rank = layout.rank(stage, replica, shard)
+        if draft.keeps(rank):
+            _add_load(draft, layout, rank)
 
 
 def add_action(draft: Draft, layout: PlanIndex, stage: int, replica: int, phase: Phase, microbatch: int) -> None:
@@ -113,7 +115,7 @@ def _add_forward(draft: Draft, layout: PlanIndex, replica: int, name: str, micro
     component, stage = layout.model.component(name), layout.stage_of[name]
     work = _compute(layout, name, Phase.FORWARD)
     origin = Origin(stage=stage, replica=replica, component=name, microbatch=microbatch)
-    for rank in layout.runners(name, replica):
+    for rank in filter(draft.keeps, layout.runners(name, replica)):
         shard = layout.plan.shard_of_rank(rank)
         after: list[TaskKey] = []
         for value in dict.fromkeys(component.inputs):
@@ -139,7 +141,7 @@ def _add_backward(draft: Draft, layout: PlanIndex, replica: int, name: str, micr
     before = Phase.RECOMPUTE if layout.recomputes(name) else Phase.FORWARD
     for moving in gradients:
         add_arriving_gradient(draft, layout, moving)
-    for rank in layout.runners(name, replica):
+    for rank in filter(draft.keeps, layout.runners(name, replica)):
         shard = layout.plan.shard_of_rank(rank)
         after: list[TaskKey] = [(before, rank, name, microbatch)]
         for moving in gradients:
@@ -156,7 +158,7 @@ def _add_again(draft: Draft, layout: PlanIndex, replica: int, name: str, microba
     component = layout.model.component(name)
     work = _compute(layout, name, Phase.RECOMPUTE)
     origin = Origin(stage=layout.stage_of[name], replica=replica, component=name, microbatch=microbatch)
-    for rank in layout.runners(name, replica):
+    for rank in filter(draft.keeps, layout.runners(name, replica)):
         after: list[TaskKey] = [(Phase.FORWARD, rank, name, microbatch)]
         for value in dict.fromkeys(component.inputs):
             if layout.is_remade(value, name):
@@ -186,6 +188,6 @@ def _add_following(
     """A phase of a component that needs nothing but an earlier one on the same rank."""
     work = _compute(layout, name, phase)
     origin = Origin(stage=layout.stage_of[name], replica=replica, component=name, microbatch=microbatch)
-    for rank in layout.runners(name, replica):
+    for rank in filter(draft.keeps, layout.runners(name, replica)):
         after: list[TaskKey] = [(before, rank, name, microbatch)]
         draft.add((phase, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)

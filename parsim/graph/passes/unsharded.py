@@ -137,7 +137,10 @@ def add_unsharded_buckets(draft: Draft, layout: PlanIndex) -> None:
         return
     for place in range(layout.plan.mesh.pp):
         uses = uses_of(layout, place)
-        gradients, parameters = gradient_windows(layout, uses), parameter_windows(layout, uses)
+        gradients, parameters = (
+            [window for window in windows if any(map(draft.keeps, window.bucket.group))]
+            for windows in (gradient_windows(layout, uses), parameter_windows(layout, uses))
+        )
         works: dict[tuple[int, bool], Collective] = {}
         for window in sorted([*gradients, *parameters], key=lambda window: window.place):
             kind = (window.bucket.number, window.parameters)
