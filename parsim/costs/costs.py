@@ -153,15 +153,28 @@ class Costs:
         if work.phase is Phase.RECOMPUTE:
             work = replace(work, phase=Phase.FORWARD)
         component = self._component(work.component)
-        key = (self._alike[work.component], work.phase, work.samples, work.rule, work.ways, device.type.name)
+        key = (
+            self._alike[work.component],
+            work.phase,
+            work.samples,
+            work.rule,
+            work.ways,
+            device.type.name,
+            work.part,
+            work.parts,
+        )
         if key not in self._computed:
-            self._computed[key] = self._computation.estimate(
-                work, component, device, input_gradient=self.model.has_input_gradient(component)
-            )
+            if work.part:
+                whole = self._compute(replace(work, part="", parts=1), device)
+                self._computed[key] = self._computation.part(work, component, device, whole)
+            else:
+                self._computed[key] = self._computation.estimate(
+                    work, component, device, input_gradient=self.model.has_input_gradient(component)
+                )
         return self._computed[key]
 
     @cached_property
-    def _computed(self) -> dict[tuple[int, Phase, int, str, int, str], Estimate]:
+    def _computed(self) -> dict[tuple[int, Phase, int, str, int, str, str, int], Estimate]:
         return {}
 
     @cached_property
@@ -170,7 +183,8 @@ class Costs:
         numbers: dict[object, int] = {}
         return {
             component.name: numbers.setdefault(
-                (component.fingerprint, component.divisions, self.model.has_input_gradient(component)), len(numbers)
+                (component.fingerprint, component.divisions, component.inside, self.model.has_input_gradient(component)),
+                len(numbers),
             )
             for component in self.model.components
         }

@@ -75,7 +75,7 @@ def _copies(folding: Folding) -> Ints:
     most = max(map(len, members.values()))
     table = []
     for rank in folding.ranks:
-        stage, replica, own = rank // (mesh.tp * mesh.dp), rank // mesh.tp % mesh.dp, rank % mesh.tp
+        stage, replica, own = rank // (mesh.tp * mesh.copies), rank // mesh.tp % mesh.copies, rank % mesh.tp
         shards = range(mesh.tp) if len(folding.shards) < mesh.tp else (own,)
         padded = members[replica] + members[replica][-1:] * (most - len(members[replica]))
         rows = [[mesh.rank(stage=stage, replica=other, shard=shard) for shard in shards] for other in padded]

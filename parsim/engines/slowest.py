@@ -112,11 +112,11 @@ def slowest_ranks(
     side_by_side = max((int(count) for count in shards), default=1) if folded_shards else 1
     ways = (side_by_side if side_by_side > 1 else mesh.tp) if folded_shards else 1
     joins_shards = (shards > 1)[columns.unit] & folded_shards
-    joins_replicas = (replicas > 1)[columns.unit] & (len(folding.replicas) < mesh.dp)
+    joins_replicas = (replicas > 1)[columns.unit] & (len(folding.replicas) < mesh.copies)
     level = np.full(columns.size, BY_SHARDS, dtype=np.int64)
     level[joins_shards] = BY_REPLICAS
     level[joins_replicas & (joins_shards | (ways == 1))] = BY_NOBODY_ELSE
-    copies = np.bincount(np.array(folding.replica_of), minlength=mesh.dp)[columns.first_rank // mesh.tp % mesh.dp]
+    copies = np.bincount(np.array(folding.replica_of), minlength=mesh.copies)[columns.first_rank // mesh.tp % mesh.copies]
     sizes = np.unique(copies)
     end = np.zeros(columns.size)
     end[timeline.task] = timeline.end_s
@@ -163,7 +163,7 @@ def joined_by_unit(compiled: CompiledGraph, folding: Folding) -> tuple[Ints, Int
     for number, unit in enumerate(units):
         if isinstance(unit.work, Collective):
             group = np.array(unit.work.group)
-            replicas[number] = len(np.unique(group // mesh.tp % mesh.dp))
+            replicas[number] = len(np.unique(group // mesh.tp % mesh.copies))
             shards[number] = len(np.unique(group % mesh.tp))
     return shards, replicas
 

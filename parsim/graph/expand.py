@@ -5,6 +5,9 @@ passes write it for replica 0 and microbatch 0; its copies differ by ranks and t
 arrays. What replicas share (gradient buckets, optimizer steps) is written once at the end. The result is the same program
 as `lower` makes, task for task.
 
+Where copies communicate inside components (cp, ep), a block is no longer one copy's. Then one copy stands for its whole
+team, or all tasks are made one by one.
+
 With a Folding only the ranks that represent others are lowered. Their collectives with represented ranks keep the whole
 group, on which the price depends, and their place in the queues.
 """
@@ -20,7 +23,7 @@ import numpy as np
 
 from parsim.arrays import Ints
 from parsim.errors import GraphError
-from parsim.graph.columns import Columns, RaggedTable, Unit
+from parsim.graph.columns import Columns, RaggedTable, Unit, columns_of
 from parsim.graph.fold import Folding, unfolded
 from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.lower import PASSES_AT_THE_END, lower
@@ -65,6 +68,8 @@ def lower_columns(plan: Plan, model: Model, layout: PlanIndex | None = None, fol
     """
     layout = layout or PlanIndex(plan, model)
     folding = folding or unfolded(plan.mesh)
+    if not folding.has_whole_teams:
+        return columns_of(lower(plan, model, layout))
     kept = frozenset(folding.ranks) if folding.is_folded else None
     blocks: dict[_Part, _Block] = {}
     for place in range(plan.mesh.pp):
@@ -207,12 +212,12 @@ class _Expansion:
             if key in self._end:
                 found.append(self._count + self._end.number(key))
                 continue
-            phase, rank, name, microbatch = key
+            phase, rank, name, microbatch, *part = key
             assert isinstance(rank, int)
             assert isinstance(microbatch, int)
             stage, replica = self._plan.stage_of_rank(rank), self._plan.replica_of_rank(rank)
             first = mesh.rank(stage=stage, replica=0, shard=self._plan.shard_of_rank(rank))
-            place = self._where[phase, first, name, 0]
+            place = self._where[(phase, first, name, 0, *part)]
             found.append(int(self._blocks[place.block].starts[number[replica], microbatch]) + place.offset)
         return found
 

@@ -29,11 +29,12 @@ from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message, transfer_bytes
 from parsim.graph.passes.gradients import bucket_work
+from parsim.graph.passes.inside import CONTEXT_STREAM, inner_steps
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.device_kinds import device_name
 from parsim.plans.mesh import Mesh
 from parsim.plans.redistribution import LOCAL_HOPS, Hop, conversion
-from parsim.work import SendRecv, Work
+from parsim.work import Collective, Phase, SendRecv, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Folding:
 
     @property
     def is_folded(self) -> bool:
-        return len(self.replicas) < self.mesh.dp or len(self.shards) < self.mesh.tp
+        return len(self.replicas) < self.mesh.copies or len(self.shards) < self.mesh.tp
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:
@@ -66,10 +67,16 @@ class Folding:
             for shard in self.shards
         )
 
+    @property
+    def has_whole_teams(self) -> bool:
+        """Whether copies that communicate inside components are simulated as one, or there are none."""
+        team = self.mesh.team
+        return all(len(set(self.replica_of[first : first + team])) == 1 for first in range(0, self.mesh.copies, team))
+
     def stands_for(self, rank: int) -> int:
         """The simulated rank that stands for `rank`."""
         mesh = self.mesh
-        shard, replica, stage = rank % mesh.tp, rank // mesh.tp % mesh.dp, rank // (mesh.tp * mesh.dp)
+        shard, replica, stage = rank % mesh.tp, rank // mesh.tp % mesh.copies, rank // (mesh.tp * mesh.copies)
         return mesh.rank(stage=stage, replica=self.replica_of[replica], shard=shard if len(self.shards) == mesh.tp else 0)
 
     @cached_property
@@ -77,7 +84,7 @@ class Folding:
         """For how many ranks each of `ranks` stands, itself included."""
         copies = {replica: self.replica_of.count(replica) for replica in self.replicas}
         shards = self.mesh.tp // len(self.shards)
-        return tuple(copies[rank // self.mesh.tp % self.mesh.dp] * shards for rank in self.ranks)
+        return tuple(copies[rank // self.mesh.tp % self.mesh.copies] * shards for rank in self.ranks)
 
 
 def unfolded(mesh: Mesh) -> Folding:
@@ -86,7 +93,7 @@ def unfolded(mesh: Mesh) -> Folding:
     Args:
         mesh: of the plan.
     """
-    return Folding(mesh=mesh, replica_of=tuple(range(mesh.dp)), shards=tuple(range(mesh.tp)))
+    return Folding(mesh=mesh, replica_of=tuple(range(mesh.copies)), shards=tuple(range(mesh.tp)))
 
 
 WorkSeconds = Callable[[Work], float]
@@ -111,6 +118,8 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = No
     exchanges = _exchanges(layout)
     replica_of = _replicas_of(layout, kinds, seconds, exchanges)
     whole = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))
+    if mesh.team > 1 and not (whole.has_whole_teams and _pay_alike(seconds, _bucket_works(layout))):
+        return unfolded(mesh)
     if mesh.tp == 1 or not _shards_do_alike(layout):
         return whole
     alike = _pay_alike(seconds, _bucket_works(layout)) and all(
@@ -129,7 +138,7 @@ def _replicas_of(layout: PlanIndex, kinds: _Kinds, seconds: WorkSeconds, exchang
     by_place: dict[Hashable, int] = {}
     placed = [
         by_place.setdefault(replica if kinds.share_links else kinds.of_replica(mesh, replica), replica)
-        for replica in range(mesh.dp)
+        for replica in range(mesh.copies)
     ]
     by_price: dict[Hashable, int] = {}
     priced: dict[int, int] = {}
@@ -236,16 +245,20 @@ def _pay_alike(price: WorkSeconds, side_by_side: Iterable[Sequence[Work]]) -> bo
 
 
 class _Exchange(NamedTuple):
-    """A kind of communication inside a replica: a hop at place `source`, or (hop None) a transfer from it to `target`."""
+    """A kind of communication of a replica: a hop at place `source`, or (hop None) a transfer from it to `target`.
+
+    `inside`: the axis and the operation of an exchange inside components.
+    """
 
     source: int
     target: int
     hop: Hop | None
     size_bytes: int
+    inside: tuple[str, str] | None = None
 
 
 def _exchanges(layout: PlanIndex) -> tuple[_Exchange, ...]:
-    """Every kind once. Of a hop the bytes are those of the value in a microbatch, of a transfer those that are sent."""
+    """Every kind once. Of a hop the bytes are those of the value in a microbatch, of other kinds those that are sent."""
     tp, samples = layout.plan.mesh.tp, layout.plan.microbatch_samples
     found: dict[_Exchange, None] = {}
     for value in layout.model.values:
@@ -263,14 +276,26 @@ def _exchanges(layout: PlanIndex) -> tuple[_Exchange, ...]:
                 for hop in conversion(begin, end, tp):
                     if hop.operation not in LOCAL_HOPS:
                         found[_Exchange(home, home, hop, size_bytes)] = None
+    for component in layout.model.components:
+        inside, home = layout.inside(component.name), layout.stage_of[component.name]
+        phases = (Phase.FORWARD, Phase.BACKWARD) if inside is not None else ()
+        for step in (step for phase in phases for step in inner_steps(inside, phase, layout.plan.context_exchange)):
+            if step.operation and inside is not None:
+                whole = inside.context_bytes * step.share if step.what == CONTEXT_STREAM else inside.expert_bytes
+                size_bytes = round(whole * layout.local_samples(component.name))
+                found[_Exchange(home, home, None, size_bytes, (step.what, step.operation))] = None
     return tuple(found)
 
 
 def _works_inside(layout: PlanIndex, exchanges: Sequence[_Exchange], replica: int) -> Iterator[Sequence[Work]]:
     """Per kind of communication inside a replica the works that its tp shards do side by side."""
     tp = layout.plan.mesh.tp
-    for source, target, hop, size_bytes in exchanges:
-        if hop is None:
+    for source, target, hop, size_bytes, inside in exchanges:
+        if inside is not None:
+            axis, operation = inside
+            first = [layout.inner_group(layout.rank(source, replica, shard), axis) for shard in range(tp)]
+            yield [Collective(operation=operation, group=group, size_bytes=size_bytes) for group in first]
+        elif hop is None:
             ends = [(layout.rank(source, replica, s), layout.rank(target, replica, s)) for s in range(tp)]
             yield [SendRecv(source=first, destination=last, size_bytes=size_bytes) for first, last in ends]
         elif hop.operation in POINT_TO_POINT_HOPS:

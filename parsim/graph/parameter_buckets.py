@@ -137,17 +137,19 @@ def gradient_buckets(
         lead = entries[0]
         tp = plan.mesh.tp
         for shards in alike(lead.component, placements[lead.component.name], lead.parameter.name, tp):
-            group = tuple(
-                plan.mesh.rank(stage=stage, replica=replica, shard=shard)
-                for stage in lead.stages
-                for replica in range(plan.mesh.dp)
-                for shard in shards
-            )
             held = tuple(
                 entry.held if entry.held.part is None else entry.held._replace(shard=shards[0] % entry.held.ways)
                 for entry in entries
             )
-            buckets.append(Bucket(len(buckets), lead.stages, group, held))
+            ways = lead.parameter.expert_ways
+            for first_copy in range(ways):
+                group = tuple(
+                    plan.mesh.rank(stage=stage, replica=replica, shard=shard)
+                    for stage in lead.stages
+                    for replica in range(first_copy, plan.mesh.copies, ways)
+                    for shard in shards
+                )
+                buckets.append(Bucket(len(buckets), lead.stages, group, held))
 
     def fill(entries: Sequence[_Open]) -> None:
         open_by_kind: dict[tuple[object, ...], list[_Open]] = {}
@@ -186,4 +188,4 @@ def gradient_buckets(
 def _key(entry: _Open, placements: Mapping[str, Placement]) -> tuple[object, ...]:
     """Equal for parameters whose gradients are summed over the same ranks."""
     kind, *rest = holding(entry.component, placements[entry.component.name], entry.parameter.name)
-    return (kind, rest[0] if rest else 0)
+    return (kind, rest[0] if rest else 0, entry.parameter.expert_ways)

@@ -65,12 +65,14 @@ class Parameter:
     """A parameter array by its qualified name in the module; a tied one carries one name in all its components.
 
     `trainable`: False for a frozen one (requires_grad False): no gradient, no optimizer state, no communication.
+    `expert_ways`: its experts are divided over so many neighbouring copies of the stage, and these elements are one part.
     """
 
     name: str
     elements: int
     element_bytes: int = 4
     trainable: bool = True
+    expert_ways: int = 1
 
     @property
     def size_bytes(self) -> int:
@@ -222,6 +224,24 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InnerExchange:
+    """What ranks exchange inside a component whose sequence or experts are divided, bytes per sample.
+
+    Attributes:
+        context_ways, expert_ways: over how many ranks; 1: not divided.
+        context_bytes: keys and values of all pieces of the sequence together.
+        expert_bytes: what one rank sends to the experts that its tokens visit, as often as each visits.
+        experts: numbers of the operators that experts run.
+    """
+
+    context_ways: int = 1
+    context_bytes: int = 0
+    expert_ways: int = 1
+    expert_bytes: int = 0
+    experts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
     """The paper's c_i: a layer or a block that can be run on its own.
 
@@ -237,6 +257,7 @@ class Component:
             counted.
         shardings: the ways it can be tensor-sharded; none: it cannot.
         half: what it keeps under autocast; None: not recorded.
+        inside: of a piece of the sequence, or with divided experts (`parsim.model.axes`); None: neither.
     """
 
     name: str
@@ -251,6 +272,7 @@ class Component:
     operators: tuple[Operator, ...] = ()
     shardings: tuple[Sharding, ...] = ()
     half: HalfComponent | None = None
+    inside: InnerExchange | None = None
 
     def __hash__(self) -> int:
         """Of a few fields, as that of Operator."""

@@ -93,8 +93,8 @@ def evaluate(
     Args:
         problem: model, cluster, batch and prices. engine: "static" or "dynamic".
         samples: draws for the interval (0: the interval is the median). reason: why the plan was kept.
-        fold: simulate interchangeable ranks once (`parsim.graph.fold`); None: with more than `MANY_RANKS` ranks. Not done if
-            ranks share cores.
+        fold: simulate interchangeable ranks once (`parsim.graph.fold`); None: with more than `MANY_RANKS` ranks, or with cp or
+            ep. Not done if ranks share cores.
 
     The step time is the mean of `REPEATED_STEPS` steps in a row (`parsim.engines.steps`). If the profile holds the noise of
     single ranks, it is the mean of `NOISY_STEPS` steps with that noise, in which ranks wait for the slowest. Work of the host
@@ -111,9 +111,10 @@ def evaluate(
         )
     layout, costs = problem.layout(plan), problem.costs(plan.world_size)
     sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
-    folds = (fold or (fold is None and plan.world_size > MANY_RANKS)) and not costs.shared_cores
+    usual = plan.world_size > MANY_RANKS or plan.mesh.team > 1
+    folds = (fold or (fold is None and usual)) and not costs.shared_cores
     folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if folds else unfolded(plan.mesh)
-    columns = lower_columns(plan, problem.model, layout, folding)
+    columns = lower_columns(plan, layout.model, layout, folding)
     if costs.post_wait_s:
         columns = columns.resuming()
     estimates = tuple(problem.price(columns.units, plan.mesh))

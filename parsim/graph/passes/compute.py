@@ -23,8 +23,9 @@ from parsim.graph.passes.convert import (
     gradient_keys,
     value_keys,
 )
+from parsim.graph.passes.inside import add_parts
 from parsim.graph.plan_index import PlanIndex
-from parsim.graph.task import COMPUTE, HOST, Origin, Resource
+from parsim.graph.task import HOST, Origin, Resource
 from parsim.plans.pipeline import PIPELINE_ORDERS, pipeline_actions
 from parsim.plans.plan import Plan
 from parsim.work import Compute, LoadBatch, Phase
@@ -35,7 +36,7 @@ def add_computation(draft: Draft, layout: PlanIndex) -> None:
     plan = layout.plan
     for place in range(plan.mesh.pp):
         actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
-        for replica in range(plan.mesh.dp):
+        for replica in range(plan.mesh.copies):
             add_loads(draft, layout, place, replica)
             for action in actions:
                 add_action(draft, layout, action.stage, replica, action.phase, action.microbatch)
@@ -122,7 +123,7 @@ def _add_forward(draft: Draft, layout: PlanIndex, replica: int, name: str, micro
             reading = next(entry for entry in layout.readings[value] if name in entry.components)
             add_arriving_value(draft, layout, Moving(value, microbatch, replica), reading)
             after.extend(value_keys(layout, Moving(value, microbatch, replica), reading, shard))
-        draft.add((Phase.FORWARD, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
+        add_parts(draft, layout, rank, work, microbatch, after, origin)
     for value in component.outputs:
         add_value_moves(draft, layout, Moving(value, microbatch, replica))
 
@@ -148,7 +149,7 @@ def _add_backward(draft: Draft, layout: PlanIndex, replica: int, name: str, micr
             after.extend(gradient_keys(layout, moving, shard))
         if name in layout.segment_of(name)[-1:]:
             after.extend(_repeated_keys(layout, replica, name, microbatch, shard))
-        draft.add((phase, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
+        add_parts(draft, layout, rank, work, microbatch, after, origin)
     for value, reading in layout.completed_readings(stage, name):
         add_gradient_moves(draft, layout, Moving(value, microbatch, replica, reading))
 
@@ -166,7 +167,7 @@ def _add_again(draft: Draft, layout: PlanIndex, replica: int, name: str, microba
                 after.extend(
                     value_keys(layout, Moving(value, microbatch, replica, again=True), reading, layout.plan.shard_of_rank(rank))
                 )
-        draft.add((Phase.RECOMPUTE, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
+        add_parts(draft, layout, rank, work, microbatch, after, origin)
     for value in component.outputs:
         add_repeated_moves(draft, layout, Moving(value, microbatch, replica, again=True))
 
@@ -190,4 +191,4 @@ def _add_following(
     origin = Origin(stage=layout.stage_of[name], replica=replica, component=name, microbatch=microbatch)
     for rank in filter(draft.keeps, layout.runners(name, replica)):
         after: list[TaskKey] = [(before, rank, name, microbatch)]
-        draft.add((phase, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
+        add_parts(draft, layout, rank, work, microbatch, after, origin)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.parameter_buckets import Bucket
+from parsim.graph.passes.inside import first_key
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE, Origin, Resource
 from parsim.plans.pipeline import pipeline_actions
@@ -112,7 +113,7 @@ def add_gathering_ahead(draft: Draft, layout: PlanIndex) -> None:
         for rank in ranks:
             for name in users[bucket.number]:
                 if layout.runs_on(rank, name):
-                    draft.wait((Phase.FORWARD, rank, name, 0), key)
+                    draft.wait(first_key(layout, Phase.FORWARD, rank, name, 0), key)
 
 
 def add_parameter_gathering(draft: Draft, layout: PlanIndex) -> None:
