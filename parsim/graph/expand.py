@@ -170,7 +170,7 @@ class _Expansion:
                 using.append(offset)
                 used.append([self._resource(_moved_resource(resource, step)) for step in steps])
             units.append(len(self._units))
-            self._units.extend(Unit(_moved_work(work, step), resources[0].rank + step) for step in steps)
+            self._units.extend(Unit(moved_work(work, step), resources[0].rank + step) for step in steps)
             for key in after:
                 if key not in self._where:
                     if self._folding.is_folded:  # of a rank that another stands for: what that one does comes before, too
@@ -267,7 +267,12 @@ def _moved_resource(resource: Resource, step: int) -> Resource:
     return Resource(resource.rank + step, stream)
 
 
-def _moved_work(work: Work, step: int) -> Work:
+def moved_work(work: Work, step: int) -> Work:
+    """The same work of another replica.
+
+    Args:
+        work: of one replica. step: from a rank of that replica to the same place of the other one.
+    """
     if not step:
         return work
     match work:

@@ -96,6 +96,24 @@ def unfolded(mesh: Mesh) -> Folding:
     return Folding(mesh=mesh, replica_of=tuple(range(mesh.copies)), shards=tuple(range(mesh.tp)))
 
 
+def merged(folding: Folding, costs: Costs) -> Folding | None:
+    """One replica for all, where replicas differ in nothing but what their communication costs; None: they do, or are one.
+
+    What is simulated so with the highest of their prices takes at least as long as the program, with the lowest at most.
+
+    Args:
+        folding: found by `folding_of`. costs: prices of the cluster.
+    """
+    if len(folding.replicas) == 1:
+        return None
+    mesh, kinds = folding.mesh, _Kinds(costs)
+    alone = {
+        tuple((kinds.device(rank), kinds.path(rank)) for rank in _ranks_of_replica(mesh, replica))
+        for replica in folding.replicas
+    }
+    return Folding(mesh=mesh, replica_of=(0,) * mesh.copies, shards=folding.shards) if len(alone) == 1 else None
+
+
 WorkSeconds = Callable[[Work], float]
 """What a communication costs."""
 
@@ -169,6 +187,7 @@ class _Kinds:
         cluster = costs.cluster
         self._linked = cluster.profile.communication.link_model is not None
         self.share_links = costs.shares_links
+        self._paths: dict[Hashable, Hashable] = {}
         self._device = [costs.device_kind(rank) for rank in range(cluster.size)]
         if self._linked:
             shapes: dict[int, int] = {}
@@ -208,6 +227,13 @@ class _Kinds:
 
     def path(self, rank: int) -> Hashable:
         """What a batch passes on its way to the rank's device."""
+        cluster = self._costs.cluster
+        key = (id(cluster.nodes.shapes[cluster.places[rank][0]]), cluster.places[rank][1]) if self._linked else rank
+        if key not in self._paths:
+            self._paths[key] = self._path(rank)
+        return self._paths[key]
+
+    def _path(self, rank: int) -> Hashable:
         cluster = self._costs.cluster
         device = cluster.devices[rank]
         if self._linked:

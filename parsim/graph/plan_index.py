@@ -262,8 +262,8 @@ class PlanIndex:
         """Per place on the pp axis the values that are made or read there, in the order of the model."""
         found: dict[int, list[str]] = {place: [] for place in range(self.plan.mesh.pp)}
         for value in self.model.values:
-            places = {reading.stage for reading in self.readings[value.name]} | {self.stage_of_value[value.name]}
-            for place in places - {None}:
+            home = self.stage_of_value[value.name]
+            for place in {reading.stage for reading in self.readings[value.name]} | ({home} if home is not None else set()):
                 found[place].append(value.name)
         return {place: tuple(names) for place, names in found.items()}
 

@@ -28,10 +28,10 @@ from parsim.engines.slowest import slowest_ranks
 from parsim.engines.steps import mean_step_s, waiting_together
 from parsim.errors import PlanError
 from parsim.graph.columns import Columns
-from parsim.graph.expand import lower_columns
 from parsim.graph.fold import Folding, folding_of, unfolded
 from parsim.graph.taskgraph import TaskGraph
 from parsim.plans.plan import Plan
+from parsim.predict.nearly_alike import lowered, nearly_alike
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import Interval, IntervalCorrection, PlanResult
 from parsim.predict.unlisted import unlisted_warnings
@@ -114,10 +114,12 @@ def evaluate(
     usual = plan.world_size > MANY_RANKS or plan.mesh.team > 1
     folds = (fold or (fold is None and usual)) and not costs.shared_cores
     folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if folds else unfolded(plan.mesh)
-    columns = lower_columns(plan, layout.model, layout, folding)
-    if costs.post_wait_s:
-        columns = columns.resuming()
-    estimates = tuple(problem.price(columns.units, plan.mesh))
+    nearly = nearly_alike(problem, layout, folding, REPEATED_STEPS) if plan.world_size > MANY_RANKS and not sigma else None
+    if nearly is None:
+        columns = lowered(problem, layout, folding)
+        estimates = tuple(problem.price(columns.units, plan.mesh))
+    else:
+        folding, columns, estimates = nearly
     medians = medians_s(estimates)[columns.unit]
     seconds = _seconds(estimates, columns, folding)
     overlap = costs.overlap([unit.work for unit in columns.units], seconds)

@@ -24,6 +24,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import Actions
 from parsim.plans.placement import parse_placement
 from parsim.plans.plan import Plan, Stage
+from parsim.predict import nearly_alike
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import SendRecv
@@ -224,3 +225,18 @@ def test_only_the_ranks_that_stand_for_others_are_lowered() -> None:
     sizes = {len(unit.work.group) for unit in part.units if hasattr(unit.work, "group")}
     assert sizes == {2, 4, 8}, "collectives keep their whole groups"
     assert np.all(part.dependencies.values < part.size)
+
+
+@pytest.mark.parametrize("nearly", [1e-4, 0.5])
+def test_replicas_that_differ_by_latencies_alone_are_one_between_bounds(monkeypatch: pytest.MonkeyPatch, nearly: float) -> None:
+    """Pipelines whose stages lie under one leaf switch or not: the step of one is no shorter, and no more than that longer."""
+    monkeypatch.setattr(nearly_alike, "NEARLY", nearly)
+    plan = replace(uniform_plan(Mesh(pp=4, dp=16, tp=4), CUT, batch=1024), microbatches=4)
+    machine = cluster_from_profile(load_profile("dgx1-v100-32gb"), nodes=32, network="infiniband-100g")
+    problem = PlanningProblem(model=MODEL, cluster=machine, global_batch=plan.global_batch)
+    found, every = (evaluate(problem, plan, samples=0, fold=fold) for fold in (None, False))
+    kinds = folding(plan, machine).replicas
+    step_s = every.result.step_s.median
+    assert len(kinds) > 1
+    assert step_s * (1 - 1e-9) <= found.result.step_s.median <= step_s * (1 + nearly)
+    assert len(found.folding.replicas) == (1 if nearly > 0.1 else len(kinds))

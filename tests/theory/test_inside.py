@@ -69,7 +69,7 @@ def machine() -> Cluster:
 def question(model: Model = MODEL, **more: object) -> PlanningProblem:
     return PlanningProblem(
         model=model,
-        cluster=machine,
+        cluster=machine(),
         global_batch=BATCH,
         precision="bf16",
         optimizer="adamw",
