@@ -68,13 +68,11 @@ class Part:
     """The tokens that a rank sees of a sample.
 
     Attributes:
-        tokens: of a sample. context: keys that attention sees (more than tokens under context parallelism).
-        expert_ways: ranks over which the experts are divided.
+        tokens: of a sample. context: keys that attention sees.
     """
 
     tokens: int
     context: int
-    expert_ways: int = 1
 
 
 @lru_cache(maxsize=256)
@@ -141,7 +139,7 @@ def _scores(layer: Layer, shape: Shape, software: Software, part: Part, dim: int
         scores = heads * n * keys
         operator = Operator(
             kind="attention",
-            shape=(("heads", heads), ("q", n), ("kv", keys), ("d", dim)),
+            shape=(("heads", heads), ("q", n), ("kv", keys), ("d", dim), ("kv_heads", shape.keys)),
             batch="batch",
             forward_flop=4.0 * scores * dim,
             activation_bytes=FULL_BYTES * heads * dim * 2 * (n + keys),
@@ -190,8 +188,7 @@ def _mlp(layer: Layer, shape: Shape, software: Software, part: Part, *, experts:
         layer.linear("router", n, shape.experts, h, split="")
         visits = n * shape.active
         layer.moved(visits * h, 4, divided=False)
-        local = max(1, shape.experts // part.expert_ways)
-        _feed(layer, shape, software, max(1, visits // local), shape.expert_ffn, "experts", local)
+        _feed(layer, shape, software, max(1, visits // shape.experts), shape.expert_ffn, "experts", shape.experts)
         layer.keep(2 * HALF * visits * h, divided=False)
         if shape.shared_ffn:
             _feed(layer, shape, software, n, shape.shared_ffn, "shared", 1)

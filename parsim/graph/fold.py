@@ -20,7 +20,7 @@ are alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -42,11 +42,14 @@ class Folding:
     """Attributes:
     replica_of: per replica the one that stands for it (the first of its kind).
     shards: the tp ranks that are simulated: all, or the first for all.
+    is_exact: False where copies that communicate inside components (cp, ep) do not pay alike: these kinds of replicas are no
+        program, and serve `parsim.predict.nearly_alike` alone.
     """
 
     mesh: Mesh
     replica_of: tuple[int, ...]
     shards: tuple[int, ...]
+    is_exact: bool = True
 
     @property
     def is_folded(self) -> bool:
@@ -104,7 +107,7 @@ def merged(folding: Folding, costs: Costs) -> Folding | None:
     Args:
         folding: found by `folding_of`. costs: prices of the cluster.
     """
-    if len(folding.replicas) == 1:
+    if len(folding.replicas) == 1 and folding.is_exact:
         return None
     mesh, kinds = folding.mesh, _Kinds(costs)
     alone = {
@@ -137,7 +140,7 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = No
     replica_of = _replicas_of(layout, kinds, seconds, exchanges)
     whole = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))
     if mesh.team > 1 and not (whole.has_whole_teams and _pay_alike(seconds, _bucket_works(layout))):
-        return unfolded(mesh)
+        return replace(whole, is_exact=False)
     if mesh.tp == 1 or not _shards_do_alike(layout):
         return whole
     alike = _pay_alike(seconds, _bucket_works(layout)) and all(
@@ -302,14 +305,16 @@ def _exchanges(layout: PlanIndex) -> tuple[_Exchange, ...]:
                 for hop in conversion(begin, end, tp):
                     if hop.operation not in LOCAL_HOPS:
                         found[_Exchange(home, home, hop, size_bytes)] = None
+    exchange = layout.plan.context_exchange
     for component in layout.model.components:
         inside, home = layout.inside(component.name), layout.stage_of[component.name]
-        phases = (Phase.FORWARD, Phase.BACKWARD) if inside is not None else ()
-        for step in (step for phase in phases for step in inner_steps(inside, phase, layout.plan.context_exchange)):
-            if step.operation and inside is not None:
-                whole = inside.context_bytes * step.share if step.what == CONTEXT_STREAM else inside.expert_bytes
-                size_bytes = round(whole * layout.local_samples(component.name))
-                found[_Exchange(home, home, None, size_bytes, (step.what, step.operation))] = None
+        if inside is None:
+            continue
+        steps = (*inner_steps(inside, Phase.FORWARD, exchange), *inner_steps(inside, Phase.BACKWARD, exchange))
+        for step in (step for step in steps if step.operation):
+            whole = inside.context_bytes * step.share if step.what == CONTEXT_STREAM else inside.expert_bytes
+            size_bytes = round(whole * layout.local_samples(component.name))
+            found[_Exchange(home, home, None, size_bytes, (step.what, step.operation))] = None
     return tuple(found)
 
 

@@ -70,6 +70,15 @@ def hold(component: Component, placement: Placement, parameter: Parameter, shard
     return HeldParameter(parameter.name, parameter.elements, parameter.element_bytes, trainable=parameter.trainable)
 
 
+def _held_by(shard: int, first: HeldParameter) -> HeldParameter:
+    """What a tp rank holds, from what the first one does."""
+    if first.part is None:
+        return first
+    return HeldParameter(
+        first.name, first.elements, first.element_bytes, first.part, shard % first.ways, first.ways, first.trainable
+    )
+
+
 def alike(component: Component, placement: Placement, parameter: str, tp: int) -> tuple[tuple[int, ...], ...]:
     """The tp ranks that hold the parameter, grouped into those whose gradients add up.
 
@@ -127,6 +136,7 @@ def gradient_buckets(
             chunks.setdefault(parameter.name, {})[chunk_of[component.name]] = None
             first.setdefault((parameter.name, stage_of[component.name]), component)
     buckets: list[Bucket] = []
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...], int, int], tuple[int, ...]] = {}
 
     def opened(name: str, component: Component, stages: tuple[int, ...]) -> _Open:
         return _Open(parameters[name], component, hold(component, placements[component.name], parameters[name], 0), stages)
@@ -137,19 +147,18 @@ def gradient_buckets(
         lead = entries[0]
         tp = plan.mesh.tp
         for shards in alike(lead.component, placements[lead.component.name], lead.parameter.name, tp):
-            held = tuple(
-                entry.held if entry.held.part is None else entry.held._replace(shard=shards[0] % entry.held.ways)
-                for entry in entries
-            )
+            held = tuple(_held_by(shards[0], entry.held) for entry in entries)
             ways = lead.parameter.expert_ways
             for first_copy in range(ways):
-                group = tuple(
-                    plan.mesh.rank(stage=stage, replica=replica, shard=shard)
-                    for stage in lead.stages
-                    for replica in range(first_copy, plan.mesh.copies, ways)
-                    for shard in shards
-                )
-                buckets.append(Bucket(len(buckets), lead.stages, group, held))
+                place = (lead.stages, shards, first_copy, ways)
+                if place not in groups:
+                    groups[place] = tuple(
+                        plan.mesh.rank(stage=stage, replica=replica, shard=shard)
+                        for stage in lead.stages
+                        for replica in range(first_copy, plan.mesh.copies, ways)
+                        for shard in shards
+                    )
+                buckets.append(Bucket(len(buckets), lead.stages, groups[place], held))
 
     def fill(entries: Sequence[_Open]) -> None:
         open_by_kind: dict[tuple[object, ...], list[_Open]] = {}

@@ -114,8 +114,10 @@ def evaluate(
     usual = plan.world_size > MANY_RANKS or plan.mesh.team > 1
     folds = (fold or (fold is None and usual)) and not costs.shared_cores
     folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if folds else unfolded(plan.mesh)
-    nearly = nearly_alike(problem, layout, folding, REPEATED_STEPS) if plan.world_size > MANY_RANKS and not sigma else None
+    bounded = (folding.is_folded and plan.world_size > MANY_RANKS) or not folding.is_exact
+    nearly = nearly_alike(problem, layout, folding, REPEATED_STEPS) if bounded and not sigma else None
     if nearly is None:
+        folding = folding if folding.is_exact else unfolded(plan.mesh)
         columns = lowered(problem, layout, folding)
         estimates = tuple(problem.price(columns.units, plan.mesh))
     else:

@@ -78,7 +78,7 @@ def questions(draw: st.DrawFn) -> tuple[PlanningProblem, Plan]:
     plan = draw(plans(replicas=(1, 2, 4, 8), placed=draw(st.booleans())))
     fitting = [name for name in CLUSTERS if cluster(name).size >= plan.world_size]
     if not fitting:
-        plan = replace(plan, mesh=Mesh(tp=plan.mesh.tp), stages=_one_stage(plan), microbatches=1)
+        plan = replace(plan, mesh=Mesh(tp=plan.mesh.tp), stages=_one_stage(plan), microbatches=1, pipeline_order="1f1b")
         fitting = list(CLUSTERS)
     machine = cluster(draw(st.sampled_from(fitting)))
     devices = draw(st.permutations(range(plan.world_size))) if draw(st.booleans()) else range(plan.world_size)

@@ -44,7 +44,7 @@ def add_gradient_reduction(draft: Draft, layout: PlanIndex) -> None:
     for bucket in layout.buckets:
         if len(bucket.group) == 1 or layout.zero_stage_of(bucket) >= 2:
             continue
-        kept = [rank for rank in bucket.group if draft.keeps(rank)]
+        kept = draft.kept(bucket.group)
         if not kept:
             continue
         after: list[TaskKey] = []
@@ -120,7 +120,7 @@ def add_parameter_gathering(draft: Draft, layout: PlanIndex) -> None:
     """ZeRO 1 and 2: one all_gather per divided bucket after every rank of its group has updated its part."""
     for bucket in layout.buckets:
         if layout.zero_stage_of(bucket) in (1, 2) and not layout.plan.gather_ahead:
-            kept = [rank for rank in bucket.group if draft.keeps(rank)]
+            kept = draft.kept(bucket.group)
             if not kept:
                 continue
             work = gathering_work(bucket)
