@@ -152,11 +152,16 @@ class TrainingSection(ConfigSection):
 
 
 class MeshTable(ConfigSection):
-    """plan.mesh: pp stages of dp replicas of tp shards; an axis that is left out is free, or 1 with strategy = "custom"."""
+    """plan.mesh: pp stages of dp replicas of tp shards; an axis that is left out is free, or 1 with strategy = "custom".
+
+    cp ranks share each replica by the sequence, ep of the dp * cp ranks share the experts; left out, both are 1.
+    """
 
     pp: Count | None = None
     dp: Count | None = None
     tp: Count | None = None
+    cp: Count | None = None
+    ep: Count | None = None
 
 
 class PlanSection(ConfigSection):
@@ -185,6 +190,10 @@ class PlanSection(ConfigSection):
     recompute: Name | tuple[Name, ...] = AUTO
     """Components whose forward runs again before their backward: "auto" (as few as make a searched plan fit, none in a plan by
     hand), "none", "full" or a list of their names, which may be patterns ("layers.*.attention")."""
+    context_exchange: Literal["ring", "all_gather"] | None = None
+    """Of a plan by hand with mesh.cp above 1: how keys and values of the other pieces of the sequence arrive."""
+    capacity_factor: Annotated[float, Field(strict=True, ge=1.0, le=100.0)] | None = None
+    """Visits that an expert has room for (and computes, padded) over their mean; left out: as many as come."""
 
     @property
     def plan_path(self) -> Path | None:
@@ -364,6 +373,11 @@ def _check_plan_section(config: RunConfig) -> None:
             f"plan.placements fixes all placements by hand, but with plan.strategy = {plan.strategy!r} they are searched for; "
             'set strategy = "custom", or name those that must stay in plan.pin (strategy = "adaptive")'
         )
+    if plan.context_exchange is not None and (plan.strategy != "custom" or plan.mesh is None or (plan.mesh.cp or 1) == 1):
+        raise ConfigError(
+            f'plan.context_exchange = "{plan.context_exchange}" belongs to strategy = "custom" with cp > 1; '
+            "drop it: a searched plan exchanges in a ring"
+        )
     if plan.strategy == "custom" and plan.mesh is None:
         raise ConfigError('plan.strategy = "custom" needs plan.mesh, for example mesh = { pp = 2, dp = 2, tp = 1 }')
     if plan.mesh is not None:
@@ -440,8 +454,8 @@ def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
     Raises:
         PlanError: there is none.
     """
-    given = {name: size for name in ("pp", "dp", "tp") if (size := getattr(table, name)) is not None}
-    if by_hand or len(given) == 3 or table == MeshTable(pp=1, dp=1, tp=1):
+    given = {name: size for name in ("pp", "dp", "tp", "cp") if (size := getattr(table, name)) is not None}
+    if by_hand or not {"pp", "dp", "tp"} - given.keys() or table == MeshTable(pp=1, dp=1, tp=1):
         check_mesh(mesh_of(table), devices)
         return
     product = math.prod(given.values())
@@ -455,7 +469,7 @@ def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
 
 def mesh_of(table: MeshTable) -> Mesh:
     """The Mesh a [plan] table asks for; axes that are left out are 1."""
-    return Mesh(pp=table.pp or 1, dp=table.dp or 1, tp=table.tp or 1)
+    return Mesh(pp=table.pp or 1, dp=table.dp or 1, tp=table.tp or 1, cp=table.cp or 1, ep=table.ep or 1)
 
 
 def constraints_of(plan: PlanSection) -> PlanConstraints:
@@ -465,6 +479,8 @@ def constraints_of(plan: PlanSection) -> PlanConstraints:
         pp=table.pp,
         dp=table.dp,
         tp=table.tp,
+        cp=table.cp,
+        ep=table.ep,
         microbatches=plan.microbatches,
         bucket_bytes=plan.bucket_bytes,
         pipeline_order=plan.pipeline_order,
@@ -564,6 +580,8 @@ _EXAMPLES = {
     "plan.pipeline_order": 'pipeline_order = "1f1b"',
     "plan.chunks": "chunks = 2",
     "plan.bucket_bytes": "bucket_bytes = 26214400",
+    "plan.context_exchange": 'context_exchange = "all_gather"',
+    "plan.capacity_factor": "capacity_factor = 1.25",
     "plan.zero_stage": 'zero_stage = "auto" or zero_stage = 1',
     "plan.placements": 'placements = { "layers.*" = "shard:heads+row/2", "*" = "batch" }',
     "plan.pin": 'pin = { "head" = "place:0" }',
