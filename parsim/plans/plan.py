@@ -150,10 +150,11 @@ class Plan:
         for number, (stage, place) in enumerate(zip(self.stages, self.stage_places, strict=True)):
             if not stage.components:
                 raise PlanError(f"stage {number} holds no component; use fewer stages")
-            if len(stage.ranks) != self.mesh.dp * self.mesh.tp:
+            if len(stage.ranks) != self.mesh.copies * self.mesh.tp:
+                pieces = f" * cp ({self.mesh.cp})" if self.mesh.cp > 1 else ""
                 raise PlanError(
-                    f"stage {number} lists {len(stage.ranks)} ranks, and dp ({self.mesh.dp}) * tp ({self.mesh.tp}) = "
-                    f"{self.mesh.dp * self.mesh.tp}"
+                    f"stage {number} lists {len(stage.ranks)} ranks, and dp ({self.mesh.dp}) * tp ({self.mesh.tp}){pieces} = "
+                    f"{self.mesh.copies * self.mesh.tp}"
                 )
             if stage.ranks != self.mesh.stage_ranks(place):
                 raise PlanError(f"stage {number} must run on ranks {self.mesh.stage_ranks(place)}, got {stage.ranks}")

@@ -13,6 +13,8 @@ from parsim.workflow.frameworks.recipe import Recipe
 from parsim.workflow.frameworks.torchtitan import is_torchtitan, read_toml
 
 SCRIPTS = (".sh", ".bash", ".args", ".txt")
+FLAG = "--num-layers"
+"""Every script of Megatron-LM has it; a text without it may be a run file."""
 YAML = (".yaml", ".yml")
 
 
@@ -22,6 +24,8 @@ def is_framework_file(path: Path) -> bool:
     Args:
         path: as the user gave it.
     """
+    if path.suffix == ".txt":
+        return path.is_file() and FLAG in path.read_text(encoding="utf-8", errors="replace")
     if path.suffix in (*SCRIPTS, *YAML):
         return True
     if path.suffix != ".toml" or not path.is_file():
