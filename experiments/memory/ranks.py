@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from parsim.execute.job import RunSpec
 from parsim.execute.processes.group import ProcessPlace
-from parsim.execute.worker import ProcessGroups, RankRun
+from parsim.execute.training.rank_run import ProcessGroups, RankRun
 from parsim.files import write_text_atomically
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
@@ -51,7 +51,7 @@ def measure(model: Model, runs: Sequence[RunSpec], folder: Path) -> None:
 def _rank(rank: int, size: int, store: Path, model: Model, runs: Sequence[RunSpec], folder: Path) -> None:
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
     dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size)  # type: ignore[attr-defined]
-    groups = ProcessGroups()
+    groups = ProcessGroups(timeout_s=600.0)
     place = ProcessPlace(rank=rank, world_size=size, local_rank=rank, local_world_size=size, attempt=0)
     for run in runs:
         layout = PlanIndex(run.plan, model)

@@ -197,7 +197,7 @@ def rank_boundary(
             loaded_saved += local_bytes(layout, value, batch)
         elif counted and all(entry.form != "shard" for entry in layouts):  # pieces of a dim are copies
             loaded_saved += min(local_bytes(layout, value, entry) for entry in layouts)
-    for value in values.values():
+    for value in (values[name] for name in layout.values_at[layout.plan.stage_of_rank(rank)]):
         if value.producer is not None and (size := _held_bytes(layout, rank, value)):
             keeper = _keeper(layout, rank, value)
             held[keeper] = held.get(keeper, 0.0) + size
@@ -354,7 +354,7 @@ def _leaving(kept: KeptActivations, rank: int) -> list[float]:
     stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
     return [
         local_bytes(layout, value, reading.ends.value)
-        for value in (kept.values.values() if plan.mesh.pp > 1 else ())
+        for value in ((kept.values[name] for name in layout.values_at[stage]) if plan.mesh.pp > 1 else ())
         if layout.stage_of_value[value.name] == stage
         for reading in layout.readings[value.name]
         if reading.stage != stage and shard in reading.ends.value.holders(plan.mesh.tp)
@@ -367,7 +367,7 @@ def _crossing(kept: KeptActivations, rank: int) -> tuple[list[float], list[float
     stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
     values: list[float] = []
     gradients: list[float] = []
-    for value in kept.values.values() if plan.mesh.pp > 1 else ():
+    for value in (kept.values[name] for name in layout.values_at[stage]) if plan.mesh.pp > 1 else ():
         home = layout.stage_of_value[value.name]
         for reading in layout.readings[value.name]:
             if home is None or home == reading.stage:
@@ -398,7 +398,7 @@ def _messages(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> list
         for bucket in layout.rank_buckets(rank)
         if len(bucket.group) > 1
     ]
-    for value in values.values():
+    for value in (values[name] for name in layout.values_at[stage]):
         home = layout.stage_of_value[value.name]
         if home is None:
             continue
