@@ -89,7 +89,7 @@ def even_plan(
 
 
 def launched(job_path: Path) -> None:
-    """As `parsim run` starts the ranks of a job: under torchrun, in processes that import everything anew."""
+    """As `parsim run` starts the ranks of a job: by the launcher, in processes that import everything anew."""
     launch(job_path, Job.load(job_path).world_size, timeout_s=500)
 
 

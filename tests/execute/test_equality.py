@@ -118,7 +118,7 @@ def test_float32_stays_within_1e_5_for_mlp_vit_and_gpt(tmp_path: Path) -> None:
 def test_the_comparison_can_fail(tmp_path: Path) -> None:
     """Training moves the weights by far more than the tolerance, so equality is not that of two untouched copies.
 
-    These ranks run under torchrun, as a user's do; those of the other cases are forked.
+    These ranks are launched as a user's are; those of the other cases are forked.
     """
     item = case(MLP, Mesh(dp=2), microbatches=2)
     (run,) = run_cases([item], tmp_path, steps=5, start=launched)
