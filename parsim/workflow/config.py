@@ -15,7 +15,7 @@ import re
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
     Field,
@@ -37,7 +37,7 @@ from parsim.model.losses import LOSSES
 from parsim.model.number_formats import FORMATS, check_planned
 from parsim.model.objective.objective import TARGET
 from parsim.model.optimizers import OPTIMIZERS
-from parsim.model.spec import ModelSpec
+from parsim.model.spec import REFUSE, ModelSpec
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
@@ -98,6 +98,8 @@ class ModelSection(ConfigSection):
     """The dim of one sample along which cross_entropy finds its classes: 0 for maps [classes, height, width], -1 the last."""
     target: dict[Name, Any] | None = None
     """The targets of a loss of one's own: { shape, dtype, high }; left out: numbers like the output."""
+    control_flow: Literal["refuse", "example"] | None = None
+    """Code that looks at values of tensors: "refuse" it (the default), or follow an "example", a random batch and weights."""
     granularity: Granularity = "block"
     """What is placed, priced and run as one component: blocks, their halves (attention, feed-forward), or single layers."""
     import_folder: Name | None = None
@@ -209,6 +211,7 @@ class RunConfig(ConfigSection):
             output=model.output,
             classes_dim=model.classes_dim,
             target=None if model.target is None else ModelInput.from_dict(TARGET, model.target),
+            control_flow=model.control_flow or REFUSE,
         )
 
     @property
@@ -538,6 +541,7 @@ _EXAMPLES = {
     "model.inputs": 'inputs = { x = { shape = [3, 32, 32] }, t = { shape = [], dtype = "int64", high = 1000 } }',
     "model.output": 'output = "logits"',
     "model.classes_dim": "classes_dim = 0",
+    "model.control_flow": 'control_flow = "example"',
     "model.target": 'target = { shape = [32, 32], dtype = "int64", high = 5 }',
     "cluster.profile": 'profile = "dgx1-v100-32gb"',
     "cluster.gpu": 'gpu = "h100-sxm"',
@@ -586,7 +590,8 @@ def _section_at(location: Sequence[str]) -> type[ConfigSection]:
 
 def _choices(location: Sequence[str]) -> tuple[str, ...]:
     annotation = _section_at(location[:-1]).model_fields[location[-1]].annotation
-    return get_args(annotation)
+    literal = next((part for part in get_args(annotation) if get_origin(part) is Literal), annotation)
+    return get_args(literal)
 
 
 def _short(value: object) -> str:
