@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from parsim.errors import ModelError
 from parsim.model.build import build_module, content_of, shared_fake
 from parsim.model.hugging_face.config import default_inputs, default_loss
 from parsim.model.inputs import InputLeaf, ModelInput, arguments, module_inputs
 from parsim.model.losses import BINARY, LOSSES
 from parsim.model.model import Model
+from parsim.model.named.names import is_transformer
 from parsim.model.objective.objective import Objective, parse_objective
 from parsim.model.objective.settle import OpenLoss, OutputKind, Settled, settle
 from parsim.model.spec import EXAMPLE, ModelSpec, is_config, resolve
@@ -73,6 +75,11 @@ def interface_of(spec: ModelSpec) -> Interface:
         ModelError: inputs that the module does not take, or an output that leaves the loss open.
     """
     spec = resolve(spec)
+    if is_transformer(spec.name):
+        raise ModelError(
+            f"{spec.name} is planned and simulated from its sizes, and parsim holds no module of it to train; give the path of "
+            "its Hugging Face config.json"
+        )
     if spec.name in ZOO:
         return _zoo_interface(spec)
     content = content_of(spec)

@@ -23,6 +23,7 @@ from parsim.model.interface import (
     zero_batch,
 )
 from parsim.model.model import GRANULARITIES, Model
+from parsim.model.named.names import is_transformer, named_model
 from parsim.model.objective.objective import naming_coupled_losses
 from parsim.model.presets import PRESETS, load_preset
 from parsim.model.spec import EXAMPLE, ModelSpec, is_config, resolve
@@ -51,6 +52,8 @@ def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "f
     if granularity not in GRANULARITIES:
         raise ModelError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
     spec = resolve(spec)
+    if is_transformer(spec.name):
+        return named_model(spec.name, dict(spec.args), granularity=granularity, weights=weights)
     content = content_of(spec)
     if weights == "float32":
         return _load(spec, granularity, content)
