@@ -78,10 +78,9 @@ def row(name: str) -> str:
         for granularity in GRANULARITIES:  # what torch prepares at its first call
             loaded(shortened(SMALL["gpt2"], 1), folder, granularity)
         loaded(shortened(config, 1), folder, "sublayer")  # imports of the architecture
-        _, two = loaded(shortened(config, 2), folder, "sublayer")
         models, times = zip(*(loaded(config, folder, granularity) for granularity in GRANULARITIES), strict=True)
     model = models[GRANULARITIES.index("sublayer")]
-    cells = (name, config["architectures"][0], f"{model.parameter_count:,}", len(model.components), f"{two:.1f}")
+    cells = (name, config["architectures"][0], f"{model.parameter_count:,}", len(model.components))
     seconds = " | ".join(f"{entry:.1f}" for entry in times)
     return f"| {' | '.join(map(str, cells))} | {seconds} | {products(model) / 1e9:,.0f} |"
 
@@ -102,8 +101,8 @@ def main() -> int:
     known = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()}
     rows = [made.get(name) or known[name] for name in FULL if name in made or name in known]
     head = (
-        "| model | architecture | parameters | components | 2 layers, s | block, s | sublayer, s | layer, s "
-        "| forward, Gflop per sample |\n|---|---|---|---|---|---|---|---|---|"
+        "| model | architecture | parameters | components | block, s | sublayer, s | layer, s | forward, Gflop per sample |\n"
+        "|---|---|---|---|---|---|---|---|"
     )
     text = "\n".join([head, *rows])
     if not options.write:
