@@ -18,7 +18,8 @@ def layouts(tp: int, *, readable: bool) -> list[ValueLayout]:
     found = [ValueLayout("full", ways) for ways in divisors]
     found += [ValueLayout("shard", ways, dim=dim) for ways in divisors if ways > 1 for dim in (1, 2)]
     found += [ValueLayout("placed", tp, rank=rank) for rank in range(tp)]
-    return found if readable else found + [ValueLayout("partial", ways) for ways in divisors if ways > 1]
+    made = [ValueLayout(form, ways) for form in ("partial", "maximum") for ways in divisors if ways > 1]
+    return found if readable else found + made
 
 
 def whole_array(tp: int, seed: int = 0) -> Array:
@@ -27,7 +28,10 @@ def whole_array(tp: int, seed: int = 0) -> Array:
 
 
 def held(whole: Array, layout: ValueLayout, tp: int) -> list[Array | None]:
-    """Per tp rank what it holds. The summands of a partial are drawn: all but the last, which makes up the sum."""
+    """Per tp rank what it holds. The summands of a partial are drawn: all but the last, which makes up the sum.
+
+    Of maxima every entry is the largest on one rank, and less on the others.
+    """
     if layout.form == "placed":
         return [whole if rank == layout.rank else None for rank in range(tp)]
     pieces = np.split(whole, tp // layout.ways)
@@ -38,10 +42,17 @@ def held(whole: Array, layout: ValueLayout, tp: int) -> list[Array | None]:
                 found += [piece] * layout.ways
             case "shard":
                 found += np.split(piece, layout.ways, axis=layout.dim)
+            case "maximum":
+                found += [np.where(_owner(piece, layout.ways) == way, piece, piece - 1 - way) for way in range(layout.ways)]
             case _:
                 summands = [whole_array(tp, 7 * number + way + 1)[: len(piece)] for way in range(layout.ways - 1)]
                 found += [*summands, piece - sum(summands)]
     return found
+
+
+def _owner(piece: Array, ways: int) -> Array:
+    """Which of `ways` ranks has the largest of each entry."""
+    return np.arange(piece.size).reshape(piece.shape) % ways
 
 
 def every_hop(tp: int) -> dict[Hop, None]:

@@ -55,6 +55,10 @@ def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], group: dist.Proce
             total = tensor.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=group)
             return total
+        case "all_reduce_maximum":
+            largest = tensor.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            return largest
         case "reduce_scatter_batch":
             return _reduced(tensor.contiguous(), (tensor.shape[0] // count, *tensor.shape[1:]), group)
         case "reduce_scatter_dim":

@@ -463,5 +463,6 @@ def recorded_programs(
     inputs, _ = example_batch(spec, samples, dtype=dtype, device=device)
     args, kwargs = interface_of(spec).arguments(inputs)
     with Numerics(autocast=autocast).computing(torch.device(device)):
-        runnables = record(module, args or kwargs, granularity=granularity, loss=loss_of(spec))
+        flow = spec.control_flow
+        runnables = record(module, args or kwargs, granularity=granularity, loss=loss_of(spec), control_flow=flow)
     return {entry.name: entry.program for entry in runnables}

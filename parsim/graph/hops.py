@@ -20,7 +20,14 @@ def hop_groups(hop: Hop, tp: int) -> tuple[tuple[int, ...], ...]:
             )
         case "broadcast":
             return (tuple(range(tp)),)
-        case "all_gather_dim" | "all_reduce" | "reduce_scatter_batch" | "reduce_scatter_dim" | "all_to_all":
+        case (
+            "all_gather_dim"
+            | "all_reduce"
+            | "all_reduce_maximum"
+            | "reduce_scatter_batch"
+            | "reduce_scatter_dim"
+            | "all_to_all"
+        ):
             return tuple(tuple(range(start, start + large)) for start in range(0, tp, large))
     raise GraphError(f"hop {hop} is no collective")
 

@@ -18,7 +18,7 @@ from parsim.model.shard.narrow import narrow
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_order
 from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan, check_plan
-from parsim.plans.redistribution import ValueAndGradientLayout, ValueLayout, conversion, input_ends, output_ends
+from parsim.plans.redistribution import Hop, ValueAndGradientLayout, ValueLayout, conversion, input_ends, output_ends
 from parsim.work import Phase
 
 
@@ -61,13 +61,15 @@ class PlanIndex:
         tp, samples = self.plan.mesh.tp, self.plan.microbatch_samples
         for value in self.model.values:
             for reading in self.readings[value.name]:
-                ways = self._ways_of(value.name, reading)
-                if ways and not (value.batch_first and value.bytes_per_sample):
+                hops = self._hops_of(value.name, reading)
+                if not (value.batch_first and value.bytes_per_sample):
+                    if all(hop.operation == "all_reduce" and hop.source.ways == tp for hop in hops):
+                        continue  # summands of a gradient that all ranks hold whole
                     raise PlanError(
                         f"value {value.name} has no samples along dim 0, so {', '.join(reading.components)} cannot read it in "
                         f"another layout than {value.producer} makes it in; place them alike"
                     )
-                pieces = max((tp // layout.ways for layout in ways), default=1)
+                pieces = max((tp // layout.ways for hop in hops for layout in (hop.source, hop.target)), default=1)
                 if samples % pieces:
                     raise PlanError(
                         f"value {value.name} is cut into {pieces} pieces of the batch on its way to {reading.components[0]}, "
@@ -75,15 +77,15 @@ class PlanIndex:
                         f"{value.producer} and {reading.components[0]} alike"
                     )
 
-    def _ways_of(self, value: str, reading: Reading) -> list[ValueLayout]:
-        """Every layout a value and its gradient pass through between its maker and a reading; none if they never change."""
+    def _hops_of(self, value: str, reading: Reading) -> tuple[Hop, ...]:
+        """All that changes the layout of a value and of its gradient between its maker and a reading."""
         if value not in self.source:
-            return []
+            return ()
         made, tp = self.source[value], self.plan.mesh.tp
         hops = conversion(made.value, reading.ends.value, tp)
         if self.model.value[value].differentiable:
             hops = hops + conversion(reading.ends.gradient, made.gradient, tp)
-        return [layout for hop in hops for layout in (hop.source, hop.target)]
+        return hops
 
     def rank(self, stage: int, replica: int, shard: int = 0) -> int:
         return self.plan.mesh.rank(stage=stage, replica=replica, shard=shard)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import inspect
+import json
+import sys
 import sysconfig
 import traceback
 import typing
@@ -13,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import FactoryError, ModelError
-from parsim.model.hugging_face.config import module_from_config
+from parsim.model.hugging_face.config import module_from_config, read_config
 from parsim.model.spec import ModelSpec, is_config, resolve
 from parsim.model.tracing.trace import require_torch
 from parsim.model.zoo import ZOO
@@ -145,6 +148,60 @@ def build_fake(spec: ModelSpec) -> nn.Module:
             return build_module(spec)
     except (FactoryError, RuntimeError):  # perhaps it looks at its weights' values: build it for real
         return build_module(spec)
+
+
+_kept_fake: list[tuple[tuple[ModelSpec, str], nn.Module]] = []
+_factories: dict[str, list[tuple[object, str]]] = {}
+
+
+def shared_fake(spec: ModelSpec, content: str) -> nn.Module:
+    """`build_fake`, or the module of the last call if that was for the same: one load asks several times. Leave it unchanged.
+
+    A module that has memory for its weights is not kept.
+
+    Args:
+        spec: resolved. content: of `content_of`.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    key = spec, content
+    for known, module in _kept_fake:
+        if known == key:
+            return module
+    module = build_fake(spec)
+    if all(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *module.buffers())):
+        _kept_fake[:] = [(key, module)]
+    return module
+
+
+def content_of(spec: ModelSpec) -> str:
+    """What the name of a spec stands for now: the text of a config, the source of a factory's file, "" for the zoo.
+
+    Raises:
+        ModelError: the file of a factory has changed since this process imported it.
+    """
+    if is_config(spec.name):
+        return json.dumps(read_config(spec), sort_keys=True)
+    package, colon, function = spec.name.partition(":")
+    if not colon:
+        return ""
+    try:
+        factory = getattr(importlib.import_module(package), function)
+        source = Path(str(sys.modules[package].__file__)).read_bytes()
+    except Exception:  # building it says what is wrong
+        return ""
+    digest = hashlib.sha256(source).hexdigest()
+    seen = _factories.setdefault(spec.name, [])
+    for place, (known, text) in enumerate(seen):
+        if known is factory:
+            if text != digest:
+                raise ModelError(
+                    f"{sys.modules[package].__file__} has changed since it was imported here, so {spec.name} would be that of "
+                    f"the old file; start Python again, or importlib.reload({package})"
+                )
+            return f"{digest} {place}"
+    seen.append((factory, digest))
+    return f"{digest} {len(seen) - 1}"
 
 
 def cast_module(module: nn.Module, dtype: torch.dtype) -> None:

@@ -134,6 +134,7 @@ class HalfSharding:
 
 FULL = "full"
 PARTIAL = "partial"
+MAXIMUM = "maximum"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +146,9 @@ class Sharding:
             joined by "+", in the order they apply.
         limit: `ways` must divide it (heads, features, channels, vocabulary rows: the greatest common divisor).
         inputs: per input what a shard needs: "full", or "shard:d" (its piece of dim d of that value, the batch being dim 0).
-        outputs: per output what a shard makes: "partial" (the sum over the shards is the value), "shard:d", or "full" for
-            what every shard makes whole (a mask, rotary positions, a sum of residuals); shard 0 takes its gradient.
+        outputs: per output what a shard makes: "partial" (the sum over the shards is the value), "maximum" (the largest of
+            theirs is it), "shard:d", or "full" for what every shard makes whole (a mask, rotary positions, a sum of
+            residuals); shard 0 takes its gradient.
         parameters, buffers: those that are divided; what is not listed, every shard holds whole.
         operators: those that are divided; the others run whole on every shard.
         saved_activation_bytes, saved_fixed_bytes: the part of the component's that is divided.

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError
-from parsim.model.inputs import ModelInput, ordered
-from parsim.model.interface import Interface, checked_form, module_inputs, settle_module, zero_batch
+from parsim.model.inputs import ModelInput, module_inputs, ordered
+from parsim.model.interface import Interface, checked_form, drawn_batch, settle_module, zero_batch
 from parsim.model.losses import LOSSES
 from parsim.model.model import Model
 from parsim.model.objective.objective import Objective, naming_coupled_losses, parse_objective
@@ -41,7 +41,7 @@ def model_from_module(
         inputs: by the names of the arguments of its forward, instead of both.
         loss: a row of `parsim.model.losses.LOSSES`, an Objective or its text; left out: the usual one of such an output.
         output: which output a loss that is left out reads.
-        control_flow: "refuse" or "example", as for `parsim.model.trace`; an example needs `example_inputs`.
+        control_flow: "refuse" or "example", as for `parsim.model.trace`; without `example_inputs` the example is drawn.
 
     Raises:
         ModelError: not a module, neither inputs nor a shape, or an output that leaves the loss open. TraceError: the module
@@ -69,7 +69,7 @@ def model_from_module(
         described = None if inputs is None else ordered(inputs)
         whole, positional = module_inputs(module, described, input_shape, called)
         kind = Interface(inputs=whole, output=(), loss="", target=None, positional=positional)
-        args, kwargs = kind.arguments(zero_batch(whole))
+        args, kwargs = kind.arguments(drawn_batch(whole) if follows_example(control_flow) else zero_batch(whole))
         tokens = kind.takes_tokens
     objective = parse_objective(loss) if isinstance(loss, str) else loss
     example = follows_example(control_flow)

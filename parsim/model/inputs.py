@@ -6,6 +6,7 @@ the dict `batch`, "states.0" the first of the list `states`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +15,7 @@ from parsim.errors import ModelError, near_matches
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
 FLOATS = ("float32", "float64", "float16", "bfloat16", "complex64", "complex128")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
@@ -212,3 +213,77 @@ def _holds_tables(entry: object) -> bool:
 def with_bound(entry: ModelInput, bound: int | None) -> ModelInput:
     """The input with `bound` as its `high`, where it holds integers without one."""
     return replace(entry, high=bound) if bound and entry.is_integer and entry.high is None else entry
+
+
+def module_inputs(
+    module: nn.Module, inputs: tuple[ModelInput, ...] | None, shape: tuple[int, ...] | None, name: str
+) -> tuple[tuple[ModelInput, ...], bool]:
+    """What a module takes, checked against its forward, with the range of integers filled in from its embeddings.
+
+    Args:
+        inputs: as described; None: the one input of `shape`, which is a row of tokens where the sample has one dim and the
+            module an nn.Embedding. name: of the model, for messages.
+
+    Returns:
+        (inputs, whether the only one is positional).
+
+    Raises:
+        ModelError: neither inputs nor a shape; a name that forward does not take; an argument that is missing; integers whose
+            range nothing tells.
+    """
+    from torch import nn
+
+    tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
+    if inputs is None:
+        if shape is None:
+            raise ModelError(f"{name} needs an input_shape: the shape of one sample, e.g. [3, 224, 224] or [seq]")
+        named = _first_argument(module)
+        first = named or "input"
+        if len(shape) == 1 and tables:
+            return (ModelInput(first, shape, dtype="int64", high=vocabulary or tables[0]),), named is None
+        return (ModelInput(first, shape),), named is None
+    _check_arguments(module, inputs, name)
+    bound = vocabulary or min(tables, default=None)
+    whole = tuple(with_bound(entry, bound) for entry in inputs)
+    for entry in whole:
+        if entry.is_integer and entry.high is None:
+            raise ModelError(
+                f"{name}: input {entry.name} holds integers and no embedding tells their range; give high, which they stay "
+                f'below, for example {entry.name} = {{ shape = {list(entry.shape)}, dtype = "{entry.dtype}", high = 1000 }}'
+            )
+    return whole, False
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _parameters(module: nn.Module) -> list[inspect.Parameter]:
+    return list(inspect.signature(module.forward).parameters.values())
+
+
+def _first_argument(module: nn.Module) -> str | None:
+    """The name of the first argument of its forward; None if it takes *args alone."""
+    first = next(iter(_parameters(module)), None)
+    return first.name if first is not None and first.kind in _NAMED else None
+
+
+def _check_arguments(module: nn.Module, inputs: tuple[ModelInput, ...], name: str) -> None:
+    parameters = _parameters(module)
+    takes = [parameter.name for parameter in parameters if parameter.kind in _NAMED]
+    given = list(dict.fromkeys(entry.name.split(".")[0] for entry in inputs))
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        for argument in given:
+            if argument not in takes:
+                known = f" (it takes {', '.join(takes)})" if takes else " (it takes no argument by name)"
+                near = near_matches(argument, takes)
+                raise ModelError(
+                    f"{name}: forward of {type(module).__name__} has no argument {argument!r}"
+                    f"{'' if near.startswith('; known') else near}{known}"
+                )
+    for parameter in parameters:
+        if parameter.kind in _NAMED and parameter.default is inspect.Parameter.empty and parameter.name not in given:
+            raise ModelError(
+                f"{name}: forward of {type(module).__name__} needs {parameter.name!r}, which inputs do not give; it takes "
+                f"{', '.join(takes)}, and inputs give {', '.join(given)}; add {parameter.name} = {{ shape = [...] }}"
+            )

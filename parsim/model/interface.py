@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from parsim.errors import ModelError, near_matches
-from parsim.model.build import build_fake
+from parsim.errors import ModelError
+from parsim.model.build import build_module, content_of, shared_fake
 from parsim.model.hugging_face.config import default_inputs, default_loss
-from parsim.model.inputs import InputLeaf, ModelInput, arguments, with_bound
+from parsim.model.inputs import InputLeaf, ModelInput, arguments, module_inputs
 from parsim.model.losses import BINARY, LOSSES
 from parsim.model.model import Model
 from parsim.model.named.names import is_transformer
 from parsim.model.objective.objective import Objective, parse_objective
-from parsim.model.objective.settle import OutputKind, Settled, settle
-from parsim.model.spec import ModelSpec, is_config, resolve
+from parsim.model.objective.settle import OpenLoss, OutputKind, Settled, settle
+from parsim.model.spec import EXAMPLE, ModelSpec, is_config, resolve
 from parsim.model.tracing.trace import require_torch
 from parsim.model.zoo import ZOO
 
@@ -66,7 +65,6 @@ class Interface:
         return (tuple(values.values()), {}) if self.positional else ((), arguments(values))
 
 
-@lru_cache(maxsize=64)
 def interface_of(spec: ModelSpec) -> Interface:
     """Inputs and output of one sample, and the loss. Needs torch for a factory or a Hugging Face config.
 
@@ -82,8 +80,38 @@ def interface_of(spec: ModelSpec) -> Interface:
             f"{spec.name} is planned and simulated from its sizes, and parsim holds no module of it to train; give the path of "
             "its Hugging Face config.json"
         )
-    if spec.name not in ZOO:
-        return _foreign_interface(spec)
+    if spec.name in ZOO:
+        return _zoo_interface(spec)
+    content = content_of(spec)
+    known = known_interface(spec, content)
+    if known is None:
+        known = open_interface(spec, content).settled()
+        keep_interface(spec, content, known)
+    return known
+
+
+_kept: dict[tuple[ModelSpec, str], Interface] = {}
+MOST_KEPT = 64
+
+
+def known_interface(spec: ModelSpec, content: str) -> Interface | None:
+    """What an earlier forward has settled for this content of this spec, if one has.
+
+    Args:
+        spec: resolved, not of the zoo. content: of `parsim.model.build.content_of`.
+    """
+    return _kept.get((spec, content))
+
+
+def keep_interface(spec: ModelSpec, content: str, found: Interface) -> None:
+    """For `known_interface`; the oldest are forgotten."""
+    while len(_kept) >= MOST_KEPT:
+        del _kept[next(iter(_kept))]
+    _kept[spec, content] = found
+
+
+@lru_cache(maxsize=64)
+def _zoo_interface(spec: ModelSpec) -> Interface:
     row, args = ZOO[spec.name], dict(spec.args)
     shape: tuple[int, ...] = spec.input_shape or row.input_shape
     classes = int(str(args[row.classes]))
@@ -96,12 +124,43 @@ def interface_of(spec: ModelSpec) -> Interface:
     return Interface(inputs=(entry,), output=settled.output, loss=str(settled.objective), target=settled.target)
 
 
-def _foreign_interface(spec: ModelSpec) -> Interface:
-    """One fake forward tells the output.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenInterface:
+    """An interface whose output and targets one forward of `module` has to tell.
 
-    Unless the spec says, the loss is the usual one of such an output. Raises ModelError where the output leaves it open.
+    Attributes:
+        kind: without them. args, kwargs: for that forward. loss: what is known of the loss.
     """
-    module = build_fake(spec)
+
+    module: nn.Module
+    kind: Interface
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss: OpenLoss
+    example: bool
+
+    def settled(self) -> Interface:
+        """By a forward. Raises ModelError where the output leaves the loss open."""
+        loss = self.loss
+        asked = {"name": loss.name, "tokens": loss.tokens, "output": loss.output, "example": self.example}
+        return self.with_output(settle_module(self.module, self.args, self.kwargs, loss.objective, **asked))  # type: ignore[arg-type]
+
+    def with_output(self, settled: Settled) -> Interface:
+        """As a forward has settled it."""
+        return replace(self.kind, output=settled.output, loss=str(settled.objective), target=settled.target)
+
+
+def open_interface(spec: ModelSpec, content: str) -> OpenInterface:
+    """The module of a spec, what it takes, and what is asked for; unless the spec says, the loss is that of its output.
+
+    Args:
+        spec: resolved, not of the zoo. content: of `parsim.model.build.content_of`.
+
+    Raises:
+        ModelError: inputs that the module does not take.
+    """
+    example = spec.control_flow == EXAMPLE
+    module = example_module(spec) if example else shared_fake(spec, content)
     given, usual = spec.inputs, None
     if is_config(spec.name):
         given = spec.inputs or default_inputs(spec, module)
@@ -109,9 +168,9 @@ def _foreign_interface(spec: ModelSpec) -> Interface:
     objective = spec.objective(usual)
     inputs, positional = module_inputs(module, given, spec.input_shape, spec.name)
     kind = Interface(inputs=inputs, output=(), loss="", target=None, positional=positional)
-    args, kwargs = kind.arguments(zero_batch(inputs))
-    settled = settle_module(module, args, kwargs, objective, name=spec.name, tokens=kind.takes_tokens, output=spec.output)
-    return replace(kind, output=settled.output, loss=str(settled.objective), target=settled.target)
+    args, kwargs = kind.arguments(drawn_batch(inputs) if example else zero_batch(inputs))
+    loss = OpenLoss(name=spec.name, objective=objective, tokens=kind.takes_tokens, output=spec.output)
+    return OpenInterface(module=module, kind=kind, args=args, kwargs=kwargs, loss=loss, example=example)
 
 
 def settle_module(
@@ -145,80 +204,6 @@ def settle_module(
     return settle(name, kinds, int(first.shape[0]), objective, tokens=tokens, output=output)
 
 
-def module_inputs(
-    module: nn.Module, inputs: tuple[ModelInput, ...] | None, shape: tuple[int, ...] | None, name: str
-) -> tuple[tuple[ModelInput, ...], bool]:
-    """What a module takes, checked against its forward, with the range of integers filled in from its embeddings.
-
-    Args:
-        inputs: as described; None: the one input of `shape`, which is a row of tokens where the sample has one dim and the
-            module an nn.Embedding. name: of the model, for messages.
-
-    Returns:
-        (inputs, whether the only one is positional).
-
-    Raises:
-        ModelError: neither inputs nor a shape; a name that forward does not take; an argument that is missing; integers whose
-            range nothing tells.
-    """
-    from torch import nn
-
-    tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
-    vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
-    if inputs is None:
-        if shape is None:
-            raise ModelError(f"{name} needs an input_shape: the shape of one sample, e.g. [3, 224, 224] or [seq]")
-        named = _first_argument(module)
-        first = named or "input"
-        if len(shape) == 1 and tables:
-            return (ModelInput(first, shape, dtype="int64", high=vocabulary or tables[0]),), named is None
-        return (ModelInput(first, shape),), named is None
-    _check_arguments(module, inputs, name)
-    bound = vocabulary or min(tables, default=None)
-    whole = tuple(with_bound(entry, bound) for entry in inputs)
-    for entry in whole:
-        if entry.is_integer and entry.high is None:
-            raise ModelError(
-                f"{name}: input {entry.name} holds integers and no embedding tells their range; give high, which they stay "
-                f'below, for example {entry.name} = {{ shape = {list(entry.shape)}, dtype = "{entry.dtype}", high = 1000 }}'
-            )
-    return whole, False
-
-
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-def _parameters(module: nn.Module) -> list[inspect.Parameter]:
-    return list(inspect.signature(module.forward).parameters.values())
-
-
-def _first_argument(module: nn.Module) -> str | None:
-    """The name of the first argument of its forward; None if it takes *args alone."""
-    first = next(iter(_parameters(module)), None)
-    return first.name if first is not None and first.kind in _NAMED else None
-
-
-def _check_arguments(module: nn.Module, inputs: tuple[ModelInput, ...], name: str) -> None:
-    parameters = _parameters(module)
-    takes = [parameter.name for parameter in parameters if parameter.kind in _NAMED]
-    given = list(dict.fromkeys(entry.name.split(".")[0] for entry in inputs))
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        for argument in given:
-            if argument not in takes:
-                known = f" (it takes {', '.join(takes)})" if takes else " (it takes no argument by name)"
-                near = near_matches(argument, takes)
-                raise ModelError(
-                    f"{name}: forward of {type(module).__name__} has no argument {argument!r}"
-                    f"{'' if near.startswith('; known') else near}{known}"
-                )
-    for parameter in parameters:
-        if parameter.kind in _NAMED and parameter.default is inspect.Parameter.empty and parameter.name not in given:
-            raise ModelError(
-                f"{name}: forward of {type(module).__name__} needs {parameter.name!r}, which inputs do not give; it takes "
-                f"{', '.join(takes)}, and inputs give {', '.join(given)}; add {parameter.name} = {{ shape = [...] }}"
-            )
-
-
 def zero_batch(inputs: tuple[ModelInput, ...], weights: str = "float32") -> dict[str, Tensor]:
     """A batch of zeros by input name, for tracing. No dim 0 of a constant equals its number of samples.
 
@@ -227,9 +212,30 @@ def zero_batch(inputs: tuple[ModelInput, ...], weights: str = "float32") -> dict
     """
     import torch
 
+    return {entry.name: entry.zeros(_samples(inputs), getattr(torch, weights)) for entry in inputs}
+
+
+def drawn_batch(inputs: tuple[ModelInput, ...], weights: str = "float32") -> dict[str, Tensor]:
+    """As `zero_batch`, with random data of seed 0: the example that `control_flow` follows."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return {entry.name: entry.tensor(_samples(inputs), generator, getattr(torch, weights)) for entry in inputs}
+
+
+def _samples(inputs: tuple[ModelInput, ...]) -> int:
+    """Two, or the next number that is no dim 0 of a constant."""
     constants = {entry.shape[0] for entry in inputs if entry.constant and entry.shape}
-    samples = next(count for count in range(2, 3 + len(constants)) if count not in constants)
-    return {entry.name: entry.zeros(samples, getattr(torch, weights)) for entry in inputs}
+    return next(count for count in range(2, 3 + len(constants)) if count not in constants)
+
+
+def example_module(spec: ModelSpec) -> nn.Module:
+    """The module with real weights of seed 0, as the executor records it; torch's random state stays as it is."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build_module(spec)
 
 
 def example_batch(

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from parsim.errors import ModelError
-from parsim.model.build import build_fake, build_module, cast_module
+from parsim.model.build import build_fake, build_module, cast_module, content_of, shared_fake
 from parsim.model.component import Component
-from parsim.model.hugging_face.config import assumptions, read_config
+from parsim.model.hugging_face.config import assumptions
 from parsim.model.inputs import ModelInput
-from parsim.model.interface import checked_form, interface_of, loss_of, zero_batch
+from parsim.model.interface import (
+    checked_form,
+    drawn_batch,
+    example_module,
+    interface_of,
+    keep_interface,
+    known_interface,
+    loss_of,
+    open_interface,
+    zero_batch,
+)
 from parsim.model.model import GRANULARITIES, Model
 from parsim.model.named.names import is_transformer, named_model
 from parsim.model.objective.objective import naming_coupled_losses
 from parsim.model.presets import PRESETS, load_preset
-from parsim.model.spec import ModelSpec, is_config, resolve
+from parsim.model.spec import EXAMPLE, ModelSpec, is_config, resolve
 from parsim.model.stored import described, folder, key_of, user_sources
 from parsim.model.stored import read as read_stored
 from parsim.model.stored import write as write_stored
 from parsim.model.tracing.trace import require_torch
+from parsim.model.zoo import ZOO
 
 
 def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "float32") -> Model:
@@ -44,15 +54,10 @@ def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "f
     spec = resolve(spec)
     if is_transformer(spec.name):
         return named_model(spec.name, dict(spec.args), granularity=granularity, weights=weights)
-    content = _content(spec)
+    content = content_of(spec)
     if weights == "float32":
         return _load(spec, granularity, content)
     return _load_as(spec, granularity, weights, content)
-
-
-def _content(spec: ModelSpec) -> str:
-    """What the name of a spec stands for now: the text of a config, "" for all else."""
-    return json.dumps(read_config(spec), sort_keys=True) if is_config(spec.name) else ""
 
 
 @lru_cache(maxsize=64)
@@ -67,12 +72,12 @@ def _stored_or_traced(spec: ModelSpec, granularity: str, weights: str, content: 
     """The Model kept from an earlier trace of the same content, or a new one, which is kept."""
     if folder() is None:
         return trace_spec(spec, granularity, weights=weights)
-    what = {**spec.to_dict(), "config": content, "granularity": granularity, "weights": weights}
+    what = {**spec.to_dict(), "config": content if is_config(spec.name) else "", "granularity": granularity, "weights": weights}
     if is_config(spec.name):
         del what["name"]
     elif ":" in spec.name:
         require_torch(f"build {spec.name}")
-        what["module"] = described(build_fake(spec))
+        what["module"] = described(shared_fake(spec, content))
     if objective := spec.objective():
         _ = objective.row  # imports a loss of the user's own, whose source is then seen
     what["sources"] = user_sources()
@@ -122,26 +127,36 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -
     require_torch(f"trace {spec.name}, which has no preset for these arguments")
     import torch
 
-    from parsim.model.tracing.traced import model_of
+    from parsim.model.tracing.traced import settled_model
 
     spec = resolve(spec)
-    kind = interface_of(spec)
-    module = build_fake(spec)
+    content = content_of(spec)
+    example = spec.control_flow == EXAMPLE
+    unknown = spec.name not in ZOO and not example and weights == "float32" and known_interface(spec, content) is None
+    asked = open_interface(spec, content) if unknown else None
+    kind = interface_of(spec) if asked is None else asked.kind
+    build = build_fake if weights != "float32" else partial(shared_fake, content=content)
+    module = example_module(spec) if example else build(spec)
     if weights != "float32":
         cast_module(module, getattr(torch, weights))
-    args, kwargs = kind.arguments(zero_batch(kind.inputs, weights))
+    batch = drawn_batch if example else zero_batch
+    args, kwargs = kind.arguments(batch(kind.inputs, weights))
     arguments = ", ".join(f"{name}={value}" for name, value in spec.args)
     chosen = f"; {assumptions(spec, module)}" if is_config(spec.name) else ""
     with naming_coupled_losses():
-        model = model_of(
+        model, settled = settled_model(
             module,
             args,
             kwargs,
             granularity=granularity,
             name=_model_name(spec),
-            loss=kind.loss,
+            loss=kind.loss if asked is None else asked.loss,
+            example=example,
             source=f"trace of {spec.name}({arguments}), one sample {inputs_text(spec, kind.inputs)}{chosen}",
         )
+    if asked is not None and settled is not None:
+        kind = asked.with_output(settled)
+        keep_interface(spec, content, kind)
     return replace(model, loss_form=checked_form(model, lambda: build_module(spec), kind))
 
 

@@ -52,6 +52,9 @@ def _own(output: Tensor, target: Tensor) -> Tensor:
 CLASSES, NUMBERS, BINARY, NOTHING = "classes", "numbers", "binary", "nothing"
 TARGETS = (CLASSES, NUMBERS, BINARY, NOTHING)
 OWN = "own"
+CROSS_ENTROPY = "cross_entropy"
+IGNORED = -100
+"""A target that counts nothing, as torch has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +90,7 @@ LOSSES: Registry[Loss] = Registry(
     "loss",
     Loss,
     {
-        "cross_entropy": Loss(total=_cross_entropy),
+        CROSS_ENTROPY: Loss(total=_cross_entropy),
         "mse": Loss(total=_mse, targets=NUMBERS),
         "bce": Loss(total=_bce, targets=BINARY),
         OWN: Loss(total=_own, targets=NOTHING, plain=True),

@@ -39,7 +39,8 @@ from parsim.units import format_count
 SCHEMA_VERSION = 5
 COUPLED = "coupled"
 """`Model.loss_form` of a loss that is no sum over samples."""
-GRANULARITIES = ("block", "sublayer", "layer")
+SUBLAYER = "sublayer"
+GRANULARITIES = ("block", SUBLAYER, "layer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class Model:
         loss_form: "": a sum over samples. "mean": a scalar taken as the mean over the batch; "per sample": one number each,
             added up; either with "unchecked" where nobody has compared batches. "coupled": no sum over samples.
         assumptions: what its numbers assume about the data, for people: balanced experts, the branch of an example.
+        half_refused: why its forward could not be recorded under autocast; "": it was, or nobody tried.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Model:
     loss: str = ""
     loss_form: str = ""
     assumptions: tuple[str, ...] = ()
+    half_refused: str = ""
 
     def __repr__(self) -> str:
         """One line: its components and sizes."""
@@ -142,7 +145,7 @@ class Model:
     def to_json(self) -> str:
         """Numbers are per sample; every key that holds bytes says so."""
         document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        for key in ("loss", "loss_form", "assumptions"):
+        for key in ("loss", "loss_form", "assumptions", "half_refused"):
             if not document[key]:
                 del document[key]
         for component in document["components"]:

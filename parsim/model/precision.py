@@ -92,7 +92,15 @@ def is_half(precision: str) -> bool:
 
 
 def check_recorded(model: Model, precision: str) -> None:
-    """Raise CostError unless the Model's parameters are as wide as the precision stores them."""
+    """Raise CostError where a Model cannot tell of a precision.
+
+    Its parameters are of another width than the precision stores, or its forward fails under the autocast of the precision.
+    """
+    if model.half_refused and is_half(precision):
+        raise CostError(
+            f"precision {precision!r} runs the forward under autocast, and that of {model.name} fails there: "
+            f'{model.half_refused}; cast the operands of that call to one type, or set precision = "fp32"'
+        )
     wanted = number_format(precision).weight_bytes
     for parameter in model.parameters if wanted == RECORDED_BYTES else ():
         if parameter.element_bytes != wanted:

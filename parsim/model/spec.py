@@ -26,6 +26,8 @@ from parsim.model.objective.objective import TARGET, Objective, parse_objective
 from parsim.model.zoo import ZOO, Scalar, ZooRow
 
 OBJECTIVE_KEYS = ("output", "classes_dim", "target")
+REFUSE, EXAMPLE = "refuse", "example"
+CONTROL_FLOW = (REFUSE, EXAMPLE)
 _NEEDED = {
     "classes_dim": 'loss = "cross_entropy"',
     "target": 'loss = "package:function", a function (output, target) of your own',
@@ -43,6 +45,8 @@ class ModelSpec:
         has one dim and the model an embedding, else floats.
     loss: a row of `parsim.model.losses`, "package.module:ROW" or "package:function". None takes the model's default.
     output, classes_dim, target: of an `Objective`: which output the loss reads, where its classes lie, what its targets are.
+    control_flow: "refuse" code that depends on the values of tensors, or follow an "example": a random batch, and weights of
+        seed 0.
     """
 
     name: str
@@ -53,6 +57,12 @@ class ModelSpec:
     output: str | None = None
     classes_dim: int | None = None
     target: ModelInput | None = None
+    control_flow: str = REFUSE
+
+    def __post_init__(self) -> None:
+        if self.control_flow not in CONTROL_FLOW:
+            near = near_matches(self.control_flow, CONTROL_FLOW)
+            raise ModelError(f"control_flow must be one of {', '.join(CONTROL_FLOW)}, got {self.control_flow!r}{near}")
 
     def objective(self, usual: str | None = None) -> Objective | None:
         """The loss that is asked for; None where neither the spec nor `usual` names one.
@@ -82,6 +92,8 @@ class ModelSpec:
             document["classes_dim"] = self.classes_dim
         if self.target is not None:
             document["target"] = self.target.to_dict()
+        if self.control_flow != REFUSE:
+            document["control_flow"] = self.control_flow
         return document
 
     @classmethod
@@ -102,6 +114,7 @@ class ModelSpec:
                 output=document.get("output"),
                 classes_dim=document.get("classes_dim"),
                 target=None if target is None else ModelInput.from_dict(TARGET, target),
+                control_flow=document.get("control_flow", REFUSE),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(f"not a model: {document!r} ({error!r}); give name, args and input_shape") from error
@@ -166,7 +179,8 @@ def resolve(spec: ModelSpec) -> ModelSpec:
         elif isinstance(value, int) and value < 1:
             raise ModelError(f"argument {name} of {spec.name} must be >= 1, got {value!r}; for example {defaults[name]}")
     loss = None if spec.loss == row.loss else spec.loss
-    return replace(spec, args=tuple(sorted({**defaults, **given}.items())), input_shape=shape, loss=loss)
+    args = tuple(sorted({**defaults, **given}.items()))
+    return replace(spec, args=args, input_shape=shape, loss=loss, control_flow=REFUSE)  # none depends on its data
 
 
 def _resolve_named(spec: ModelSpec) -> ModelSpec:

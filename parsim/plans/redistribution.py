@@ -3,6 +3,7 @@
 Of T ranks, `ways` neighbours share one piece of the microbatch (the T // ways pieces lie in rank order), and hold of it
     full       all of it
     partial    a summand: the value is the sum over the `ways` ranks
+    maximum    a value of its own: the value is the largest of the `ways` ranks, element by element
     shard      their piece of dim `dim`, in rank order
     placed     nothing, but for tp rank `rank`, which holds the whole microbatch (ways is T)
 
@@ -17,7 +18,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from parsim.errors import PlanError
-from parsim.model.component import FULL, PARTIAL, Component
+from parsim.model.component import FULL, MAXIMUM, PARTIAL, Component
 from parsim.plans.placement import Placement
 
 
@@ -52,7 +53,7 @@ def parse_layout(text: str) -> ValueLayout:
     Raises:
         PlanError: the text is no layout.
     """
-    match = re.fullmatch(r"(full|partial|shard|placed)(\d*)/(\d+)", text)
+    match = re.fullmatch(r"(full|partial|maximum|shard|placed)(\d*)/(\d+)", text)
     if match is None:
         raise PlanError(f"cannot read layout {text!r}; write it as full/1, partial/4, shard1/4 or placed2/4")
     number = int(match[2] or 0)
@@ -100,6 +101,8 @@ def output_ends(component: Component, placement: Placement, tp: int, number: int
             return ValueAndGradientLayout(full, full)
         if makes == PARTIAL:
             return ValueAndGradientLayout(ValueLayout("partial", placement.ways), ValueLayout("full", placement.ways))
+        if makes == MAXIMUM:  # without a gradient
+            return ValueAndGradientLayout(ValueLayout("maximum", placement.ways), ValueLayout("full", placement.ways))
         both = _sharded(makes, placement.ways)
         return ValueAndGradientLayout(both, both)
     return _unsharded(placement, tp)
@@ -154,6 +157,7 @@ HOPS = {
     "all_gather_batch": "full/v -> full/w, v < w: all_gather of pieces of the batch",
     "all_gather_dim": "shard/w -> full/w: all_gather along the dim",
     "all_reduce": "partial/w -> full/w",
+    "all_reduce_maximum": "maximum/w -> full/w: the largest of all",
     "reduce_scatter_batch": "partial/w -> full/1: each rank sums its piece of the batch",
     "reduce_scatter_dim": "partial/w -> shard/w: each rank sums its piece of the dim",
     "all_to_all": "shard/w -> full/1 or back: pieces of the dim for pieces of the batch",
@@ -170,16 +174,17 @@ def conversion(source: ValueLayout, target: ValueLayout, tp: int) -> tuple[Hop, 
     """The hops from one layout to another; none if they are equal.
 
     Conversion paths share prefixes, so two readers of a value share the hops they have in common. No hop makes a partial
-    layout.
+    layout or one of maxima.
 
     Args:
         source, target: layouts. tp: ranks of the stage.
 
     Raises:
-        PlanError: the target is partial.
+        PlanError: the target is partial, or one of maxima.
     """
-    if target.form == "partial" and source != target:
-        raise PlanError(f"a value in layout {source} cannot become {target}: nothing reads partial sums of another's making")
+    if target.form in ("partial", "maximum") and source != target:
+        parts = "partial sums" if target.form == "partial" else "maxima of parts"
+        raise PlanError(f"a value in layout {source} cannot become {target}: nothing reads {parts} of another's making")
     hops: list[Hop] = []
     here = source
     while here != target:
@@ -207,6 +212,8 @@ def _next(here: ValueLayout, target: ValueLayout, tp: int) -> Hop:
             if target.form == "shard" and target.ways == here.ways:
                 return hop("reduce_scatter_dim", target)
             return hop("all_reduce", ValueLayout("full", here.ways))
+        case "maximum":
+            return hop("all_reduce_maximum", ValueLayout("full", here.ways))
         case "shard":
             if target == PIECES or _apart(here, target, tp):
                 return hop("all_to_all", PIECES)

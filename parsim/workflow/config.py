@@ -36,7 +36,7 @@ from parsim.model.losses import LOSSES
 from parsim.model.number_formats import FORMATS, check_planned
 from parsim.model.objective.objective import TARGET
 from parsim.model.optimizers import OPTIMIZERS
-from parsim.model.spec import ModelSpec
+from parsim.model.spec import REFUSE, ModelSpec
 from parsim.model.transformer.shape import nearest_divisors
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh, check_mesh
@@ -99,6 +99,8 @@ class ModelSection(ConfigSection):
     """The dim of one sample along which cross_entropy finds its classes: 0 for maps [classes, height, width], -1 the last."""
     target: dict[Name, Any] | None = None
     """The targets of a loss of one's own: { shape, dtype, high }; left out: numbers like the output."""
+    control_flow: Literal["refuse", "example"] | None = None
+    """Code that looks at values of tensors: "refuse" it (the default), or follow an "example", a random batch and weights."""
     granularity: Granularity = "block"
     """What is placed, priced and run as one component: blocks, their halves (attention, feed-forward), or single layers."""
     import_folder: Name | None = None
@@ -221,6 +223,7 @@ class RunConfig(ConfigSection):
             output=model.output,
             classes_dim=model.classes_dim,
             target=None if model.target is None else ModelInput.from_dict(TARGET, model.target),
+            control_flow=model.control_flow or REFUSE,
         )
 
     @property

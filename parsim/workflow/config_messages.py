@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 from pydantic_core import ErrorDetails
 
@@ -86,6 +86,7 @@ EXAMPLES = {
     "model.inputs": 'inputs = { x = { shape = [3, 32, 32] }, t = { shape = [], dtype = "int64", high = 1000 } }',
     "model.output": 'output = "logits"',
     "model.classes_dim": "classes_dim = 0",
+    "model.control_flow": 'control_flow = "example"',
     "model.target": 'target = { shape = [32, 32], dtype = "int64", high = 5 }',
     "cluster.profile": 'profile = "dgx1-v100-32gb"',
     "cluster.gpu": 'gpu = "h100-sxm"',
@@ -139,7 +140,8 @@ def _tables_in(annotation: object) -> list[type[ConfigSection]]:
 
 def _choices(sections: type[ConfigSection], location: Sequence[str]) -> tuple[str, ...]:
     annotation = _section_at(sections, location[:-1]).model_fields[location[-1]].annotation
-    return get_args(annotation)
+    literal = next((part for part in get_args(annotation) if get_origin(part) is Literal), annotation)
+    return get_args(literal)
 
 
 def _short(value: object) -> str:

@@ -83,11 +83,11 @@ def model_of(config: RunConfig) -> Model:
     if path.suffix != ".json" or not is_saved_model(path):
         weights = recorded_weights(config.training.precision)
         return load_model(config.model_spec, granularity=config.model.granularity, weights=weights)
-    described = ("input_shape", "loss", "inputs", "output", "classes_dim", "target")
+    described = ("input_shape", "loss", "inputs", "output", "classes_dim", "target", "control_flow")
     if config.model.args or any(getattr(config.model, key) is not None for key in described):
         raise ConfigError(
             f"{path} holds a finished Model: model.args, model.input_shape and model.loss cannot change it (nor can "
-            "inputs, output, classes_dim and target); drop them"
+            "inputs, output, classes_dim, target and control_flow); drop them"
         )
     model = Model.load(path)
     if config.model.granularity not in ("block", model.granularity):

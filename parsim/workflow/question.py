@@ -35,7 +35,7 @@ Given = Literal["name", "module", "model"]
 EXAMPLE = "parsim plan resnet50 --on dgx1-v100-32gb --batch 1024"
 FILE_SUFFIX = ".toml"
 DEVICES = "cluster.devices"
-MODULE_KEYS = {"name", "input_shape", "inputs", "granularity", "loss", "output", "classes_dim", "target"}
+MODULE_KEYS = {"name", "input_shape", "inputs", "granularity", "loss", "output", "classes_dim", "target", "control_flow"}
 """Keys of [model] that say more about an nn.Module."""
 
 _PREDICTED_FROM: tuple[tuple[str, str, str], ...] = (
@@ -264,6 +264,7 @@ def traced_model(module: Any, example_inputs: Any, config: RunConfig) -> Model:
         granularity=config.model.granularity,
         loss=spec.objective(),
         output=spec.output,
+        control_flow=spec.control_flow,
     )
 
 

@@ -40,7 +40,7 @@ def _rank(rank: int, work: Callable[..., Any], world_size: int, folder: Path, ar
 def run_job(job_path: Path, *, timeout_s: float = 500.0) -> None:
     """Every rank of the job, as `launch` would run it: the worker's own main function, with the variables that torchrun sets.
 
-    Left out: the launcher itself, which `test_launch` tests, and 4 s of imports per rank. Raises AssertionError if a rank fails.
+    Left out: the launcher, which `test_launch` tests, and 4 s of imports per rank. Raises AssertionError if a rank fails.
     """
     world_size = Job.load(job_path).world_size
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -24,9 +24,9 @@ SAMPLES = 2
 SINGLE = 2e-6
 """Norms and rotations of most are computed in float32, whatever the weights are."""
 TORN = ("mamba",)
-"""Their mixers are no attention and no MLP, and need a sum in their middle."""
+"""Their mixers are no attention and no MLP; state matrices and filters stay whole in every shard (`test_shard_calls`)."""
 UNTRACED = ("mixtral",)
-"""Its experts have no rule yet, and grouped_mm cannot be recorded in float64."""
+"""grouped_mm cannot be recorded in float64; with parsim's products for experts, `test_shard_calls` has it."""
 QUICK = ("gpt2", "llama", "gemma2", "phi3")
 """The others run with the slow tests."""
 KNOWN = [

@@ -16,7 +16,7 @@ from tests.execute.forked import run_ranks
 from tests.layouts import every_hop, held, whole_array
 
 POINT_TO_POINT = ("gather", "scatter", "move")
-SUMMING = ("all_reduce", "reduce_scatter_batch", "reduce_scatter_dim")
+SUMMING = ("all_reduce", "all_reduce_maximum", "reduce_scatter_batch", "reduce_scatter_dim")
 
 
 def _spread(tensor: Tensor) -> Tensor:

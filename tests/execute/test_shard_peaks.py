@@ -79,7 +79,7 @@ def counted(part: Component) -> tuple[int, int]:
     forward, backward = (
         [rate * SAMPLES + fixed for rate, fixed in found] for found in (part.forward_peaks, part.backward_peaks)
     )
-    return max(forward), max(backward)
+    return max(forward), max(backward, default=0)
 
 
 def peaks(
@@ -108,5 +108,6 @@ def peaks(
         del outputs
         before = live.current_bytes
         live.peak_bytes = 0
-        backward_component(saved, [None if shape is None else torch.ones(shape) for shape in shapes])
+        if any(shape is not None for shape in shapes):
+            backward_component(saved, [None if shape is None else torch.ones(shape) for shape in shapes])
         return forward, live.peak_bytes - before

@@ -116,19 +116,21 @@ def saved_bytes(runnable: Runnable, inputs: list[torch.Tensor], counted: Sequenc
 
 @pytest.mark.parametrize("name", ["mlp", "vgg_small", "resnet_small", "vit_small", "gpt_small", "bert_small"])
 def test_saved_bytes_of_a_shard(name: str) -> None:
-    """In float32, at another batch and other ways than the trace used. Left out: vocabulary shards, which
-    keep their token mask besides, and a component whose input is a view of a larger tensor.
+    """In float32, at another batch and other ways than the trace used. Left out: embeddings by vocabulary, which keep their
+    token mask besides, components without a gradient, and one whose input is a view of a larger tensor.
     """
     model, runnables, values = traced_and_recorded(name, SAMPLES)
     checked = 0
     for runnable, component in zip(runnables, model.components, strict=True):
+        if not any(runnable.output_differentiable):
+            continue
         given = [values[value] for value in component.inputs]
         whole = component.saved_activation_bytes * SAMPLES + component.saved_fixed_bytes
         tries = itertools.product((True, False), repeat=len(given))  # an input is counted where it is first saved
         keeps = {c: saved_bytes(copied(runnable), given, c) for c in tries}
         counted = next((c for c, size in keeps.items() if size == whole), None)
         for sharding in component.shardings:
-            if sharding.limit % 4 or sharding.rule == "vocabulary" or counted is None:
+            if sharding.limit % 4 or (sharding.rule == "vocabulary" and component.parameters) or counted is None:
                 continue
             local = shard_runnable(narrowed(runnable, sharding, 0, 4), sharding, 0, 4)
             pieces = [value_piece(x, content, 0, 4) for x, content in zip(given, sharding.inputs, strict=True)]
@@ -136,7 +138,7 @@ def test_saved_bytes_of_a_shard(name: str) -> None:
             expected = part.saved_activation_bytes * SAMPLES + part.saved_fixed_bytes
             assert saved_bytes(local, pieces, counted) == expected, (component.name, sharding.rule)
             checked += 1
-    assert checked >= sum(len(component.shardings) for component in model.components) - 2
+    assert checked >= sum(len(component.shardings) for component in model.components) - 3
 
 
 class TestErrors:

@@ -133,7 +133,7 @@ def test_sublayers() -> None:
     two = [f"{number}.{part}" for number in range(4) for part in ("attention", "fc1")]
     assert names("vit_small") == ["conv_proj", *(f"layers.{name}" for name in two), "ln", "head", "loss"]
     three = [f"layers.{number}.{part}" for number in range(4) for part in ("attention", "intermediate", "output_norm")]
-    assert names("bert_small") == ["embeddings.word", "embeddings.norm", *three, "head", "loss"]
+    assert names("bert_small") == ["embeddings.word", "embeddings.norm", *three, "head", "loss.maximum", "loss.sums", "loss"]
     assert names("gpt_small")[:3] == ["wte", "h.0.attn", "h.0.c_fc"]
     for name in ("resnet_small", "vgg_small", "mlp"):
         assert names(name) == [component.name for component in load_model(ModelSpec(name=name)).components]

@@ -37,12 +37,14 @@ def _spec(
 ) -> ModelSpec:
     """Inputs of one sequential module have no name: by shape."""
     output, classes_dim = more.pop("output", None), more.pop("classes_dim", None)
+    control_flow = str(more.pop("control_flow", "refuse"))
     arguments = tuple(sorted(more.items()))
     name = f"{module}:{factory}"
     if factory[0].islower() and inputs is not None and len(inputs) == 1:  # a Sequential calls its input `input`
         (entry,) = inputs
         inputs = (ModelInput("input", entry.shape, entry.dtype, entry.high),)
-    return ModelSpec(name=name, args=arguments, inputs=inputs, loss=loss, output=output, classes_dim=classes_dim)  # type: ignore[arg-type]
+    asked = {"loss": loss, "output": output, "classes_dim": classes_dim, "control_flow": control_flow}
+    return ModelSpec(name=name, args=arguments, inputs=inputs, **asked)  # type: ignore[arg-type]
 
 
 def _zoo() -> list[Row]:
@@ -135,6 +137,7 @@ _SEQUENCE = {
     "dict of inputs": _spec(SEQUENCE, "NestedInput", (ModelInput("state.mine", (4,)), ModelInput("state.theirs", (6,)))),
     "dataclass of outputs": _spec(SEQUENCE, "Multitask", VECTOR, loss="cross_entropy", output="classes"),
     "branch on values": _spec(SEQUENCE, "Gated", VECTOR),
+    "branch on values, by example": _spec(SEQUENCE, "Gated", VECTOR, control_flow="example"),
 }
 
 _SAMPLE = {"input_ids": ("int64", 48), "decoder_input_ids": ("int64", 48)}

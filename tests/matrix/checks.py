@@ -34,6 +34,7 @@ from parsim.model.build import build_module
 from parsim.model.interface import Interface, example_batch, interface_of, loss_of
 from parsim.model.load import load_model
 from parsim.model.model import Model
+from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
@@ -83,7 +84,7 @@ def bitwise(subject: Subject) -> str:
         module = subject.module().train(training)
         expected, cut = module, copy.deepcopy(module)
         args, kwargs = subject.interface.arguments(subject.batch(SAMPLES))
-        components = record(cut, kwargs if kwargs else args)
+        components = record(cut, kwargs if kwargs else args, control_flow=subject.spec.control_flow)
         for seed in (1, 2):
             given = _leaves(subject.batch(SAMPLES, seed))
             cut_given = _leaves(subject.batch(SAMPLES, seed))
@@ -129,14 +130,10 @@ def shards(subject: Subject) -> str:
     sharded = [component for component in model.components if component.shardings]
     if not sharded:
         return "none"
-    module = subject.module().double()
-    batch, target = example_batch(subject.spec, 2, dtype=torch.float64)
-    args, kwargs = subject.interface.arguments(batch)
-    recorded = record(module, kwargs if kwargs else args, granularity="sublayer", loss=loss_of(subject.spec))
+    recorded, values = _recorded(subject, torch.float64)
+    if any(list(runnable.input_names) != list(model.component(runnable.name).inputs) for runnable in recorded):
+        recorded, values = _recorded(subject, torch.float32)  # casts to float32 make other components of float64
     runnables = {runnable.name: runnable for runnable in recorded}
-    flat = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    given = {f"input:{number}": leaf for number, leaf in enumerate(flat)}
-    values = values_of(recorded, given if target is None else {**given, "target": target})
     compared = 0
     for component in sharded:
         runnable = runnables[component.name]
@@ -150,6 +147,18 @@ def shards(subject: Subject) -> str:
             compared += 1
     share = sum(component.forward_flop for component in sharded) / max(1.0, model.forward_flop)
     return f"{len(sharded)} of {len(model.components)}, {100 * share:.0f}% of flop"
+
+
+def _recorded(subject: Subject, dtype: torch.dtype) -> tuple[tuple[Runnable, ...], dict[str, Tensor]]:
+    """By sublayer with the loss, and every value of one forward of two samples."""
+    module = subject.module().to(dtype)
+    batch, target = example_batch(subject.spec, 2, dtype=dtype)
+    args, kwargs = subject.interface.arguments(batch)
+    flow, loss = subject.spec.control_flow, loss_of(subject.spec)
+    recorded = record(module, kwargs if kwargs else args, granularity="sublayer", loss=loss, control_flow=flow)
+    flat = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    given = {f"input:{number}": leaf for number, leaf in enumerate(flat)}
+    return recorded, values_of(recorded, given if target is None else {**given, "target": target})
 
 
 def flop(subject: Subject) -> str:

@@ -67,6 +67,8 @@ def _collective(hop: Hop, there: list[Array | None]) -> list[Array]:
             return [np.concatenate(given, axis=hop.source.dim)] * count
         case "all_reduce":
             return [sum(given, np.zeros_like(given[0]))] * count
+        case "all_reduce_maximum":
+            return [np.max(given, axis=0)] * count
         case "reduce_scatter_batch":
             return np.split(sum(given, np.zeros_like(given[0])), count)
         case "reduce_scatter_dim":
@@ -131,10 +133,11 @@ def test_every_hop_there_is_is_taken_by_some_conversion() -> None:
     assert {hop.operation for hop in every_hop(4)} == set(HOPS)
 
 
-def test_nothing_becomes_a_partial() -> None:
-    (partial,) = [layout for layout in layouts(2, readable=False) if layout.form == "partial"]
-    with pytest.raises(PlanError, match="partial"):
-        conversion(layouts(2, readable=True)[0], partial, 2)
+def test_nothing_becomes_a_partial_or_a_maximum() -> None:
+    for form in ("partial", "maximum"):
+        (layout,) = [layout for layout in layouts(2, readable=False) if layout.form == form]
+        with pytest.raises(PlanError, match=form[:5]):
+            conversion(layouts(2, readable=True)[0], layout, 2)
 
 
 def test_groups_are_of_collectives_and_pairs_of_messages() -> None:

@@ -22,6 +22,7 @@ COLLECTIVE_OF_HOP = {
     "all_gather_batch": "all_gather",
     "all_gather_dim": "all_gather",
     "all_reduce": "all_reduce",
+    "all_reduce_maximum": "all_reduce",
     "reduce_scatter_batch": "reduce_scatter",
     "reduce_scatter_dim": "reduce_scatter",
     "all_to_all": "all_to_all",

@@ -6,7 +6,7 @@ batch. Whether a scalar is that mean is found out by `parsim.model.objective.cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from parsim.errors import ModelError
 from parsim.model.losses import CLASSES, NOTHING
 from parsim.model.objective.objective import Objective
 from parsim.model.objective.settle import LOGITS, OutputKind, choose_output, own_entry
+from parsim.model.objective.vocabulary import has_parts, total_in_parts
 
 MEAN, PER_SAMPLE, SUM = "mean", "per sample", "sum"
 """What a loss gave: a scalar taken as the mean, one number per sample, or the sum itself (a row of LOSSES)."""
@@ -63,9 +64,19 @@ def total_loss(objective: Objective, output: Any, target: Tensor | None, samples
 
 
 def total_and_form(
-    objective: Objective, output: Any, target: Tensor | None, samples: int, name: str = "the model"
+    objective: Objective,
+    output: Any,
+    target: Tensor | None,
+    samples: int,
+    name: str = "the model",
+    *,
+    begin: Callable[[str], None] | None = None,
 ) -> tuple[Tensor, str]:
-    """`total_loss`, and what the loss gave: MEAN, PER_SAMPLE or SUM."""
+    """`total_loss`, and what the loss gave: MEAN, PER_SAMPLE or SUM.
+
+    Args:
+        begin: take the loss in parts where it has any, and tell the name of each before its first call.
+    """
     row = objective.row
     found = entries(output)
     kinds = output_kinds(found)
@@ -74,6 +85,8 @@ def total_and_form(
     assert target is not None, "a loss over an output has targets"
     whole = row.plain and objective.output is None and LOGITS not in found and len(found) != 1
     read = output if whole else _classes_last(objective, found[choose_output(name, kinds, objective.output)])
+    if begin is not None and has_parts(objective, read):
+        return total_in_parts(read, target, begin), SUM
     value = row.total(read, target)
     if not row.plain:
         return value, SUM

@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from parsim.errors import ModelError
-from parsim.model.component import FULL, PARTIAL, ParameterShard
+from parsim.model.component import FULL, MAXIMUM, PARTIAL, ParameterShard
 from parsim.model.runnable import Nested, Op, Ref, TensorKind
 
 SHARD = "shard"
 
 
 class Content(NamedTuple):
-    """`form` is full, partial or shard; of a shard, dim `dim` is `blocks` equal runs, each cut into as many pieces as ranks.
+    """`form` is full, partial, maximum or shard.
+
+    Of a shard, dim `dim` is `blocks` equal runs, each cut into as many pieces as ranks.
 
     `runs`: their sizes where they are not equal.
     """
@@ -32,6 +34,8 @@ class Content(NamedTuple):
 
 WHOLE = Content(FULL)
 SUMMAND = Content(PARTIAL)
+LARGEST_OF_PART = Content(MAXIMUM)
+"""Of a value without a gradient: the whole one is the largest of the shards'. No call may go on with it."""
 
 
 def cut_along(dim: int, blocks: int = 1, runs: tuple[int, ...] = ()) -> Content:
@@ -78,6 +82,7 @@ class RuleOutcome:
         function, arguments: what to call instead, if not what was recorded (with its arguments, converted ones replaced).
         label: what was done to a weight: column, row, vocabulary, channels_out, channels_in; or "attention".
         whole_weight: a matrix, kernel or table was used without being cut.
+        limit: what the number of shards must divide beyond the sizes that are cut (heads); 0: nothing.
     """
 
     contents: tuple[Content, ...]
@@ -86,6 +91,7 @@ class RuleOutcome:
     arguments: tuple[Any, ...] | None = None
     label: str = ""
     whole_weight: bool = False
+    limit: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +102,7 @@ class Step:
         contents, state: by slot; `state` names parameters and buffers. decided: per weight how it is cut (None: not).
         ways: how many shards there are; 1 while only contents are asked for.
         runs: slots whose last dim the calls after it take apart in unequal runs, with the sizes.
+        tables: slots that products with experts read as their tables.
         draws: whether a call without a rule may draw random numbers, or does what cannot be seen.
     """
 
@@ -106,6 +113,7 @@ class Step:
     decided: Mapping[str, ParameterShard | None]
     ways: int
     runs: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    tables: frozenset[int] = frozenset()
     draws: bool = False
 
     def given(self, name: str, place: int, default: Any = None) -> Any:

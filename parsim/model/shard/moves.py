@@ -175,6 +175,18 @@ def joined(step: Step) -> RuleOutcome:
     return RuleOutcome(contents=(content,), converted={slot: Piece(*content[1:]) for slot in full})
 
 
+def stacked(step: Step) -> RuleOutcome:
+    """stack: tensors that are cut alike."""
+    contents = {step.contents[slot] for slot in step.operands()}
+    if len(contents) != 1:
+        raise Refused(f"stack joins tensors with different contents: {sorted(contents)}")
+    (content,) = contents
+    if content.form != SHARD:
+        return step.same(content)
+    dim = step.given("dim", 1, 0) % len(step.made())
+    return step.same(content._replace(dim=content.dim + (dim <= content.dim)))
+
+
 def reduced(step: Step, content: Content) -> RuleOutcome:
     """mean, sum over dims that are not cut."""
     rank = len(step.shape(step.given("input", 0)))

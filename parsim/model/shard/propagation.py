@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from parsim.model.component import FULL, ParameterShard
+from parsim.model.component import FULL, MAXIMUM, ParameterShard
 from parsim.model.runnable import CallProgram, Op
 from parsim.model.shard.content import SHARD, WHOLE, Content, First, Piece, Refused, RuleOutcome, Step, operands_of
-from parsim.model.shard.rules import RULES
-from parsim.model.shard.unlisted import consumed_in_runs, drawing_calls, whole_call
+from parsim.model.shard.rules import rule_of
+from parsim.model.shard.unlisted import consumed_in_runs, drawing_calls, tables_of_experts, whole_call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Propagation:
 
     Attributes:
         outcomes: per call. contents: by slot. parts: how parameters and buffers are cut, by name; the others stay whole.
-        outputs: per output its content at the boundary: "partial", "shard:d" or "full" (shard 0 takes its gradient).
+        outputs: per output its content at the boundary: "partial", "maximum", "shard:d" or "full" (shard 0 takes its gradient).
         limit: what the number of shards must divide. rule: its name, as in `Sharding.rule`.
         whole_weights: matrices, kernels and tables that every shard applies whole.
         only_pieces: whether some full input is used piece by piece alone (it might as well come cut).
@@ -53,7 +53,7 @@ def propagate(
     contents.update({slot: content for (_, slot, _), content in zip(program.inputs, inputs, strict=True)})
     outcomes: list[RuleOutcome] = []
     uses: dict[str, ParameterShard | None] = {}
-    drawing, runs = drawing_calls(program), consumed_in_runs(program)
+    drawing, runs, tables = drawing_calls(program), consumed_in_runs(program), tables_of_experts(program)
     for number, op in enumerate(program.ops):
         step = Step(
             op=op,
@@ -63,6 +63,7 @@ def propagate(
             decided=decided,
             ways=ways,
             runs=runs,
+            tables=tables,
             draws=number in drawing,
         )
         outcome = _answer(step)
@@ -97,7 +98,9 @@ def _part(name: str, how: First | Piece | None) -> ParameterShard | None:
 
 
 def _answer(step: Step) -> RuleOutcome:
-    outcome = RULES.get(step.op.function, whole_call)(step)
+    if any(step.contents[slot].form == MAXIMUM for slot in step.operands()):
+        raise Refused(f"{_name(step.op)} of the maximum of a part")
+    outcome = (rule_of(step.op.function) or whole_call)(step)
     if len(outcome.contents) != len(step.op.outputs):
         raise Refused(f"{_name(step.op)} makes {len(step.op.outputs)} tensors, and its rule tells of {len(outcome.contents)}")
     return outcome
@@ -121,7 +124,8 @@ def _limit(program: CallProgram, contents: Mapping[int, Content], outcomes: Sequ
     for outcome in outcomes:
         cuts += [(slot, *how) for slot, how in outcome.converted.items() if type(how) is Piece]
     return math.gcd(
-        *(size for slot, dim, blocks, runs in cuts for size in runs or (program.tensors[slot].shape[dim] // blocks,))
+        *(size for slot, dim, blocks, runs in cuts for size in runs or (program.tensors[slot].shape[dim] // blocks,)),
+        *(outcome.limit for outcome in outcomes),
     )
 
 

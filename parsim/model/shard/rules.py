@@ -16,9 +16,15 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 from parsim.model.component import FULL, PARTIAL
+from parsim.model.objective.vocabulary import class_sums
 from parsim.model.runnable import Ref
+from parsim.model.shard.calls import experts
+from parsim.model.shard.calls.convolution import batch_norm, bias_as, convolution, pool
+from parsim.model.shard.calls.multi_head import multi_head
+from parsim.model.shard.calls.vocabulary import class_sums_of_shard, embedding, largest
 from parsim.model.shard.content import (
     SHARD,
     SUMMAND,
@@ -44,6 +50,7 @@ from parsim.model.shard.moves import (
     repeated,
     reshaped,
     same,
+    stacked,
     unbound,
 )
 from parsim.model.shard.randomness import drawn_by_shard
@@ -154,20 +161,16 @@ def _matrix(step: Step, given: Ref, weight: Ref, bias: Ref | None, out: int) -> 
             raise Refused(f"{part.name} is cut along its input, which is full")
         return RuleOutcome(
             contents=(cut_along(last, part.blocks, part.runs),),
-            converted=_bias(bias, Piece(0, part.blocks, part.runs)) | {weight.slot: Piece(out, part.blocks, part.runs)},
+            converted=bias_as(bias, Piece(0, part.blocks, part.runs)) | {weight.slot: Piece(out, part.blocks, part.runs)},
             label="column",
         )
     if content.dim != last:
         return RuleOutcome(contents=(content,), whole_weight=True)
     return RuleOutcome(
         contents=(SUMMAND,),
-        converted=_bias(bias, First()) | {weight.slot: Piece(1 - out, content.blocks, content.runs)},
+        converted=bias_as(bias, First()) | {weight.slot: Piece(1 - out, content.blocks, content.runs)},
         label="row",
     )
-
-
-def _bias(bias: Ref | None, how: First | Piece) -> dict[int, First | Piece]:
-    return {} if bias is None else {bias.slot: how}
 
 
 def _linear(step: Step) -> RuleOutcome:
@@ -185,6 +188,8 @@ def _addmm(step: Step) -> RuleOutcome:
 def _batched_matmul(step: Step) -> RuleOutcome:
     """Of two activations, cut in a leading dim (heads); a full one beside a cut one is taken piece by piece."""
     pair = step.op.arguments[:2]
+    if all(type(entry) is Ref for entry in pair) and (rows := _rows(step, *pair)) is not None:
+        return rows
     contents = {step.content(entry) for entry in pair}
     if contents == {WHOLE}:
         return step.same(WHOLE)
@@ -206,6 +211,21 @@ def _batched_matmul(step: Step) -> RuleOutcome:
     }
     label = "queries" if converted else "attention"
     return RuleOutcome(contents=(cut_along(rank + back, blocks),), converted=converted, label=label)
+
+
+def _rows(step: Step, one: Ref, other: Ref) -> RuleOutcome | None:
+    """Rows of the first factor beside a full second one: of a parameter [rows, inputs], or of a cut activation."""
+    content, rank = step.content(one), len(step.made())
+    if step.content(other) != WHOLE or rank < 2:
+        return None
+    if one.slot in step.state and len(step.shape(one)) == 2 and len(step.shape(other)) > 2:
+        part = step.decision(one, [(0, 1)])
+        if part is None:
+            return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+        return RuleOutcome(contents=(cut_along(rank - 2),), converted={one.slot: Piece(0)}, label="column")
+    if content.form != SHARD or content.runs or content.dim != len(step.shape(one)) - 2:
+        return None
+    return RuleOutcome(contents=(cut_along(rank - 2, content.blocks),))
 
 
 _ATTENTION = (("query", None), ("key", None), ("value", None), ("attn_mask", None), ("dropout_p", 0.0))
@@ -253,78 +273,6 @@ def _own_keys(step: Step, query: Ref, key: Ref, value: Ref) -> tuple[dict[int, F
     return {}, True
 
 
-def _embedding(step: Step) -> RuleOutcome:
-    """Whole, by rows of the table (a shard looks up the tokens it has, zeros for others), or by features."""
-    tokens, table = step.given("input", 0), step.given("weight", 1)
-    if step.content(tokens).form != FULL or step.content(table).form != FULL:
-        raise Refused("an embedding of tokens or from a table that are not full")
-    if step.given("max_norm", 3) is not None or step.given("scale_grad_by_freq", 5, False) or step.given("sparse", 6, False):
-        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
-    part = step.decision(table, [(0, 1), (1, 1)])
-    if part is None:
-        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
-    converted = {table.slot: Piece(part.dim)}
-    if part.dim == 1:
-        return RuleOutcome(contents=(cut_along(len(step.made()) - 1),), converted=converted, label="column")
-    padding = step.given("padding_idx", 2)
-    padding = None if padding is None else padding % step.shape(table)[0]
-    return RuleOutcome(
-        contents=(SUMMAND,),
-        converted=converted,
-        function=own_rows,
-        arguments=(tokens, table, ShardNumber(), padding),
-        label="vocabulary",
-    )
-
-
-def own_rows(tokens: Tensor, table: Tensor, shard: int, padding: int | None = None) -> Tensor:
-    """Rows [shard * len(table), ...) of an embedding: zeros for the tokens whose row another shard has.
-
-    Row `padding` of the whole table gets no gradient.
-    """
-    rows = table.shape[0]
-    local = tokens - shard * rows
-    foreign = (local < 0) | (local >= rows)
-    own = None if padding is None or not 0 <= padding - shard * rows < rows else padding - shard * rows
-    return functional.embedding(local.masked_fill(foreign, 0), table, own).masked_fill(foreign.unsqueeze(-1), 0)
-
-
-def _convolution(step: Step) -> RuleOutcome:
-    """Whole, by output channels, or by input channels; grouped ones only whole."""
-    given, kernel, bias = step.given("input", 0), step.given("weight", 1), step.given("bias", 2)
-    content = step.content(given)
-    if any(step.content(value).form != FULL for value in (kernel, bias)):
-        raise Refused("a convolution with a kernel that is not full")
-    if content.form == FULL:
-        part = None if step.given("groups", 6, 1) != 1 else step.decision(kernel, [(0, 1)])
-        if part is None:
-            return RuleOutcome(contents=(WHOLE,), whole_weight=True)
-        return RuleOutcome(
-            contents=(cut_along(len(step.made()) - len(step.shape(kernel)) + 1),),
-            converted=_bias(bias, Piece(0)) | {kernel.slot: Piece(0)},
-            label="channels_out",
-        )
-    if step.given("groups", 6, 1) != 1 or content.form != SHARD or content.dim != 1:
-        raise Refused("a convolution that is grouped, or of a tensor not cut by channels")
-    return RuleOutcome(
-        contents=(SUMMAND,),
-        converted=_bias(bias, First()) | {kernel.slot: Piece(1, content.blocks)},
-        label="channels_in",
-    )
-
-
-def _batch_norm(step: Step) -> RuleOutcome:
-    """By channels, running statistics with them."""
-    given = step.given("input", 0)
-    content = step.content(given)
-    if content.form == FULL:
-        return step.same(WHOLE)
-    if content.form == PARTIAL or content.dim != 1:
-        raise Refused("batch normalisation of a partial tensor or of one not cut by channels")
-    others = [slot for slot in step.operands() if slot != given.slot]
-    return RuleOutcome(contents=(content,), converted={slot: Piece(0, content.blocks) for slot in others})
-
-
 def _layer_norm(step: Step) -> RuleOutcome:
     """Over full features."""
     given = step.given("input", 0)
@@ -333,21 +281,6 @@ def _layer_norm(step: Step) -> RuleOutcome:
     if content.form == PARTIAL or (content.form == SHARD and content.dim >= kept):
         raise Refused("layer normalisation of a partial tensor or of one cut in the dims it runs over")
     return step.same(content)
-
-
-def _pool(spatial: int, *, linear: bool) -> Rule:
-    """A pool over the last `spatial` dims; an average passes summands."""
-
-    def rule(step: Step) -> RuleOutcome:
-        given = step.given("input", 0)
-        content = step.content(given)
-        if content.form == PARTIAL and not linear:
-            raise Refused("a maximum of a partial tensor")
-        if content.form == SHARD and content.dim >= len(step.shape(given)) - spatial:
-            raise Refused("a pool over a dim that is cut")
-        return step.same(content)
-
-    return rule
 
 
 def _name(step: Step) -> str:
@@ -379,17 +312,20 @@ RULES: dict[Callable[..., Any], Rule] = {
     torch.addmm: _addmm,
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _batched_matmul),
     functional.scaled_dot_product_attention: _attention,
-    functional.embedding: _embedding,
-    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), _convolution),
-    functional.batch_norm: _batch_norm,
+    functional.multi_head_attention_forward: multi_head,
+    functional.embedding: embedding,
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), convolution),
+    functional.batch_norm: batch_norm,
     **dict.fromkeys((functional.layer_norm, functional.rms_norm), _layer_norm),
     **dict.fromkeys((functional.softmax, torch.softmax, Tensor.softmax), _softmax),
-    **dict.fromkeys((functional.max_pool1d, torch.max_pool1d), _pool(1, linear=False)),
-    **dict.fromkeys((functional.max_pool2d, torch.max_pool2d), _pool(2, linear=False)),
-    **dict.fromkeys((functional.max_pool3d, torch.max_pool3d), _pool(3, linear=False)),
-    **dict.fromkeys((functional.avg_pool1d, functional.adaptive_avg_pool1d), _pool(1, linear=True)),
-    **dict.fromkeys((functional.avg_pool2d, functional.adaptive_avg_pool2d), _pool(2, linear=True)),
-    **dict.fromkeys((functional.avg_pool3d, functional.adaptive_avg_pool3d), _pool(3, linear=True)),
+    **dict.fromkeys((torch.amax, Tensor.amax), largest),
+    class_sums: class_sums_of_shard,
+    **dict.fromkeys((functional.max_pool1d, torch.max_pool1d), pool(1, linear=False)),
+    **dict.fromkeys((functional.max_pool2d, torch.max_pool2d), pool(2, linear=False)),
+    **dict.fromkeys((functional.max_pool3d, torch.max_pool3d), pool(3, linear=False)),
+    **dict.fromkeys((functional.avg_pool1d, functional.adaptive_avg_pool1d), pool(1, linear=True)),
+    **dict.fromkeys((functional.avg_pool2d, functional.adaptive_avg_pool2d), pool(2, linear=True)),
+    **dict.fromkeys((functional.avg_pool3d, functional.adaptive_avg_pool3d), pool(3, linear=True)),
     **dict.fromkeys(_SUMS, _sum),
     **dict.fromkeys(_PRODUCTS, _product),
     **dict.fromkeys(_QUOTIENTS, _quotient),
@@ -400,7 +336,7 @@ RULES: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), moving(reshaped)),
     **dict.fromkeys((Tensor.unflatten, torch.unflatten, Tensor.view_as, Tensor.reshape_as), moving(reshaped)),
     **dict.fromkeys((Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze), moving(reshaped)),
-    **dict.fromkeys((Tensor.permute, torch.permute, Tensor.transpose, torch.transpose), moving(permuted)),
+    **dict.fromkeys((Tensor.permute, torch.permute, Tensor.transpose, torch.transpose), experts.transposed),
     **dict.fromkeys((Tensor.swapaxes, torch.swapaxes, Tensor.movedim, torch.movedim, Tensor.t, torch.t), moving(permuted)),
     **dict.fromkeys((Tensor.expand, Tensor.expand_as), moving(expanded)),
     **dict.fromkeys((Tensor.unbind, torch.unbind, Tensor.select, torch.select), moving(unbound)),
@@ -408,5 +344,15 @@ RULES: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys((Tensor.split, torch.split, Tensor.chunk, torch.chunk), moving(divided)),
     **dict.fromkeys((Tensor.repeat_interleave, torch.repeat_interleave), moving(repeated)),
     **dict.fromkeys((torch.cat, torch.concat), joined),
+    torch.stack: stacked,
     **dict.fromkeys((Tensor.mean, torch.mean, Tensor.sum, torch.sum), moving(reduced)),
 }
+
+
+def rule_of(function: Callable[..., Any]) -> Rule | None:
+    """The rule of a recorded function; None if it has none of its own."""
+    found = RULES.get(function)
+    if found is None and isinstance(function, OpOverload | OpOverloadPacket):
+        packet = function.overloadpacket if isinstance(function, OpOverload) else function
+        return experts.grouped_product if packet._qualified_op_name in experts.NAMES else None
+    return found

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parsim.model.component import FULL
 from parsim.model.runnable import CallProgram, Nested, Op, Ref, run_op
+from parsim.model.shard.calls.experts import grouped_product, tables_of
 from parsim.model.shard.content import WHOLE, Refused, RuleOutcome, Step, operands_of
-from parsim.model.shard.rules import DROPOUTS, RULES
+from parsim.model.shard.rules import DROPOUTS, rule_of
 
 
 def whole_call(step: Step) -> RuleOutcome:
@@ -37,12 +38,14 @@ def whole_call(step: Step) -> RuleOutcome:
 @lru_cache(maxsize=8)
 def drawing_calls(program: CallProgram) -> frozenset[int]:
     """Numbers of the calls without a rule that draw random numbers, or of which that cannot be told."""
-    return frozenset(number for number, op in enumerate(program.ops) if op.function not in RULES and not _is_plain(program, op))
+    return frozenset(
+        number for number, op in enumerate(program.ops) if rule_of(op.function) is None and not _is_plain(program, op)
+    )
 
 
 def draws(program: CallProgram) -> bool:
     """Whether the component draws random numbers, as far as can be seen: what cannot be seen counts as drawing."""
-    listed = any(op.function in RULES and _drops(op) for op in program.ops)
+    listed = any(rule_of(op.function) is not None and _drops(op) for op in program.ops)
     return listed or bool(drawing_calls(program))
 
 
@@ -50,6 +53,8 @@ def _drops(op: Op) -> bool:
     keywords = dict(op.keywords)
     if op.function is functional.scaled_dot_product_attention:
         return bool(keywords.get("dropout_p", op.arguments[4] if len(op.arguments) > 4 else 0.0))
+    if op.function is functional.multi_head_attention_forward:
+        return bool(keywords.get("training", True) and op.arguments[10])
     if op.function not in DROPOUTS:
         return False
     p, training = (op.arguments[place] if len(op.arguments) > place else other for place, other in ((1, 0.5), (2, True)))
@@ -88,6 +93,12 @@ class _Tags(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = func.namespace in ("aten", "prims", "prim")
         self.plain &= own and torch.Tag.nondeterministic_seeded not in func.tags
         return func(*args, **(kwargs or {}))
+
+
+@lru_cache(maxsize=8)
+def tables_of_experts(program: CallProgram) -> frozenset[int]:
+    """Slots that products with experts read as their tables."""
+    return tables_of(program, frozenset(n for n, op in enumerate(program.ops) if rule_of(op.function) is grouped_product))
 
 
 @lru_cache(maxsize=8)

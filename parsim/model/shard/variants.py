@@ -56,7 +56,8 @@ def variants(program: CallProgram, cuttable: Sequence[bool]) -> tuple[Variant, .
 def _all(program: CallProgram, cuttable: Sequence[bool]) -> Iterator[Variant]:
     tries = 0
     given = zip(program.inputs, cuttable, strict=True)
-    for inputs in product(*(_choices(program, slot, may, flows) for (_, slot, flows), may in given)):
+    sizes = frozenset(size for _, slot in program.state for size in program.tensors[slot].shape)
+    for inputs in product(*(_choices(program, slot, may, flows, sizes) for (_, slot, flows), may in given)):
         open_: list[dict[str, ParameterShard | None]] = [{}]
         while open_ and tries < TRIES:
             decided = open_.pop()
@@ -72,10 +73,14 @@ def _all(program: CallProgram, cuttable: Sequence[bool]) -> Iterator[Variant]:
                 yield Variant(inputs, decided, found)
 
 
-def _choices(program: CallProgram, slot: int, cuttable: bool, flows: bool) -> tuple[Content, ...]:
-    """Full; or cut by channels (dim 1 of images), heads (of biases) or features (the last dim of rows and sequences)."""
+def _choices(program: CallProgram, slot: int, cuttable: bool, flows: bool, sizes: frozenset[int]) -> tuple[Content, ...]:
+    """Full; or cut by channels (dim 1 of images), heads (of biases) or features (the last dim of rows and sequences).
+
+    Args:
+        sizes: of the dims of parameters. A sequence whose dim 1 is one of them, and its last none, has its features there.
+    """
     kind = program.tensors[slot]
-    dim = 2 if len(kind.shape) == 3 else 1
+    dim = 2 if len(kind.shape) == 3 and (kind.shape[2] in sizes or kind.shape[1] not in sizes) else 1
     if not cuttable and not (flows and len(kind.shape) == 4):
         return (WHOLE,)
     if not kind.dtype.is_floating_point or len(kind.shape) < 2 or kind.shape[dim] == 1:

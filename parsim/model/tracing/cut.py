@@ -150,7 +150,9 @@ def _intervals(recording: Recording, module: nn.Module, labels: list[int | None]
     if not intervals:
         intervals.append(CallInterval(type(module).__name__, 0, last))
     if recording.loss_start is not None:
-        intervals.append(CallInterval(LOSS, last, len(recording.ops)))
+        parts = recording.loss_parts or [(LOSS, last)]
+        starts = [last, *(start for _, start in parts[1:]), len(recording.ops)]
+        intervals += [CallInterval(name, start, end) for (name, _), start, end in zip(parts, starts, starts[1:], strict=False)]
     return intervals
 
 

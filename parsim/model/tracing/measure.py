@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.errors import TraceError
-from parsim.model.component import LOSS, PARTIAL, Component, Operator, Parameter, Sharding, Value
+from parsim.model.component import LOSS, MAXIMUM, PARTIAL, Component, Operator, Parameter, Sharding, Value
 from parsim.model.memory.peaks import Peaks, Recorded, autocast_as, component_peaks
-from parsim.model.model import Model
+from parsim.model.model import SUBLAYER, Model
+from parsim.model.objective.settle import OpenLoss
 from parsim.model.runnable import CallProgram, StateKey
 from parsim.model.shard.divisions import WholeComponent, divide
 from parsim.model.shard.peaks import ShardPeaks, shard_peaks
@@ -102,7 +103,7 @@ def measure(
     kwargs: Mapping[str, Any],
     *,
     granularity: str,
-    loss: str | None,
+    loss: str | OpenLoss | None,
     autocast: torch.dtype | None = None,
     example: bool = False,
     answers: Sequence[bool] | None = None,
@@ -121,10 +122,19 @@ def measure(
 
     with autocast_as(autocast):
         recording = run_recorded(
-            module, args, kwargs, loss=loss, watch=watch, example=example, answers=answers, repeats=repeats
+            module,
+            args,
+            kwargs,
+            loss=loss,
+            loss_in_parts=granularity == SUBLAYER,
+            watch=watch,
+            example=example,
+            answers=answers,
+            repeats=repeats,
         )
         if recording.decisions:
-            other = run_recorded(module, args, kwargs, loss=loss, skew=True, example=example)
+            parts = granularity == SUBLAYER
+            other = run_recorded(module, args, kwargs, loss=loss, loss_in_parts=parts, skew=True, example=example)
             whole = whole_modules(recording, other, module)
     first = recording.tensors[recording.inputs[0][1]]
     collapsed = collapse(recording, whole, module)
@@ -145,7 +155,7 @@ def measure(
         collapsed=collapsed.recording,
         collapsed_intervals=cuts,
         programs=programs(recording, intervals),
-        operators_in=[[replace(raw, op=raw.op - start) for raw in part] for start, part in zip(starts, operators, strict=True)],
+        operators_in=[[raw.moved(raw.op - start) for raw in part] for start, part in zip(starts, operators, strict=True)],
         saved_in=[[(key, size) for _, key, size in part] for part in _per_interval(intervals, watcher.saved(), _call_of)],
         savers={key: tuple(intervals[place].name for place in sorted(places)) for key, places in savers.items()},
         state=frozenset(watcher.state),
@@ -206,7 +216,9 @@ def combine(small: TracedForward, large: TracedForward, *, name: str, granularit
 
 def _can_leave(sharding: Sharding, outputs: Sequence[Value]) -> bool:
     """Whether every output can go on as shards make it: one without samples along dim 0 is never converted."""
-    return all(value.batch_first or makes != PARTIAL for value, makes in zip(outputs, sharding.outputs, strict=True))
+    return all(
+        value.batch_first or makes not in (PARTIAL, MAXIMUM) for value, makes in zip(outputs, sharding.outputs, strict=True)
+    )
 
 
 class Counted:

@@ -45,6 +45,21 @@ class RawOperator:
     gradients: str = ""
     paged_arrays: tuple[int, ...] = ()
 
+    def moved(self, op: int) -> RawOperator:
+        """The same in another call; `dataclasses.replace` takes several times as long, and there are tens of thousands."""
+        return RawOperator(
+            op,
+            self.function,
+            self.kind,
+            self.shape,
+            self.flop,
+            self.activation_bytes,
+            self.parameter_bytes,
+            self.count,
+            self.made_elements,
+            self.gradients,
+        )
+
 
 # The dim a sample multiplies, in the order tried, and what Operator.batch calls that. The dim "batch" leaves the shape.
 _GROWTH = (("batch", "batch"), ("problems", "batch"), ("m", "rows"), ("rows", "rows"), ("elements", "batch"))

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec
 
 from parsim.errors import TraceError
+from parsim.model.objective.settle import Settled
 from parsim.model.runnable import PLAIN, Context, Nested, Ref, StateKey
 from parsim.model.tracing.known_values import KnownValues, Routing, UnknownValueError
 from parsim.model.tracing.masked_calls import sets_by_mask, with_index_arrays
@@ -88,6 +89,8 @@ class Recording:
         output_leaves: a value number, or a constant, per leaf of `output_spec`.
         buffer_writes: buffers assigned anew in the forward -> value number.
         outputs: value numbers of the tensors of the output, by `parsim.model.objective.total.entries`.
+        settled: the loss, its output and its targets.
+        loss_parts: names and first calls of the parts of a loss that was taken in parts.
         loss_form: what the loss gave, as `parsim.model.objective.total` names it.
         ends: of every call. decisions: where the forward looked at values. assumed: whole numbers that rest on an assumption
             about the data, by value number; `assumptions` says which.
@@ -105,6 +108,8 @@ class Recording:
     output_spec: TreeSpec | None = None
     loss_start: int | None = None
     loss_value: int | None = None
+    loss_parts: list[tuple[str, int]] = field(default_factory=list)
+    settled: Settled | None = None
     outputs: dict[str, int] = field(default_factory=dict)
     loss_form: str = ""
     ends: list[CallEnds] = field(default_factory=list)

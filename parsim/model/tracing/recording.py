@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten
 from parsim.errors import ModelError, TraceError
 from parsim.model.inputs import ModelInput
 from parsim.model.objective.objective import TARGET, parse_objective
-from parsim.model.objective.settle import settle
+from parsim.model.objective.settle import OpenLoss, settle
 from parsim.model.objective.total import entries, output_kinds, total_and_form
 from parsim.model.runnable import Ref, StateKey
 from parsim.model.tracing.recorder import Recorder, Recording
@@ -140,7 +140,8 @@ def run_recorded(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    loss: str | None,
+    loss: str | OpenLoss | None,
+    loss_in_parts: bool = False,
     watch: Callable[[Recorder], Watcher] | None = None,
     skew: bool = False,
     example: bool = False,
@@ -152,6 +153,7 @@ def run_recorded(
     Args:
         watch: makes what is open during the forward, inside the fake mode (statistics hang there); called again where the
             forward is.
+        loss_in_parts: where a loss can be taken in parts (`parsim.model.objective.vocabulary`), so that shards need not gather.
         skew: take choices of experts that are not balanced, or another example, to find what depends on them.
         example: code that depends on data follows the data given. answers: to its questions, as another recording gave them.
         repeats: copy the records of equal blocks (`parsim.model.tracing.repeats.blocks`), unless the forward depends on data;
@@ -163,18 +165,19 @@ def run_recorded(
     check_supported(module)
     if repeats and not example:
         with contextlib.suppress(TraceError):  # whatever is wrong, the forward without copies says it best
-            copied = _run_recorded(module, args, kwargs, loss, watch, skew=skew, answers=answers, repeats=True)
+            copied = _run_recorded(module, args, kwargs, loss, watch, loss_in_parts, skew=skew, answers=answers, repeats=True)
             if not copied.decisions:
                 return copied
-    return _run_recorded(module, args, kwargs, loss, watch, skew=skew, example=example, answers=answers)
+    return _run_recorded(module, args, kwargs, loss, watch, loss_in_parts, skew=skew, example=example, answers=answers)
 
 
 def _run_recorded(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    loss: str | None,
+    loss: str | OpenLoss | None,
     watch: Callable[[Recorder], Watcher] | None,
+    loss_in_parts: bool,
     *,
     skew: bool = False,
     example: bool = False,
@@ -209,8 +212,8 @@ def _run_recorded(
             output = module(*fake_args, **fake_kwargs)
             _note_output(recorder, output)
             if loss is not None:
-                _note_loss(recorder, output, loss)
-    except TraceError:
+                _note_loss(recorder, output, loss, in_parts=loss_in_parts)
+    except ModelError:  # of parsim itself: a TraceError, or an output that leaves the loss open
         raise
     except Exception as error:
         raise TraceError(_explain(recorder, error)) from error
@@ -238,7 +241,7 @@ def _explain(recorder: Recorder, error: Exception) -> str:
     kind, line = type(error).__name__, at_line(traceback.extract_tb(error.__traceback__))
     if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
         return value_message(recorder.where, error, line) + hint(recorder.innermost, "")
-    under = " under autocast to half precision, which is recorded too" if torch.is_autocast_enabled("cpu") else ""
+    under = " under autocast to half precision" if torch.is_autocast_enabled("cpu") else ""
     advice = hint(recorder.innermost, str(error))
     return f"the forward of {recorder.where} failed on the example inputs{under}{line}: {kind}: {error}{advice}"
 
@@ -275,17 +278,24 @@ def _note_output(recorder: Recorder, output: Any) -> None:
     recorder.recording.outputs = {name: recorder.number_of(tensor) for name, tensor in entries(output).items()}
 
 
-def _note_loss(recorder: Recorder, output: Any, loss: str) -> None:
-    """The loss becomes the last component. Its second input is called "target", unless the module takes its targets itself."""
+def _note_loss(recorder: Recorder, output: Any, loss: str | OpenLoss, *, in_parts: bool) -> None:
+    """The loss becomes the last component, or several if it is taken in parts.
+
+    Its second input is called "target", unless the module takes its targets itself.
+    """
     recording, name = recorder.recording, type(recorder.module).__name__
     samples = int(recording.tensors[recording.inputs[0][1]].shape[0])
+    kinds = output_kinds({entry: recording.tensors[number] for entry, number in recording.outputs.items()})
+    if isinstance(loss, OpenLoss):
+        settled = settle(loss.name, kinds, samples, loss.objective, tokens=loss.tokens, output=loss.output)
     try:
-        objective = parse_objective(loss)
-        kinds = output_kinds({entry: recording.tensors[number] for entry, number in recording.outputs.items()})
-        settled = settle(name, kinds, samples, objective, tokens=False)
+        if not isinstance(loss, OpenLoss):
+            settled = settle(name, kinds, samples, parse_objective(loss), tokens=False)
+        objective, recording.settled = settled.objective, settled
         target = None if settled.target is None else _fake_target(recorder, settled.target, settled.entry, samples)
         recording.loss_start = recorder.current if settled.target is not None else _end_of_parameters(recording)
-        value, recording.loss_form = total_and_form(objective, output, target, samples, name)
+        begin = (lambda part: recording.loss_parts.append((part, recorder.current))) if in_parts else None
+        value, recording.loss_form = total_and_form(objective, output, target, samples, name, begin=begin)
     except ModelError as error:
         raise TraceError(str(error)) from error
     recording.loss_value = recorder.number_of(value)

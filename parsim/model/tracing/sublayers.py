@@ -4,7 +4,8 @@ The *residual stream* is what enters the block, what embeddings make, the sums o
 weight matrix (norms, views). A residual add joins two activations, one of them in the stream, and is no sum of attention
 scores and their bias. Calls after the last one stay with it if they use no parameters (the activation that ends a residual
 block of a convolutional network). Where a branch is normalised before its sum, the cut is before that norm: what a shard makes
-up to there is a summand, of which no norm can be taken.
+up to there is a summand, of which no norm can be taken. A branch is also cut after a product that makes narrow parameters of
+its own features (time step, B and C of a selective scan): shards make summands of these, and go on with their features.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _PRODUCTS = (
     Tensor.bmm,
     torch.baddbmm,
 )
+_SPLITS = (torch.split, Tensor.split, torch.chunk, Tensor.chunk)
 _NORMS = (functional.layer_norm, functional.rms_norm, torch.mean, Tensor.mean, torch.var, Tensor.var)
 _MOVES = (
     *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, Tensor.contiguous, Tensor.transpose, torch.transpose),
@@ -57,7 +59,8 @@ def sublayers(recording: Recording, block: CallInterval) -> list[CallInterval]:
     A piece is named after the innermost module around its weight matrices (layers.0.attention), or the first of them where
     that would be the whole block (layers.0.fc1).
     """
-    ends = [*_kept(recording, block, _residual_adds(recording, block)), block.end]
+    adds = _residual_adds(recording, block)
+    ends = [*_kept(recording, block, sorted({*adds, *_inner_sums(recording, block, adds)})), block.end]
     if len(ends) == 1:
         return [block]
     starts = [block.start, *ends[:-1]]
@@ -83,6 +86,29 @@ def _residual_adds(recording: Recording, block: CallInterval) -> list[int]:
         outputs = [entry for _, entry in op.outputs]
         made.update(outputs)
         (stream.update if streams else stream.difference_update)(outputs)
+    return found
+
+
+def _inner_sums(recording: Recording, block: CallInterval, adds: Sequence[int]) -> list[int]:
+    """Numbers of the calls after products of a branch's features whose narrower result is split, while the features go on."""
+    inside: set[int] = set()
+    found: list[int] = []
+    ops = recording.ops
+    for number in range(block.start, block.end):
+        op = ops[number]
+        outputs = [entry for _, entry in op.outputs]
+        has_matrix = bool(_matrices(recording, op))
+        if op.function is functional.linear and has_matrix and op.reads[0] in inside:
+            given, (made, *_) = op.reads[0], outputs
+            narrower = recording.tensors[made].shape[-1] < recording.tensors[given].shape[-1]
+            later = ops[number + 1 : block.end]
+            split = any(other.function in _SPLITS and len(other.outputs) > 1 and made in other.reads for other in later)
+            if narrower and split and any(given in other.reads for other in later):
+                found.append(number + 1)
+        if number + 1 in adds:
+            inside.difference_update(outputs)
+        elif has_matrix or not inside.isdisjoint(op.reads):
+            inside.update(outputs)
     return found
 
 

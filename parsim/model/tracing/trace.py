@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import MissingDependencyError, TraceError
+from parsim.model.spec import CONTROL_FLOW, EXAMPLE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,14 +73,11 @@ def record(
     return runnables(*run_cut(module, args, kwargs, granularity=granularity, loss=loss, example=example), module)
 
 
-CONTROL_FLOW = ("refuse", "example")
-
-
 def follows_example(control_flow: str) -> bool:
     """Whether code that depends on data follows the example. Raises TraceError for an unknown word."""
     if control_flow not in CONTROL_FLOW:
         raise TraceError(f"control_flow must be one of {', '.join(CONTROL_FLOW)}, got {control_flow!r}")
-    return control_flow == "example"
+    return control_flow == EXAMPLE
 
 
 def split_inputs(example_inputs: Inputs) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from parsim.errors import TraceError
-from parsim.model.model import Model
+from parsim.model.model import SUBLAYER, Model
+from parsim.model.objective.settle import OpenLoss, Settled
 from parsim.model.objective.total import SUM
 from parsim.model.runnable import Ref, Runnable
 from parsim.model.tracing.cut import cut, runnables, value_names
@@ -110,10 +112,11 @@ def run_cut(
     example: bool = False,
 ) -> tuple[Recording, list[CallInterval]]:
     """One forward as it is run: modules that depend on the data are called as a whole."""
-    recording = run_recorded(module, args, kwargs, loss=loss, example=example)
+    parts = granularity == SUBLAYER
+    recording = run_recorded(module, args, kwargs, loss=loss, loss_in_parts=parts, example=example)
     whole: frozenset[str] = frozenset()
     if recording.decisions:
-        other = run_recorded(module, args, kwargs, loss=loss, skew=True, example=example)
+        other = run_recorded(module, args, kwargs, loss=loss, loss_in_parts=parts, skew=True, example=example)
         whole = whole_modules(recording, other, module)
     recording = collapse(recording, whole, module).recording
     return recording, cut(recording, module, granularity, whole)
@@ -134,36 +137,88 @@ def model_of(
 
     `example`: code that depends on data does what it does with the example inputs.
     """
+    given = {"granularity": granularity, "name": name, "loss": loss, "source": source, "example": example}
+    return settled_model(module, args, kwargs, **given)[0]  # type: ignore[arg-type]
+
+
+def settled_model(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    granularity: str,
+    name: str | None = None,
+    loss: str | OpenLoss | None = None,
+    source: str = "",
+    example: bool = False,
+) -> tuple[Model, Settled | None]:
+    """As `model_of`, with the loss that the first forward settled; an OpenLoss cannot follow an example."""
     kind = type(module).__name__
     modes = [(part, part.training) for part in module.modules()]
     if not module.training:
         module.train()
     try:
         if example:
-            small, large, small_half, large_half = _followed(module, args, kwargs, granularity, loss)
+            assert not isinstance(loss, OpenLoss)
+            small, large, halves = _followed(module, args, kwargs, granularity, loss)
         else:
             first = measure(module, *with_batch(args, kwargs, BATCHES[0]), granularity=granularity, loss=loss)
+            if isinstance(loss, OpenLoss):
+                loss = str(_settled(first).objective)
             batches = tuple(first.even_batches * batch for batch in BATCHES)
-            known: dict[tuple[torch.dtype | None, int], TracedForward] = {(None, first.batch): first}
-            (small, large), (small_half, large_half) = (
-                [
-                    known.get((autocast, batch))
-                    or measure(module, *with_batch(args, kwargs, batch), granularity=granularity, loss=loss, autocast=autocast)
-                    for batch in batches
-                ]
-                for autocast in (None, HALF)
-            )
+
+            def forward(batch: int, autocast: torch.dtype | None) -> TracedForward:
+                inputs = with_batch(args, kwargs, batch)
+                return measure(module, *inputs, granularity=granularity, loss=loss, autocast=autocast)
+
+            small, large = (first if batch == first.batch else forward(batch, None) for batch in batches)
+            halves = _under_autocast(lambda: (forward(batches[0], HALF), forward(batches[1], HALF)))
     finally:
         for part, mode in modes:
             part.training = mode
     model = combine(small, large, name=name or kind, granularity=granularity, source=source or f"trace of {kind}")
     form = small.recording.loss_form
-    return replace(with_half_precision(model, small_half, large_half), loss=loss or "", loss_form="" if form == SUM else form)
+    assert not isinstance(loss, OpenLoss)
+    found = replace(_with_halves(model, halves), loss=loss or "", loss_form="" if form == SUM else form)
+    return found, small.recording.settled
+
+
+def _settled(run: TracedForward) -> Settled:
+    assert run.recording.settled is not None, "a recording with a loss settles it"
+    return run.recording.settled
+
+
+Halves = tuple[TracedForward, TracedForward] | TraceError
+"""Two forwards under autocast, or why there are none."""
+
+
+def _under_autocast(forwards: Callable[[], tuple[TracedForward, TracedForward]]) -> Halves:
+    """A forward that fails under autocast alone can still be trained without it; torch's log of the failure is left out."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        return forwards()
+    except TraceError as error:
+        return error
+    finally:
+        log.setLevel(level)
+
+
+def _with_halves(model: Model, halves: Halves) -> Model:
+    """The model with what was recorded under autocast, or with the reason why nothing was."""
+    try:
+        if isinstance(halves, TraceError):
+            raise halves
+        return with_half_precision(model, *halves)
+    except TraceError as error:
+        assumed = f"no autocast (amp_fp16, amp_bf16, fp8): {error}"
+        return replace(model, half_refused=str(error), assumptions=(*model.assumptions, assumed))
 
 
 def _followed(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], granularity: str, loss: str | None
-) -> list[TracedForward]:
+) -> tuple[TracedForward, TracedForward, Halves]:
     """Forwards on the example batch, and on it twice, each without and with autocast; all take the branches of the first."""
     twice = repeated(args, kwargs)
     first = measure(module, args, kwargs, granularity=granularity, loss=loss, example=True)
@@ -172,7 +227,7 @@ def _followed(
     def again(inputs: tuple[tuple[Any, ...], Mapping[str, Any]], autocast: torch.dtype | None) -> TracedForward:
         return measure(module, *inputs, granularity=granularity, loss=loss, autocast=autocast, example=True, answers=answers)
 
-    return [first, again(twice, None), again((args, kwargs), HALF), again(twice, HALF)]
+    return first, again(twice, None), _under_autocast(lambda: (again((args, kwargs), HALF), again(twice, HALF)))
 
 
 def repeated(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -79,7 +78,7 @@ class Watch:
     def form(self, start: _Marks, stop: _Marks, first_op: int, storage: Callable[[int], Hashable]) -> Hashable:
         """What was noted between two positions, comparable."""
         return (
-            tuple(replace(raw, op=raw.op - first_op) for raw in self.mode.operators[start.operators : stop.operators]),
+            tuple(raw.moved(raw.op - first_op) for raw in self.mode.operators[start.operators : stop.operators]),
             tuple((op - first_op, storage(key), size) for op, key, size in self.saves[start.saves : stop.saves]),
             tuple(map(storage, list(self.mode.casts)[start.casts : stop.casts])),
         )
@@ -87,7 +86,7 @@ class Watch:
     def copy(self, start: _Marks, stop: _Marks, shift: int, storage: Mapping[int, int]) -> None:
         """Note the same again, for calls `shift` further on and other memory."""
         own = self.mode
-        own.operators += [replace(raw, op=raw.op + shift) for raw in own.operators[start.operators : stop.operators]]
+        own.operators += [raw.moved(raw.op + shift) for raw in own.operators[start.operators : stop.operators]]
         self.saves += [(op + shift, storage[key], size) for op, key, size in self.saves[start.saves : stop.saves]]
         for key in list(own.casts)[start.casts : stop.casts]:
             own.casts.setdefault(storage[key], own.casts[key])
