@@ -148,6 +148,9 @@ def test_a_run_file_is_no_file_of_torchtitan(tmp_path: Path) -> None:
     path = tmp_path / "RUN.toml"
     path.write_text('[model]\nname = "mlp"\n[cluster]\nprofile = "dgx1-v100-32gb"\n[training]\nglobal_batch = 8\n')
     assert not is_framework_file(path)
+    assert not is_framework_file(path.rename(tmp_path / "question.txt"))
+    (tmp_path / "options.txt").write_text(SIZES)
+    assert is_framework_file(tmp_path / "options.txt")
     assert is_framework_file(FILES / "torchtitan.toml")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,32 @@ from parsim.workflow.frameworks.recipe import Recipe
 from parsim.workflow.frameworks.torchtitan import is_torchtitan, read_toml
 
 SCRIPTS = (".sh", ".bash", ".args", ".txt")
+LISTS = SCRIPTS[2:]
+"""Plain lists of options, which other texts may be too."""
 YAML = (".yaml", ".yml")
 
 
 def is_framework_file(path: Path) -> bool:
     """Whether a path is a file of Megatron-LM, NeMo or torchtitan: a script, a YAML file, or a TOML file with its tables.
 
+    A run file, which has the table [cluster], is none, whatever its name.
+
     Args:
         path: as the user gave it.
     """
-    if path.suffix in (*SCRIPTS, *YAML):
-        return True
-    if path.suffix != ".toml" or not path.is_file():
+    if path.suffix not in (*SCRIPTS, *YAML, ".toml"):
         return False
     try:
-        return is_torchtitan(parse_toml(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):  # whoever reads it as a run file says what is wrong
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):  # whoever reads it says what is wrong with it
+        return path.suffix in (*SCRIPTS[:2], *YAML)
+    if re.search(r"^\s*\[cluster\]", text, re.MULTILINE):
+        return False
+    if path.suffix != ".toml":
+        return path.suffix not in LISTS or "--num-layers" in text
+    try:
+        return is_torchtitan(parse_toml(text))
+    except tomllib.TOMLDecodeError:  # likewise
         return False
 
 
