@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from parsim.errors import ConfigError
+from parsim.files import finite
 
 if TYPE_CHECKING:
     from parsim.report.tables import ReportTable
@@ -17,6 +18,21 @@ if TYPE_CHECKING:
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file, e.g. cluster.devices=4.")
+]
+
+
+def _allow(wanted: bool) -> None:
+    if wanted:
+        from parsim.workflow.references import allow_code
+
+        allow_code()
+
+
+AllowCode = Annotated[
+    bool,
+    typer.Option(
+        "--allow-code", callback=_allow, help="Let the run file name code outside its folder. Only for files that you trust."
+    ),
 ]
 Asked = Annotated[
     str,
@@ -75,19 +91,7 @@ def on_gpus(
 
 def print_json(document: object) -> None:
     """The one document of a --json command. A number that is not finite becomes null: JSON has no word for it."""
-    print(json.dumps(_finite(document), indent=1, allow_nan=False))
-
-
-def _finite(node: object) -> Any:
-    match node:
-        case float():
-            return node if node - node == 0 else None
-        case dict():
-            return {str(key): _finite(value) for key, value in node.items()}
-        case list() | tuple():
-            return [_finite(value) for value in node]
-        case _:
-            return node
+    print(json.dumps(finite(document), indent=1, allow_nan=False))
 
 
 def print_tables(tables: Sequence[ReportTable]) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from parsim.commands.output import (
+    AllowCode,
     Asked,
     BatchOption,
     GpusOption,
@@ -35,6 +36,7 @@ def plan(
     seq: SeqOption = None,
     tokens: TokensOption = None,
     overrides: Overrides = None,
+    allow_code: AllowCode = False,
     top: Annotated[int | None, typer.Option(min=1, help="Show the K fastest plans instead of each family's best.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="Write the chosen plan here.")] = None,
     certify: Annotated[

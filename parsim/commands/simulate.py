@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from parsim.commands.output import (
+    AllowCode,
     Asked,
     BatchOption,
     GpusOption,
@@ -33,6 +34,7 @@ def simulate(
     seq: SeqOption = None,
     tokens: TokensOption = None,
     overrides: Overrides = None,
+    allow_code: AllowCode = False,
     strategy: Annotated[str | None, typer.Option(help="Instead of the file's: the same as --set plan.strategy=...")] = None,
     engine: Annotated[Literal["static", "dynamic"], typer.Option(help="numba arrays, or SimPy processes.")] = "static",
     scenario: Annotated[

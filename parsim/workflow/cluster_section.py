@@ -16,6 +16,10 @@ class ConfigSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+MOST_NODES = 2**16
+"""Of a cluster: four times the largest that is known to train one model; a million nodes are a slip of the pen."""
+
+
 class ClusterSection(ConfigSection):
     """[cluster]: the devices that train."""
 
@@ -33,7 +37,7 @@ class ClusterSection(ConfigSection):
     """Path of the profile's validations; left out: beside a profile that is a file, none for a shipped one."""
     devices: Count | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None = None
     """The first N devices of every node, or a list of device numbers, which count through the nodes; left out: all."""
-    nodes: Annotated[int, Field(strict=True, ge=1)] = 1
+    nodes: Annotated[int, Field(strict=True, ge=1, le=MOST_NODES)] = 1
     """So many machines of the profile, joined by `network`."""
     network: Annotated[str, Field(strict=True, min_length=1)] | None = None
     """A shipped network by name, or the path of one; needed for nodes > 1, and without meaning for one node."""

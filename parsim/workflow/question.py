@@ -18,9 +18,9 @@ from parsim.model.spec import is_known
 from parsim.model.zoo import ZOO
 from parsim.workflow.cluster_section import OPERATION
 from parsim.workflow.config import RunConfig, load_config, parse_config
+from parsim.workflow.folders.import_folder import importable
 from parsim.workflow.frameworks.files import is_framework_file, read_recipe
 from parsim.workflow.frameworks.recipe import Recipe
-from parsim.workflow.import_folder import importable
 from parsim.workflow.large.usual import with_usual
 from parsim.workflow.toml_text import table_text, value_text
 

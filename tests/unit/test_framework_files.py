@@ -91,6 +91,19 @@ def test_nothing_of_a_script_runs(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
+def test_what_grows_without_bounds_is_refused(tmp_path: Path) -> None:
+    doubling = "A=--x\n" + "".join('A="$A $A"\n' for _ in range(40)) + "cmd $A"
+    with pytest.raises(ConfigError, match="write its options out"):
+        options_of(doubling)
+    pytest.importorskip("yaml")
+    bomb = tmp_path / "bomb.yaml"
+    lines = ["a0: &a0 {x: 1}"]
+    lines += [f"a{n}: &a{n} {{" + ", ".join(f"k{k}: *a{n - 1}" for k in range(9)) + "}" for n in range(1, 9)]
+    bomb.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="more than 1,000 tables"):
+        read_recipe(bomb)
+
+
 @pytest.mark.parametrize(
     ("extra", "recompute", "zero", "precision"),
     [

@@ -23,13 +23,11 @@ class SamplePart:
     """The tokens that a rank sees of a sample.
 
     Attributes:
-        tokens: of a sample. context: keys that attention sees (more than tokens under context parallelism).
-        expert_ways: ranks over which the experts are divided. element_bytes: of an activation and of a parameter.
+        tokens: of a sample. context: keys that attention sees. element_bytes: of an activation and of a parameter.
     """
 
     tokens: int
     context: int
-    expert_ways: int = 1
     element_bytes: int = 2
 
     def operand_bytes(self, software: Software) -> int:
@@ -91,7 +89,7 @@ def scores_of(layer: Layer, shape: Shape, software: Software, part: SamplePart, 
         scores = heads * n * keys
         operator = Operator(
             kind="attention",
-            shape=(("heads", heads), ("q", n), ("kv", keys), ("d", dim)),
+            shape=(("heads", heads), ("q", n), ("kv", keys), ("d", dim), ("kv_heads", shape.keys)),
             batch="batch",
             forward_flop=4.0 * scores * dim,
             activation_bytes=FULL_BYTES * heads * dim * 2 * (n + keys),
@@ -140,8 +138,7 @@ def mlp(layer: Layer, shape: Shape, software: Software, part: SamplePart, *, exp
         layer.linear("router", n, shape.experts, h, split="", bias=shape.expert_bias)
         visits = n * shape.active
         layer.moved(visits * h, 4, divided=False)
-        local = max(1, shape.experts // part.expert_ways)
-        _feed(layer, shape, software, part, max(1, visits // local), shape.expert_ffn, "experts", local)
+        _feed(layer, shape, software, part, max(1, visits // shape.experts), shape.expert_ffn, "experts", shape.experts)
         layer.keep(2 * part.element_bytes * visits * h, divided=False)
         if shape.shared_ffn:
             _feed(layer, shape, software, part, n, shape.shared_ffn, "shared")

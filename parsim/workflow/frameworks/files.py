@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from parsim.errors import ConfigError, MissingDependencyError
-from parsim.files import parse_toml
+from parsim.files import parse_toml, read_text
 from parsim.workflow.frameworks.megatron import read_script, read_yaml
 from parsim.workflow.frameworks.recipe import Recipe
 from parsim.workflow.frameworks.torchtitan import is_torchtitan, read_toml
@@ -17,6 +16,8 @@ SCRIPTS = (".sh", ".bash", ".args", ".txt")
 LISTS = SCRIPTS[2:]
 """Plain lists of options, which other texts may be too."""
 YAML = (".yaml", ".yml")
+LARGEST_BYTES = 2**20
+"""Of a file that people write by hand."""
 
 
 def is_framework_file(path: Path) -> bool:
@@ -30,8 +31,8 @@ def is_framework_file(path: Path) -> bool:
     if path.suffix not in (*SCRIPTS, *YAML, ".toml"):
         return False
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):  # whoever reads it says what is wrong with it
+        text = read_text(path, LARGEST_BYTES)
+    except (OSError, ValueError):  # whoever reads it says what is wrong with it
         return path.suffix in (*SCRIPTS[:2], *YAML)
     if re.search(r"^\s*\[cluster\]", text, re.MULTILINE):
         return False
@@ -39,7 +40,7 @@ def is_framework_file(path: Path) -> bool:
         return path.suffix not in LISTS or "--num-layers" in text
     try:
         return is_torchtitan(parse_toml(text))
-    except tomllib.TOMLDecodeError:  # likewise
+    except ValueError:  # likewise
         return False
 
 
@@ -51,8 +52,8 @@ def read_recipe(path: Path) -> Recipe:
         MissingDependencyError: a YAML file without PyYAML.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, LARGEST_BYTES)
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"cannot read {path}: {error}; give a script, YAML or TOML file of Megatron-LM or torchtitan"
         ) from error

@@ -168,12 +168,13 @@ def run(
     checkpoint_every: int = 0,
     adaptive: bool = False,
     window_steps: int = 20,
+    timeout_s: float = 30.0,
     settings: QuestionSettings | None = None,
     overrides: Sequence[str] = (),
 ) -> Measured:
     """Train for real under a plan on this machine, and compare with the prediction. Blocks until the training has ended.
 
-    The processes are started by torchrun: a script needs no `if __name__ == "__main__"`.
+    The processes are started as programs of their own: a script needs no `if __name__ == "__main__"`.
 
     Args:
         model: a Prediction, an Answer (its chosen plan), or what `plan` takes by name, with cluster, global_batch and settings.
@@ -183,6 +184,7 @@ def run(
         out: folder of the run; left out: a new one below runs/. resume: go on from the latest checkpoint in it.
         checkpoint_every: steps between checkpoints; 0: at the end only.
         adaptive: measure while training, decide every `window_steps` steps, and change the plan if that saves time.
+        timeout_s: a process that is stopped, or does nothing, for longer ends the run.
 
     Raises:
         ParsimError: DoesNotFitError, PlanError (more or fewer processes than ranks, several nodes), ModelError (a model given
@@ -205,6 +207,7 @@ def run(
         checkpoint_every=checkpoint_every,
         adaptive=adaptive,
         window_steps=window_steps,
+        timeout_s=_positive_s("timeout_s", timeout_s),
     )
 
 
@@ -217,6 +220,7 @@ def validate(
     history: str | Path | None = None,
     session: str | None = None,
     update: bool = False,
+    timeout_s: float = 30.0,
     overrides: Sequence[str] = (),
 ) -> Measured:
     """Compare a prediction with a measurement, of an existing run or of new rounds; record the result in the profile's
@@ -228,7 +232,7 @@ def validate(
         out: folder of a new run. overrides: as for `plan`.
         history: record the validation in this file instead of the profile's own.
         session: name of measurements made together; no correction from one of them is tested on another.
-        update: write the factors by which the run contradicts the profile into the profile.
+        update: write the factors by which the run contradicts the profile into the profile. timeout_s: as `run`.
 
     Raises:
         ParsimError: as `run`; ConfigError for an update of a shipped profile.
@@ -264,6 +268,7 @@ def validate(
         tasks=tasks,
         session=session,
         update=update,
+        timeout_s=_positive_s("timeout_s", timeout_s),
     )
 
 
@@ -532,6 +537,12 @@ def _check_nothing_beside(found: Answer | Prediction, **given: object) -> None:
             f"{beside[0]} was given beside {'an Answer' if isinstance(found, Answer) else 'a Prediction'}, which says it "
             "itself; drop it, or plan again with it"
         )
+
+
+def _positive_s(name: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name} = {value}: must be a number of seconds above 0")
+    return value
 
 
 def _positive(name: str, value: int) -> int:
