@@ -144,6 +144,13 @@ def test_scripts_that_cannot_be(text: str, message: str) -> None:
         read_script(text)
 
 
+def test_context_and_expert_axes_of_megatron() -> None:
+    recipe = read_script(SIZES + "--context-parallel-size 2 --tensor-model-parallel-size 2")
+    assert recipe.settings(8)["plan.mesh"] == {"pp": 1, "dp": 2, "tp": 2, "cp": 2}
+    recipe = read_script(SIZES + "--num-experts 8 --expert-model-parallel-size 4")
+    assert recipe.settings(8)["plan.mesh"] == {"pp": 1, "dp": 8, "tp": 1, "ep": 4}
+
+
 def test_devices_and_batch_must_divide() -> None:
     recipe = read_script(SIZES + "--tensor-model-parallel-size 8 --global-batch-size 10 --micro-batch-size 4")
     with pytest.raises(ConfigError, match=r"= 8 must divide the devices \(12\); ask for 8 or 16"):
