@@ -91,6 +91,19 @@ def test_nothing_of_a_script_runs(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
+def test_what_grows_without_bounds_is_refused(tmp_path: Path) -> None:
+    doubling = "A=--x\n" + "".join('A="$A $A"\n' for _ in range(40)) + "cmd $A"
+    with pytest.raises(ConfigError, match="write its options out"):
+        options_of(doubling)
+    pytest.importorskip("yaml")
+    bomb = tmp_path / "bomb.yaml"
+    lines = ["a0: &a0 {x: 1}"]
+    lines += [f"a{n}: &a{n} {{" + ", ".join(f"k{k}: *a{n - 1}" for k in range(9)) + "}" for n in range(1, 9)]
+    bomb.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="more than 1,000 tables"):
+        read_recipe(bomb)
+
+
 @pytest.mark.parametrize(
     ("extra", "recompute", "zero", "precision"),
     [
@@ -131,6 +144,13 @@ def test_scripts_that_cannot_be(text: str, message: str) -> None:
         read_script(text)
 
 
+def test_context_and_expert_axes_of_megatron() -> None:
+    recipe = read_script(SIZES + "--context-parallel-size 2 --tensor-model-parallel-size 2")
+    assert recipe.settings(8)["plan.mesh"] == {"pp": 1, "dp": 2, "tp": 2, "cp": 2}
+    recipe = read_script(SIZES + "--num-experts 8 --expert-model-parallel-size 4")
+    assert recipe.settings(8)["plan.mesh"] == {"pp": 1, "dp": 8, "tp": 1, "ep": 4}
+
+
 def test_devices_and_batch_must_divide() -> None:
     recipe = read_script(SIZES + "--tensor-model-parallel-size 8 --global-batch-size 10 --micro-batch-size 4")
     with pytest.raises(ConfigError, match=r"= 8 must divide the devices \(12\); ask for 8 or 16"):
@@ -148,6 +168,9 @@ def test_a_run_file_is_no_file_of_torchtitan(tmp_path: Path) -> None:
     path = tmp_path / "RUN.toml"
     path.write_text('[model]\nname = "mlp"\n[cluster]\nprofile = "dgx1-v100-32gb"\n[training]\nglobal_batch = 8\n')
     assert not is_framework_file(path)
+    assert not is_framework_file(path.rename(tmp_path / "question.txt"))
+    (tmp_path / "options.txt").write_text(SIZES)
+    assert is_framework_file(tmp_path / "options.txt")
     assert is_framework_file(FILES / "torchtitan.toml")
 
 

@@ -146,6 +146,7 @@ def test_a_named_model_plans_like_any_other() -> None:
             {"plan.mesh": {"pp": 8}, "model.args.layers": 4},
             r"8 stages, and llama3-8b has 4 layers; .*chunks <= 4",
         ),
+        ({"plan.mesh": {"cp": 3}, "model.args.seq": 1000}, r"cp = 3 must divide the tokens of a sample \(1,000\).*: 2 or 4"),
         ({"plan.mesh": {"tp": 3}}, r"must divide the (devices|heads).*the nearest that do: "),
         ({"plan.mesh": {"dp": 8}, "training.global_batch": 12}, r"must be divisible by .*; the nearest that is: "),
     ],

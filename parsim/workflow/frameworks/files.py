@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-import tomllib
+import re
 from pathlib import Path
 from typing import Any
 
 from parsim.errors import ConfigError, MissingDependencyError
-from parsim.files import parse_toml
+from parsim.files import parse_toml, read_text
 from parsim.workflow.frameworks.megatron import read_script, read_yaml
 from parsim.workflow.frameworks.recipe import Recipe
 from parsim.workflow.frameworks.torchtitan import is_torchtitan, read_toml
 
 SCRIPTS = (".sh", ".bash", ".args", ".txt")
-FLAG = "--num-layers"
-"""Every script of Megatron-LM has it; a text without it may be a run file."""
+LISTS = SCRIPTS[2:]
+"""Plain lists of options, which other texts may be too."""
 YAML = (".yaml", ".yml")
+LARGEST_BYTES = 2**20
+"""Of a file that people write by hand."""
 
 
 def is_framework_file(path: Path) -> bool:
     """Whether a path is a file of Megatron-LM, NeMo or torchtitan: a script, a YAML file, or a TOML file with its tables.
 
+    A run file, which has the table [cluster], is none, whatever its name.
+
     Args:
         path: as the user gave it.
     """
-    if path.suffix == ".txt":
-        return path.is_file() and FLAG in path.read_text(encoding="utf-8", errors="replace")
-    if path.suffix in (*SCRIPTS, *YAML):
-        return True
-    if path.suffix != ".toml" or not path.is_file():
+    if path.suffix not in (*SCRIPTS, *YAML, ".toml"):
         return False
     try:
-        return is_torchtitan(parse_toml(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):  # whoever reads it as a run file says what is wrong
+        text = read_text(path, LARGEST_BYTES)
+    except (OSError, ValueError):  # whoever reads it says what is wrong with it
+        return path.suffix in (*SCRIPTS[:2], *YAML)
+    if re.search(r"^\s*\[cluster\]", text, re.MULTILINE):
+        return False
+    if path.suffix != ".toml":
+        return path.suffix not in LISTS or "--num-layers" in text
+    try:
+        return is_torchtitan(parse_toml(text))
+    except ValueError:  # likewise
         return False
 
 
@@ -44,8 +52,8 @@ def read_recipe(path: Path) -> Recipe:
         MissingDependencyError: a YAML file without PyYAML.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, LARGEST_BYTES)
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"cannot read {path}: {error}; give a script, YAML or TOML file of Megatron-LM or torchtitan"
         ) from error

@@ -115,10 +115,18 @@ def read_yaml(document: Mapping[str, Any]) -> Recipe:
     return _recipe(NEMO if nemo else NAME, options)
 
 
-def _flatten(node: Mapping[str, Any], into: dict[str, Any]) -> None:
+MOST_TABLES = 1_000
+"""Of a YAML file, counted as often as they are named."""
+
+
+def _flatten(node: Mapping[str, Any], into: dict[str, Any], seen: list[int] | None = None) -> None:
+    seen = [0] if seen is None else seen
+    seen[0] += 1
+    if seen[0] > MOST_TABLES:
+        raise ConfigError(f"more than {MOST_TABLES:,} tables; write one without anchors that repeat one another")
     for key, value in node.items():
         if isinstance(value, Mapping):
-            _flatten(value, into)
+            _flatten(value, into, seen)
         elif not (isinstance(value, str) and "${" in value):
             into.setdefault(str(key).replace("_", "-"), value)
 

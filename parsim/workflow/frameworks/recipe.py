@@ -8,7 +8,6 @@ from typing import Any
 
 from parsim.errors import ConfigError, near_matches
 from parsim.model.named.names import named
-from parsim.workflow.config import MeshTable
 
 LAYERS = "h.*"
 CORE = "h.*.core"
@@ -71,13 +70,8 @@ class Recipe:
                 f"cluster has {devices}; ask for {self.dp * shard}"
             )
         mesh: dict[str, int] = {"pp": self.pp, "dp": dp, "tp": self.tp}
-        for axis, size in (("cp", self.cp), ("ep", self.ep)):
-            if size > 1 and axis in MeshTable.model_fields:
-                mesh[axis] = size
-            elif size > 1:
-                self.left_out[axis] = f"{axis} = {size} is not in plan.mesh yet: the plan is made without it"
-                mesh["dp"] = devices // (self.tp * self.pp) if axis == "cp" else mesh["dp"]
-        microbatches = self._microbatches(mesh["dp"])
+        mesh |= {axis: size for axis, size in (("cp", self.cp), ("ep", self.ep)) if size > 1}
+        microbatches = self._microbatches(dp)
         found: dict[str, object] = {f"training.{key}": value for key, value in self.training.items()}
         found |= {"model.args": dict(self.args), "plan.mesh": mesh, "plan.zero_stage": self.zero}
         found["plan.microbatches"] = microbatches
@@ -86,7 +80,7 @@ class Recipe:
         if self.pp > 1:
             found["plan.pipeline_order"] = "interleaved" if self.chunks > 1 else "1f1b"
             found["plan.chunks"] = self.chunks
-        found["plan.strategy"] = "single" if devices == 1 else "dp" if uncut else "hp" if mesh["dp"] > 1 else "mp"
+        found["plan.strategy"] = "single" if devices == 1 else "dp" if uncut else "hp" if dp > 1 else "mp"
         return found
 
     def _recomputed(self, *, whole: bool) -> str | list[str]:

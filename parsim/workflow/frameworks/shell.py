@@ -11,7 +11,11 @@ import re
 import shlex
 from collections.abc import Callable
 
+from parsim.errors import ConfigError
+
 UNKNOWN = "?"
+MOST_LETTERS = 100_000
+"""Of a variable, and of a line with its variables replaced."""
 _ASSIGN = re.compile(r"^(?:export\s+|local\s+|declare\s+(?:-\S+\s+)?|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -28,6 +32,9 @@ def options_of(text: str) -> dict[str, list[str]]:
 
     Args:
         text: of a script, or a plain list of options.
+
+    Raises:
+        ConfigError: a variable that grows beyond all bounds.
     """
     variables: dict[str, str] = {}
     words: list[str] = []
@@ -42,7 +49,12 @@ def options_of(text: str) -> dict[str, list[str]]:
             new = expanded(" ".join(line for line in value.splitlines()), variables)
         else:
             new = expanded(_unquoted(value), variables)
-        variables[name] = f"{variables.get(name, '')} {new}".strip() if adds else new
+        new = f"{variables.get(name, '')} {new}".strip() if adds else new
+        if len(new) > MOST_LETTERS:
+            raise ConfigError(
+                f"the variable {name} of the script has more than {MOST_LETTERS:,} letters; write its options out"
+            )
+        variables[name] = new
     return _by_option(words)
 
 
@@ -95,8 +107,12 @@ def expanded(text: str, variables: dict[str, str]) -> str:
         text = re.sub(r"\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}", lambda m: _value(m[1], m[2], variables), text)
         text = re.sub(r"\$\(\(([^()$]*(?:\([^()$]*\)[^()$]*)*)\)\)", lambda m: _arithmetic(m[1], variables), text)
         text = re.sub(r"\$([A-Za-z_]\w*)", lambda m: _value(m[1], None, variables), text)
-        if text == before:
+        if text == before or len(text) > MOST_LETTERS:
             break
+    if len(text) > MOST_LETTERS:
+        raise ConfigError(
+            f"a line of the script has more than {MOST_LETTERS:,} letters with its variables; write its options out"
+        )
     return re.sub(r"\$\([^()]*\)|`[^`]*`|\$\{[^{}]*\}|\$[\d@*#]", UNKNOWN, text)
 
 

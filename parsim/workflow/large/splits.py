@@ -36,10 +36,10 @@ def check_splits(config: RunConfig) -> None:
                 f"plan.mesh.pp = {mesh.pp} with {config.plan.chunks or 1} chunks are {stages} stages, and {name} has "
                 f"{shape.layers} layers; the nearest: pp * chunks <= {shape.layers}"
             )
-    if (experts := getattr(mesh, "ep", None)) and shape.experts:
-        _divides("ep", experts, "experts", shape.experts, name)
-    if (context := getattr(mesh, "cp", None)) is not None:
-        _divides("cp", context, "tokens of a sample", _tokens(config, args), name)
+    if mesh.ep is not None and shape.experts:
+        _divides("ep", mesh.ep, "experts", shape.experts, name)
+    if mesh.cp is not None:
+        _divides("cp", mesh.cp, "tokens of a sample", _tokens(config, args), name)
 
 
 def _tokens(config: RunConfig, args: Mapping[str, object]) -> int:
