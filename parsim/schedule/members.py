@@ -22,20 +22,25 @@ import numpy as np
 from parsim.arrays import Floats
 from parsim.errors import CostError, ParsimError, PlanError, ScheduleError
 from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES, Plan
 from parsim.plans.recompute import AUTO, NONE
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.memory import missing_bytes
-from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, step_bound_s
+from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, least_noise, step_bound_s
 from parsim.schedule.choose_recompute import recomputed_to_fit
-from parsim.schedule.options import Prices, placements_of
+from parsim.schedule.cuts import Bounds
+from parsim.schedule.options import Prices, device_kinds, placements_of
 from parsim.schedule.partition import least_round_s
 from parsim.schedule.placement.objective import Solution
-from parsim.schedule.space import bucket_sizes, microbatch_counts, orders, zero_stages
+from parsim.schedule.space import bucket_sizes, microbatch_counts, orders, other_bucket_sizes, zero_stages
 from parsim.schedule.stages import Cutting
 from parsim.schedule.tensor import MOST_PLACES, best_placement, can_be_cut, uniform_options, uniform_placements
 from parsim.work import Phase
+
+MOST_CUTS = 64
+"""Of one mesh, number of microbatches and order: cuts that are tried beside the one whose slowest stage is fastest."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Node:
         opened: the parts it consists of; None for a single plan. Raises PlanError or ScheduleError if it has none.
         plan: the single plan. instead: what may be judged in its place if it does not fit.
         missing_bytes: by how much none of its plans can fit; 0 where some might. None: not known.
+        late: to be opened once the best plan of all other parts is known, and only if it may be faster than that one.
     """
 
     bound_s: float
@@ -55,6 +61,7 @@ class Node:
     plan: Plan | None = None
     instead: Callable[[], Iterator[Node]] | None = None
     missing_bytes: Callable[[], float] | None = None
+    late: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +110,12 @@ class Members:
         for count in microbatch_counts(self.problem, mesh):
             by_chunks: dict[bool, list[tuple[str, int]]] = {}
             for order in orders(self.problem, mesh):
-                by_chunks.setdefault(order[1] > 1, []).append(order)
-            least = self._least_seconds(mesh, count)
+                by_chunks.setdefault(_outruns(order), []).append(order)
+            least, noise = self._least_seconds(mesh, count), least_noise(self.problem, mesh.size)
             for several, some in by_chunks.items():
-                bound = count * max(least.sum_s / mesh.pp, least.longest_s)
+                bound = count * max(least.sum_s / mesh.pp, least.longest_s) * noise
                 if not several:
-                    bound = max(bound, least.sum_s / (1 - (1 - 1 / count) ** mesh.pp))
+                    bound = max(bound, least.sum_s / (1 - (1 - 1 / count) ** mesh.pp) * noise)
                 found.append(self._root(mesh, count, some, bound))
         return found
 
@@ -116,11 +123,12 @@ class Members:
         """With a bound that is made sharper when it is opened first."""
         size = self._ways(mesh) * len(some)
         missing = partial(self._missing_bytes, mesh, count)
-        if mesh.pp == 1 or some[0][1] > 1:
+        if mesh.pp == 1 or _outruns(some[0]):
             return Node(bound_s, size, self._opening(mesh, count, some, bound_s), missing_bytes=missing)
 
         def opened() -> list[Node]:
-            sharper = max(bound_s, least_round_s(self._least_seconds(mesh, count).seconds, mesh.pp, count) * ROUNDING)
+            least_s = least_round_s(self._least_seconds(mesh, count).seconds, mesh.pp, count)
+            sharper = max(bound_s, least_s * least_noise(self.problem, mesh.size) * ROUNDING)
             return [Node(sharper, size, self._opening(mesh, count, some, sharper))]
 
         return Node(bound_s * ROUNDING, size, opened, missing_bytes=missing)
@@ -131,14 +139,16 @@ class Members:
 
     def _ways(self, mesh: Mesh) -> int:
         """Combinations of ZeRO stages and bucket sizes."""
-        stages = 1 if isinstance(self.problem.zero_stage, int) or mesh.dp * mesh.tp == 1 else len(ZERO_STAGES)
-        return stages * len(self._sizes)
+        if mesh.dp * mesh.tp == 1:
+            return 1
+        return len(self._sizes) * (1 if isinstance(self.problem.zero_stage, int) else len(ZERO_STAGES))
 
     def _least_seconds(self, mesh: Mesh, count: int) -> _Least:
         """Per component forward and backward of one microbatch, under the cheapest of its placements on the fastest device."""
         samples = self.problem.global_batch // (mesh.dp * count)
         known = self.problem.remembered(_LeastSeconds).by_shape
-        key = (self.problem.cost_group(mesh.size), mesh.tp, samples, self.mixed)
+        kinds = device_kinds(self.problem, mesh.size)
+        key = (self.problem.cost_group(mesh.size), tuple(kinds), mesh.tp, samples, self.mixed)
         if key not in known:
             prices = Prices(problem=self.problem, mesh=mesh, samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
             seen: dict[object, float] = {}
@@ -170,10 +180,36 @@ class Members:
 
     def _opening(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]], bound_s: float) -> Callable[[], list[Node]]:
         def opened() -> list[Node]:
-            cuttings = self._cuttings(mesh, count, some)
-            return [Node(bound_s, self._ways(mesh), partial(self._of_cut, cutting)) for cutting in cuttings]
+            found = []
+            for cutting in self._cuttings(mesh, count, some):
+                found.append(Node(bound_s, self._ways(mesh), partial(self._of_cut, cutting)))
+                found += self._other_cuts(cutting, bound_s)
+            return found
 
         return opened
+
+    def _other_cuts(self, cutting: Cutting, bound_s: float) -> list[Node]:
+        """Every cut but the one whose slowest stage is fastest, the least bound first."""
+        most = min(MOST_CUTS, cutting.others)
+        if not most:
+            return []
+        listed: Iterator[tuple[float, Bounds]] = iter(())
+
+        def begun() -> list[Node]:
+            nonlocal listed
+            listed = cutting.others_by_bound()
+            return following(most)
+
+        def following(left: int) -> list[Node]:
+            found = next(listed, None) if left else None
+            if found is None:
+                return []
+            least = found[0] * least_noise(self.problem, cutting.mesh.size) * ROUNDING
+            rest = Node(least, size * (left - 1), lambda: following(left - 1), late=True)
+            return [Node(least, size, partial(self._of_cut, cutting, found[1]), late=True), rest]
+
+        size = self._ways(cutting.mesh)
+        return [Node(bound_s, size * most, begun, late=True)]
 
     def _cuttings(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]]) -> Iterator[Cutting]:
         for placements in self._placed(mesh, count):
@@ -201,18 +237,21 @@ class Members:
                     with contextlib.suppress(PlanError, ScheduleError):
                         yield from self._of_ways(self._fastest(cutting))
 
-    def _fastest(self, cutting: Cutting) -> Plan:
+    def _fastest(self, cutting: Cutting, bounds: Bounds | None = None) -> Plan:
         """With recomputation as the question has it. Raises PlanError, ScheduleError, CostError."""
-        plan = cutting.fastest()
+        plan = cutting.fastest() if bounds is None else cutting.plan(bounds)
         if self.problem.recompute != AUTO:
             plan = replace(plan, recompute=self.problem.recompute)
         self._check_asked(plan)
         return plan
 
-    def _of_ways(self, plan: Plan) -> list[Plan]:
-        """With every ZeRO stage and every bucket size."""
-        stages = zero_stages(self.problem, self.problem.layout(plan))
-        return [replace(plan, zero_stage=stage, bucket_bytes=size) for stage in stages for size in self._sizes]
+    def _of_ways(self, plan: Plan, sizes: Sequence[int] = ()) -> list[Plan]:
+        """With every ZeRO stage and every bucket size, those that are tried first where none are given."""
+        layout = self.problem.layout(plan)
+        if all(len(bucket.group) == 1 for bucket in layout.buckets):
+            sizes = self._sizes[:1]
+        stages = zero_stages(self.problem, layout)
+        return [replace(plan, zero_stage=stage, bucket_bytes=size) for stage in stages for size in sizes or self._sizes]
 
     def _placed(self, mesh: Mesh, count: int) -> Iterator[Mapping[str, Placement]]:
         """The placements worth judging with so many microbatches."""
@@ -242,13 +281,20 @@ class Members:
         if not seen:
             raise ScheduleError(f"no choice of placements fits: {reason}")
 
-    def _of_cut(self, cutting: Cutting) -> list[Node]:
-        plan = self._fastest(cutting)
+    def _of_cut(self, cutting: Cutting, bounds: Bounds | None = None) -> list[Node]:
+        plan = self._fastest(cutting, bounds)
         plans = self._of_ways(plan)
         bound_s = computation_bound_s(self.problem, plan)
-        return [Node(bound_s, len(plans), lambda: [self._counted(each, cutting, bound_s) for each in plans])]
+        whole = None if bounds is not None else cutting
 
-    def _counted(self, plan: Plan, cutting: Cutting, bound_s: float) -> Node:
+        def resized() -> list[Node]:
+            sizes = other_bucket_sizes(self.problem, self.problem.layout(plan))
+            return [self._counted(each, whole, bound_s) for each in self._of_ways(plan, sizes)] if sizes else []
+
+        first = Node(bound_s, len(plans), lambda: [self._counted(each, whole, bound_s) for each in plans])
+        return [first, Node(bound_s, 0, resized, late=True)]
+
+    def _counted(self, plan: Plan, cutting: Cutting | None, bound_s: float) -> Node:
         """One plan; one that is impossible or has no price says so when it is opened, and its neighbours stay."""
         try:
             return self.of_plan(plan, cutting)
@@ -291,6 +337,12 @@ class Members:
                 yield Node(step_bound_s(problem, other), 1, None, other)
 
 
+def _outruns(order: tuple[str, int]) -> bool:
+    """Whether the bound of a round does not hold: with several stages per rank, or where gradients do not wait for all of a
+    backward."""
+    return order[1] > 1 or PIPELINE_ORDERS[order[0]].halves
+
+
 def _refuse(error: ParsimError) -> list[Node]:
     raise error
 
@@ -306,9 +358,9 @@ class _Least(NamedTuple):
 
 @dataclass
 class _LeastSeconds:
-    """Of one problem, by prices, tp, samples and whether placements are mixed."""
+    """Of one problem, by prices, kinds of devices, tp, samples and whether placements are mixed."""
 
-    by_shape: dict[tuple[int, int, int, bool], _Least] = field(default_factory=dict)
+    by_shape: dict[tuple[int, tuple[str, ...], int, int, bool], _Least] = field(default_factory=dict)
     missing: dict[tuple[Mesh, int, bool], float] = field(default_factory=dict)
 
 

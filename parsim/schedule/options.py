@@ -62,6 +62,26 @@ class ComputeSeconds:
     same_work: dict[str, tuple[str, bool]] = field(default_factory=dict)
 
 
+@dataclass
+class _Kinds:
+    """Of one problem, by number of ranks: the first rank of each kind of device."""
+
+    by_ranks: dict[int, dict[str, int]] = field(default_factory=dict)
+
+
+def device_kinds(problem: PlanningProblem, ranks: int) -> dict[str, int]:
+    """The kinds of device of the first ranks, each with its first rank.
+
+    Args:
+        problem: whose cluster is meant. ranks: of a plan.
+    """
+    known = problem.remembered(_Kinds).by_ranks
+    if ranks not in known:
+        costs = problem.costs(ranks)
+        known[ranks] = {costs.device_kind(rank): rank for rank in reversed(range(ranks))}
+    return known[ranks]
+
+
 @dataclass(frozen=True)
 class Prices:
     """Seconds and bytes of placements on the ranks of one stage.
@@ -91,10 +111,10 @@ class Prices:
         """What communicates at the same time on this mesh."""
         return concurrent_with(self.mesh, work) if self._costs.shares_links else Groups()
 
-    @cached_property
+    @property
     def _device_types(self) -> dict[str, int]:
         """One rank for each device type."""
-        return {self._costs.device_kind(rank): rank for rank in reversed(range(self.mesh.size))}
+        return device_kinds(self.problem, self.mesh.size)
 
     def compute_s(self, component: Component, placement: Placement, phase: Phase, *, fastest: bool = False) -> float:
         """One microbatch on the slowest device that has the component, or on the fastest."""

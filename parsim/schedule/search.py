@@ -18,6 +18,9 @@ from parsim.schedule.families import FAMILIES, Strategy, mixed_meshes, nodes_of
 from parsim.schedule.members import Members, Node, PosedPlacement
 from parsim.units import format_bytes, format_seconds
 
+MOST_LATE = 2000
+"""Parts that refine what was found (other cuts, other bucket sizes), of which so many are opened."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
@@ -90,11 +93,21 @@ def search(
     simulated: dict[Plan, Evaluation] = {}
     judged: list[Evaluation] = []
     skipped: dict[str, str] = {}
-    tally = Tally()
+    tally, late = Tally(), list[Node]()
     together = Incumbents(wanted=top or 1)
 
-    def judge(plan: Plan) -> Evaluation:
-        return _evaluated(problem, plan, simulated)
+    def opened(nodes: list[Node], incumbents: Incumbents, late: list[Node] | None = None) -> Tally:
+        found, counted = judged_best_first(
+            nodes,
+            excess_bytes=lambda plan: _excess_bytes(problem, plan),
+            judge=lambda plan: _evaluated(problem, plan, simulated),
+            incumbents=incumbents,
+            late=late,
+            most=float("inf") if late is not None else MOST_LATE,
+        )
+        judged.extend(found)
+        tally.add(counted)
+        return counted
 
     for name in wanted:
         if name != "single" and problem.cluster.size == 1:
@@ -108,15 +121,16 @@ def search(
             continue
         shared = name == "adaptive" or top is not None
         own = together if shared else Incumbents(rival_s=together.best_s if mixes else float("inf"))
-        found, counted = judged_best_first(
-            nodes, excess_bytes=lambda plan: _excess_bytes(problem, plan), judge=judge, incumbents=own
-        )
-        judged.extend(found)
+        known = len(judged)
+        counted = opened(nodes, own, late)
+        if not mixes and top is None:
+            opened(late, own)
+            late.clear()
         if not shared:
             together.steps_s.update(own.steps_s)
-        tally.add(counted)
-        if counted.infeasible and not found:
+        if counted.infeasible and len(judged) == known:
             skipped[name] = "; ".join(counted.infeasible)
+    opened(late, Incumbents(steps_s=together.steps_s))
     if not judged:
         if tally.unpriced is not None:
             raise tally.unpriced

@@ -5,7 +5,8 @@ Every key that the question gives has one value here, every other all that make 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from parsim.errors import ScheduleError
 from parsim.graph.plan_index import PlanIndex
@@ -14,7 +15,14 @@ from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES
 from parsim.predict.planning_problem import PlanningProblem
 
-BUCKET_BYTES = (DEFAULT_BUCKET_BYTES, 4 * 1024 * 1024, 100 * 1024 * 1024)
+MIB = 1024 * 1024
+BUCKET_BYTES = (DEFAULT_BUCKET_BYTES, 4 * MIB, 100 * MIB)
+
+SMALL_BUCKET_BYTES = (MIB, MIB // 4, MIB // 16)
+"""Tried where the plans with larger ones leave room for a faster step."""
+
+MOST_BUCKET_SIZES = 64
+"""Of a plan whose parameters have fewer sums than this, every size that makes other buckets is tried."""
 
 FREE_ORDERS = ("1f1b", "gpipe", "interleaved")
 """Not zero-bubble: no calibration has measured a backward's halves yet, so what it would gain over 1f1b rests on an assumed
@@ -112,6 +120,46 @@ def bucket_sizes(problem: PlanningProblem) -> tuple[int, ...]:
     whole = sum(parameter.size_bytes for parameter in problem.model.trainable_parameters)
     useful = [size for size in BUCKET_BYTES if size < whole]
     return tuple(useful) or (DEFAULT_BUCKET_BYTES,)
+
+
+def other_bucket_sizes(problem: PlanningProblem, layout: PlanIndex) -> list[int]:
+    """Further bucket sizes worth trying: every one that makes other buckets, or some small ones where these are too many.
+
+    A bucket is closed once it holds `bucket_bytes`. So buckets change only where the size passes the sum of a run of parameters.
+
+    Args:
+        problem: model and constraints. layout: of a plan, whatever its bucket size.
+    """
+    if problem.constraints.bucket_bytes is not None:
+        return []
+    plan = layout.plan
+    whole = problem.layout(replace(plan, bucket_bytes=2**62))
+    runs = [[each.size_bytes for each in bucket.parameters] for bucket in whole.buckets if len(bucket.group) > 1]
+    if not runs:
+        return []
+    known = bucket_sizes(problem)
+    if sum(len(run) * (len(run) + 1) // 2 for run in runs) > MOST_BUCKET_SIZES:
+        most = max(map(sum, runs))
+        return [size for size in SMALL_BUCKET_BYTES if size < most]
+    sums = {sum(run[first:last]) for run in runs for last in range(1, len(run) + 1) for first in range(last)}
+    found: dict[tuple[tuple[int, ...], ...], int] = {_closings(runs, size): 0 for size in known}
+    for size in sorted(sums - {0}, reverse=True):
+        found.setdefault(_closings(runs, size), size)
+    return [size for size in found.values() if size]
+
+
+def _closings(runs: Sequence[Sequence[int]], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Per run of parameters after which of them a bucket is closed."""
+    found = []
+    for run in runs:
+        held, closed = 0, []
+        for number, size in enumerate(run):
+            held += size
+            if held >= bucket_bytes or number == len(run) - 1:
+                closed.append(number)
+                held = 0
+        found.append(tuple(closed))
+    return tuple(found)
 
 
 def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:

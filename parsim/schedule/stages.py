@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,18 +16,17 @@ from parsim.costs.costs import Costs
 from parsim.errors import ScheduleError
 from parsim.plans.concurrent import concurrent_with
 from parsim.plans.mesh import Mesh
-from parsim.plans.pipeline import check_chunks, moments, rank_of_stage, stages_by_rank
+from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, moments, rank_of_stage, stages_by_rank
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.cuts import Bounds, are_listed, count_cuts, cuts_by_bound
 from parsim.schedule.options import Prices
 from parsim.schedule.partition import INFINITE, partition, sums_between
 from parsim.work import Phase, SendRecv
 
 TIGHTENINGS = 4
 """How often stages that do not fit after all (workspace, boundary values) are cut again with that much less memory."""
-
-Bounds = tuple[tuple[int, int], ...]
 
 
 def balanced_plan(
@@ -114,6 +114,28 @@ class Cutting:
             return self.plan(((0, len(self._costs.problem.model.components)),))
         return self.plan(partition(len(self.problem.model.components), count, self._costs.seconds, self._costs.cuts_s()))
 
+    @property
+    def others(self) -> int:
+        """How many cuts there are beside the fastest; 0 where they are too many to be listed."""
+        count, components = self.mesh.pp * self.chunks, len(self.problem.model.components)
+        if count > components or not are_listed(components, count):
+            return 0
+        return count_cuts(components, count) - 1
+
+    def others_by_bound(self) -> Iterator[tuple[float, Bounds]]:
+        """Every cut but the fastest, with a lower bound of the pipeline without transfers; bounds ascending."""
+        count, components = self.mesh.pp * self.chunks, len(self.problem.model.components)
+        halved = PIPELINE_ORDERS[self.order].halves  # the gradient that goes back to the first stage need not wait for both
+        before = np.zeros(components + 1) if halved else self._costs.before_s()
+        first = self._bounds_of(self.fastest())
+        for bound, cut in cuts_by_bound(components, count, self._costs.seconds, before, self.microbatches):
+            if cut != first:
+                yield bound, cut
+
+    def _bounds_of(self, plan: Plan) -> Bounds:
+        ends = np.cumsum([0, *(len(stage.components) for stage in plan.stages)]).tolist()
+        return tuple(pairwise(ends))
+
     def fitting(self) -> Plan | None:
         """The plan whose slowest stage is fastest among those whose stages fit; None where none was found."""
         tried = self.fastest()
@@ -193,6 +215,13 @@ class _StageCosts:
         """At [last, first]: forward and backward of one microbatch on the slowest device of the stage; infinite where empty."""
         slowest: Floats = np.max([self._seconds[kind] for kind in self._kinds[stage]], axis=0)
         return slowest
+
+    def before_s(self) -> Floats:
+        """By number of components, what the first so many take at least, each on the fastest kind of device."""
+        count = len(self.problem.model.components)
+        alone = np.arange(count)
+        least: Floats = np.min([of_kind[alone + 1, alone] for of_kind in self._seconds.values()], axis=0)
+        return _running(least.tolist())
 
     def _prices(self, *, in_flight: int) -> Prices:
         return Prices(

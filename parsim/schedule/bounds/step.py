@@ -56,7 +56,7 @@ def step_bound_s(problem: PlanningProblem, plan: Plan) -> float:
     rounds = [work.done_s + work.after_s for work in places if work.after_s is not None]
     last = _last_buckets_s(problem, layout, places[0])
     bound = max(*ends, max(rounds, default=0.0) + last)
-    return (bound * _noise(problem, plan) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
+    return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
 
 
 def computation_bound_s(problem: PlanningProblem, plan: Plan) -> float:
@@ -69,21 +69,25 @@ def computation_bound_s(problem: PlanningProblem, plan: Plan) -> float:
     own = max(work.busy_s for work in places)
     rounds = [work.done_s + work.after_s for work in places if work.after_s is not None]
     bound = max(own, *rounds) if rounds else own
-    return (bound * _noise(problem, plan) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
+    return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
 
 
-def _noise(problem: PlanningProblem, plan: Plan) -> float:
-    """The mean of the least noisy core over the draws with which the step is simulated, at most 1."""
+def least_noise(problem: PlanningProblem, ranks: int) -> float:
+    """The mean of the least noisy core over the draws with which a step is simulated, at most 1.
+
+    Args:
+        problem: whose profile may hold noise of single ranks. ranks: of the plan.
+    """
     noise = problem.cluster.profile.noise
-    if noise is None or not noise.rank_sigma or plan.world_size == 1:
+    if noise is None or not noise.rank_sigma or ranks == 1:
         return 1.0
     known = problem.remembered(KnownNoise).means
-    if plan.world_size not in known:
-        cores = np.arange(1 + max(problem.cluster.core_of_rank(plan.world_size), default=0))
-        means = rank_noise(np.arange(max(len(cores), plan.world_size)), noise.rank_sigma, NOISY_STEPS, SEED)
+    if ranks not in known:
+        cores = np.arange(1 + max(problem.cluster.core_of_rank(ranks), default=0))
+        means = rank_noise(np.arange(max(len(cores), ranks)), noise.rank_sigma, NOISY_STEPS, SEED)
         own = rank_noise(cores, noise.rank_sigma, NOISY_STEPS, SEED)
-        known[plan.world_size] = min(1.0, float(means.mean(axis=0).min()), float(own.mean(axis=0).min()))
-    return known[plan.world_size]
+        known[ranks] = min(1.0, float(means.mean(axis=0).min()), float(own.mean(axis=0).min()))
+    return known[ranks]
 
 
 # --- gradients and parameters -----------------------------------------------------------------------------------------
