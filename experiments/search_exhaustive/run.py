@@ -84,6 +84,7 @@ def compare(seed: int) -> dict[str, Any]:
         "search": None if plan is None else plan.summary(),
         "exhaustive": None if found.best is None else found.best.summary(),
         "status": status,
+        "best_s": min(seconds, found.seconds),
         "outlines": found.outlines,
         "simulated": found.simulated,
         "search_s": round(middle_s - begin_s, 3),

@@ -19,7 +19,6 @@ from typing import Any
 
 from parsim.errors import CostError, PlanError, ScheduleError
 from parsim.plans.plan import Plan
-from parsim.predict.evaluate import Evaluation
 from parsim.schedule.members import Node
 
 
@@ -65,6 +64,15 @@ class Tally:
         self.unpriced = self.unpriced or other.unpriced
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A plan that was simulated, its step, and whether it fits."""
+
+    plan: Plan
+    step_s: float
+    fits: bool = True
+
+
 LOSERS_WITHIN = 0.02
 """A family that has lost to a plan of another one is known this well: its best may take so much less than the one shown."""
 
@@ -100,15 +108,15 @@ def judged_best_first(
     nodes: Iterable[Node],
     *,
     excess_bytes: Callable[[Plan], int],
-    judge: Callable[[Plan], Evaluation],
+    judge: Callable[[Plan], float],
     incumbents: Incumbents,
     late: list[Node] | None = None,
     most: float = float("inf"),
-) -> tuple[list[Evaluation], Tally]:
-    """The evaluations of all plans of a family that could be its best.
+) -> tuple[list[Judged], Tally]:
+    """All plans of a family that could be its best.
 
     Args:
-        nodes: the family. excess_bytes: by how much a plan does not fit. judge: simulates a plan.
+        nodes: the family. excess_bytes: by how much a plan does not fit. judge: seconds of a plan's step.
         incumbents: the best so far, read and added to.
         late: receives the parts that are put aside; None: none are. most: parts that are opened.
 
@@ -117,7 +125,7 @@ def judged_best_first(
     """
     tally, number = Tally(), count()
     queue: list[tuple[float, int, Node]] = []
-    judged: list[Evaluation] = []
+    judged: list[Judged] = []
     closest: tuple[float, Node] | None = None
 
     def too_large(excess: float, node: Node) -> None:
@@ -156,7 +164,7 @@ def judged_best_first(
                 for other in others:
                     push(other, node.bound_s)
                 continue
-            evaluation = judge(node.plan)
+            step_s = judge(node.plan)
         except (PlanError, ScheduleError) as error:
             tally.infeasible[str(error)] += node.size
             continue
@@ -165,8 +173,8 @@ def judged_best_first(
             tally.unpriced = tally.unpriced or error
             continue
         tally.simulated += 1
-        judged.append(evaluation)
-        incumbents.steps_s[replace(node.plan, strategy="custom")] = evaluation.result.step_s.median
+        judged.append(Judged(plan=node.plan, step_s=step_s))
+        incumbents.steps_s[replace(node.plan, strategy="custom")] = step_s
     rest = sum(node.size for _, _, node in queue)
     if queue and queue[0][0] < incumbents.bar_s:
         tally.untried = rest
@@ -174,7 +182,7 @@ def judged_best_first(
         tally.slower = rest
     if late is not None and not judged and closest is not None and not incumbents.steps_s:
         plan = _first_plan(closest[1])
-        judged += [] if plan is None else [judge(plan)]
+        judged += [] if plan is None else [Judged(plan=plan, step_s=judge(plan), fits=False)]
     return judged, tally
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
+from itertools import combinations, pairwise
 from math import comb
 
 import numpy as np
@@ -27,6 +28,16 @@ def count_cuts(components: int, stages: int) -> int:
     return comb(components - 1, stages - 1)
 
 
+def every_cut(components: int, stages: int) -> Iterator[Bounds]:
+    """All of them.
+
+    Args:
+        components, stages: of which `count_cuts` are few.
+    """
+    for inner in combinations(range(1, components), stages - 1):
+        yield tuple(pairwise((0, *inner, components)))
+
+
 def are_listed(components: int, stages: int) -> bool:
     """Whether `cuts_by_bound` takes a problem of this size."""
     return (components + 1) ** 2 * stages <= MOST_ENTRIES
@@ -39,7 +50,7 @@ def cuts_by_bound(
 
     Args:
         components, stages: `are_listed`.
-        stage_s: as `partition` takes it. before_s: float64 [n + 1], by first component of a stage what comes before it at least.
+        stage_s: as `partition` takes it. before_s: float64 [n + 1], what comes before a stage at least, by its first component.
         microbatches: M.
 
     Yields:
@@ -58,7 +69,7 @@ def cuts_by_bound(
             return
         stage = -depth
         if stage == stages:
-            yield bound, tuple(zip(starts[:-1], starts[1:], strict=True))
+            yield bound, tuple(pairwise(starts))
             continue
         reached = np.maximum(_decided_s(rounds, starts), np.maximum(rounds[stage][:, starts[-1]], to_go[stage + 1]))
         for last in np.flatnonzero(np.isfinite(reached)).tolist():
@@ -71,5 +82,4 @@ def _decided_s(rounds: list[Floats], starts: tuple[int, ...]) -> float:
     Args:
         rounds: by stage, seconds at [last, first]. starts: first components of the decided stages, and of the next one.
     """
-    pairs = zip(starts[:-1], starts[1:], strict=True)
-    return max((float(rounds[stage][last, first]) for stage, (first, last) in enumerate(pairs)), default=0.0)
+    return max((float(rounds[stage][last, first]) for stage, (first, last) in enumerate(pairwise(starts))), default=0.0)

@@ -17,6 +17,9 @@ from parsim.registry import Registry
 from parsim.schedule.members import Members, Node
 from parsim.schedule.space import meshes
 
+FEW_COMPONENTS = 6
+"""Up to so many, all joint choices of placements may be listed."""
+
 Meshes = Callable[[PlanningProblem], list[Mesh]]
 
 
@@ -165,7 +168,8 @@ def hp_meshes(problem: PlanningProblem) -> list[Mesh]:
 
 
 def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
-    """Those with a tp axis on which every component may have a placement of its own, which makes replicas there too.
+    """Those with a tp axis on which every component may have a placement of its own, which makes replicas there too. So a dp
+    axis beside it adds little, and is left out where a model has many components.
 
     Args:
         problem: with constraints. Where it gives tp, all that can be cut is cut, so there are none.
@@ -173,7 +177,8 @@ def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
     asked = problem.constraints
     if asked.tp is not None:
         return []
-    return [mesh for mesh in meshes(problem) if mesh.tp > 1 and mesh.dp == (asked.dp or 1)]
+    few = len(problem.model.components) <= FEW_COMPONENTS
+    return [mesh for mesh in meshes(problem) if mesh.tp > 1 and (few or mesh.dp == (asked.dp or 1))]
 
 
 def _kept(problem: PlanningProblem, name: str, some: list[Mesh]) -> list[Mesh]:

@@ -22,7 +22,7 @@ import numpy as np
 from parsim.arrays import Floats
 from parsim.errors import CostError, ParsimError, PlanError, ScheduleError
 from parsim.plans.mesh import Mesh
-from parsim.plans.pipeline import PIPELINE_ORDERS
+from parsim.plans.pipeline import PIPELINE_ORDERS, rank_of_stage
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES, Plan
 from parsim.plans.recompute import AUTO, NONE
@@ -30,9 +30,10 @@ from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.memory import missing_bytes
 from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, least_noise, step_bound_s
 from parsim.schedule.choose_recompute import recomputed_to_fit
-from parsim.schedule.cuts import Bounds
+from parsim.schedule.cuts import Bounds, are_listed, count_cuts, every_cut
 from parsim.schedule.options import Prices, device_kinds, placements_of
 from parsim.schedule.partition import least_round_s
+from parsim.schedule.placement.every_choice import choices_by_bound, count_choices
 from parsim.schedule.placement.objective import Solution
 from parsim.schedule.space import bucket_sizes, microbatch_counts, orders, other_bucket_sizes, zero_stages
 from parsim.schedule.stages import Cutting
@@ -108,6 +109,10 @@ class Members:
             raise ScheduleError(uncut_text(self.problem, mesh.tp))
         found = []
         for count in microbatch_counts(self.problem, mesh):
+            if self.mixed:
+                found += self._every_choice(mesh, count)
+            if self.mixed and mesh.dp != (self.problem.constraints.dp or 1):
+                continue  # the tp axis makes replicas too
             by_chunks: dict[bool, list[tuple[str, int]]] = {}
             for order in orders(self.problem, mesh):
                 by_chunks.setdefault(_outruns(order), []).append(order)
@@ -236,6 +241,70 @@ class Members:
                 for cutting in self._cuttings(mesh, count, orders(self.problem, mesh)):
                     with contextlib.suppress(PlanError, ScheduleError):
                         yield from self._of_ways(self._fastest(cutting))
+
+    def _every_choice(self, mesh: Mesh, count: int) -> list[Node]:
+        """Every joint choice of placements, where they are few."""
+        options = self._least_seconds(mesh, count).options
+        total, components = count_choices(options), len(self.problem.model.components)
+        if not total:
+            return []
+        found = []
+        for order, chunks in orders(self.problem, mesh):
+            stages = mesh.pp * chunks
+            if not are_listed(components, stages) or count_cuts(components, stages) > MOST_CUTS:
+                continue
+            for cut in every_cut(components, stages):
+                chosen = partial(self._of_choice, mesh, count, order, chunks, cut)
+                places = self._places(cut, order, mesh)
+                size, bound = total * self._ways(mesh), self._least_seconds(mesh, count).sum_s / mesh.pp
+                bound_s = bound * count * least_noise(self.problem, mesh.size) * ROUNDING
+                found.append(Node(bound_s, size, partial(self._choices, mesh, count, places, chosen), late=True))
+        return found
+
+    def _places(self, cut: Bounds, order: str, mesh: Mesh) -> list[int]:
+        """Per component its place on the pp axis."""
+        places = rank_of_stage(order, mesh.pp, len(cut) // mesh.pp)
+        return [places[number] for number, (first, last) in enumerate(cut) for _ in range(first, last)]
+
+    def _choices(
+        self, mesh: Mesh, count: int, places: Sequence[int], chosen: Callable[[float, Sequence[Placement]], list[Node]]
+    ) -> list[Node]:
+        samples = self.problem.global_batch // (mesh.dp * count)
+        prices = Prices(problem=self.problem, mesh=mesh, samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
+        options = self._least_seconds(mesh, count).options
+        bounds, rows = choices_by_bound(prices, options, places, count)
+        bounds = bounds * least_noise(self.problem, mesh.size) * ROUNDING
+        size = self._ways(mesh)
+
+        def following(number: int) -> list[Node]:
+            if number == len(bounds):
+                return []
+            placements = [own[row] for own, row in zip(options, rows[number], strict=True)]
+            rest = Node(float(bounds[number]), size * (len(bounds) - number - 1), partial(following, number + 1), late=True)
+            if all(placement == BATCH for placement in placements):
+                return [rest]
+            return [Node(float(bounds[number]), size, partial(chosen, float(bounds[number]), placements), late=True), rest]
+
+        return following(0)
+
+    def _of_choice(
+        self, mesh: Mesh, count: int, order: str, chunks: int, cut: Bounds, bound_s: float, chosen: Sequence[Placement]
+    ) -> list[Node]:
+        names = [component.name for component in self.problem.model.components]
+        cutting = Cutting(
+            problem=self.problem,
+            strategy=self.strategy,
+            mesh=mesh,
+            microbatches=count,
+            order=order,
+            chunks=chunks,
+            placements=dict(zip(names, chosen, strict=True)),
+        )
+        try:
+            self.problem.layout(cutting.plan(cut))
+        except PlanError:  # components that share a parameter hold it differently, or a value cannot be cut
+            return []
+        return self._of_cut(cutting, cut)
 
     def _fastest(self, cutting: Cutting, bounds: Bounds | None = None) -> Plan:
         """With recomputation as the question has it. Raises PlanError, ScheduleError, CostError."""

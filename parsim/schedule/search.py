@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from parsim.analyze.bounds import busiest_resource_s
+from parsim.costs.uncertainty.draws import medians_s
 from parsim.errors import ScheduleError, near_matches
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, NONE, Recompute
-from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, with_interval
+from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, simulated_step, with_interval
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.result import PlanResult
 from parsim.registry import is_reference
-from parsim.schedule.branch_and_bound import Incumbents, Tally, judged_best_first
+from parsim.schedule.branch_and_bound import Incumbents, Judged, Tally, judged_best_first
 from parsim.schedule.families import FAMILIES, Strategy, mixed_meshes, nodes_of
 from parsim.schedule.members import Members, Node, PosedPlacement
 from parsim.units import format_bytes, format_seconds
@@ -90,8 +93,8 @@ def search(
             raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, [*FAMILIES, 'adaptive'])}")
     families = {name: FAMILIES[name] for name in wanted if name != "adaptive"}
     posed: list[PosedPlacement] = []
-    simulated: dict[Plan, Evaluation] = {}
-    judged: list[Evaluation] = []
+    steps, full = _Steps(problem), dict[Plan, Evaluation]()
+    judged: list[Judged] = []
     skipped: dict[str, str] = {}
     tally, late = Tally(), list[Node]()
     together = Incumbents(wanted=top or 1)
@@ -100,7 +103,7 @@ def search(
         found, counted = judged_best_first(
             nodes,
             excess_bytes=lambda plan: _excess_bytes(problem, plan),
-            judge=lambda plan: _evaluated(problem, plan, simulated),
+            judge=steps.of,
             incumbents=incumbents,
             late=late,
             most=float("inf") if late is not None else MOST_LATE,
@@ -139,21 +142,20 @@ def search(
     best_mixes = mixes and problem.cluster.size > 1
     if top is not None:
         ranked = _distinct([_renamed(ranked[0], "adaptive"), *ranked[1:]] if best_mixes else ranked)
-    elif best_mixes and ranked[0].result.strategy != "adaptive":
+    elif best_mixes and ranked[0].plan.strategy != "adaptive":
         ranked = sorted([*ranked, _renamed(ranked[0], "adaptive")], key=_rank)
-    kept = ranked[:top] if top is not None else _best_of_each(ranked)
-    winner = ranked[0] if ranked[0].result.fits else None
-    candidates = tuple(_with_interval(problem, entry, ranked[0], samples) for entry in kept)
+    kept = [_evaluated(problem, entry.plan, full) for entry in (ranked[:top] if top is not None else _best_of_each(ranked))]
+    candidates = tuple(_with_interval(problem, entry, kept[0], samples) for entry in kept)
     chosen = None
-    if winner is not None:
-        chosen = next(entry for entry in candidates if entry.result.plan == winner.result.plan)
+    if candidates[0].result.fits:
+        chosen = candidates[0]
         if mixes:
-            chosen = _renamed(chosen, "adaptive")
+            chosen = replace(chosen, result=_result_named(chosen, "adaptive"))
     return Search(
         candidates=candidates,
         chosen=chosen,
-        status="best_of_candidates" if winner is not None else "infeasible",
-        lower_bound_s=min(entry.result.lower_bound_s for entry in judged),
+        status="best_of_candidates" if chosen is not None else "infeasible",
+        lower_bound_s=min(steps.bounds_s),
         judged=len(judged),
         skipped=tuple(skipped.items()),
         tally=tally,
@@ -193,37 +195,61 @@ def _excess_bytes(problem: PlanningProblem, plan: Plan) -> int:
     return max((entry.excess_bytes for entry in problem.memory(plan) if not entry.fits), default=0)
 
 
-def _rank(entry: Evaluation) -> tuple[bool, float]:
+def _rank(entry: Judged) -> tuple[bool, float]:
     """The order of the candidates: plans that fit first, the fastest of them first."""
-    return not entry.result.fits, entry.result.step_s.median
+    return not entry.fits, entry.step_s
 
 
-def _renamed(entry: Evaluation, strategy: str) -> Evaluation:
+def _renamed(entry: Judged, strategy: str) -> Judged:
     """The same plan and the same figures under another strategy's name."""
-    plan = replace(entry.result.plan, strategy=strategy)
-    return replace(entry, result=replace(entry.result, plan=plan, strategy=strategy))
+    return replace(entry, plan=replace(entry.plan, strategy=strategy))
 
 
-def _evaluated(problem: PlanningProblem, plan: Plan, simulated: dict[Plan, Evaluation]) -> Evaluation:
-    """The evaluation of a plan under its own strategy's name, simulated once per program."""
+def _result_named(entry: Evaluation, strategy: str) -> PlanResult:
+    return replace(entry.result, plan=replace(entry.result.plan, strategy=strategy), strategy=strategy)
+
+
+def _evaluated(problem: PlanningProblem, plan: Plan, known: dict[Plan, Evaluation]) -> Evaluation:
+    """The evaluation of a plan under its own strategy's name, made once per program."""
     program = replace(plan, strategy="custom")
-    if program not in simulated:
-        simulated[program] = evaluate(problem, plan, samples=0, fold=True)
-    return _renamed(simulated[program], plan.strategy)
+    if program not in known:
+        known[program] = evaluate(problem, plan, samples=0, fold=True)
+    return replace(known[program], result=_result_named(known[program], plan.strategy))
 
 
-def _best_of_each(ranked: Sequence[Evaluation]) -> list[Evaluation]:
-    best: dict[str, Evaluation] = {}
+@dataclass
+class _Steps:
+    """Of one search: the step of every program that was simulated, and a bound of the mean of many such steps."""
+
+    problem: PlanningProblem
+    seconds: dict[Plan, float] = field(default_factory=dict)
+    bounds_s: list[float] = field(default_factory=list)
+
+    def of(self, plan: Plan) -> float:
+        """Simulated once, whatever the strategy is called."""
+        program = replace(plan, strategy="custom")
+        if program not in self.seconds:
+            run = simulated_step(self.problem, plan, fold=True)
+            self.bounds_s.append(busiest_resource_s(run.compiled, medians_s(run.estimates)[run.compiled.columns.unit]))
+            self.seconds[program] = run.step_s
+        return self.seconds[program]
+
+
+def _best_of_each(ranked: Sequence[Judged]) -> list[Judged]:
+    best: dict[str, Judged] = {}
     for entry in ranked:
-        best.setdefault(entry.result.strategy, entry)
+        best.setdefault(entry.plan.strategy, entry)
     return list(best.values())
 
 
-def _distinct(ranked: Sequence[Evaluation]) -> list[Evaluation]:
-    """Each program once, under the first of its names."""
-    found: dict[Plan, Evaluation] = {}
+def _distinct(ranked: Sequence[Judged]) -> list[Judged]:
+    """Each program once, under the first of its names, with the fastest of its cuts into stages."""
+    found: dict[object, Judged] = {}
     for entry in ranked:
-        found.setdefault(replace(entry.result.plan, strategy="custom"), entry)
+        plan = entry.plan
+        placed = tuple(pair for stage in plan.stages for pair in stage.placed())
+        pipeline = plan.mesh, plan.microbatches, plan.pipeline_order, plan.chunks
+        found.setdefault((pipeline, placed, plan.zero_stage, plan.bucket_bytes, plan.recompute), entry)
     return list(found.values())
 
 

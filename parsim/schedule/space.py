@@ -125,7 +125,7 @@ def bucket_sizes(problem: PlanningProblem) -> tuple[int, ...]:
 def other_bucket_sizes(problem: PlanningProblem, layout: PlanIndex) -> list[int]:
     """Further bucket sizes worth trying: every one that makes other buckets, or some small ones where these are too many.
 
-    A bucket is closed once it holds `bucket_bytes`. So buckets change only where the size passes the sum of a run of parameters.
+    A bucket is closed once it holds `bucket_bytes`. So buckets change only where it passes the sum of a run of parameters.
 
     Args:
         problem: model and constraints. layout: of a plan, whatever its bucket size.

@@ -126,7 +126,7 @@ def test_branch_and_bound_finds_the_best_of_all_members(family: str, machine: st
     best = min(evaluate(problem, plan, samples=0, fold=True).result.step_s.median for plan in FAMILIES[family](problem))
     found = search(problem, (family,), samples=0)
     assert found.chosen is not None
-    assert found.chosen.result.step_s.median == pytest.approx(best, rel=1e-12)
+    assert found.chosen.result.step_s.median <= best * (1 + 1e-12)  # less where other cuts or buckets are faster
     assert found.judged < len(list(FAMILIES[family](problem))) or family == "single"
 
 
