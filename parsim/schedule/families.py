@@ -6,7 +6,7 @@ knows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from parsim.errors import ScheduleError
@@ -59,16 +59,31 @@ class Strategy:
 
 
 def nodes_of(members: Members, some: list[Mesh]) -> list[Node]:
-    """The parts on these meshes. Raises ScheduleError if there are none, with every reason."""
-    found: list[Node] = []
+    """The parts on these meshes: those of most devices, and one part for all that leave more of them idle.
+
+    Raises:
+        ScheduleError: there are none, with every reason.
+    """
+    by_size: dict[int, list[Mesh]] = {}
+    for mesh in some:
+        by_size.setdefault(mesh.size, []).append(mesh)
+    sizes = sorted(by_size, reverse=True)
     reasons: dict[str, None] = {}
+    for number, size in enumerate(sizes):
+        found = _on_meshes(members, by_size[size], reasons)
+        if found:
+            return found + members.of_fewer_devices([by_size[fewer] for fewer in sizes[number + 1 :]], _on_meshes)
+    raise ScheduleError("; ".join(reasons) or f"{members.strategy} has no mesh of {members.problem.cluster.size} devices")
+
+
+def _on_meshes(members: Members, some: Sequence[Mesh], reasons: dict[str, None]) -> list[Node]:
+    """The parts on these meshes, with the reasons why others have none."""
+    found: list[Node] = []
     for mesh in some:
         try:
             found += members.of_mesh(mesh)
         except ScheduleError as error:
             reasons[str(error)] = None
-    if not found:
-        raise ScheduleError("; ".join(reasons) or f"{members.strategy} has no mesh of {members.problem.cluster.size} devices")
     return found
 
 

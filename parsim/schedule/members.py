@@ -27,8 +27,9 @@ from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES, Plan
 from parsim.plans.recompute import AUTO, NONE
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.bounds.devices import DeviceSeconds
 from parsim.schedule.bounds.memory import missing_bytes
-from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, least_noise, step_bound_s
+from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, least_noise, order_bound_s, step_bound_s
 from parsim.schedule.choose_recompute import recomputed_to_fit
 from parsim.schedule.cuts import Bounds, are_listed, count_cuts, every_cut
 from parsim.schedule.options import Prices, device_kinds, placements_of
@@ -123,6 +124,44 @@ class Members:
                     bound = max(bound, least.sum_s / (1 - (1 - 1 / count) ** mesh.pp) * noise)
                 found.append(self._root(mesh, count, some, bound))
         return found
+
+    def of_fewer_devices(
+        self, by_size: Sequence[Sequence[Mesh]], opened: Callable[[Members, Sequence[Mesh], dict[str, None]], list[Node]]
+    ) -> list[Node]:
+        """Parts of the meshes that leave devices idle, opened only as far as so few devices may be faster.
+
+        Args:
+            by_size: meshes of equal size, the largest first. opened: the parts on some meshes.
+        """
+        if not by_size:
+            return []
+        sizes = [sum(map(self._plans_on, some)) for some in by_size]
+        bounds = self.problem.remembered(DeviceSeconds)
+
+        def of_size(number: int) -> list[Node]:
+            return opened(self, by_size[number], {})
+
+        def rest(number: int) -> list[Node]:
+            if number == len(by_size):
+                return []
+            bound_s = bounds.step_s(self.problem, by_size[number][0].size)
+            return [Node(bound_s, sum(sizes[number:]), lambda: [*of_size(number), *rest(number + 1)])]
+
+        if bounds.are_alike(self.problem):
+            return rest(0)
+        bounds_s = [bounds.step_s(self.problem, some[0].size) for some in by_size]
+        return [Node(bound_s, sizes[number], partial(of_size, number)) for number, bound_s in enumerate(bounds_s)]
+
+    def _plans_on(self, mesh: Mesh) -> int:
+        """How many plans a mesh has, cuts into stages apart; 0 where it is impossible."""
+        if mesh.pp > len(self.problem.model.components) or self.problem.global_batch % mesh.dp:
+            return 0
+        if mesh.tp > 1 and not self.mixed and not can_be_cut(self.problem, mesh.tp):
+            return 0
+        with contextlib.suppress(ScheduleError):
+            counts = len(microbatch_counts(self.problem, mesh))
+            return counts * self._ways(mesh) * len(orders(self.problem, mesh))
+        return 0
 
     def _root(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]], bound_s: float) -> Node:
         """With a bound that is made sharper when it is opened first."""
@@ -360,8 +399,12 @@ class Members:
             sizes = other_bucket_sizes(self.problem, self.problem.layout(plan))
             return [self._counted(each, whole, bound_s) for each in self._of_ways(plan, sizes)] if sizes else []
 
-        first = Node(bound_s, len(plans), lambda: [self._counted(each, whole, bound_s) for each in plans])
-        return [first, Node(bound_s, 0, resized, late=True)]
+        def in_order() -> list[Node]:
+            least_s = max(bound_s, order_bound_s(self.problem, plan))
+            first = Node(least_s, len(plans), lambda: [self._counted(each, whole, least_s) for each in plans])
+            return [first, Node(least_s, 0, resized, late=True)]
+
+        return in_order() if plan.mesh.pp == 1 else [Node(bound_s, len(plans), in_order)]
 
     def _counted(self, plan: Plan, cutting: Cutting | None, bound_s: float) -> Node:
         """One plan; one that is impossible or has no price says so when it is opened, and its neighbours stay."""

@@ -129,7 +129,15 @@ class Prices:
     def compute_on_s(self, component: Component, placement: Placement, phase: Phase, rank: int) -> float:
         """One microbatch on a rank of the cluster. Components that do the same work share a price, unless one of them alone
         reads nothing but the batch."""
-        samples = self.samples * placement.batch_ways(self.mesh.tp) // self.mesh.tp
+        return self._local_s(
+            component, placement, phase, rank, self.samples * placement.batch_ways(self.mesh.tp) // self.mesh.tp
+        )
+
+    def local_s(self, component: Component, placement: Placement, phase: Phase, rank: int) -> float:
+        """As `compute_on_s`, where every rank that takes part computes all `samples`."""
+        return self._local_s(component, placement, phase, rank, self.samples)
+
+    def _local_s(self, component: Component, placement: Placement, phase: Phase, rank: int, samples: int) -> float:
         kind = self._costs.device_kind(rank)
         key = (*self._same_work[component.name], phase, samples, placement.rule, placement.ways, kind)
         if key not in self._computed:

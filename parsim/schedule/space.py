@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from parsim.errors import ScheduleError
 from parsim.graph.plan_index import PlanIndex
@@ -41,12 +42,14 @@ def meshes(problem: PlanningProblem) -> Iterator[Mesh]:
     Args:
         problem: cluster, model and constraints.
     """
-    asked = problem.constraints
+    asked, most = problem.constraints, len(problem.model.components)
     for devices in range(problem.cluster.size, 0, -1):
-        for pp in (asked.pp,) if asked.pp else range(1, min(devices, len(problem.model.components)) + 1):
-            for tp in (asked.tp,) if asked.tp else range(1, devices // pp + 1):
-                dp, rest = divmod(devices, pp * tp)
-                if not rest and dp and asked.dp in (None, dp):
+        for pp in divisors(devices):
+            if asked.pp not in (None, pp) or (pp > most and not asked.pp):
+                continue
+            for tp in divisors(devices // pp):
+                dp = devices // (pp * tp)
+                if asked.tp in (None, tp) and asked.dp in (None, dp):
                     yield Mesh(pp=pp, dp=dp, tp=tp)
 
 
@@ -68,7 +71,7 @@ def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
         )
     asked = problem.constraints.microbatches
     if asked is None:
-        return divisors(samples)
+        return list(divisors(samples))
     if samples % asked:
         parts = mesh.dp * asked
         nearest = max(1, round(problem.global_batch / parts)) * parts
@@ -79,10 +82,11 @@ def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
     return [asked]
 
 
-def divisors(number: int) -> list[int]:
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
     """Of a positive number, ascending."""
     low = [count for count in range(1, int(number**0.5) + 1) if number % count == 0]
-    return sorted({*low, *(number // count for count in low)})
+    return tuple(sorted({*low, *(number // count for count in low)}))
 
 
 def orders(problem: PlanningProblem, mesh: Mesh) -> list[tuple[str, int]]:

@@ -7,6 +7,7 @@ F and B the computation of one microbatch on a place of the pp axis (a block), c
     round     place 0 begins the step; place p cannot begin before the first microbatch has come to it (E), and after the last
               backward of p a gradient still goes back to place 0 (D): E + M * (F + B) + D, then the last buckets of place 0;
               nor can its backwards begin before one microbatch has come to the loss and back (L): L + M * B + D
+    order     the last block of place 0 by the order of all blocks (`parsim.schedule.bounds.order`), then its last buckets
     sending   all collectives on the stream of the gradients, which takes one at a time
 
 The bound is the largest of these over the places. All prices are those of the simulation.
@@ -27,7 +28,7 @@ from parsim.graph.plan_index import PlanIndex
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import NOISY_STEPS, SEED
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.bounds.computation import PlaceWork, computation_of
+from parsim.schedule.bounds.computation import PlaceWork, computation_of, order_s
 from parsim.work import OptimizerStep, Work
 
 ROUNDING = 1 - 1e-9
@@ -54,6 +55,7 @@ def step_bound_s(problem: PlanningProblem, plan: Plan) -> float:
     places = computation_of(problem, plan)
     ends = [_place_end_s(problem, layout, place, work) for place, work in enumerate(places)]
     rounds = [work.done_s + work.after_s for work in places if work.after_s is not None]
+    rounds.append(order_s(problem, plan, anew=False))
     last = _last_buckets_s(problem, layout, places[0])
     bound = max(*ends, max(rounds, default=0.0) + last)
     return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
@@ -69,6 +71,17 @@ def computation_bound_s(problem: PlanningProblem, plan: Plan) -> float:
     own = max(work.busy_s for work in places)
     rounds = [work.done_s + work.after_s for work in places if work.after_s is not None]
     bound = max(own, *rounds) if rounds else own
+    return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
+
+
+def order_bound_s(problem: PlanningProblem, plan: Plan) -> float:
+    """As `computation_bound_s`, by the order of the pipeline's blocks: sharper, and slower to find. Later bounds of plans that
+    differ in ZeRO stage and bucket size alone include it.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+    """
+    bound = order_s(problem, plan)
     return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
 
 
