@@ -119,7 +119,9 @@ class Members:
                 by_chunks.setdefault(_outruns(order), []).append(order)
             least, noise = self._least_seconds(mesh, count), least_noise(self.problem, mesh.size)
             for several, some in by_chunks.items():
-                bound = count * max(least.sum_s / mesh.pp, least.longest_s) * noise
+                bound = max(count * least.sum_s / mesh.pp, count * least.longest_s) * noise
+                if not PIPELINE_ORDERS[some[0][0]].halves:
+                    bound = max(bound, least.sum_s * noise)  # one microbatch alone
                 if not several:
                     bound = max(bound, least.sum_s / (1 - (1 - 1 / count) ** mesh.pp) * noise)
                 found.append(self._root(mesh, count, some, bound))
@@ -361,8 +363,17 @@ class Members:
         stages = zero_stages(self.problem, layout)
         return [replace(plan, zero_stage=stage, bucket_bytes=size) for stage in stages for size in sizes or self._sizes]
 
-    def _placed(self, mesh: Mesh, count: int) -> Iterator[Mapping[str, Placement]]:
-        """The placements worth judging with so many microbatches."""
+    def _placed(self, mesh: Mesh, count: int) -> list[Mapping[str, Placement]]:
+        """The placements worth judging with so many microbatches. Raises ScheduleError if there are none."""
+        if (mesh, count) not in self._found:
+            self._found[mesh, count] = list(self._worth_judging(mesh, count))
+        return self._found[mesh, count]
+
+    @cached_property
+    def _found(self) -> dict[tuple[Mesh, int], list[Mapping[str, Placement]]]:
+        return {}
+
+    def _worth_judging(self, mesh: Mesh, count: int) -> Iterator[Mapping[str, Placement]]:
         samples = self.problem.global_batch // (mesh.dp * count)
         if not self.mixed:
             chosen = (
@@ -390,8 +401,7 @@ class Members:
             raise ScheduleError(f"no choice of placements fits: {reason}")
 
     def _of_cut(self, cutting: Cutting, bounds: Bounds | None = None) -> list[Node]:
-        plan = self._fastest(cutting, bounds)
-        plans = self._of_ways(plan)
+        plan, size = self._fastest(cutting, bounds), self._ways(cutting.mesh)
         bound_s = computation_bound_s(self.problem, plan)
         whole = None if bounds is not None else cutting
 
@@ -401,10 +411,10 @@ class Members:
 
         def in_order() -> list[Node]:
             least_s = max(bound_s, order_bound_s(self.problem, plan))
-            first = Node(least_s, len(plans), lambda: [self._counted(each, whole, least_s) for each in plans])
+            first = Node(least_s, size, lambda: [self._counted(each, whole, least_s) for each in self._of_ways(plan)])
             return [first, Node(least_s, 0, resized, late=True)]
 
-        return in_order() if plan.mesh.pp == 1 else [Node(bound_s, len(plans), in_order)]
+        return in_order() if plan.mesh.pp == 1 else [Node(bound_s, size, in_order)]
 
     def _counted(self, plan: Plan, cutting: Cutting | None, bound_s: float) -> Node:
         """One plan; one that is impossible or has no price says so when it is opened, and its neighbours stay."""

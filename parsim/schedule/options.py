@@ -63,6 +63,13 @@ class ComputeSeconds:
 
 
 @dataclass
+class _Narrowed:
+    """Of one problem, by component, rule and ways: one shard, and the bytes of its weights in another precision."""
+
+    by_shard: dict[tuple[str, str, int], tuple[Component, int]] = field(default_factory=dict)
+
+
+@dataclass
 class _Kinds:
     """Of one problem, by number of ranks: the first rank of each kind of device."""
 
@@ -240,11 +247,21 @@ class Prices:
 
     def update_s(self, component: Component, placement: Placement) -> float:
         """The optimizer's step over what one rank holds of the component."""
-        elements = max(self.held_elements(component, placement, shard) for shard in range(self.mesh.tp))
+        shard = placement.shard if placement.kind == "place" else 0  # all others hold as many
+        elements = self.held_elements(component, placement, shard)
         if not elements:
             return 0.0
         whole = OptimizerStep(elements=max(elements, 1_000_000), tensors=len(component.trainable_parameters))
         return self.work_s(whole, 0) * elements / whole.elements
+
+    def _narrowed(self, component: Component, placement: Placement) -> tuple[Component, int]:
+        """One shard of a component, and the bytes of its weights in another precision."""
+        known, precision = self.problem.remembered(_Narrowed).by_shard, self.problem.precision
+        key = component.name, placement.rule, placement.ways
+        if key not in known:
+            own = narrow(component_in(component, precision), placement.rule, placement.ways)
+            known[key] = own, cast_bytes(own, precision)
+        return known[key]
 
     def memory_bytes(self, component: Component, placement: Placement, shard: int) -> float:
         """What tp rank `shard` keeps for the component: weights, gradients, optimizer state, saved activations in flight.
@@ -254,8 +271,7 @@ class Prices:
         if not placement.runs_on(shard):
             return 0.0
         tp = self.mesh.tp
-        precision = self.problem.precision
-        own = narrow(component_in(component, precision), placement.rule, placement.ways)
+        own, cast = self._narrowed(component, placement)
         elements = sum(parameter.elements for parameter in own.trainable_parameters)
         weights = sum(parameter.size_bytes for parameter in own.trainable_parameters)
         state = float(self.problem.optimizer_state_bytes_per_element * elements)
@@ -264,6 +280,6 @@ class Prices:
         held = sum(size / alike_ranks if stage <= self.zero_stage else size for stage, size in by_stage)
         samples = self.samples * placement.batch_ways(tp) // tp
         saved = own.saved_activation_bytes * samples + own.saved_fixed_bytes
-        kept = saved + cast_bytes(own, precision)
+        kept = saved + cast
         frozen = own.parameter_bytes - weights
         return held + frozen + component.buffer_bytes + self.in_flight * kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -167,6 +167,14 @@ def _excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
     return [float(max(memory[rank].excess_bytes for rank in stage.ranks)) for stage in plan.stages]
 
 
+@dataclass
+class _KnownStages:
+    """Of one problem, by mesh and samples: seconds of all runs of components (by placements too), and of transfers."""
+
+    seconds: dict[tuple[Mesh, int, tuple[tuple[str, Placement], ...]], dict[str, Floats]] = field(default_factory=dict)
+    cuts_s: dict[tuple[Mesh, int], list[float]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class _StageCosts:
     """Time and memory of a run of components on the devices of one stage."""
@@ -185,8 +193,18 @@ class _StageCosts:
         return self.problem.costs(self.mesh.size)
 
     @cached_property
+    def _known(self) -> _KnownStages:
+        return self.problem.remembered(_KnownStages)
+
+    @cached_property
     def _seconds(self) -> dict[str, Floats]:
         """Per device kind: forward and backward of one microbatch of components first..last-1, at [last, first]."""
+        key = self.mesh, self.samples, tuple(self.placements.items())
+        if key not in self._known.seconds:
+            self._known.seconds[key] = self._found_seconds()
+        return self._known.seconds[key]
+
+    def _found_seconds(self) -> dict[str, Floats]:
         prices = self._prices(in_flight=1)
         chosen = [(component, self.placements.get(component.name, BATCH)) for component in self.problem.model.components]
         totals: dict[str, Floats] = {}
@@ -272,6 +290,12 @@ class _StageCosts:
 
     def cuts_s(self) -> list[float]:
         """Per place the transfer of everything that crosses the cut before it, forward, between the first two stages."""
+        key = self.mesh, self.samples
+        if key not in self._known.cuts_s:
+            self._known.cuts_s[key] = self._found_cuts_s()
+        return self._known.cuts_s[key]
+
+    def _found_cuts_s(self) -> list[float]:
         known: dict[int, float] = {}
         found = []
         for size_bytes in crossing_bytes(self.problem, self.samples):
