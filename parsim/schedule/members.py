@@ -36,9 +36,9 @@ from parsim.schedule.options import Prices, device_kinds, placements_of
 from parsim.schedule.partition import least_round_s
 from parsim.schedule.placement.every_choice import choices_by_bound, count_choices
 from parsim.schedule.placement.objective import Solution
-from parsim.schedule.space import bucket_sizes, microbatch_counts, orders, other_bucket_sizes, zero_stages
+from parsim.schedule.space import bucket_sizes, divisors, microbatch_counts, orders, other_bucket_sizes, zero_stages
 from parsim.schedule.stages import Cutting
-from parsim.schedule.tensor import MOST_PLACES, best_placement, can_be_cut, uniform_options, uniform_placements
+from parsim.schedule.tensor import MOST_PLACES, best_placement, can_be_cut, limits_of, uniform_options, uniform_placements
 from parsim.work import Phase
 
 MOST_CUTS = 64
@@ -135,9 +135,11 @@ class Members:
         Args:
             by_size: meshes of equal size, the largest first. opened: the parts on some meshes.
         """
+        counts = [{mesh: self._plans_on(mesh) for mesh in some} for some in by_size]
+        by_size = [kept for some in counts if (kept := [mesh for mesh, plans in some.items() if plans])]
+        sizes = [total for some in counts if (total := sum(some.values()))]
         if not by_size:
             return []
-        sizes = [sum(map(self._plans_on, some)) for some in by_size]
         bounds = self.problem.remembered(DeviceSeconds)
 
         def of_size(number: int) -> list[Node]:
@@ -501,11 +503,12 @@ def places(tp: int) -> range | tuple[int]:
 
 def uncut_text(problem: PlanningProblem, tp: int) -> str:
     """Why no component can be cut into `tp` shards: what the rules divide by."""
-    limits = sorted({(each.rule, each.limit) for component in problem.model.components for each in component.shardings})
+    limits = sorted(limits_of(problem))
     if not limits:
         return f"no component of {problem.model.name} can be cut into shards, so tp = {tp} shards nothing; use pp and dp"
     texts = ", ".join(f"{rule} ({limit})" for rule, limit in limits[:6])
-    possible = [ways for ways in range(2, problem.cluster.size + 1) if any(limit % ways == 0 for _, limit in limits)]
+    every = sorted({ways for _, limit in limits for ways in divisors(limit)})
+    possible = [ways for ways in every if 1 < ways <= problem.cluster.size]
     return (
         f"no component of {problem.model.name} can be cut into tp = {tp} shards: tp must divide the size that a rule cuts: "
         f"{texts}; "

@@ -71,8 +71,9 @@ class _Narrowed:
 
 @dataclass
 class _Kinds:
-    """Of one problem, by number of ranks: the first rank of each kind of device."""
+    """Of one problem: the first rank of each kind of device, and these by numbers of ranks."""
 
+    first: dict[str, int] = field(default_factory=dict)
     by_ranks: dict[int, dict[str, int]] = field(default_factory=dict)
 
 
@@ -82,11 +83,14 @@ def device_kinds(problem: PlanningProblem, ranks: int) -> dict[str, int]:
     Args:
         problem: whose cluster is meant. ranks: of a plan.
     """
-    known = problem.remembered(_Kinds).by_ranks
-    if ranks not in known:
-        costs = problem.costs(ranks)
-        known[ranks] = {costs.device_kind(rank): rank for rank in reversed(range(ranks))}
-    return known[ranks]
+    known = problem.remembered(_Kinds)
+    if not known.first:
+        costs = problem.costs(problem.cluster.size)
+        for rank in range(problem.cluster.size):
+            known.first.setdefault(costs.device_kind(rank), rank)
+    if ranks not in known.by_ranks:
+        known.by_ranks[ranks] = {kind: first for kind, first in known.first.items() if first < ranks}
+    return known.by_ranks[ranks]
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ class DeviceSeconds:
 
     def are_alike(self, problem: PlanningProblem) -> bool:
         """Whether prices do not depend on how many ranks compute: then fewer devices never have a lower bound."""
-        return problem.cost_group(1) == problem.cost_group(problem.cluster.size) and problem.cluster.profile.noise is None
+        noise = problem.cluster.profile.noise
+        return problem.cost_group(1) == problem.cost_group(problem.cluster.size) and (noise is None or not noise.rank_sigma)
 
 
 def _batch_s(problem: PlanningProblem, devices: int) -> float:
