@@ -19,7 +19,7 @@ from typing import Any
 
 from parsim.errors import CostError, PlanError, ScheduleError
 from parsim.plans.plan import Plan
-from parsim.schedule.members import Node
+from parsim.schedule.parts.node import Node
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class JudgedPlan:
     """A plan that was simulated, its step, and whether it fits."""
 
     plan: Plan
@@ -112,7 +112,7 @@ def judged_best_first(
     incumbents: Incumbents,
     late: list[Node] | None = None,
     most: float = float("inf"),
-) -> tuple[list[Judged], Tally]:
+) -> tuple[list[JudgedPlan], Tally]:
     """All plans of a family that could be its best.
 
     Args:
@@ -125,7 +125,7 @@ def judged_best_first(
     """
     tally, number = Tally(), count()
     queue: list[tuple[float, int, Node]] = []
-    judged: list[Judged] = []
+    judged: list[JudgedPlan] = []
     closest: tuple[float, Node] | None = None
 
     def too_large(excess: float, node: Node) -> None:
@@ -159,7 +159,7 @@ def judged_best_first(
             over = excess_bytes(node.plan)
             if over:
                 others = list(node.instead()) if node.instead is not None else []
-                tally.too_large += not others
+                tally.too_large += all(other.late for other in others)
                 too_large(over, node)
                 for other in others:
                     push(other, node.bound_s)
@@ -173,7 +173,7 @@ def judged_best_first(
             tally.unpriced = tally.unpriced or error
             continue
         tally.simulated += 1
-        judged.append(Judged(plan=node.plan, step_s=step_s))
+        judged.append(JudgedPlan(plan=node.plan, step_s=step_s))
         incumbents.steps_s[replace(node.plan, strategy="custom")] = step_s
     rest = sum(node.size for _, _, node in queue)
     if queue and queue[0][0] < incumbents.bar_s:
@@ -182,7 +182,7 @@ def judged_best_first(
         tally.slower = rest
     if late is not None and not judged and closest is not None and not incumbents.steps_s:
         plan = _first_plan(closest[1])
-        judged += [] if plan is None else [Judged(plan=plan, step_s=judge(plan), fits=False)]
+        judged += [] if plan is None else [JudgedPlan(plan=plan, step_s=judge(plan), fits=False)]
     return judged, tally
 
 

@@ -14,7 +14,8 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.registry import Registry
-from parsim.schedule.members import Members, Node
+from parsim.schedule.members import Members
+from parsim.schedule.parts.node import Node
 from parsim.schedule.space import meshes
 
 FEW_COMPONENTS = 6

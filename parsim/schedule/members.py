@@ -15,68 +15,33 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import NamedTuple
 
-import numpy as np
-
-from parsim.arrays import Floats
 from parsim.errors import CostError, ParsimError, PlanError, ScheduleError
 from parsim.plans.mesh import Mesh
-from parsim.plans.pipeline import PIPELINE_ORDERS, rank_of_stage
+from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.placement import BATCH, Placement
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES, Plan
+from parsim.plans.plan import ZERO_STAGES, Plan
 from parsim.plans.recompute import AUTO, NONE
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.devices import DeviceSeconds
-from parsim.schedule.bounds.memory import missing_bytes
 from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, least_noise, order_bound_s, step_bound_s
-from parsim.schedule.choose_recompute import recomputed_to_fit
-from parsim.schedule.cuts import Bounds, are_listed, count_cuts, every_cut
-from parsim.schedule.options import Prices, device_kinds, placements_of
+from parsim.schedule.choose_recompute import every_set_that_fits, recomputed_to_fit
+from parsim.schedule.cuts import Bounds
 from parsim.schedule.partition import least_round_s
-from parsim.schedule.placement.every_choice import choices_by_bound, count_choices
-from parsim.schedule.placement.objective import Solution
-from parsim.schedule.space import bucket_sizes, divisors, microbatch_counts, orders, other_bucket_sizes, zero_stages
+from parsim.schedule.parts.least import least_missing_bytes, least_seconds
+from parsim.schedule.parts.node import Node, PosedPlacement
+from parsim.schedule.parts.refinements import every_choice, other_cuts
+from parsim.schedule.space import (
+    bucket_sizes,
+    divisors,
+    is_chain,
+    microbatch_counts,
+    orders,
+    other_bucket_sizes,
+    zero_stages,
+)
 from parsim.schedule.stages import Cutting
-from parsim.schedule.tensor import MOST_PLACES, best_placement, can_be_cut, limits_of, uniform_options, uniform_placements
-from parsim.work import Phase
-
-MOST_CUTS = 64
-"""Of one mesh, number of microbatches and order: cuts that are tried beside the one whose slowest stage is fastest."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """A part of a family.
-
-    Attributes:
-        bound_s: no plan of it is simulated to take less. size: plans in it.
-        opened: the parts it consists of; None for a single plan. Raises PlanError or ScheduleError if it has none.
-        plan: the single plan. instead: what may be judged in its place if it does not fit.
-        missing_bytes: by how much none of its plans can fit; 0 where some might. None: not known.
-        late: to be opened once the best plan of all other parts is known, and only if it may be faster than that one.
-    """
-
-    bound_s: float
-    size: int
-    opened: Callable[[], list[Node]] | None = None
-    plan: Plan | None = None
-    instead: Callable[[], Iterator[Node]] | None = None
-    missing_bytes: Callable[[], float] | None = None
-    late: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class PosedPlacement:
-    """A solution of the placement problem, and where it was posed."""
-
-    mesh: Mesh
-    microbatches: int
-    solution: Solution
-
-    def to_dict(self) -> dict[str, object]:
-        mesh = {"pp": self.mesh.pp, "dp": self.mesh.dp, "tp": self.mesh.tp}
-        return {**self.solution.to_dict(), "microbatches": self.microbatches, "mesh": mesh}
+from parsim.schedule.tensor import best_placement, can_be_cut, limits_of, uniform_placements
 
 
 @dataclass(frozen=True)
@@ -111,16 +76,17 @@ class Members:
         found = []
         for count in microbatch_counts(self.problem, mesh):
             if self.mixed:
-                found += self._every_choice(mesh, count)
+                least = least_seconds(self.problem, mesh, count, mixed=True)
+                found += every_choice(self.problem, self.strategy, mesh, count, least, self._ways(mesh), self._of_cut)
             if self.mixed and mesh.dp != (self.problem.constraints.dp or 1):
                 continue  # the tp axis makes replicas too
             by_chunks: dict[bool, list[tuple[str, int]]] = {}
             for order in orders(self.problem, mesh):
-                by_chunks.setdefault(_outruns(order), []).append(order)
-            least, noise = self._least_seconds(mesh, count), least_noise(self.problem, mesh.size)
+                by_chunks.setdefault(self._outruns(order), []).append(order)
+            least, noise = least_seconds(self.problem, mesh, count, mixed=self.mixed), least_noise(self.problem, mesh.size)
             for several, some in by_chunks.items():
                 bound = max(count * least.sum_s / mesh.pp, count * least.longest_s) * noise
-                if not PIPELINE_ORDERS[some[0][0]].halves:
+                if is_chain(self.problem) and not PIPELINE_ORDERS[some[0][0]].halves:
                     bound = max(bound, least.sum_s * noise)  # one microbatch alone
                 if not several:
                     bound = max(bound, least.sum_s / (1 - (1 - 1 / count) ** mesh.pp) * noise)
@@ -170,16 +136,21 @@ class Members:
     def _root(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]], bound_s: float) -> Node:
         """With a bound that is made sharper when it is opened first."""
         size = self._ways(mesh) * len(some)
-        missing = partial(self._missing_bytes, mesh, count)
-        if mesh.pp == 1 or _outruns(some[0]):
+        missing = partial(least_missing_bytes, self.problem, mesh, count, mixed=self.mixed)
+        if mesh.pp == 1 or self._outruns(some[0]):
             return Node(bound_s, size, self._opening(mesh, count, some, bound_s), missing_bytes=missing)
 
         def opened() -> list[Node]:
-            least_s = least_round_s(self._least_seconds(mesh, count).seconds, mesh.pp, count)
+            least_s = least_round_s(least_seconds(self.problem, mesh, count, mixed=self.mixed).seconds, mesh.pp, count)
             sharper = max(bound_s, least_s * least_noise(self.problem, mesh.size) * ROUNDING)
             return [Node(sharper, size, self._opening(mesh, count, some, sharper))]
 
         return Node(bound_s * ROUNDING, size, opened, missing_bytes=missing)
+
+    def _outruns(self, order: tuple[str, int]) -> bool:
+        """Whether the bound of a round does not hold: with several stages per rank, where gradients do not wait for all of a
+        backward, or where stages do not wait for one another."""
+        return order[1] > 1 or PIPELINE_ORDERS[order[0]].halves or not is_chain(self.problem)
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
@@ -191,73 +162,15 @@ class Members:
             return 1
         return len(self._sizes) * (1 if isinstance(self.problem.zero_stage, int) else len(ZERO_STAGES))
 
-    def _least_seconds(self, mesh: Mesh, count: int) -> _Least:
-        """Per component forward and backward of one microbatch, under the cheapest of its placements on the fastest device."""
-        samples = self.problem.global_batch // (mesh.dp * count)
-        known = self.problem.remembered(_LeastSeconds).by_shape
-        kinds = device_kinds(self.problem, mesh.size)
-        key = (self.problem.cost_group(mesh.size), tuple(kinds), mesh.tp, samples, self.mixed)
-        if key not in known:
-            prices = Prices(problem=self.problem, mesh=mesh, samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
-            seen: dict[object, float] = {}
-            found, chosen = [], []
-            for component in self.problem.model.components:
-                options = self._options(component.name, mesh.tp, samples)
-                chosen.append(options)
-                work = (prices.same_work(component), component.name in prices.differentiable, options)
-                if work not in seen:
-                    seen[work] = min((_mean_s(prices, component.name, option) for option in options), default=0.0)
-                found.append(seen[work])
-            known[key] = _Least(np.array(found), sum(found), max(found), tuple(chosen))
-        return known[key]
-
-    def _missing_bytes(self, mesh: Mesh, count: int) -> float:
-        known = self.problem.remembered(_LeastSeconds).missing
-        samples = self.problem.global_batch // (mesh.dp * count)
-        key = (mesh, samples, self.mixed)
-        if key not in known:
-            known[key] = missing_bytes(self.problem, mesh, samples, self._least_seconds(mesh, count).options)
-        return known[key]
-
-    def _options(self, name: str, tp: int, samples: int) -> tuple[Placement, ...]:
-        component = self.problem.model.component(name)
-        if not self.mixed:
-            return uniform_options(self.problem, component, tp, divides=samples % tp == 0)
-        options = placements_of(component, Mesh(tp=tp), samples, places=places(tp))
-        return tuple(option for option in options if self.problem.allows(name, option))
-
     def _opening(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]], bound_s: float) -> Callable[[], list[Node]]:
         def opened() -> list[Node]:
             found = []
             for cutting in self._cuttings(mesh, count, some):
                 found.append(Node(bound_s, self._ways(mesh), partial(self._of_cut, cutting)))
-                found += self._other_cuts(cutting, bound_s)
+                found += other_cuts(cutting, self._ways(mesh), bound_s, self._of_cut)
             return found
 
         return opened
-
-    def _other_cuts(self, cutting: Cutting, bound_s: float) -> list[Node]:
-        """Every cut but the one whose slowest stage is fastest, the least bound first."""
-        most = min(MOST_CUTS, cutting.others)
-        if not most:
-            return []
-        listed: Iterator[tuple[float, Bounds]] = iter(())
-
-        def begun() -> list[Node]:
-            nonlocal listed
-            listed = cutting.others_by_bound()
-            return following(most)
-
-        def following(left: int) -> list[Node]:
-            found = next(listed, None) if left else None
-            if found is None:
-                return []
-            least = found[0] * least_noise(self.problem, cutting.mesh.size) * ROUNDING
-            rest = Node(least, size * (left - 1), lambda: following(left - 1), late=True)
-            return [Node(least, size, partial(self._of_cut, cutting, found[1]), late=True), rest]
-
-        size = self._ways(cutting.mesh)
-        return [Node(bound_s, size * most, begun, late=True)]
 
     def _cuttings(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]]) -> Iterator[Cutting]:
         for placements in self._placed(mesh, count):
@@ -284,70 +197,6 @@ class Members:
                 for cutting in self._cuttings(mesh, count, orders(self.problem, mesh)):
                     with contextlib.suppress(PlanError, ScheduleError):
                         yield from self._of_ways(self._fastest(cutting))
-
-    def _every_choice(self, mesh: Mesh, count: int) -> list[Node]:
-        """Every joint choice of placements, where they are few."""
-        options = self._least_seconds(mesh, count).options
-        total, components = count_choices(options), len(self.problem.model.components)
-        if not total:
-            return []
-        found = []
-        for order, chunks in orders(self.problem, mesh):
-            stages = mesh.pp * chunks
-            if not are_listed(components, stages) or count_cuts(components, stages) > MOST_CUTS:
-                continue
-            for cut in every_cut(components, stages):
-                chosen = partial(self._of_choice, mesh, count, order, chunks, cut)
-                places = self._places(cut, order, mesh)
-                size, bound = total * self._ways(mesh), self._least_seconds(mesh, count).sum_s / mesh.pp
-                bound_s = bound * count * least_noise(self.problem, mesh.size) * ROUNDING
-                found.append(Node(bound_s, size, partial(self._choices, mesh, count, places, chosen), late=True))
-        return found
-
-    def _places(self, cut: Bounds, order: str, mesh: Mesh) -> list[int]:
-        """Per component its place on the pp axis."""
-        places = rank_of_stage(order, mesh.pp, len(cut) // mesh.pp)
-        return [places[number] for number, (first, last) in enumerate(cut) for _ in range(first, last)]
-
-    def _choices(
-        self, mesh: Mesh, count: int, places: Sequence[int], chosen: Callable[[float, Sequence[Placement]], list[Node]]
-    ) -> list[Node]:
-        samples = self.problem.global_batch // (mesh.dp * count)
-        prices = Prices(problem=self.problem, mesh=mesh, samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
-        options = self._least_seconds(mesh, count).options
-        bounds, rows = choices_by_bound(prices, options, places, count)
-        bounds = bounds * least_noise(self.problem, mesh.size) * ROUNDING
-        size = self._ways(mesh)
-
-        def following(number: int) -> list[Node]:
-            if number == len(bounds):
-                return []
-            placements = [own[row] for own, row in zip(options, rows[number], strict=True)]
-            rest = Node(float(bounds[number]), size * (len(bounds) - number - 1), partial(following, number + 1), late=True)
-            if all(placement == BATCH for placement in placements):
-                return [rest]
-            return [Node(float(bounds[number]), size, partial(chosen, float(bounds[number]), placements), late=True), rest]
-
-        return following(0)
-
-    def _of_choice(
-        self, mesh: Mesh, count: int, order: str, chunks: int, cut: Bounds, bound_s: float, chosen: Sequence[Placement]
-    ) -> list[Node]:
-        names = [component.name for component in self.problem.model.components]
-        cutting = Cutting(
-            problem=self.problem,
-            strategy=self.strategy,
-            mesh=mesh,
-            microbatches=count,
-            order=order,
-            chunks=chunks,
-            placements=dict(zip(names, chosen, strict=True)),
-        )
-        try:
-            self.problem.layout(cutting.plan(cut))
-        except PlanError:  # components that share a parameter hold it differently, or a value cannot be cut
-            return []
-        return self._of_cut(cutting, cut)
 
     def _fastest(self, cutting: Cutting, bounds: Bounds | None = None) -> Plan:
         """With recomputation as the question has it. Raises PlanError, ScheduleError, CostError."""
@@ -459,46 +308,16 @@ class Members:
         for other in found:
             if other is not None:
                 yield Node(step_bound_s(problem, other), 1, None, other)
+        if problem.recompute == AUTO:
 
+            def every_set() -> list[Node]:
+                return [Node(step_bound_s(problem, each), 1, None, each) for each in every_set_that_fits(problem, plan)]
 
-def _outruns(order: tuple[str, int]) -> bool:
-    """Whether the bound of a round does not hold: with several stages per rank, or where gradients do not wait for all of a
-    backward."""
-    return order[1] > 1 or PIPELINE_ORDERS[order[0]].halves
+            yield Node(step_bound_s(problem, plan), 0, every_set, late=True)
 
 
 def _refuse(error: ParsimError) -> list[Node]:
     raise error
-
-
-class _Least(NamedTuple):
-    """Seconds of every component, their sum and the longest; the placements among which they are the least."""
-
-    seconds: Floats
-    sum_s: float
-    longest_s: float
-    options: tuple[tuple[Placement, ...], ...]
-
-
-@dataclass
-class _LeastSeconds:
-    """Of one problem, by prices, kinds of devices, tp, samples and whether placements are mixed."""
-
-    by_shape: dict[tuple[int, tuple[str, ...], int, int, bool], _Least] = field(default_factory=dict)
-    missing: dict[tuple[Mesh, int, bool], float] = field(default_factory=dict)
-
-
-def _mean_s(prices: Prices, name: str, placement: Placement) -> float:
-    """Forward and backward of one microbatch on the fastest device, as the mean over the tp ranks."""
-    component = prices.problem.model.component(name)
-    phases = (Phase.FORWARD, Phase.BACKWARD) if name in prices.differentiable else (Phase.FORWARD,)
-    share = 1 / prices.mesh.tp if placement.kind == "place" else 1.0
-    return share * sum(prices.compute_s(component, placement, phase, fastest=True) for phase in phases)
-
-
-def places(tp: int) -> range | tuple[int]:
-    """The tp ranks on which a component may be placed alone."""
-    return range(tp) if tp <= MOST_PLACES else (0,)
 
 
 def uncut_text(problem: PlanningProblem, tp: int) -> str:

@@ -16,9 +16,10 @@ from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, simulated_ste
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import PlanResult
 from parsim.registry import is_reference
-from parsim.schedule.branch_and_bound import Incumbents, Judged, Tally, judged_best_first
+from parsim.schedule.branch_and_bound import Incumbents, JudgedPlan, Tally, judged_best_first
 from parsim.schedule.families import FAMILIES, Strategy, mixed_meshes, nodes_of
-from parsim.schedule.members import Members, Node, PosedPlacement
+from parsim.schedule.members import Members
+from parsim.schedule.parts.node import Node, PosedPlacement
 from parsim.units import format_bytes, format_seconds
 
 MOST_LATE = 2000
@@ -87,14 +88,11 @@ def search(
         ScheduleError: an unknown strategy, or no family has any member. CostError: nothing can be priced.
     """
     mixes = "adaptive" in strategies
-    wanted = (*FAMILIES, "adaptive") if mixes else tuple(dict.fromkeys(strategies))
-    for name in wanted:
-        if name not in (*FAMILIES, "adaptive") and not is_reference(name):
-            raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, [*FAMILIES, 'adaptive'])}")
+    wanted = _known_names(strategies)
     families = {name: FAMILIES[name] for name in wanted if name != "adaptive"}
     posed: list[PosedPlacement] = []
     steps, full = _Steps(problem), dict[Plan, Evaluation]()
-    judged: list[Judged] = []
+    judged: list[JudgedPlan] = []
     skipped: dict[str, str] = {}
     tally, late = Tally(), list[Node]()
     together = Incumbents(wanted=top or 1)
@@ -163,6 +161,15 @@ def search(
     )
 
 
+def _known_names(strategies: Sequence[str]) -> tuple[str, ...]:
+    """Every name once; "adaptive" stands for all families. Raises ScheduleError for an unknown one."""
+    wanted = (*FAMILIES, "adaptive") if "adaptive" in strategies else tuple(dict.fromkeys(strategies))
+    for name in wanted:
+        if name not in (*FAMILIES, "adaptive") and not is_reference(name):
+            raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, [*FAMILIES, 'adaptive'])}")
+    return wanted
+
+
 def _nodes(members: Members, strategy: Strategy | None) -> list[Node]:
     """The family as parts with lower bounds; "adaptive" (None): all placements of single components."""
     problem = members.problem
@@ -195,12 +202,12 @@ def _excess_bytes(problem: PlanningProblem, plan: Plan) -> int:
     return max((entry.excess_bytes for entry in problem.memory(plan) if not entry.fits), default=0)
 
 
-def _rank(entry: Judged) -> tuple[bool, float]:
+def _rank(entry: JudgedPlan) -> tuple[bool, float]:
     """The order of the candidates: plans that fit first, the fastest of them first."""
     return not entry.fits, entry.step_s
 
 
-def _renamed(entry: Judged, strategy: str) -> Judged:
+def _renamed(entry: JudgedPlan, strategy: str) -> JudgedPlan:
     """The same plan and the same figures under another strategy's name."""
     return replace(entry, plan=replace(entry.plan, strategy=strategy))
 
@@ -235,16 +242,16 @@ class _Steps:
         return self.seconds[program]
 
 
-def _best_of_each(ranked: Sequence[Judged]) -> list[Judged]:
-    best: dict[str, Judged] = {}
+def _best_of_each(ranked: Sequence[JudgedPlan]) -> list[JudgedPlan]:
+    best: dict[str, JudgedPlan] = {}
     for entry in ranked:
         best.setdefault(entry.plan.strategy, entry)
     return list(best.values())
 
 
-def _distinct(ranked: Sequence[Judged]) -> list[Judged]:
+def _distinct(ranked: Sequence[JudgedPlan]) -> list[JudgedPlan]:
     """Each program once, under the first of its names, with the fastest of its cuts into stages."""
-    found: dict[object, Judged] = {}
+    found: dict[object, JudgedPlan] = {}
     for entry in ranked:
         plan = entry.plan
         placed = tuple(pair for stage in plan.stages for pair in stage.placed())

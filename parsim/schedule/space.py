@@ -6,11 +6,12 @@ Every key that the question gives has one value here, every other all that make 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from parsim.errors import ScheduleError
-from parsim.graph.plan_index import PlanIndex
+from parsim.graph.plan_index import PlanIndex, differentiable_components
+from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES
@@ -172,3 +173,32 @@ def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
         return (problem.zero_stage,)
     shared = layout.plan.mesh.dp > 1 or any(len(bucket.group) > 1 for bucket in layout.buckets)
     return ZERO_STAGES if shared else (0,)
+
+
+@dataclass
+class _Chain:
+    """Of one problem: whether its model is a chain."""
+
+    found: bool | None = None
+
+
+def is_chain(problem: PlanningProblem) -> bool:
+    """Whether every component waits for the one before it, forward and backward. Else stages may run beside one another.
+
+    Args:
+        problem: whose model is meant.
+    """
+    known = problem.remembered(_Chain)
+    if known.found is None:
+        known.found = _is_chain(problem.model)
+    return known.found
+
+
+def _is_chain(model: Model) -> bool:
+    backwards = differentiable_components(model)
+    for one, two in zip(model.components, model.components[1:], strict=False):
+        shared = [model.value[name] for name in two.inputs if name in one.outputs]
+        returns = any(value.differentiable for value in shared) and two.name in backwards
+        if not shared or (one.name in backwards and not returns):
+            return False
+    return True

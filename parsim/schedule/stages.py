@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -23,6 +23,7 @@ from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.cuts import Bounds, are_listed, count_cuts, cuts_by_bound
 from parsim.schedule.options import Prices
 from parsim.schedule.partition import INFINITE, partition, sums_between
+from parsim.schedule.space import is_chain
 from parsim.work import Phase, SendRecv
 
 TIGHTENINGS = 4
@@ -114,6 +115,10 @@ class Cutting:
             return self.plan(((0, len(self._costs.problem.model.components)),))
         return self.plan(partition(len(self.problem.model.components), count, self._costs.seconds, self._costs.cuts_s()))
 
+    def placing(self, placements: Mapping[str, Placement]) -> Cutting:
+        """The same with other placements, by component."""
+        return replace(self, placements=placements)
+
     @property
     def others(self) -> int:
         """How many cuts there are beside the fastest; 0 where they are too many to be listed."""
@@ -126,7 +131,8 @@ class Cutting:
         """Every cut but the fastest, with a lower bound of the pipeline without transfers; bounds ascending."""
         count, components = self.mesh.pp * self.chunks, len(self.problem.model.components)
         halved = PIPELINE_ORDERS[self.order].halves  # the gradient that goes back to the first stage need not wait for both
-        before = np.zeros(components + 1) if halved else self._costs.before_s()
+        alone = halved or not is_chain(self.problem)
+        before = np.zeros(components + 1) if alone else self._costs.before_s()
         first = self._bounds_of(self.fastest())
         for bound, cut in cuts_by_bound(components, count, self._costs.seconds, before, self.microbatches):
             if cut != first:

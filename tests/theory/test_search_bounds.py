@@ -131,6 +131,6 @@ def test_branch_and_bound_finds_the_best_of_all_members(family: str, machine: st
 
 
 def test_divisors() -> None:
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert divisors(1) == [1]
-    assert divisors(49) == [1, 7, 49]
+    assert divisors(12) == (1, 2, 3, 4, 6, 12)
+    assert divisors(1) == (1,)
+    assert divisors(49) == (1, 7, 49)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from parsim.arrays import Floats
 from parsim.plans.placement import Placement
 from parsim.schedule.options import Prices
+from parsim.schedule.space import is_chain
 from parsim.work import Phase
 
 MOST_CHOICES = 2**12
@@ -50,7 +51,7 @@ def choices_by_bound(
         Seconds that no step goes below, and [choice, component] the numbers of the options. Leaves out all communication.
     """
     index = np.indices([len(own) for own in options]).reshape(len(options), -1)
-    mesh, chain = prices.mesh, _is_chain(prices)
+    mesh, chain = prices.mesh, is_chain(prices.problem)
     busy = np.zeros((index.shape[1], mesh.size))
     first = np.full_like(busy, np.inf)
     before = np.zeros(index.shape[1])
@@ -71,13 +72,3 @@ def choices_by_bound(
     bounds = ends.max(axis=1)
     order = np.argsort(bounds, kind="stable")
     return bounds[order], index.T[order]
-
-
-def _is_chain(prices: Prices) -> bool:
-    """Whether every component reads what the one before it makes, and hands a gradient back."""
-    model = prices.problem.model
-    for one, two in zip(model.components, model.components[1:], strict=False):
-        values = [model.value[name] for name in two.inputs if name in one.outputs]
-        if not any(value.differentiable for value in values):
-            return False
-    return all(component.name in prices.differentiable for component in model.components)
