@@ -23,6 +23,9 @@ BUCKET_BYTES = (DEFAULT_BUCKET_BYTES, 4 * MIB, 100 * MIB)
 SMALL_BUCKET_BYTES = (MIB, MIB // 4, MIB // 16)
 """Tried where the plans with larger ones leave room for a faster step."""
 
+MOST_SMALL_BUCKETS = 128
+"""Of a rank. Sizes that make more are not tried."""
+
 MOST_BUCKET_SIZES = 64
 """Of a plan whose parameters have fewer sums than this, every size that makes other buckets is tried."""
 
@@ -119,12 +122,13 @@ def orders(problem: PlanningProblem, mesh: Mesh) -> list[tuple[str, int]]:
 
 
 def bucket_sizes(problem: PlanningProblem) -> tuple[int, ...]:
-    """Bucket sizes that differ for this model: all that hold the whole model are one."""
+    """Bucket sizes that differ for this model: of those that hold it whole the first."""
     if problem.constraints.bucket_bytes is not None:
         return (problem.constraints.bucket_bytes,)
     whole = sum(parameter.size_bytes for parameter in problem.model.trainable_parameters)
-    useful = [size for size in BUCKET_BYTES if size < whole]
-    return tuple(useful) or (DEFAULT_BUCKET_BYTES,)
+    useful = tuple(size for size in BUCKET_BYTES if size < whole)
+    holding = (size for size in BUCKET_BYTES if size >= whole)  # the default first
+    return (*useful, *list(holding)[:1])
 
 
 def other_bucket_sizes(problem: PlanningProblem, layout: PlanIndex) -> list[int]:
@@ -145,7 +149,7 @@ def other_bucket_sizes(problem: PlanningProblem, layout: PlanIndex) -> list[int]
     known = bucket_sizes(problem)
     if sum(len(run) * (len(run) + 1) // 2 for run in runs) > MOST_BUCKET_SIZES:
         most = max(map(sum, runs))
-        return [size for size in SMALL_BUCKET_BYTES if size < most]
+        return [size for size in SMALL_BUCKET_BYTES if size < most <= size * MOST_SMALL_BUCKETS]
     sums = {sum(run[first:last]) for run in runs for last in range(1, len(run) + 1) for first in range(last)}
     found: dict[tuple[tuple[int, ...], ...], int] = {_closings(runs, size): 0 for size in known}
     for size in sorted(sums - {0}, reverse=True):
