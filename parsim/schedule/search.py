@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -133,9 +133,7 @@ def search(
             skipped[name] = "; ".join(counted.infeasible)
     opened(late, Incumbents(steps_s=together.steps_s))
     if not judged:
-        if tally.unpriced is not None:
-            raise tally.unpriced
-        raise ScheduleError("no plan to choose from: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
+        raise _nothing_to_choose(tally, skipped)
     ranked = sorted(judged, key=_rank)
     best_mixes = mixes and problem.cluster.size > 1
     if top is not None:
@@ -159,6 +157,12 @@ def search(
         tally=tally,
         placements=tuple(posed),
     )
+
+
+def _nothing_to_choose(tally: Tally, skipped: Mapping[str, str]) -> Exception:
+    if tally.unpriced is not None:
+        return tally.unpriced
+    return ScheduleError("no plan to choose from: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
 
 
 def _known_names(strategies: Sequence[str]) -> tuple[str, ...]:
