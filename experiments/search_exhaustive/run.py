@@ -55,7 +55,11 @@ def main() -> None:
             rows[str(seed)] = compare(seed)
         elif asked.again:
             rows[str(seed)] |= compared_again(seed, rows[str(seed)])
-    document = {"summary": summary(list(rows.values())), "machine": platform.processor() or platform.machine(), "rows": rows}
+    document: dict[str, Any] = {
+        "summary": summary(list(rows.values())),
+        "machine": platform.processor() or platform.machine(),
+        "rows": rows,
+    }
     if out is not None:
         out.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document) if asked.json else text(document["summary"]))

@@ -158,7 +158,7 @@ class Members:
 
     def _ways(self, mesh: Mesh) -> int:
         """Combinations of ZeRO stages and bucket sizes."""
-        if mesh.dp * mesh.tp == 1:
+        if mesh.copies * mesh.tp == 1:
             return 1
         return len(self._sizes) * (1 if isinstance(self.problem.zero_stage, int) else len(ZERO_STAGES))
 

@@ -10,6 +10,7 @@ from parsim.analyze.bounds import busiest_resource_s
 from parsim.costs.uncertainty.draws import medians_s
 from parsim.errors import ScheduleError, near_matches
 from parsim.plans.constraints import PlanConstraints
+from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, NONE, Recompute
 from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, simulated_step, with_interval
@@ -87,6 +88,8 @@ def search(
     Raises:
         ScheduleError: an unknown strategy, or no family has any member. CostError: nothing can be priced.
     """
+    asked = problem.constraints
+    problem = problem.on(Mesh(dp=asked.ep or 1, cp=asked.cp or 1, ep=asked.ep or 1))
     mixes = "adaptive" in strategies
     wanted = _known_names(strategies)
     families = {name: FAMILIES[name] for name in wanted if name != "adaptive"}
@@ -130,10 +133,11 @@ def search(
         if not shared:
             together.steps_s.update(own.steps_s)
         if counted.infeasible and len(judged) == known:
-            skipped[name] = "; ".join(counted.infeasible)
+            skipped[name] = most_frequent(counted.infeasible)
     opened(late, Incumbents(steps_s=together.steps_s))
     if not judged:
         raise _nothing_to_choose(tally, skipped)
+    skipped.pop("adaptive", None)  # its plan is then the best one of the families
     ranked = sorted(judged, key=_rank)
     best_mixes = mixes and problem.cluster.size > 1
     if top is not None:
@@ -157,6 +161,17 @@ def search(
         tally=tally,
         placements=tuple(posed),
     )
+
+
+def most_frequent(reasons: Mapping[str, int], where: str = "") -> str:
+    """The reason that was met most often, and how many others there are.
+
+    Args:
+        reasons: at least one, with how often each was met. where: the others can be read.
+    """
+    reason = max(reasons, key=reasons.__getitem__)
+    others = len(reasons) - 1
+    return f"{reason}; {others} more reason{'s' if others > 1 else ''}{where}" if others else reason
 
 
 def _nothing_to_choose(tally: Tally, skipped: Mapping[str, str]) -> Exception:

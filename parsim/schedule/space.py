@@ -48,13 +48,16 @@ def meshes(problem: PlanningProblem) -> Iterator[Mesh]:
     """
     asked, most = problem.constraints, len(problem.model.components)
     for devices in range(problem.cluster.size, 0, -1):
-        for pp in divisors(devices):
+        context = asked.cp or 1
+        if devices % context:
+            continue
+        for pp in divisors(devices // context):
             if asked.pp not in (None, pp) or (pp > most and not asked.pp):
                 continue
-            for tp in divisors(devices // pp):
-                dp = devices // (pp * tp)
-                if asked.tp in (None, tp) and asked.dp in (None, dp):
-                    yield Mesh(pp=pp, dp=dp, tp=tp)
+            for tp in divisors(devices // context // pp):
+                dp = devices // context // (pp * tp)
+                if asked.tp in (None, tp) and asked.dp in (None, dp) and dp * context % (asked.ep or 1) == 0:
+                    yield Mesh(pp=pp, dp=dp, tp=tp, cp=context, ep=asked.ep or 1)
 
 
 def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
@@ -175,7 +178,7 @@ def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
     """Every stage that is asked for; 0 alone where no two ranks hold the same parameters."""
     if isinstance(problem.zero_stage, int):
         return (problem.zero_stage,)
-    shared = layout.plan.mesh.dp > 1 or any(len(bucket.group) > 1 for bucket in layout.buckets)
+    shared = layout.plan.mesh.copies > 1 or any(len(bucket.group) > 1 for bucket in layout.buckets)
     return ZERO_STAGES if shared else (0,)
 
 

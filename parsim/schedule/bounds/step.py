@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from parsim.arrays import Floats
 from parsim.costs.uncertainty.draws import rank_noise
+from parsim.engines.side_by_side import FEWEST_DRAWS
 from parsim.graph.passes.gradients import bucket_work, gathering_work
 from parsim.graph.plan_index import PlanIndex
 from parsim.plans.plan import Plan
@@ -86,7 +88,7 @@ def order_bound_s(problem: PlanningProblem, plan: Plan) -> float:
 
 
 def least_noise(problem: PlanningProblem, ranks: int) -> float:
-    """The mean of the least noisy core over the draws with which a step is simulated, at most 1.
+    """The mean of the least noisy core over the draws with which a step is simulated, however many, at most 1.
 
     Args:
         problem: whose profile may hold noise of single ranks. ranks: of the plan.
@@ -99,8 +101,14 @@ def least_noise(problem: PlanningProblem, ranks: int) -> float:
         cores = np.arange(1 + max(problem.cluster.core_of_rank(ranks), default=0))
         means = rank_noise(np.arange(max(len(cores), ranks)), noise.rank_sigma, NOISY_STEPS, SEED)
         own = rank_noise(cores, noise.rank_sigma, NOISY_STEPS, SEED)
-        known[ranks] = min(1.0, float(means.mean(axis=0).min()), float(own.mean(axis=0).min()))
+        known[ranks] = min(1.0, _least_mean(means), _least_mean(own))
     return known[ranks]
+
+
+def _least_mean(draws: Floats) -> float:
+    """Over the cores, and over the numbers of draws from `FEWEST_DRAWS` on."""
+    means = np.cumsum(draws, axis=0) / np.arange(1, len(draws) + 1)[:, None]
+    return float(means[FEWEST_DRAWS - 1 :].min())
 
 
 # --- gradients and parameters -----------------------------------------------------------------------------------------
