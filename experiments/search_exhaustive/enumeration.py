@@ -2,7 +2,7 @@
 
 Enumerated are all meshes over the first w devices, all cuts into stages, pipeline orders, numbers of microbatches, placements
 of every component, ZeRO stages, sets of recomputed components, and bucket sizes as far as they make different buckets. Each is
-judged by `evaluate`, unless the computation of one of its ranks alone takes longer than the best plan known so far.
+simulated as `evaluate` does, unless its computation alone takes longer than the best plan known so far.
 
 Leaves out: zero-bubble orders, which a search does not propose, and more than two chunks per rank.
 """
@@ -10,10 +10,15 @@ Leaves out: zero-bubble orders, which a search does not propose, and more than t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from parsim.costs.uncertainty.draws import medians_s
+from parsim.engines.steps import mean_step_s
 from parsim.errors import CostError, PlanError
+from parsim.graph.passes.gradients import DP_STREAM
 from parsim.graph.plan_index import differentiable_components
 from parsim.model.component import Component
 from parsim.plans.mesh import Mesh
@@ -21,9 +26,9 @@ from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.placement import BATCH, REPLICATE, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage, check_plan
 from parsim.plans.recompute import NONE
-from parsim.predict.evaluate import evaluate
+from parsim.predict.evaluate import REPEATED_STEPS, simulated_step
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.work import Compute, Phase
+from parsim.work import Compute, OptimizerStep, Phase
 
 ORDERS = (("1f1b", 1), ("gpipe", 1), ("interleaved", 2))
 CLOSE = 1e-9
@@ -71,14 +76,22 @@ def exhaustive(problem: PlanningProblem, space: Space, *, known_s: float = float
     found = Found()
     outlines = [(bound_s(problem, plan), plan) for plan in outlined(problem, space)]
     found.outlines = len(outlines)
+
+    several = len(space.zero_stages) > 1 or space.recompute or space.any_buckets
+
+    def too_slow(plan: Plan) -> bool:
+        return bound_s(problem, plan) > min(found.seconds, known_s) * (1 + CLOSE)
+
     for bound, outline in sorted(outlines, key=lambda entry: entry[0]):
         if bound > min(found.seconds, known_s) * (1 + CLOSE):
             break
-        for plan in _filled_in(problem, outline, space):
+        if several and floor_s(problem, outline) > min(found.seconds, known_s) * (1 + CLOSE):
+            continue
+        for plan in _filled_in(problem, outline, space, too_slow):
             found.fitting += 1
-            if bound_s(problem, plan) > min(found.seconds, known_s) * (1 + CLOSE):
+            if too_slow(plan):
                 continue
-            seconds = evaluate(problem, plan, samples=0, fold=False).result.step_s.median
+            seconds = simulated_step(problem, plan, fold=False).step_s
             found.simulated += 1
             if seconds < found.seconds * (1 - CLOSE):
                 found.best, found.seconds, found.ties = plan, seconds, []
@@ -87,10 +100,23 @@ def exhaustive(problem: PlanningProblem, space: Space, *, known_s: float = float
     return found
 
 
+def floor_s(problem: PlanningProblem, outline: Plan) -> float:
+    """The step of an outline whose gradients are summed and whose parameters are updated in no time: whatever ZeRO stage,
+    buckets and recomputed components are added to it, each only adds tasks.
+    """
+    run = simulated_step(problem, outline, fold=False)
+    columns = run.compiled.columns
+    free = np.array([isinstance(unit.work, OptimizerStep) for unit in columns.units])[columns.unit]
+    sums = np.array([resource.stream == DP_STREAM for resource in columns.resources])
+    free[columns.uses.row_numbers[sums[columns.uses.values]]] = True
+    seconds = np.where(free, 0.0, medians_s(run.estimates)[columns.unit])
+    return float(mean_step_s(run.compiled, seconds[None, :], run.overlap, steps=REPEATED_STEPS)[0]) * (1 - CLOSE)
+
+
 def any_fits(problem: PlanningProblem, space: Space) -> Plan | None:
     """A plan of the space that fits; None if there is none."""
     for outline in outlined(problem, space):
-        for plan in _filled_in(problem, outline, space):
+        for plan in _filled_in(problem, outline, space, lambda plan: False):
             return plan
     return None
 
@@ -108,6 +134,8 @@ def outlined(problem: PlanningProblem, space: Space) -> Iterator[Plan]:
             for bounds in cuts(len(components), mesh.pp * chunks):
                 for microbatches in (count for count in range(1, replica + 1) if replica % count == 0):
                     for chosen in itertools.product(*choices):
+                        if mesh.tp > 1 and set(chosen) == {BATCH} and replica % (mesh.tp * microbatches) == 0:
+                            continue  # more replicas, by another name
                         plan = _plan(problem, mesh, order, chunks, bounds, microbatches, chosen)
                         if plan is not None:
                             yield plan
@@ -176,21 +204,25 @@ def _plan(
     return plan
 
 
-def _filled_in(problem: PlanningProblem, outline: Plan, space: Space) -> Iterator[Plan]:
+def _filled_in(problem: PlanningProblem, outline: Plan, space: Space, too_slow: Callable[[Plan], bool]) -> Iterator[Plan]:
     """The outline with every ZeRO stage, bucket size and set of recomputed components with which it fits.
+
+    Args:
+        too_slow: whether a plan need not be looked at, fitting or not.
 
     Below ZeRO 2, recomputing more only adds tasks to a program. So of the sets that fit only the smallest are tried.
     """
     names = [component.name for component in problem.model.components if component.name in differentiable(problem)]
     sets = [some for size in range(len(names) + 1) for some in itertools.combinations(names, size)] if space.recompute else [()]
-    for zero_stage in space.zero_stages if outline.world_size > 1 else (0,):
+    shared = any(len(bucket.group) > 1 for bucket in problem.layout(outline).buckets)
+    for zero_stage in space.zero_stages if shared else (0,):
         for bucket_bytes in bucket_sizes(problem, replace(outline, zero_stage=zero_stage), space):
             enough: list[frozenset[str]] = []
             for some in sets:
                 if zero_stage < 2 and any(less <= frozenset(some) for less in enough):
                     continue
                 plan = replace(outline, zero_stage=zero_stage, bucket_bytes=bucket_bytes, recompute=some or NONE)
-                if all(entry.fits for entry in problem.memory(plan)):
+                if not too_slow(plan) and all(entry.fits for entry in problem.memory(plan)):
                     enough.append(frozenset(some))
                     yield plan
 
@@ -218,29 +250,43 @@ def bucket_sizes(problem: PlanningProblem, plan: Plan, space: Space) -> list[int
 
 
 def bound_s(problem: PlanningProblem, plan: Plan) -> float:
-    """Seconds below which the plan cannot be: the computation of its busiest rank. Its prices are those of `evaluate`."""
+    """Seconds below which the plan cannot be, whatever is sent.
+
+    A rank computes all microbatches of its components. It begins once a microbatch has gone forward through the components
+    before its own, and after its last backward a microbatch still goes back through them. Prices are those of `evaluate`.
+    """
     costs = problem.costs(plan.world_size)
     known: dict[tuple[object, str], float] = problem.remembered(_Prices).seconds
-    busiest = 0.0
     has_backward = differentiable(problem)
-    placed = [entry for stage in plan.stages for entry in ((stage, *pair) for pair in stage.placed())]
-    for rank in range(plan.world_size):
+
+    def seconds(name: str, placement: Placement, rank: int) -> float:
+        samples = plan.microbatch_samples * placement.batch_ways(plan.mesh.tp) // plan.mesh.tp
+        phases = [Phase.FORWARD]
+        if name in has_backward:
+            phases += [Phase.BACKWARD, *([Phase.FORWARD] if name in plan.recomputed else [])]
         total = 0.0
-        for stage, name, placement in placed:
-            if rank not in stage.ranks or not placement.runs_on(plan.shard_of_rank(rank)):
-                continue
-            samples = plan.microbatch_samples * placement.batch_ways(plan.mesh.tp) // plan.mesh.tp
-            phases = [Phase.FORWARD]
-            if name in has_backward:
-                phases += [Phase.BACKWARD, *([Phase.FORWARD] if name in plan.recomputed else [])]
-            for phase in phases:
-                work = Compute(component=name, phase=phase, samples=samples, rule=placement.rule, ways=placement.ways)
-                key = (work, costs.device_kind(rank))
-                if key not in known:
-                    known[key] = costs.estimate(work, rank).median_s
-                total += known[key]
-        busiest = max(busiest, plan.microbatches * total)
-    return busiest
+        for phase in phases:
+            work = Compute(component=name, phase=phase, samples=samples, rule=placement.rule, ways=placement.ways)
+            key = (work, costs.device_kind(rank))
+            if key not in known:
+                known[key] = costs.estimate(work, rank).median_s
+            total += known[key]
+        return total
+
+    busy, before = [0.0] * plan.world_size, 0.0
+    first: list[float | None] = [None] * plan.world_size
+    for stage in plan.stages:
+        for name, placement in stage.placed():
+            own = [
+                seconds(name, placement, rank) if placement.runs_on(plan.shard_of_rank(rank)) else 0.0 for rank in stage.ranks
+            ]
+            for rank, taken in zip(stage.ranks, own, strict=True):
+                if taken:
+                    first[rank] = before if first[rank] is None else first[rank]
+                    busy[rank] += taken
+            before += min((taken for taken in own if taken), default=0.0)
+    ends = (plan.microbatches * own + (start or 0.0) for own, start in zip(busy, first, strict=True))
+    return max(ends) * (1 - CLOSE)
 
 
 @dataclass

@@ -2,6 +2,9 @@
 
 Every plan that is not simulated either does not fit, is impossible, or has a lower bound that is not below the best plan
 found. So the best of the family is found, among its members.
+
+Late parts are put aside. They refine what the others stand for (other cuts into stages, other bucket sizes), so they are opened
+last, when the best plan is known: few of their bounds are below it.
 """
 
 from __future__ import annotations
@@ -16,28 +19,29 @@ from typing import Any
 
 from parsim.errors import CostError, PlanError, ScheduleError
 from parsim.plans.plan import Plan
-from parsim.predict.evaluate import Evaluation
-from parsim.schedule.members import Node
+from parsim.schedule.parts.node import Node
 
 
 @dataclass
 class Tally:
     """What became of the plans of a search.
 
-    Attributes: simulated, too_large (do not fit), slower (their lower bound is above the best plan): numbers of plans.
+    Attributes: simulated, too_large (do not fit), slower (their lower bound is above the best plan), untried
+        (parts of the search beyond its limit): numbers of plans.
         infeasible: numbers of plans by the reason why they are impossible. unpriced: the first error of a price.
     """
 
     simulated: int = 0
     too_large: int = 0
     slower: int = 0
+    untried: int = 0
     infeasible: Counter[str] = field(default_factory=Counter)
     unpriced: CostError | None = None
 
     @property
     def considered(self) -> int:
         """All plans."""
-        return self.simulated + self.too_large + self.slower + sum(self.infeasible.values())
+        return self.simulated + self.too_large + self.slower + self.untried + sum(self.infeasible.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -46,6 +50,7 @@ class Tally:
             "simulated": self.simulated,
             "slower_by_a_lower_bound": self.slower,
             "do_not_fit": self.too_large,
+            "not_tried": self.untried,
             "infeasible": dict(self.infeasible),
         }
 
@@ -54,8 +59,18 @@ class Tally:
         self.simulated += other.simulated
         self.too_large += other.too_large
         self.slower += other.slower
+        self.untried += other.untried
         self.infeasible.update(other.infeasible)
         self.unpriced = self.unpriced or other.unpriced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedPlan:
+    """A plan that was simulated, its step, and whether it fits."""
+
+    plan: Plan
+    step_s: float
+    fits: bool = True
 
 
 LOSERS_WITHIN = 0.02
@@ -93,21 +108,24 @@ def judged_best_first(
     nodes: Iterable[Node],
     *,
     excess_bytes: Callable[[Plan], int],
-    judge: Callable[[Plan], Evaluation],
+    judge: Callable[[Plan], float],
     incumbents: Incumbents,
-) -> tuple[list[Evaluation], Tally]:
-    """The evaluations of all plans of a family that could be its best.
+    late: list[Node] | None = None,
+    most: float = float("inf"),
+) -> tuple[list[JudgedPlan], Tally]:
+    """All plans of a family that could be its best.
 
     Args:
-        nodes: the family. excess_bytes: by how much a plan does not fit. judge: simulates a plan.
+        nodes: the family. excess_bytes: by how much a plan does not fit. judge: seconds of a plan's step.
         incumbents: the best so far, read and added to.
+        late: receives the parts that are put aside; None: none are. most: parts that are opened.
 
     Returns:
-        Of plans that do not fit one is judged, the one closest to fitting, and only if none fits.
+        Of plans that do not fit one is judged, the one closest to fitting, and only if none fits and `late` is given.
     """
     tally, number = Tally(), count()
     queue: list[tuple[float, int, Node]] = []
-    judged: list[Evaluation] = []
+    judged: list[JudgedPlan] = []
     closest: tuple[float, Node] | None = None
 
     def too_large(excess: float, node: Node) -> None:
@@ -115,10 +133,18 @@ def judged_best_first(
         if closest is None or excess < closest[0]:
             closest = excess, node
 
+    def push(node: Node, least_s: float = 0.0) -> None:
+        if node.late and late is not None:
+            late.append(node if node.bound_s >= least_s else replace(node, bound_s=least_s))
+        else:
+            heapq.heappush(queue, (max(node.bound_s, least_s), next(number), node))
+
     for node in nodes:
-        heapq.heappush(queue, (node.bound_s, next(number), node))
-    while queue and queue[0][0] < incumbents.bar_s:
+        push(node)
+    taken = 0
+    while queue and queue[0][0] < incumbents.bar_s and taken < most:
         _, _, node = heapq.heappop(queue)
+        taken += 1
         try:
             missing = 0.0 if node.missing_bytes is None else node.missing_bytes()
             if missing:
@@ -127,18 +153,18 @@ def judged_best_first(
                 continue
             if node.opened is not None:
                 for part in node.opened():
-                    heapq.heappush(queue, (max(part.bound_s, node.bound_s), next(number), part))
+                    push(part, node.bound_s)
                 continue
             assert node.plan is not None
             over = excess_bytes(node.plan)
             if over:
                 others = list(node.instead()) if node.instead is not None else []
-                tally.too_large += not others
+                tally.too_large += all(other.late for other in others)
                 too_large(over, node)
                 for other in others:
-                    heapq.heappush(queue, (max(other.bound_s, node.bound_s), next(number), other))
+                    push(other, node.bound_s)
                 continue
-            evaluation = judge(node.plan)
+            step_s = judge(node.plan)
         except (PlanError, ScheduleError) as error:
             tally.infeasible[str(error)] += node.size
             continue
@@ -147,12 +173,16 @@ def judged_best_first(
             tally.unpriced = tally.unpriced or error
             continue
         tally.simulated += 1
-        judged.append(evaluation)
-        incumbents.steps_s[replace(node.plan, strategy="custom")] = evaluation.result.step_s.median
-    tally.slower = sum(node.size for _, _, node in queue)
-    if not judged and closest is not None and not incumbents.steps_s:
+        judged.append(JudgedPlan(plan=node.plan, step_s=step_s))
+        incumbents.steps_s[replace(node.plan, strategy="custom")] = step_s
+    rest = sum(node.size for _, _, node in queue)
+    if queue and queue[0][0] < incumbents.bar_s:
+        tally.untried = rest
+    else:
+        tally.slower = rest
+    if late is not None and not judged and closest is not None and not incumbents.steps_s:
         plan = _first_plan(closest[1])
-        judged += [] if plan is None else [judge(plan)]
+        judged += [] if plan is None else [JudgedPlan(plan=plan, step_s=judge(plan), fits=False)]
     return judged, tally
 
 

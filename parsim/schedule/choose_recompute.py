@@ -3,20 +3,25 @@
 Of every place on the pp axis components are taken in the order of what a second of recomputing each frees, the best first, and
 as few as make its ranks fit.
 
-Leaves out: other sets of components than the first of that order, some of which may be cheaper.
+Leaves out: other sets of components than the first of that order, some of which may be cheaper. Of a model of few components
+all sets are tried (`every_set_that_fits`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 from parsim.plans.plan import Plan
-from parsim.plans.recompute import FULL
+from parsim.plans.recompute import FULL, NONE
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.computation import prices_of
 from parsim.work import Phase
+
+FEW_COMPONENTS = 6
+"""Of a model with at most so many backwards every set is tried."""
 
 
 def recomputed_to_fit(problem: PlanningProblem, plan: Plan) -> Plan | None:
@@ -42,6 +47,28 @@ def recomputed_to_fit(problem: PlanningProblem, plan: Plan) -> Plan | None:
                 enough[place] = tried[place]
     least = _recomputing(plan, by_place, enough)
     return everything if any(place_excess_bytes(problem, least)) else least
+
+
+def every_set_that_fits(problem: PlanningProblem, plan: Plan) -> list[Plan]:
+    """The plan with every set of recomputed components that fits, none of which holds another; none for larger models.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model, without recomputation.
+    """
+    backwards = [name for name in plan.components if name in problem.layout(plan).differentiable]
+    if len(backwards) > FEW_COMPONENTS:
+        return []
+    fitting: list[frozenset[str]] = []
+    found = []
+    for size in range(len(backwards) + 1):
+        for some in combinations(backwards, size):
+            if any(less <= set(some) for less in fitting):
+                continue
+            tried = replace(plan, recompute=some or NONE)
+            if not any(place_excess_bytes(problem, tried)):
+                fitting.append(frozenset(some))
+                found.append(tried)
+    return found
 
 
 def _recomputing(plan: Plan, by_place: Sequence[Sequence[str]], counts: Sequence[int]) -> Plan:

@@ -6,7 +6,7 @@ knows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from parsim.errors import ScheduleError
@@ -14,8 +14,12 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.registry import Registry
-from parsim.schedule.members import Members, Node
+from parsim.schedule.members import Members
+from parsim.schedule.parts.node import Node
 from parsim.schedule.space import meshes
+
+FEW_COMPONENTS = 6
+"""Up to so many, all joint choices of placements may be listed."""
 
 Meshes = Callable[[PlanningProblem], list[Mesh]]
 
@@ -56,16 +60,31 @@ class Strategy:
 
 
 def nodes_of(members: Members, some: list[Mesh]) -> list[Node]:
-    """The parts on these meshes. Raises ScheduleError if there are none, with every reason."""
-    found: list[Node] = []
+    """The parts on these meshes: those of most devices, and one part for all that leave more of them idle.
+
+    Raises:
+        ScheduleError: there are none, with every reason.
+    """
+    by_size: dict[int, list[Mesh]] = {}
+    for mesh in some:
+        by_size.setdefault(mesh.size, []).append(mesh)
+    sizes = sorted(by_size, reverse=True)
     reasons: dict[str, None] = {}
+    for number, size in enumerate(sizes):
+        found = _on_meshes(members, by_size[size], reasons)
+        if found:
+            return found + members.of_fewer_devices([by_size[fewer] for fewer in sizes[number + 1 :]], _on_meshes)
+    raise ScheduleError("; ".join(reasons) or f"{members.strategy} has no mesh of {members.problem.cluster.size} devices")
+
+
+def _on_meshes(members: Members, some: Sequence[Mesh], reasons: dict[str, None]) -> list[Node]:
+    """The parts on these meshes, with the reasons why others have none."""
+    found: list[Node] = []
     for mesh in some:
         try:
             found += members.of_mesh(mesh)
         except ScheduleError as error:
             reasons[str(error)] = None
-    if not found:
-        raise ScheduleError("; ".join(reasons) or f"{members.strategy} has no mesh of {members.problem.cluster.size} devices")
     return found
 
 
@@ -165,7 +184,8 @@ def hp_meshes(problem: PlanningProblem) -> list[Mesh]:
 
 
 def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
-    """Those with a tp axis on which every component may have a placement of its own, which makes replicas there too.
+    """Those with a tp axis on which every component may have a placement of its own, which makes replicas there too. So a dp
+    axis beside it adds little, and is left out where a model has many components.
 
     Args:
         problem: with constraints. Where it gives tp, all that can be cut is cut, so there are none.
@@ -173,7 +193,8 @@ def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
     asked = problem.constraints
     if asked.tp is not None:
         return []
-    return [mesh for mesh in meshes(problem) if mesh.tp > 1 and mesh.dp == (asked.dp or 1)]
+    few = len(problem.model.components) <= FEW_COMPONENTS
+    return [mesh for mesh in meshes(problem) if mesh.tp > 1 and (few or mesh.dp == (asked.dp or 1))]
 
 
 def _kept(problem: PlanningProblem, name: str, some: list[Mesh]) -> list[Mesh]:

@@ -15,59 +15,33 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import NamedTuple
 
-import numpy as np
-
-from parsim.arrays import Floats
 from parsim.errors import CostError, ParsimError, PlanError, ScheduleError
 from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.placement import BATCH, Placement
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES, Plan
+from parsim.plans.plan import ZERO_STAGES, Plan
 from parsim.plans.recompute import AUTO, NONE
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.bounds.memory import missing_bytes
-from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, step_bound_s
-from parsim.schedule.choose_recompute import recomputed_to_fit
-from parsim.schedule.options import Prices, placements_of
+from parsim.schedule.bounds.devices import DeviceSeconds
+from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, least_noise, order_bound_s, step_bound_s
+from parsim.schedule.choose_recompute import every_set_that_fits, recomputed_to_fit
+from parsim.schedule.cuts import Bounds
 from parsim.schedule.partition import least_round_s
-from parsim.schedule.placement.objective import Solution
-from parsim.schedule.space import bucket_sizes, microbatch_counts, orders, zero_stages
+from parsim.schedule.parts.least import least_missing_bytes, least_seconds
+from parsim.schedule.parts.node import Node, PosedPlacement
+from parsim.schedule.parts.refinements import every_choice, other_cuts
+from parsim.schedule.space import (
+    bucket_sizes,
+    divisors,
+    is_chain,
+    microbatch_counts,
+    orders,
+    other_bucket_sizes,
+    zero_stages,
+)
 from parsim.schedule.stages import Cutting
-from parsim.schedule.tensor import MOST_PLACES, best_placement, can_be_cut, uniform_options, uniform_placements
-from parsim.work import Phase
-
-
-@dataclass(frozen=True)
-class Node:
-    """A part of a family.
-
-    Attributes:
-        bound_s: no plan of it is simulated to take less. size: plans in it.
-        opened: the parts it consists of; None for a single plan. Raises PlanError or ScheduleError if it has none.
-        plan: the single plan. instead: what may be judged in its place if it does not fit.
-        missing_bytes: by how much none of its plans can fit; 0 where some might. None: not known.
-    """
-
-    bound_s: float
-    size: int
-    opened: Callable[[], list[Node]] | None = None
-    plan: Plan | None = None
-    instead: Callable[[], Iterator[Node]] | None = None
-    missing_bytes: Callable[[], float] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PosedPlacement:
-    """A solution of the placement problem, and where it was posed."""
-
-    mesh: Mesh
-    microbatches: int
-    solution: Solution
-
-    def to_dict(self) -> dict[str, object]:
-        mesh = {"pp": self.mesh.pp, "dp": self.mesh.dp, "tp": self.mesh.tp}
-        return {**self.solution.to_dict(), "microbatches": self.microbatches, "mesh": mesh}
+from parsim.schedule.tensor import best_placement, can_be_cut, limits_of, uniform_placements
 
 
 @dataclass(frozen=True)
@@ -101,29 +75,82 @@ class Members:
             raise ScheduleError(uncut_text(self.problem, mesh.tp))
         found = []
         for count in microbatch_counts(self.problem, mesh):
+            if self.mixed:
+                least = least_seconds(self.problem, mesh, count, mixed=True)
+                found += every_choice(self.problem, self.strategy, mesh, count, least, self._ways(mesh), self._of_cut)
+            if self.mixed and mesh.dp != (self.problem.constraints.dp or 1):
+                continue  # the tp axis makes replicas too
             by_chunks: dict[bool, list[tuple[str, int]]] = {}
             for order in orders(self.problem, mesh):
-                by_chunks.setdefault(order[1] > 1, []).append(order)
-            least = self._least_seconds(mesh, count)
+                by_chunks.setdefault(self._outruns(order), []).append(order)
+            least, noise = least_seconds(self.problem, mesh, count, mixed=self.mixed), least_noise(self.problem, mesh.size)
             for several, some in by_chunks.items():
-                bound = count * max(least.sum_s / mesh.pp, least.longest_s)
+                bound = max(count * least.sum_s / mesh.pp, count * least.longest_s) * noise
+                if is_chain(self.problem) and not PIPELINE_ORDERS[some[0][0]].halves:
+                    bound = max(bound, least.sum_s * noise)  # one microbatch alone
                 if not several:
-                    bound = max(bound, least.sum_s / (1 - (1 - 1 / count) ** mesh.pp))
+                    bound = max(bound, least.sum_s / (1 - (1 - 1 / count) ** mesh.pp) * noise)
                 found.append(self._root(mesh, count, some, bound))
         return found
+
+    def of_fewer_devices(
+        self, by_size: Sequence[Sequence[Mesh]], opened: Callable[[Members, Sequence[Mesh], dict[str, None]], list[Node]]
+    ) -> list[Node]:
+        """Parts of the meshes that leave devices idle, opened only as far as so few devices may be faster.
+
+        Args:
+            by_size: meshes of equal size, the largest first. opened: the parts on some meshes.
+        """
+        counts = [{mesh: self._plans_on(mesh) for mesh in some} for some in by_size]
+        by_size = [kept for some in counts if (kept := [mesh for mesh, plans in some.items() if plans])]
+        sizes = [total for some in counts if (total := sum(some.values()))]
+        if not by_size:
+            return []
+        bounds = self.problem.remembered(DeviceSeconds)
+
+        def of_size(number: int) -> list[Node]:
+            return opened(self, by_size[number], {})
+
+        def rest(number: int) -> list[Node]:
+            if number == len(by_size):
+                return []
+            bound_s = bounds.step_s(self.problem, by_size[number][0].size)
+            return [Node(bound_s, sum(sizes[number:]), lambda: [*of_size(number), *rest(number + 1)])]
+
+        if bounds.are_alike(self.problem):
+            return rest(0)
+        bounds_s = [bounds.step_s(self.problem, some[0].size) for some in by_size]
+        return [Node(bound_s, sizes[number], partial(of_size, number)) for number, bound_s in enumerate(bounds_s)]
+
+    def _plans_on(self, mesh: Mesh) -> int:
+        """How many plans a mesh has, cuts into stages apart; 0 where it is impossible."""
+        if mesh.pp > len(self.problem.model.components) or self.problem.global_batch % mesh.dp:
+            return 0
+        if mesh.tp > 1 and not self.mixed and not can_be_cut(self.problem, mesh.tp):
+            return 0
+        with contextlib.suppress(ScheduleError):
+            counts = len(microbatch_counts(self.problem, mesh))
+            return counts * self._ways(mesh) * len(orders(self.problem, mesh))
+        return 0
 
     def _root(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]], bound_s: float) -> Node:
         """With a bound that is made sharper when it is opened first."""
         size = self._ways(mesh) * len(some)
-        missing = partial(self._missing_bytes, mesh, count)
-        if mesh.pp == 1 or some[0][1] > 1:
+        missing = partial(least_missing_bytes, self.problem, mesh, count, mixed=self.mixed)
+        if mesh.pp == 1 or self._outruns(some[0]):
             return Node(bound_s, size, self._opening(mesh, count, some, bound_s), missing_bytes=missing)
 
         def opened() -> list[Node]:
-            sharper = max(bound_s, least_round_s(self._least_seconds(mesh, count).seconds, mesh.pp, count) * ROUNDING)
+            least_s = least_round_s(least_seconds(self.problem, mesh, count, mixed=self.mixed).seconds, mesh.pp, count)
+            sharper = max(bound_s, least_s * least_noise(self.problem, mesh.size) * ROUNDING)
             return [Node(sharper, size, self._opening(mesh, count, some, sharper))]
 
         return Node(bound_s * ROUNDING, size, opened, missing_bytes=missing)
+
+    def _outruns(self, order: tuple[str, int]) -> bool:
+        """Whether the bound of a round does not hold: with several stages per rank, where gradients do not wait for all of a
+        backward, or where stages do not wait for one another."""
+        return order[1] > 1 or PIPELINE_ORDERS[order[0]].halves or not is_chain(self.problem)
 
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
@@ -131,47 +158,17 @@ class Members:
 
     def _ways(self, mesh: Mesh) -> int:
         """Combinations of ZeRO stages and bucket sizes."""
-        stages = 1 if isinstance(self.problem.zero_stage, int) or mesh.dp * mesh.tp == 1 else len(ZERO_STAGES)
-        return stages * len(self._sizes)
-
-    def _least_seconds(self, mesh: Mesh, count: int) -> _Least:
-        """Per component forward and backward of one microbatch, under the cheapest of its placements on the fastest device."""
-        samples = self.problem.global_batch // (mesh.dp * count)
-        known = self.problem.remembered(_LeastSeconds).by_shape
-        key = (self.problem.cost_group(mesh.size), mesh.tp, samples, self.mixed)
-        if key not in known:
-            prices = Prices(problem=self.problem, mesh=mesh, samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
-            seen: dict[object, float] = {}
-            found, chosen = [], []
-            for component in self.problem.model.components:
-                options = self._options(component.name, mesh.tp, samples)
-                chosen.append(options)
-                work = (prices.same_work(component), component.name in prices.differentiable, options)
-                if work not in seen:
-                    seen[work] = min((_mean_s(prices, component.name, option) for option in options), default=0.0)
-                found.append(seen[work])
-            known[key] = _Least(np.array(found), sum(found), max(found), tuple(chosen))
-        return known[key]
-
-    def _missing_bytes(self, mesh: Mesh, count: int) -> float:
-        known = self.problem.remembered(_LeastSeconds).missing
-        samples = self.problem.global_batch // (mesh.dp * count)
-        key = (mesh, samples, self.mixed)
-        if key not in known:
-            known[key] = missing_bytes(self.problem, mesh, samples, self._least_seconds(mesh, count).options)
-        return known[key]
-
-    def _options(self, name: str, tp: int, samples: int) -> tuple[Placement, ...]:
-        component = self.problem.model.component(name)
-        if not self.mixed:
-            return uniform_options(self.problem, component, tp, divides=samples % tp == 0)
-        options = placements_of(component, Mesh(tp=tp), samples, places=places(tp))
-        return tuple(option for option in options if self.problem.allows(name, option))
+        if mesh.copies * mesh.tp == 1:
+            return 1
+        return len(self._sizes) * (1 if isinstance(self.problem.zero_stage, int) else len(ZERO_STAGES))
 
     def _opening(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]], bound_s: float) -> Callable[[], list[Node]]:
         def opened() -> list[Node]:
-            cuttings = self._cuttings(mesh, count, some)
-            return [Node(bound_s, self._ways(mesh), partial(self._of_cut, cutting)) for cutting in cuttings]
+            found = []
+            for cutting in self._cuttings(mesh, count, some):
+                found.append(Node(bound_s, self._ways(mesh), partial(self._of_cut, cutting)))
+                found += other_cuts(cutting, self._ways(mesh), bound_s, self._of_cut)
+            return found
 
         return opened
 
@@ -201,21 +198,33 @@ class Members:
                     with contextlib.suppress(PlanError, ScheduleError):
                         yield from self._of_ways(self._fastest(cutting))
 
-    def _fastest(self, cutting: Cutting) -> Plan:
+    def _fastest(self, cutting: Cutting, bounds: Bounds | None = None) -> Plan:
         """With recomputation as the question has it. Raises PlanError, ScheduleError, CostError."""
-        plan = cutting.fastest()
+        plan = cutting.fastest() if bounds is None else cutting.plan(bounds)
         if self.problem.recompute != AUTO:
             plan = replace(plan, recompute=self.problem.recompute)
         self._check_asked(plan)
         return plan
 
-    def _of_ways(self, plan: Plan) -> list[Plan]:
-        """With every ZeRO stage and every bucket size."""
-        stages = zero_stages(self.problem, self.problem.layout(plan))
-        return [replace(plan, zero_stage=stage, bucket_bytes=size) for stage in stages for size in self._sizes]
+    def _of_ways(self, plan: Plan, sizes: Sequence[int] = ()) -> list[Plan]:
+        """With every ZeRO stage and every bucket size, those that are tried first where none are given."""
+        layout = self.problem.layout(plan)
+        if all(len(bucket.group) == 1 for bucket in layout.buckets):
+            sizes = self._sizes[:1]
+        stages = zero_stages(self.problem, layout)
+        return [replace(plan, zero_stage=stage, bucket_bytes=size) for stage in stages for size in sizes or self._sizes]
 
-    def _placed(self, mesh: Mesh, count: int) -> Iterator[Mapping[str, Placement]]:
-        """The placements worth judging with so many microbatches."""
+    def _placed(self, mesh: Mesh, count: int) -> list[Mapping[str, Placement]]:
+        """The placements worth judging with so many microbatches. Raises ScheduleError if there are none."""
+        if (mesh, count) not in self._found:
+            self._found[mesh, count] = list(self._worth_judging(mesh, count))
+        return self._found[mesh, count]
+
+    @cached_property
+    def _found(self) -> dict[tuple[Mesh, int], list[Mapping[str, Placement]]]:
+        return {}
+
+    def _worth_judging(self, mesh: Mesh, count: int) -> Iterator[Mapping[str, Placement]]:
         samples = self.problem.global_batch // (mesh.dp * count)
         if not self.mixed:
             chosen = (
@@ -242,13 +251,23 @@ class Members:
         if not seen:
             raise ScheduleError(f"no choice of placements fits: {reason}")
 
-    def _of_cut(self, cutting: Cutting) -> list[Node]:
-        plan = self._fastest(cutting)
-        plans = self._of_ways(plan)
+    def _of_cut(self, cutting: Cutting, bounds: Bounds | None = None) -> list[Node]:
+        plan, size = self._fastest(cutting, bounds), self._ways(cutting.mesh)
         bound_s = computation_bound_s(self.problem, plan)
-        return [Node(bound_s, len(plans), lambda: [self._counted(each, cutting, bound_s) for each in plans])]
+        whole = None if bounds is not None else cutting
 
-    def _counted(self, plan: Plan, cutting: Cutting, bound_s: float) -> Node:
+        def resized() -> list[Node]:
+            sizes = other_bucket_sizes(self.problem, self.problem.layout(plan))
+            return [self._counted(each, whole, bound_s) for each in self._of_ways(plan, sizes)] if sizes else []
+
+        def in_order() -> list[Node]:
+            least_s = max(bound_s, order_bound_s(self.problem, plan))
+            first = Node(least_s, size, lambda: [self._counted(each, whole, least_s) for each in self._of_ways(plan)])
+            return [first, Node(least_s, 0, resized, late=True)]
+
+        return in_order() if plan.mesh.pp == 1 else [Node(bound_s, size, in_order)]
+
+    def _counted(self, plan: Plan, cutting: Cutting | None, bound_s: float) -> Node:
         """One plan; one that is impossible or has no price says so when it is opened, and its neighbours stay."""
         try:
             return self.of_plan(plan, cutting)
@@ -289,49 +308,26 @@ class Members:
         for other in found:
             if other is not None:
                 yield Node(step_bound_s(problem, other), 1, None, other)
+        if problem.recompute == AUTO:
+
+            def every_set() -> list[Node]:
+                return [Node(step_bound_s(problem, each), 1, None, each) for each in every_set_that_fits(problem, plan)]
+
+            yield Node(step_bound_s(problem, plan), 0, every_set, late=True)
 
 
 def _refuse(error: ParsimError) -> list[Node]:
     raise error
 
 
-class _Least(NamedTuple):
-    """Seconds of every component, their sum and the longest; the placements among which they are the least."""
-
-    seconds: Floats
-    sum_s: float
-    longest_s: float
-    options: tuple[tuple[Placement, ...], ...]
-
-
-@dataclass
-class _LeastSeconds:
-    """Of one problem, by prices, tp, samples and whether placements are mixed."""
-
-    by_shape: dict[tuple[int, int, int, bool], _Least] = field(default_factory=dict)
-    missing: dict[tuple[Mesh, int, bool], float] = field(default_factory=dict)
-
-
-def _mean_s(prices: Prices, name: str, placement: Placement) -> float:
-    """Forward and backward of one microbatch on the fastest device, as the mean over the tp ranks."""
-    component = prices.problem.model.component(name)
-    phases = (Phase.FORWARD, Phase.BACKWARD) if name in prices.differentiable else (Phase.FORWARD,)
-    share = 1 / prices.mesh.tp if placement.kind == "place" else 1.0
-    return share * sum(prices.compute_s(component, placement, phase, fastest=True) for phase in phases)
-
-
-def places(tp: int) -> range | tuple[int]:
-    """The tp ranks on which a component may be placed alone."""
-    return range(tp) if tp <= MOST_PLACES else (0,)
-
-
 def uncut_text(problem: PlanningProblem, tp: int) -> str:
     """Why no component can be cut into `tp` shards: what the rules divide by."""
-    limits = sorted({(each.rule, each.limit) for component in problem.model.components for each in component.shardings})
+    limits = sorted(limits_of(problem))
     if not limits:
         return f"no component of {problem.model.name} can be cut into shards, so tp = {tp} shards nothing; use pp and dp"
     texts = ", ".join(f"{rule} ({limit})" for rule, limit in limits[:6])
-    possible = [ways for ways in range(2, problem.cluster.size + 1) if any(limit % ways == 0 for _, limit in limits)]
+    every = sorted({ways for _, limit in limits for ways in divisors(limit)})
+    possible = [ways for ways in every if 1 < ways <= problem.cluster.size]
     return (
         f"no component of {problem.model.name} can be cut into tp = {tp} shards: tp must divide the size that a rule cuts: "
         f"{texts}; "

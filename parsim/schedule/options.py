@@ -62,6 +62,37 @@ class ComputeSeconds:
     same_work: dict[str, tuple[str, bool]] = field(default_factory=dict)
 
 
+@dataclass
+class _Narrowed:
+    """Of one problem, by component, rule and ways: one shard, and the bytes of its weights in another precision."""
+
+    by_shard: dict[tuple[str, str, int], tuple[Component, int]] = field(default_factory=dict)
+
+
+@dataclass
+class _Kinds:
+    """Of one problem: the first rank of each kind of device, and these by numbers of ranks."""
+
+    first: dict[str, int] = field(default_factory=dict)
+    by_ranks: dict[int, dict[str, int]] = field(default_factory=dict)
+
+
+def device_kinds(problem: PlanningProblem, ranks: int) -> dict[str, int]:
+    """The kinds of device of the first ranks, each with its first rank.
+
+    Args:
+        problem: whose cluster is meant. ranks: of a plan.
+    """
+    known = problem.remembered(_Kinds)
+    if not known.first:
+        costs = problem.costs(problem.cluster.size)
+        for rank in range(problem.cluster.size):
+            known.first.setdefault(costs.device_kind(rank), rank)
+    if ranks not in known.by_ranks:
+        known.by_ranks[ranks] = {kind: first for kind, first in known.first.items() if first < ranks}
+    return known.by_ranks[ranks]
+
+
 @dataclass(frozen=True)
 class Prices:
     """Seconds and bytes of placements on the ranks of one stage.
@@ -91,10 +122,10 @@ class Prices:
         """What communicates at the same time on this mesh."""
         return concurrent_with(self.mesh, work) if self._costs.shares_links else Groups()
 
-    @cached_property
+    @property
     def _device_types(self) -> dict[str, int]:
         """One rank for each device type."""
-        return {self._costs.device_kind(rank): rank for rank in reversed(range(self.mesh.size))}
+        return device_kinds(self.problem, self.mesh.size)
 
     def compute_s(self, component: Component, placement: Placement, phase: Phase, *, fastest: bool = False) -> float:
         """One microbatch on the slowest device that has the component, or on the fastest."""
@@ -109,7 +140,15 @@ class Prices:
     def compute_on_s(self, component: Component, placement: Placement, phase: Phase, rank: int) -> float:
         """One microbatch on a rank of the cluster. Components that do the same work share a price, unless one of them alone
         reads nothing but the batch."""
-        samples = self.samples * placement.batch_ways(self.mesh.tp) // self.mesh.tp
+        return self._local_s(
+            component, placement, phase, rank, self.samples * placement.batch_ways(self.mesh.tp) // self.mesh.tp
+        )
+
+    def local_s(self, component: Component, placement: Placement, phase: Phase, rank: int) -> float:
+        """As `compute_on_s`, where every rank that takes part computes all `samples`."""
+        return self._local_s(component, placement, phase, rank, self.samples)
+
+    def _local_s(self, component: Component, placement: Placement, phase: Phase, rank: int, samples: int) -> float:
         kind = self._costs.device_kind(rank)
         key = (*self._same_work[component.name], phase, samples, placement.rule, placement.ways, kind)
         if key not in self._computed:
@@ -212,11 +251,21 @@ class Prices:
 
     def update_s(self, component: Component, placement: Placement) -> float:
         """The optimizer's step over what one rank holds of the component."""
-        elements = max(self.held_elements(component, placement, shard) for shard in range(self.mesh.tp))
+        shard = placement.shard if placement.kind == "place" else 0  # all others hold as many
+        elements = self.held_elements(component, placement, shard)
         if not elements:
             return 0.0
         whole = OptimizerStep(elements=max(elements, 1_000_000), tensors=len(component.trainable_parameters))
         return self.work_s(whole, 0) * elements / whole.elements
+
+    def _narrowed(self, component: Component, placement: Placement) -> tuple[Component, int]:
+        """One shard of a component, and the bytes of its weights in another precision."""
+        known, precision = self.problem.remembered(_Narrowed).by_shard, self.problem.precision
+        key = component.name, placement.rule, placement.ways
+        if key not in known:
+            own = narrow(component_in(component, precision), placement.rule, placement.ways)
+            known[key] = own, cast_bytes(own, precision)
+        return known[key]
 
     def memory_bytes(self, component: Component, placement: Placement, shard: int) -> float:
         """What tp rank `shard` keeps for the component: weights, gradients, optimizer state, saved activations in flight.
@@ -226,8 +275,7 @@ class Prices:
         if not placement.runs_on(shard):
             return 0.0
         tp = self.mesh.tp
-        precision = self.problem.precision
-        own = narrow(component_in(component, precision), placement.rule, placement.ways)
+        own, cast = self._narrowed(component, placement)
         elements = sum(parameter.elements for parameter in own.trainable_parameters)
         weights = sum(parameter.size_bytes for parameter in own.trainable_parameters)
         state = float(self.problem.optimizer_state_bytes_per_element * elements)
@@ -236,6 +284,6 @@ class Prices:
         held = sum(size / alike_ranks if stage <= self.zero_stage else size for stage, size in by_stage)
         samples = self.samples * placement.batch_ways(tp) // tp
         saved = own.saved_activation_bytes * samples + own.saved_fixed_bytes
-        kept = saved + cast_bytes(own, precision)
+        kept = saved + cast
         frozen = own.parameter_bytes - weights
         return held + frozen + component.buffer_bytes + self.in_flight * kept

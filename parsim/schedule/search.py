@@ -6,18 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from parsim.analyze.bounds import busiest_resource_s
+from parsim.costs.uncertainty.draws import medians_s
 from parsim.errors import ScheduleError, near_matches
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, NONE, Recompute
-from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, with_interval
+from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, simulated_step, with_interval
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.result import PlanResult
 from parsim.registry import is_reference
-from parsim.schedule.branch_and_bound import Incumbents, Tally, judged_best_first
+from parsim.schedule.branch_and_bound import Incumbents, JudgedPlan, Tally, judged_best_first
 from parsim.schedule.families import FAMILIES, Strategy, mixed_meshes, nodes_of
-from parsim.schedule.members import Members, Node, PosedPlacement
+from parsim.schedule.members import Members
+from parsim.schedule.parts.node import Node, PosedPlacement
 from parsim.units import format_bytes, format_seconds
+
+MOST_LATE = 2000
+"""Parts that refine what was found (other cuts, other bucket sizes), of which so many are opened."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +91,27 @@ def search(
     asked = problem.constraints
     problem = problem.on(Mesh(dp=asked.ep or 1, cp=asked.cp or 1, ep=asked.ep or 1))
     mixes = "adaptive" in strategies
-    wanted = (*FAMILIES, "adaptive") if mixes else tuple(dict.fromkeys(strategies))
-    for name in wanted:
-        if name not in (*FAMILIES, "adaptive") and not is_reference(name):
-            raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, [*FAMILIES, 'adaptive'])}")
+    wanted = _known_names(strategies)
     families = {name: FAMILIES[name] for name in wanted if name != "adaptive"}
     posed: list[PosedPlacement] = []
-    simulated: dict[Plan, Evaluation] = {}
-    judged: list[Evaluation] = []
+    steps, full = _Steps(problem), dict[Plan, Evaluation]()
+    judged: list[JudgedPlan] = []
     skipped: dict[str, str] = {}
-    tally = Tally()
+    tally, late = Tally(), list[Node]()
     together = Incumbents(wanted=top or 1)
 
-    def judge(plan: Plan) -> Evaluation:
-        return _evaluated(problem, plan, simulated)
+    def opened(nodes: list[Node], incumbents: Incumbents, late: list[Node] | None = None) -> Tally:
+        found, counted = judged_best_first(
+            nodes,
+            excess_bytes=lambda plan: _excess_bytes(problem, plan),
+            judge=steps.of,
+            incumbents=incumbents,
+            late=late,
+            most=float("inf") if late is not None else MOST_LATE,
+        )
+        judged.extend(found)
+        tally.add(counted)
+        return counted
 
     for name in wanted:
         if name != "single" and problem.cluster.size == 1:
@@ -111,39 +125,37 @@ def search(
             continue
         shared = name == "adaptive" or top is not None
         own = together if shared else Incumbents(rival_s=together.best_s if mixes else float("inf"))
-        found, counted = judged_best_first(
-            nodes, excess_bytes=lambda plan: _excess_bytes(problem, plan), judge=judge, incumbents=own
-        )
-        judged.extend(found)
+        known = len(judged)
+        counted = opened(nodes, own, late)
+        if not mixes and top is None:
+            opened(late, own)
+            late.clear()
         if not shared:
             together.steps_s.update(own.steps_s)
-        tally.add(counted)
-        if counted.infeasible and not found:
+        if counted.infeasible and len(judged) == known:
             skipped[name] = most_frequent(counted.infeasible)
+    opened(late, Incumbents(steps_s=together.steps_s))
     if not judged:
-        if tally.unpriced is not None:
-            raise tally.unpriced
-        raise ScheduleError("no plan to choose from: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
+        raise _nothing_to_choose(tally, skipped)
     skipped.pop("adaptive", None)  # its plan is then the best one of the families
     ranked = sorted(judged, key=_rank)
     best_mixes = mixes and problem.cluster.size > 1
     if top is not None:
         ranked = _distinct([_renamed(ranked[0], "adaptive"), *ranked[1:]] if best_mixes else ranked)
-    elif best_mixes and ranked[0].result.strategy != "adaptive":
+    elif best_mixes and ranked[0].plan.strategy != "adaptive":
         ranked = sorted([*ranked, _renamed(ranked[0], "adaptive")], key=_rank)
-    kept = ranked[:top] if top is not None else _best_of_each(ranked)
-    winner = ranked[0] if ranked[0].result.fits else None
-    candidates = tuple(_with_interval(problem, entry, ranked[0], samples) for entry in kept)
+    kept = [_evaluated(problem, entry.plan, full) for entry in (ranked[:top] if top is not None else _best_of_each(ranked))]
+    candidates = tuple(_with_interval(problem, entry, kept[0], samples) for entry in kept)
     chosen = None
-    if winner is not None:
-        chosen = next(entry for entry in candidates if entry.result.plan == winner.result.plan)
+    if candidates[0].result.fits:
+        chosen = candidates[0]
         if mixes:
-            chosen = _renamed(chosen, "adaptive")
+            chosen = replace(chosen, result=_result_named(chosen, "adaptive"))
     return Search(
         candidates=candidates,
         chosen=chosen,
-        status="best_of_candidates" if winner is not None else "infeasible",
-        lower_bound_s=min(entry.result.lower_bound_s for entry in judged),
+        status="best_of_candidates" if chosen is not None else "infeasible",
+        lower_bound_s=min(steps.bounds_s),
         judged=len(judged),
         skipped=tuple(skipped.items()),
         tally=tally,
@@ -160,6 +172,21 @@ def most_frequent(reasons: Mapping[str, int], where: str = "") -> str:
     reason = max(reasons, key=reasons.__getitem__)
     others = len(reasons) - 1
     return f"{reason}; {others} more reason{'s' if others > 1 else ''}{where}" if others else reason
+
+
+def _nothing_to_choose(tally: Tally, skipped: Mapping[str, str]) -> Exception:
+    if tally.unpriced is not None:
+        return tally.unpriced
+    return ScheduleError("no plan to choose from: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
+
+
+def _known_names(strategies: Sequence[str]) -> tuple[str, ...]:
+    """Every name once; "adaptive" stands for all families. Raises ScheduleError for an unknown one."""
+    wanted = (*FAMILIES, "adaptive") if "adaptive" in strategies else tuple(dict.fromkeys(strategies))
+    for name in wanted:
+        if name not in (*FAMILIES, "adaptive") and not is_reference(name):
+            raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, [*FAMILIES, 'adaptive'])}")
+    return wanted
 
 
 def _nodes(members: Members, strategy: Strategy | None) -> list[Node]:
@@ -194,37 +221,61 @@ def _excess_bytes(problem: PlanningProblem, plan: Plan) -> int:
     return max((entry.excess_bytes for entry in problem.memory(plan) if not entry.fits), default=0)
 
 
-def _rank(entry: Evaluation) -> tuple[bool, float]:
+def _rank(entry: JudgedPlan) -> tuple[bool, float]:
     """The order of the candidates: plans that fit first, the fastest of them first."""
-    return not entry.result.fits, entry.result.step_s.median
+    return not entry.fits, entry.step_s
 
 
-def _renamed(entry: Evaluation, strategy: str) -> Evaluation:
+def _renamed(entry: JudgedPlan, strategy: str) -> JudgedPlan:
     """The same plan and the same figures under another strategy's name."""
-    plan = replace(entry.result.plan, strategy=strategy)
-    return replace(entry, result=replace(entry.result, plan=plan, strategy=strategy))
+    return replace(entry, plan=replace(entry.plan, strategy=strategy))
 
 
-def _evaluated(problem: PlanningProblem, plan: Plan, simulated: dict[Plan, Evaluation]) -> Evaluation:
-    """The evaluation of a plan under its own strategy's name, simulated once per program."""
+def _result_named(entry: Evaluation, strategy: str) -> PlanResult:
+    return replace(entry.result, plan=replace(entry.result.plan, strategy=strategy), strategy=strategy)
+
+
+def _evaluated(problem: PlanningProblem, plan: Plan, known: dict[Plan, Evaluation]) -> Evaluation:
+    """The evaluation of a plan under its own strategy's name, made once per program."""
     program = replace(plan, strategy="custom")
-    if program not in simulated:
-        simulated[program] = evaluate(problem, plan, samples=0, fold=True)
-    return _renamed(simulated[program], plan.strategy)
+    if program not in known:
+        known[program] = evaluate(problem, plan, samples=0, fold=True)
+    return replace(known[program], result=_result_named(known[program], plan.strategy))
 
 
-def _best_of_each(ranked: Sequence[Evaluation]) -> list[Evaluation]:
-    best: dict[str, Evaluation] = {}
+@dataclass
+class _Steps:
+    """Of one search: the step of every program that was simulated, and a bound of the mean of many such steps."""
+
+    problem: PlanningProblem
+    seconds: dict[Plan, float] = field(default_factory=dict)
+    bounds_s: list[float] = field(default_factory=list)
+
+    def of(self, plan: Plan) -> float:
+        """Simulated once, whatever the strategy is called."""
+        program = replace(plan, strategy="custom")
+        if program not in self.seconds:
+            run = simulated_step(self.problem, plan, fold=True)
+            self.bounds_s.append(busiest_resource_s(run.compiled, medians_s(run.estimates)[run.compiled.columns.unit]))
+            self.seconds[program] = run.step_s
+        return self.seconds[program]
+
+
+def _best_of_each(ranked: Sequence[JudgedPlan]) -> list[JudgedPlan]:
+    best: dict[str, JudgedPlan] = {}
     for entry in ranked:
-        best.setdefault(entry.result.strategy, entry)
+        best.setdefault(entry.plan.strategy, entry)
     return list(best.values())
 
 
-def _distinct(ranked: Sequence[Evaluation]) -> list[Evaluation]:
-    """Each program once, under the first of its names."""
-    found: dict[Plan, Evaluation] = {}
+def _distinct(ranked: Sequence[JudgedPlan]) -> list[JudgedPlan]:
+    """Each program once, under the first of its names, with the fastest of its cuts into stages."""
+    found: dict[object, JudgedPlan] = {}
     for entry in ranked:
-        found.setdefault(replace(entry.result.plan, strategy="custom"), entry)
+        plan = entry.plan
+        placed = tuple(pair for stage in plan.stages for pair in stage.placed())
+        pipeline = plan.mesh, plan.microbatches, plan.pipeline_order, plan.chunks
+        found.setdefault((pipeline, placed, plan.zero_stage, plan.bucket_bytes, plan.recompute), entry)
     return list(found.values())
 
 

@@ -5,16 +5,29 @@ Every key that the question gives has one value here, every other all that make 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from parsim.errors import ScheduleError
-from parsim.graph.plan_index import PlanIndex
+from parsim.graph.plan_index import PlanIndex, differentiable_components
+from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES
 from parsim.predict.planning_problem import PlanningProblem
 
-BUCKET_BYTES = (DEFAULT_BUCKET_BYTES, 4 * 1024 * 1024, 100 * 1024 * 1024)
+MIB = 1024 * 1024
+BUCKET_BYTES = (DEFAULT_BUCKET_BYTES, 4 * MIB, 100 * MIB)
+
+SMALL_BUCKET_BYTES = (MIB, MIB // 4, MIB // 16)
+"""Tried where the plans with larger ones leave room for a faster step."""
+
+MOST_SMALL_BUCKETS = 128
+"""Of a rank. Sizes that make more are not tried."""
+
+MOST_BUCKET_SIZES = 64
+"""Of a plan whose parameters have fewer sums than this, every size that makes other buckets is tried."""
 
 FREE_ORDERS = ("1f1b", "gpipe", "interleaved")
 """Not zero-bubble: no calibration has measured a backward's halves yet, so what it would gain over 1f1b rests on an assumed
@@ -33,13 +46,18 @@ def meshes(problem: PlanningProblem) -> Iterator[Mesh]:
     Args:
         problem: cluster, model and constraints.
     """
-    asked = problem.constraints
+    asked, most = problem.constraints, len(problem.model.components)
     for devices in range(problem.cluster.size, 0, -1):
-        for pp in (asked.pp,) if asked.pp else range(1, min(devices, len(problem.model.components)) + 1):
-            for tp in (asked.tp,) if asked.tp else range(1, devices // pp + 1):
-                dp, rest = divmod(devices, pp * tp * (asked.cp or 1))
-                if not rest and dp and asked.dp in (None, dp) and dp * (asked.cp or 1) % (asked.ep or 1) == 0:
-                    yield Mesh(pp=pp, dp=dp, tp=tp, cp=asked.cp or 1, ep=asked.ep or 1)
+        context = asked.cp or 1
+        if devices % context:
+            continue
+        for pp in divisors(devices // context):
+            if asked.pp not in (None, pp) or (pp > most and not asked.pp):
+                continue
+            for tp in divisors(devices // context // pp):
+                dp = devices // context // (pp * tp)
+                if asked.tp in (None, tp) and asked.dp in (None, dp) and dp * context % (asked.ep or 1) == 0:
+                    yield Mesh(pp=pp, dp=dp, tp=tp, cp=context, ep=asked.ep or 1)
 
 
 def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
@@ -60,7 +78,7 @@ def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
         )
     asked = problem.constraints.microbatches
     if asked is None:
-        return divisors(samples)
+        return list(divisors(samples))
     if samples % asked:
         parts = mesh.dp * asked
         nearest = max(1, round(problem.global_batch / parts)) * parts
@@ -71,10 +89,11 @@ def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
     return [asked]
 
 
-def divisors(number: int) -> list[int]:
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
     """Of a positive number, ascending."""
     low = [count for count in range(1, int(number**0.5) + 1) if number % count == 0]
-    return sorted({*low, *(number // count for count in low)})
+    return tuple(sorted({*low, *(number // count for count in low)}))
 
 
 def orders(problem: PlanningProblem, mesh: Mesh) -> list[tuple[str, int]]:
@@ -106,12 +125,53 @@ def orders(problem: PlanningProblem, mesh: Mesh) -> list[tuple[str, int]]:
 
 
 def bucket_sizes(problem: PlanningProblem) -> tuple[int, ...]:
-    """Bucket sizes that differ for this model: all that hold the whole model are one."""
+    """Bucket sizes that differ for this model: of those that hold it whole the first."""
     if problem.constraints.bucket_bytes is not None:
         return (problem.constraints.bucket_bytes,)
     whole = sum(parameter.size_bytes for parameter in problem.model.trainable_parameters)
-    useful = [size for size in BUCKET_BYTES if size < whole]
-    return tuple(useful) or (DEFAULT_BUCKET_BYTES,)
+    useful = tuple(size for size in BUCKET_BYTES if size < whole)
+    holding = (size for size in BUCKET_BYTES if size >= whole)  # the default first
+    return (*useful, *list(holding)[:1])
+
+
+def other_bucket_sizes(problem: PlanningProblem, layout: PlanIndex) -> list[int]:
+    """Further bucket sizes worth trying: every one that makes other buckets, or some small ones where these are too many.
+
+    A bucket is closed once it holds `bucket_bytes`. So buckets change only where it passes the sum of a run of parameters.
+
+    Args:
+        problem: model and constraints. layout: of a plan, whatever its bucket size.
+    """
+    if problem.constraints.bucket_bytes is not None:
+        return []
+    plan = layout.plan
+    whole = problem.layout(replace(plan, bucket_bytes=2**62))
+    runs = [[each.size_bytes for each in bucket.parameters] for bucket in whole.buckets if len(bucket.group) > 1]
+    if not runs:
+        return []
+    known = bucket_sizes(problem)
+    if sum(len(run) * (len(run) + 1) // 2 for run in runs) > MOST_BUCKET_SIZES:
+        most = max(map(sum, runs))
+        return [size for size in SMALL_BUCKET_BYTES if size < most <= size * MOST_SMALL_BUCKETS]
+    sums = {sum(run[first:last]) for run in runs for last in range(1, len(run) + 1) for first in range(last)}
+    found: dict[tuple[tuple[int, ...], ...], int] = {_closings(runs, size): 0 for size in known}
+    for size in sorted(sums - {0}, reverse=True):
+        found.setdefault(_closings(runs, size), size)
+    return [size for size in found.values() if size]
+
+
+def _closings(runs: Sequence[Sequence[int]], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Per run of parameters after which of them a bucket is closed."""
+    found = []
+    for run in runs:
+        held, closed = 0, []
+        for number, size in enumerate(run):
+            held += size
+            if held >= bucket_bytes or number == len(run) - 1:
+                closed.append(number)
+                held = 0
+        found.append(tuple(closed))
+    return tuple(found)
 
 
 def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
@@ -120,3 +180,32 @@ def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
         return (problem.zero_stage,)
     shared = layout.plan.mesh.copies > 1 or any(len(bucket.group) > 1 for bucket in layout.buckets)
     return ZERO_STAGES if shared else (0,)
+
+
+@dataclass
+class _Chain:
+    """Of one problem: whether its model is a chain."""
+
+    found: bool | None = None
+
+
+def is_chain(problem: PlanningProblem) -> bool:
+    """Whether every component waits for the one before it, forward and backward. Else stages may run beside one another.
+
+    Args:
+        problem: whose model is meant.
+    """
+    known = problem.remembered(_Chain)
+    if known.found is None:
+        known.found = _is_chain(problem.model)
+    return known.found
+
+
+def _is_chain(model: Model) -> bool:
+    backwards = differentiable_components(model)
+    for one, two in zip(model.components, model.components[1:], strict=False):
+        shared = [model.value[name] for name in two.inputs if name in one.outputs]
+        returns = any(value.differentiable for value in shared) and two.name in backwards
+        if not shared or (one.name in backwards and not returns):
+            return False
+    return True

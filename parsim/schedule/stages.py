@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,18 +16,18 @@ from parsim.costs.costs import Costs
 from parsim.errors import ScheduleError
 from parsim.plans.concurrent import concurrent_with
 from parsim.plans.mesh import Mesh
-from parsim.plans.pipeline import check_chunks, moments, rank_of_stage, stages_by_rank
+from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, moments, rank_of_stage, stages_by_rank
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.cuts import Bounds, are_listed, count_cuts, cuts_by_bound
 from parsim.schedule.options import Prices
 from parsim.schedule.partition import INFINITE, partition, sums_between
+from parsim.schedule.space import is_chain
 from parsim.work import Phase, SendRecv
 
 TIGHTENINGS = 4
 """How often stages that do not fit after all (workspace, boundary values) are cut again with that much less memory."""
-
-Bounds = tuple[tuple[int, int], ...]
 
 
 def balanced_plan(
@@ -114,6 +115,33 @@ class Cutting:
             return self.plan(((0, len(self._costs.problem.model.components)),))
         return self.plan(partition(len(self.problem.model.components), count, self._costs.seconds, self._costs.cuts_s()))
 
+    def placing(self, placements: Mapping[str, Placement]) -> Cutting:
+        """The same with other placements, by component."""
+        return replace(self, placements=placements)
+
+    @property
+    def others(self) -> int:
+        """How many cuts there are beside the fastest; 0 where they are too many to be listed."""
+        count, components = self.mesh.pp * self.chunks, len(self.problem.model.components)
+        if count > components or not are_listed(components, count):
+            return 0
+        return count_cuts(components, count) - 1
+
+    def others_by_bound(self) -> Iterator[tuple[float, Bounds]]:
+        """Every cut but the fastest, with a lower bound of the pipeline without transfers; bounds ascending."""
+        count, components = self.mesh.pp * self.chunks, len(self.problem.model.components)
+        halved = PIPELINE_ORDERS[self.order].halves  # the gradient that goes back to the first stage need not wait for both
+        alone = halved or not is_chain(self.problem)
+        before = np.zeros(components + 1) if alone else self._costs.before_s()
+        first = self._bounds_of(self.fastest())
+        for bound, cut in cuts_by_bound(components, count, self._costs.seconds, before, self.microbatches):
+            if cut != first:
+                yield bound, cut
+
+    def _bounds_of(self, plan: Plan) -> Bounds:
+        ends = np.cumsum([0, *(len(stage.components) for stage in plan.stages)]).tolist()
+        return tuple(pairwise(ends))
+
     def fitting(self) -> Plan | None:
         """The plan whose slowest stage is fastest among those whose stages fit; None where none was found."""
         tried = self.fastest()
@@ -145,6 +173,14 @@ def _excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
     return [float(max(memory[rank].excess_bytes for rank in stage.ranks)) for stage in plan.stages]
 
 
+@dataclass
+class _KnownStages:
+    """Of one problem, by mesh and samples: seconds of all runs of components (by placements too), and of transfers."""
+
+    seconds: dict[tuple[Mesh, int, tuple[tuple[str, Placement], ...]], dict[str, Floats]] = field(default_factory=dict)
+    cuts_s: dict[tuple[Mesh, int], list[float]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class _StageCosts:
     """Time and memory of a run of components on the devices of one stage."""
@@ -163,8 +199,18 @@ class _StageCosts:
         return self.problem.costs(self.mesh.size)
 
     @cached_property
+    def _known(self) -> _KnownStages:
+        return self.problem.remembered(_KnownStages)
+
+    @cached_property
     def _seconds(self) -> dict[str, Floats]:
         """Per device kind: forward and backward of one microbatch of components first..last-1, at [last, first]."""
+        key = self.mesh, self.samples, tuple(self.placements.items())
+        if key not in self._known.seconds:
+            self._known.seconds[key] = self._found_seconds()
+        return self._known.seconds[key]
+
+    def _found_seconds(self) -> dict[str, Floats]:
         prices = self._prices(in_flight=1)
         chosen = [(component, self.placements.get(component.name, BATCH)) for component in self.problem.model.components]
         totals: dict[str, Floats] = {}
@@ -193,6 +239,13 @@ class _StageCosts:
         """At [last, first]: forward and backward of one microbatch on the slowest device of the stage; infinite where empty."""
         slowest: Floats = np.max([self._seconds[kind] for kind in self._kinds[stage]], axis=0)
         return slowest
+
+    def before_s(self) -> Floats:
+        """By number of components, what the first so many take at least, each on the fastest kind of device."""
+        count = len(self.problem.model.components)
+        alone = np.arange(count)
+        least: Floats = np.min([of_kind[alone + 1, alone] for of_kind in self._seconds.values()], axis=0)
+        return _running(least.tolist())
 
     def _prices(self, *, in_flight: int) -> Prices:
         return Prices(
@@ -243,6 +296,12 @@ class _StageCosts:
 
     def cuts_s(self) -> list[float]:
         """Per place the transfer of everything that crosses the cut before it, forward, between the first two stages."""
+        key = self.mesh, self.samples
+        if key not in self._known.cuts_s:
+            self._known.cuts_s[key] = self._found_cuts_s()
+        return self._known.cuts_s[key]
+
+    def _found_cuts_s(self) -> list[float]:
         known: dict[int, float] = {}
         found = []
         for size_bytes in crossing_bytes(self.problem, self.samples):

@@ -40,7 +40,23 @@ MOST_PLACES = 4
 
 def can_be_cut(problem: PlanningProblem, ways: int) -> bool:
     """Whether any component can be cut into that many shards."""
-    return any(sharding.limit % ways == 0 for component in problem.model.components for sharding in component.shardings)
+    return any(limit % ways == 0 for _, limit in limits_of(problem))
+
+
+@dataclass
+class _Limits:
+    """Of one problem: what its sharding rules divide by."""
+
+    found: frozenset[tuple[str, int]] | None = None
+
+
+def limits_of(problem: PlanningProblem) -> frozenset[tuple[str, int]]:
+    """Every rule by which a component can be cut, with the size that it cuts."""
+    known = problem.remembered(_Limits)
+    if known.found is None:
+        rows = (each for component in problem.model.components for each in component.shardings)
+        known.found = frozenset((each.rule, each.limit) for each in rows)
+    return known.found
 
 
 def uniform_placements(problem: PlanningProblem, mesh: Mesh, *, divides: bool = False) -> dict[str, Placement]:

@@ -126,11 +126,11 @@ def test_branch_and_bound_finds_the_best_of_all_members(family: str, machine: st
     best = min(evaluate(problem, plan, samples=0, fold=True).result.step_s.median for plan in FAMILIES[family](problem))
     found = search(problem, (family,), samples=0)
     assert found.chosen is not None
-    assert found.chosen.result.step_s.median == pytest.approx(best, rel=1e-12)
+    assert found.chosen.result.step_s.median <= best * (1 + 1e-12)  # less where other cuts or buckets are faster
     assert found.judged < len(list(FAMILIES[family](problem))) or family == "single"
 
 
 def test_divisors() -> None:
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert divisors(1) == [1]
-    assert divisors(49) == [1, 7, 49]
+    assert divisors(12) == (1, 2, 3, 4, 6, 12)
+    assert divisors(1) == (1,)
+    assert divisors(49) == (1, 7, 49)

@@ -44,6 +44,8 @@ CLOSE = 1e-9
 QUICK, MANY = 3, 200
 """Examples of each property: in the tests at every change, and in the slow ones."""
 
+EVERYTHING = Space(zero_stages=(0, 1, 2, 3), recompute=True, any_buckets=False)
+
 Check = Callable[[ProblemDraw, Random], None]
 
 
@@ -74,7 +76,8 @@ def _given(check: Check, examples: int) -> Check:
 
 
 def asked(draw: ProblemDraw, **constraints: object) -> PlanningProblem:
-    return draw.problem(**{"zero_stage": 0, "recompute": "none", **constraints})
+    """ZeRO stages, recomputation, buckets and all else are free, unless a test asks for some."""
+    return draw.problem(**constraints)
 
 
 def best_s(problem: PlanningProblem) -> float:
@@ -241,7 +244,7 @@ def infeasible_exactly_where_no_plan_fits(draw: ProblemDraw, random: Random) -> 
         memory = tuple(max(1, size - GIB // 2) for size in tight.cluster.memory_bytes)
         tight = _on(tight, memory_bytes=memory)
     problem = asked(_small(tight))
-    fitting = any_fits(problem, Space(any_buckets=False))
+    fitting = any_fits(problem, EVERYTHING)
     chosen = chosen_of(problem)
     assert (chosen is None) == (fitting is None), fitting and fitting.summary()
 
@@ -249,7 +252,7 @@ def infeasible_exactly_where_no_plan_fits(draw: ProblemDraw, random: Random) -> 
 def the_exhaustive_search_finds_nothing_faster(draw: ProblemDraw, random: Random) -> None:
     problem = asked(_small(draw))
     best = best_s(problem)
-    found = exhaustive(problem, Space(any_buckets=False), known_s=best)
+    found = exhaustive(problem, EVERYTHING, known_s=best)
     assert best <= found.seconds * (1 + CLOSE), found.best and found.best.summary()
 
 
@@ -289,23 +292,12 @@ PROPERTIES: dict[str, Check] = {
 }
 
 
-NOT_YET = {
-    "no_plan_by_hand_is_faster": "stages on devices of several kinds are cut by a heuristic (1 of about 40)",
-    "the_exhaustive_search_finds_nothing_faster": "buckets below 4 MiB and some cuts into stages are no candidates (9 of 227)",
-}
-"""Properties that the search does not keep, and why."""
-
-
-def _marked(name: str) -> object:
-    return pytest.param(name, marks=pytest.mark.xfail(reason=NOT_YET[name], strict=False)) if name in NOT_YET else name
-
-
-@pytest.mark.parametrize("name", [_marked(name) for name in PROPERTIES])
+@pytest.mark.parametrize("name", list(PROPERTIES))
 def test_property(name: str) -> None:
     sometimes(PROPERTIES[name])()  # type: ignore[call-arg]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [_marked(name) for name in PROPERTIES])
+@pytest.mark.parametrize("name", list(PROPERTIES))
 def test_property_on_many_problems(name: str) -> None:
     often(PROPERTIES[name])()  # type: ignore[call-arg]

@@ -18,6 +18,7 @@ from parsim.plans.pipeline import pipeline_actions
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
 from parsim.plans.redistribution import LOCAL_HOPS, ValueLayout, conversion
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.bounds.order import is_small, lags, last_block_s
 from parsim.schedule.options import Prices
 from parsim.work import Phase, SendRecv, Work
 
@@ -48,6 +49,7 @@ class KnownBounds:
 
     work: dict[Plan, tuple[PlaceWork, ...]] = field(default_factory=dict)
     prices: dict[tuple[object, int], Prices] = field(default_factory=dict)
+    orders: dict[Plan, float] = field(default_factory=dict)
 
 
 def computation_of(problem: PlanningProblem, plan: Plan) -> tuple[PlaceWork, ...]:
@@ -61,6 +63,19 @@ def computation_of(problem: PlanningProblem, plan: Plan) -> tuple[PlaceWork, ...
     if program not in known:
         known[program] = _Computation(problem, problem.layout(plan)).places()
     return known[program]
+
+
+def order_s(problem: PlanningProblem, plan: Plan, *, anew: bool = True) -> float:
+    """The end of the last block of place 0 of a pipeline, by the order of its blocks; 0 where that is not known.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model. anew: whether to work it out.
+    """
+    known = problem.remembered(KnownBounds).orders
+    program = plan.without_zero()
+    if program not in known and anew:
+        known[program] = _Computation(problem, problem.layout(plan)).order_s()
+    return known.get(program, 0.0)
 
 
 def prices_of(problem: PlanningProblem, plan: Plan) -> Prices:
@@ -342,6 +357,44 @@ class _Computation:
             moving = 0.0 if places[0] == places[1] else self._transfer_s(value, *places, mine.ends.gradient)
             longest = max(longest or 0.0, moving + rest[value.producer] + onwards)
         return longest
+
+    def order_s(self) -> float:
+        """As `parsim.schedule.bounds.order` bounds it."""
+        if self.plan.mesh.pp == 1 or self._placed_alone or self._halved or not is_small(self.plan):
+            return 0.0
+        stages = [stage.components for stage in self.plan.stages]
+        turned = [[name for name in reversed(names) if name in self.layout.differentiable] for names in stages]
+        forward_s = [sum(self._least_s(name, Phase.FORWARD) for name in names) for names in stages]
+        backward_s = [sum(map(self._least_backward_s, names)) for names in turned]
+        ahead = lags(stages, lambda name: self._least_s(name, Phase.FORWARD), self._inputs_from_others)
+        back = lags(turned, self._least_backward_s, self._gradients_from_others)
+        return last_block_s(self.plan, forward_s, backward_s, ahead, back)
+
+    def _least_backward_s(self, name: str) -> float:
+        again = self._least_s(name, Phase.RECOMPUTE) if self.layout.recomputes(name) else 0.0
+        return again + self._least_s(name, Phase.BACKWARD)
+
+    def _inputs_from_others(self, name: str) -> list[tuple[int, str, float]]:
+        """What a component reads from other stages of the plan: the stage, the maker, the seconds on the way."""
+        values = [self.problem.model.value[value] for value in dict.fromkeys(self.problem.model.component(name).inputs)]
+        chunk_of = self.layout.chunk_of
+        return [
+            (chunk_of[value.producer], value.producer, self._coming_s(value, name))
+            for value in values
+            if value.producer is not None and chunk_of[value.producer] != chunk_of[name]
+        ]
+
+    def _gradients_from_others(self, name: str) -> list[tuple[int, str, float]]:
+        """The same for its backward: the last of each stage to add to the gradients of what it makes."""
+        found = []
+        for output in self.problem.model.component(name).outputs:
+            value = self.problem.model.value[output]
+            for reading in self.layout.readings[output] if value.differentiable else ():
+                last = next((each for each in reading.components if each in self.layout.differentiable), None)
+                if last is not None and self.layout.chunk_of[last] != self.layout.chunk_of[name]:
+                    going = self._going_s(value, reading.stage, reading.ends.gradient)
+                    found.append((self.layout.chunk_of[last], last, going))
+        return found
 
     def _remaining_s(
         self, place: int, seconds: Mapping[int, tuple[float, float]], within: Mapping[str, float]

@@ -10,7 +10,7 @@ Leaves out everything else, so a plan above the bound may still not fit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from parsim.graph.parameter_buckets import alike, hold
 from parsim.model.component import Component
@@ -29,23 +29,43 @@ def missing_bytes(problem: PlanningProblem, mesh: Mesh, samples: int, options: S
         problem: model, cluster and batch. mesh: of the plans. samples: of one replica's microbatch.
         options: per component the placements that it may have.
     """
+    known = problem.remembered(_Least)
+    held = tuple(options), mesh
+    if held not in known.weights:
+        known.weights[held] = _least_weights(problem, mesh, options)
+    weights = known.weights[held]
+    largest = 0.0
+    for component, choices in zip(problem.model.components, options, strict=True):
+        key = component.fingerprint, choices, mesh.tp, samples
+        if key not in known.saved:
+            every = (_saved_bytes(problem, mesh, samples, component, choice) for choice in choices)
+            known.saved[key] = min(every, default=0.0)
+        largest = max(largest, known.saved[key])
+    room = max(device.type.memory_bytes - device.type.context_bytes for device in problem.cluster.devices[: mesh.size])
+    return max(0.0, max(weights / mesh.pp, largest) * (1 - 1e-9) - room)
+
+
+@dataclass
+class _Least:
+    """Of one problem: the weights of all components on a mesh, and what one component saves of so many samples."""
+
+    weights: dict[tuple[tuple[tuple[Placement, ...], ...], Mesh], float] = field(default_factory=dict)
+    saved: dict[tuple[str, tuple[Placement, ...], int, int], float] = field(default_factory=dict)
+
+
+def _least_weights(problem: PlanningProblem, mesh: Mesh, options: Sequence[tuple[Placement, ...]]) -> float:
     stage = problem.zero_stage if isinstance(problem.zero_stage, int) else ZERO_STAGES[-1]
     seen: set[str] = set()
-    weights = largest = 0.0
-    known: dict[object, tuple[float, float]] = {}
+    total = 0.0
+    known: dict[object, float] = {}
     for component, choices in zip(problem.model.components, options, strict=True):
         own = replace(component, parameters=tuple(each for each in component.parameters if each.name not in seen))
         seen.update(each.name for each in own.parameters)
         key = (component.fingerprint, tuple(each.elements for each in own.parameters), choices)
         if key not in known:
-            known[key] = (
-                min((_weight_bytes(problem, mesh, stage, own, choice) for choice in choices), default=0.0),
-                min((_saved_bytes(problem, mesh, samples, component, choice) for choice in choices), default=0.0),
-            )
-        weights += known[key][0]
-        largest = max(largest, known[key][1])
-    room = max(device.type.memory_bytes - device.type.context_bytes for device in problem.cluster.devices[: mesh.size])
-    return max(0.0, max(weights / mesh.pp, largest) * (1 - 1e-9) - room)
+            known[key] = min((_weight_bytes(problem, mesh, stage, own, choice) for choice in choices), default=0.0)
+        total += known[key]
+    return total
 
 
 def _weight_bytes(problem: PlanningProblem, mesh: Mesh, stage: int, component: Component, placement: Placement) -> float:

@@ -7,6 +7,7 @@ F and B the computation of one microbatch on a place of the pp axis (a block), c
     round     place 0 begins the step; place p cannot begin before the first microbatch has come to it (E), and after the last
               backward of p a gradient still goes back to place 0 (D): E + M * (F + B) + D, then the last buckets of place 0;
               nor can its backwards begin before one microbatch has come to the loss and back (L): L + M * B + D
+    order     the last block of place 0 by the order of all blocks (`parsim.schedule.bounds.order`), then its last buckets
     sending   all collectives on the stream of the gradients, which takes one at a time
 
 The bound is the largest of these over the places. All prices are those of the simulation.
@@ -29,7 +30,7 @@ from parsim.graph.plan_index import PlanIndex
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import NOISY_STEPS, SEED
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.bounds.computation import PlaceWork, computation_of
+from parsim.schedule.bounds.computation import PlaceWork, computation_of, order_s
 from parsim.work import OptimizerStep, Work
 
 ROUNDING = 1 - 1e-9
@@ -56,9 +57,10 @@ def step_bound_s(problem: PlanningProblem, plan: Plan) -> float:
     places = computation_of(problem, plan)
     ends = [_place_end_s(problem, layout, place, work) for place, work in enumerate(places)]
     rounds = [work.done_s + work.after_s for work in places if work.after_s is not None]
+    rounds.append(order_s(problem, plan, anew=False))
     last = _last_buckets_s(problem, layout, places[0])
     bound = max(*ends, max(rounds, default=0.0) + last)
-    return (bound * _noise(problem, plan) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
+    return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
 
 
 def computation_bound_s(problem: PlanningProblem, plan: Plan) -> float:
@@ -71,21 +73,36 @@ def computation_bound_s(problem: PlanningProblem, plan: Plan) -> float:
     own = max(work.busy_s for work in places)
     rounds = [work.done_s + work.after_s for work in places if work.after_s is not None]
     bound = max(own, *rounds) if rounds else own
-    return (bound * _noise(problem, plan) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
+    return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
 
 
-def _noise(problem: PlanningProblem, plan: Plan) -> float:
-    """The mean of the least noisy core over the draws with which the step is simulated, however many, at most 1."""
+def order_bound_s(problem: PlanningProblem, plan: Plan) -> float:
+    """As `computation_bound_s`, by the order of the pipeline's blocks: sharper, and slower to find. Later bounds of plans that
+    differ in ZeRO stage and bucket size alone include it.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+    """
+    bound = order_s(problem, plan)
+    return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
+
+
+def least_noise(problem: PlanningProblem, ranks: int) -> float:
+    """The mean of the least noisy core over the draws with which a step is simulated, however many, at most 1.
+
+    Args:
+        problem: whose profile may hold noise of single ranks. ranks: of the plan.
+    """
     noise = problem.cluster.profile.noise
-    if noise is None or not noise.rank_sigma or plan.world_size == 1:
+    if noise is None or not noise.rank_sigma or ranks == 1:
         return 1.0
     known = problem.remembered(KnownNoise).means
-    if plan.world_size not in known:
-        cores = np.arange(1 + max(problem.cluster.core_of_rank(plan.world_size), default=0))
-        means = rank_noise(np.arange(max(len(cores), plan.world_size)), noise.rank_sigma, NOISY_STEPS, SEED)
+    if ranks not in known:
+        cores = np.arange(1 + max(problem.cluster.core_of_rank(ranks), default=0))
+        means = rank_noise(np.arange(max(len(cores), ranks)), noise.rank_sigma, NOISY_STEPS, SEED)
         own = rank_noise(cores, noise.rank_sigma, NOISY_STEPS, SEED)
-        known[plan.world_size] = min(1.0, _least_mean(means), _least_mean(own))
-    return known[plan.world_size]
+        known[ranks] = min(1.0, _least_mean(means), _least_mean(own))
+    return known[ranks]
 
 
 def _least_mean(draws: Floats) -> float:

@@ -103,9 +103,10 @@ def placement_problem_of(
     summed = [rest[1] for _, _, rest, _ in rows]
     memory = [own for _, _, _, own in rows]
     conversions: dict[tuple[int, int], tuple[Floats, Floats]] = {}
+    matrices: dict[object, tuple[Floats, Floats]] = {}
     for value, maker, reader in _neighbours(prices):
         pair = (place[maker.name], place[reader.name])
-        ahead, back = _conversion_s(prices, value, maker, reader, options[pair[0]], options[pair[1]])
+        ahead, back = _conversion_s(prices, value, maker, reader, options[pair[0]], options[pair[1]], matrices)
         total = (microbatches * ahead + (microbatches - 1) * back, back)
         before = conversions.get(pair)
         conversions[pair] = total if before is None else (before[0] + total[0], before[1] + total[1])
@@ -174,7 +175,9 @@ def _conversion_s(
     reader: Component,
     before_options: Sequence[Placement],
     reader_options: Sequence[Placement],
+    known: dict[object, tuple[Floats, Floats]],
 ) -> tuple[Floats, Floats]:
+    """Forward and backward, [option of the one before][option of the reader]; `known` by sizes and layouts."""
     tp = prices.mesh.tp
     makes = value.producer == before.name
 
@@ -185,20 +188,25 @@ def _conversion_s(
 
     sources = [held(choice) for choice in before_options]
     targets = [input_ends(reader, choice, tp, reader.inputs.index(value.name)) for choice in reader_options]
+    backwards = value.differentiable and reader.name in prices.differentiable
+    key = (value.bytes_per_sample, value.fixed_bytes, backwards, makes, tuple(sources), tuple(targets))
+    if key in known:
+        return known[key]
     ahead = np.zeros((len(sources), len(targets)))
     back = np.zeros_like(ahead)
     for row, source in enumerate(sources):
         for column, target in enumerate(targets):
             if source.value != target.value:
                 ahead[row, column] = prices.conversion_s(value, source.value, target.value)
-            if not value.differentiable or reader.name not in prices.differentiable:
+            if not backwards:
                 continue
             wanted = source.gradient
             if not makes and wanted != target.gradient and wanted.form == "partial":
                 wanted = source.value
             if wanted != target.gradient:
                 back[row, column] = prices.conversion_s(value, target.gradient, wanted)
-    return ahead, back
+    known[key] = ahead, back
+    return known[key]
 
 
 def _ties(prices: Prices, options: Sequence[Sequence[Placement]]) -> dict[tuple[int, int], NDArray[np.bool_]]:

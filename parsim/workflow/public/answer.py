@@ -288,6 +288,7 @@ def considered_text(document: dict[str, Any]) -> str:
         f"{counts['simulated']} simulated",
         f"{counts['slower_by_a_lower_bound']} slower by a lower bound" if counts["slower_by_a_lower_bound"] else "",
         f"{counts['do_not_fit']} do not fit" if counts["do_not_fit"] else "",
+        f"{counts['not_tried']} not tried" if counts["not_tried"] else "",
     ]
     if impossible:
         why = "" if document["chosen"] else f" ({most_frequent(impossible, ' in --json')})"

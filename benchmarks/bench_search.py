@@ -1,0 +1,54 @@
+"""CPU seconds of a search, the Model at hand. Prints, asserts nothing.
+
+python benchmarks/bench_search.py [--quick] [--repeats 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+from machine import QUICK_NOTE, add_quick, machine_line
+
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.profile import load_profile
+from parsim.model.model import Model
+from parsim.model.presets import load_preset
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.search import Search, search
+
+PROFILE, GLOBAL_BATCH = "dgx1-v100-32gb", 1024
+MODELS = ("resnet50", "vit_b_16")
+
+
+def searched(model: Model, cluster: Cluster) -> tuple[float, Search]:
+    """CPU seconds of this process for one search, and what it found."""
+    problem = PlanningProblem(model=model, cluster=cluster, global_batch=GLOBAL_BATCH)
+    begun = time.process_time()
+    found = search(problem, ("adaptive",))
+    return time.process_time() - begun, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_quick(parser)
+    parser.add_argument("--repeats", type=int, default=5)
+    asked = parser.parse_args()
+    print(machine_line())
+    print(f"adaptive on {PROFILE}, 8 GPUs, batch {GLOBAL_BATCH}; CPU seconds of the process: first search, median after it")
+    print("| model | first | median | plans considered | simulated | chosen |")
+    print("|---|---:|---:|---:|---:|---|")
+    for name in MODELS:
+        model, cluster = load_preset(name, "block"), cluster_from_profile(load_profile(PROFILE))
+        first, found = searched(model, cluster)
+        again = [searched(model, cluster)[0] for _ in range(1 if asked.quick else asked.repeats)]
+        chosen = "nothing fits" if found.chosen is None else found.chosen.result.plan.summary()
+        counts = f"{found.tally.considered} | {found.tally.simulated}"
+        print(f"| {name} | {first:.2f} | {statistics.median(again):.2f} | {counts} | {chosen} |")
+    if asked.quick:
+        print(QUICK_NOTE)
+
+
+if __name__ == "__main__":
+    main()

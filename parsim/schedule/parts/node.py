@@ -1,0 +1,44 @@
+"""A part of a family of plans, with a lower bound of the steps of its plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan
+from parsim.schedule.placement.objective import Solution
+
+
+@dataclass(frozen=True)
+class Node:
+    """A part of a family.
+
+    Attributes:
+        bound_s: no plan of it is simulated to take less. size: plans in it.
+        opened: the parts it consists of; None for a single plan. Raises PlanError or ScheduleError if it has none.
+        plan: the single plan. instead: what may be judged in its place if it does not fit.
+        missing_bytes: by how much none of its plans can fit; 0 where some might. None: not known.
+        late: to be opened once the best plan of all other parts is known, and only if it may be faster than that one.
+    """
+
+    bound_s: float
+    size: int
+    opened: Callable[[], list[Node]] | None = None
+    plan: Plan | None = None
+    instead: Callable[[], Iterator[Node]] | None = None
+    missing_bytes: Callable[[], float] | None = None
+    late: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PosedPlacement:
+    """A solution of the placement problem, and where it was posed."""
+
+    mesh: Mesh
+    microbatches: int
+    solution: Solution
+
+    def to_dict(self) -> dict[str, object]:
+        mesh = {"pp": self.mesh.pp, "dp": self.mesh.dp, "tp": self.mesh.tp}
+        return {**self.solution.to_dict(), "microbatches": self.microbatches, "mesh": mesh}
