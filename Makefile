@@ -1,6 +1,7 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Everything is installed into .venv, nothing else is touched.
 #
-#   make demo      install, then the main job end to end on whatever this machine has
+#   make demo      install, then the main job end to end on whatever this machine has (about two minutes)
+#   make demo-full the same with a thorough calibration and longer runs (about five minutes)
 #   make test      install, then the tests
 #   make test-all  the slow tests too
 #   make check     what CI runs: ruff, mypy --strict, make test
@@ -22,7 +23,7 @@ MINUTES ?= 30
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup demo test test-all test-gpu check bench bench-quick gpu format clean
+.PHONY: help setup demo demo-full test test-all test-gpu check bench bench-quick gpu format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -34,6 +35,9 @@ $(STAMP): pyproject.toml requirements.lock
 
 demo: $(STAMP)
 	@$(BIN)/parsim demo
+
+demo-full: $(STAMP)
+	@$(BIN)/parsim demo --full
 
 test: $(STAMP)
 	$(PYTEST) $(SPREAD) tests

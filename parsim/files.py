@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+HOME_VARIABLE = "PARSIM_HOME"
+"""Environment variable: the folder of what parsim keeps for a user."""
+
+
+def cache_folder(name: str) -> Path:
+    """Where parsim keeps one kind of file: $PARSIM_HOME/NAME, else $XDG_CACHE_HOME/parsim/NAME or ~/.cache/parsim/NAME."""
+    if home := os.environ.get(HOME_VARIABLE):
+        return Path(home).expanduser() / name
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "parsim" / name
+
 
 DEEPEST = 100
 """Levels of tables and lists in a file. parsim writes at most 10; thousands would exhaust the interpreter's stack."""

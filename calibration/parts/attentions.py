@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from calibration.parts.products import Chip
-from calibration.parts.robust import Errors, Prior, errors, fit, source_weights
+from calibration.parts.robust import Errors, Prior, errors, fit, named, source_weights
+from calibration.parts.row_table import RowTable, leave_sources_out
 from parsim.costs.compute.attention_model import BACKWARD_PASSES, COEFFICIENTS, attention_seconds
 from parsim.costs.compute.tile_model import Array
 
@@ -47,7 +47,7 @@ LIBRARY_OF = {name: library for library, names in LIBRARIES.items() for name in 
 
 
 @dataclass(frozen=True, slots=True)
-class Attentions:
+class Attentions(RowTable):
     """Rows of one device, direction and set of libraries, as arrays."""
 
     queries: Array
@@ -58,23 +58,6 @@ class Attentions:
     size_bytes: Array
     seconds: Array
     source: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.seconds)
-
-    def where(self, keep: NDArray[np.bool_]) -> Attentions:
-        """The rows for which `keep` is true."""
-        chosen = np.flatnonzero(keep)
-        return Attentions(
-            self.queries[chosen],
-            self.depth[chosen],
-            self.value_depth[chosen],
-            self.problems[chosen],
-            self.causal[chosen],
-            self.size_bytes[chosen],
-            self.seconds[chosen],
-            tuple(self.source[index] for index in chosen),
-        )
 
 
 def read_attentions(folder: Path) -> pd.DataFrame:
@@ -137,18 +120,14 @@ def fit_attentions(rows: Attentions, chip: Chip, prior: Prior, *, backward: bool
     )
 
 
-def leave_sources_out(rows: Attentions, chip: Chip, prior: Prior, *, backward: bool, least: int = 4) -> dict[str, Errors]:
-    """Per source: its errors under the fit to all other sources (to none: the prior)."""
-    found: dict[str, Errors] = {}
-    names = np.array(rows.source)
-    for source in sorted(set(rows.source)):
-        own = rows.where(names == source)
-        if len(own) < least:
-            continue
-        theta = fit_attentions(rows.where(names != source), chip, prior, backward=backward)
-        told = predicted(own, chip, dict(zip(NAMES, np.exp(theta), strict=True)), backward=backward)
-        found[source] = errors(told, own.seconds)
-    return found
+def errors_without_sources(rows: Attentions, chip: Chip, prior: Prior, *, backward: bool, least: int = 4) -> dict[str, Errors]:
+    """Per source of at least `least` rows: its errors under the fit to all other sources (to none: the prior)."""
+
+    def errors_of(others: Attentions, own: Attentions) -> Errors:
+        told = named(NAMES, fit_attentions(others, chip, prior, backward=backward))
+        return judge(own, chip, told, backward=backward)
+
+    return leave_sources_out(rows, errors_of, least)
 
 
 def judge(rows: Attentions, chip: Chip, parameters: Mapping[str, float], *, backward: bool) -> Errors:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from calibration.parts.robust import Errors, Prior, errors, fit, source_weights
+from calibration.parts.robust import Errors, Prior, errors, fit, named, source_weights
+from calibration.parts.row_table import RowTable, leave_sources_out
 from parsim.costs.communication.alpha_beta import ring_steps, ring_traffic
 from parsim.costs.communication.intranode import nvls_traffic
 from parsim.costs.compute.tile_model import Array
@@ -44,7 +45,7 @@ LEAST_BYTES: Mapping[str, float] = {"azure-": 2**20, "vidur-": 2**16}
 
 
 @dataclass(frozen=True, slots=True)
-class Timings:
+class Timings(RowTable):
     """Rows of one link, as arrays."""
 
     operation: tuple[str, ...]
@@ -52,20 +53,6 @@ class Timings:
     size_bytes: Array
     seconds: Array
     source: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.seconds)
-
-    def where(self, keep: NDArray[np.bool_]) -> Timings:
-        """The rows for which `keep` is true."""
-        chosen = np.flatnonzero(keep)
-        return Timings(
-            tuple(self.operation[index] for index in chosen),
-            self.ranks[chosen],
-            self.size_bytes[chosen],
-            self.seconds[chosen],
-            tuple(self.source[index] for index in chosen),
-        )
 
 
 def read_collectives(folder: Path) -> pd.DataFrame:
@@ -129,14 +116,10 @@ def fit_collectives(rows: Timings, prior: Prior) -> Array:
     return fit(lambda parameters: predicted(rows, parameters), rows.seconds, source_weights(rows.source), prior)
 
 
-def leave_sources_out(rows: Timings, prior: Prior, least: int = 6) -> dict[str, Errors]:
-    """Per source: its errors under the fit to all other sources."""
-    found: dict[str, Errors] = {}
-    names = np.array(rows.source)
-    for source in sorted(set(rows.source)):
-        own = rows.where(names == source)
-        if len(own) < least:
-            continue
-        theta = fit_collectives(rows.where(names != source), prior)
-        found[source] = errors(predicted(own, dict(zip(prior.names, np.exp(theta), strict=True))), own.seconds)
-    return found
+def errors_without_sources(rows: Timings, prior: Prior, least: int = 6) -> dict[str, Errors]:
+    """Per source of at least `least` rows: its errors under the fit to all other sources (to none: the prior)."""
+    return leave_sources_out(
+        rows,
+        lambda others, own: errors(predicted(own, named(prior.names, fit_collectives(others, prior))), own.seconds),
+        least,
+    )

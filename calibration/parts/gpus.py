@@ -213,7 +213,7 @@ def _product_fits(
         return chip_of(gpu, peaks[gpu.peaks], kind)
 
     def leave_out(rows: products.Products, own: Chip, prior: Prior) -> dict[str, Errors]:
-        return {**products.leave_sources_out(rows, own, prior), DEPTHS: products.leave_shapes_out(rows, own, prior)}
+        return {**products.errors_without_sources(rows, own, prior), DEPTHS: products.leave_shapes_out(rows, own, prior)}
 
     fitted = fit_all(
         products.BASE, rows_of, chip, products.fit_products, products.judge, leave_out, lambda rows: np.asarray(rows.flop)
@@ -248,7 +248,7 @@ def _attention_fits(
         return attentions.judge(rows, own, told, backward=backward)
 
     def leave_out(rows: attentions.Attentions, own: Chip, prior: Prior) -> dict[str, Errors]:
-        return attentions.leave_sources_out(rows, own, prior, backward=backward)
+        return attentions.errors_without_sources(rows, own, prior, backward=backward)
 
     def flop(rows: attentions.Attentions) -> Array:
         return attentions.flop_of(rows, backward=backward)
@@ -287,7 +287,7 @@ def _stream_fits(table: pd.DataFrame, peaks: Mapping[str, Mapping[str, str]]) ->
         chip,
         streams.fit_streams,
         streams.judge,
-        streams.leave_sources_out,
+        streams.errors_without_sources,
         lambda rows: np.asarray(rows.size_bytes),
     )
     precisions = [*HALF_PRECISIONS, "tf32", "fp32", "fp8"]

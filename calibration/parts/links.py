@@ -100,7 +100,7 @@ def _switch(name: str, table: Any) -> dict[str, Any]:
     rows = collectives.timings_of(table, sources)
     prior = collectives.prior_of(nominal, nvls=nvls)
     told = named(prior.names, collectives.fit_collectives(rows, prior))
-    held = collectives.leave_sources_out(rows, prior)
+    held = collectives.errors_without_sources(rows, prior)
     sigma = max(0.02, sorted(error.median for error in held.values())[len(held) // 2] * 1.4826)
     protocols = [
         _protocol("ring", label, told[f"{key}_base"], told[f"{key}_hop"], told.get(f"{key}_efficiency", 1.0))

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from calibration.parts.robust import Errors, Prior, errors, fit, source_weights
+from calibration.parts.robust import Errors, Prior, errors, fit, named, source_weights
+from calibration.parts.row_table import RowTable, leave_sources_out
 from parsim.costs.compute.tile_model import COEFFICIENTS, Array, tile_parts
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Chip:
 
 
 @dataclass(frozen=True, slots=True)
-class Products:
+class Products(RowTable):
     """Rows of one device and precision, as arrays."""
 
     rows: Array
@@ -80,26 +80,9 @@ class Products:
     sustained: Array
     source: tuple[str, ...]
 
-    def __len__(self) -> int:
-        return len(self.seconds)
-
     @property
     def flop(self) -> Array:
         return 2.0 * self.problems * self.rows * self.columns * self.depth
-
-    def where(self, keep: NDArray[np.bool_]) -> Products:
-        """The rows for which `keep` is true."""
-        chosen = np.flatnonzero(keep)
-        return Products(
-            self.rows[chosen],
-            self.columns[chosen],
-            self.depth[chosen],
-            self.problems[chosen],
-            self.size_bytes[chosen],
-            self.seconds[chosen],
-            self.sustained[chosen],
-            tuple(self.source[index] for index in chosen),
-        )
 
 
 def read_products(folder: Path) -> pd.DataFrame:
@@ -155,17 +138,9 @@ def fit_products(rows: Products, chip: Chip, prior: Prior) -> Array:
     return fit(lambda parameters: predicted(rows, chip, parameters), rows.seconds, source_weights(rows.source), prior)
 
 
-def leave_sources_out(rows: Products, chip: Chip, prior: Prior, least: int = 15) -> dict[str, Errors]:
+def errors_without_sources(rows: Products, chip: Chip, prior: Prior, least: int = 15) -> dict[str, Errors]:
     """Per source of at least `least` rows: its errors under the fit to all other sources (to none: the prior)."""
-    found: dict[str, Errors] = {}
-    names = np.array(rows.source)
-    for source in sorted(set(rows.source)):
-        own = rows.where(names == source)
-        if len(own) < least:
-            continue
-        theta = fit_products(rows.where(names != source), chip, prior)
-        found[source] = errors(predicted(own, chip, dict(zip(NAMES, np.exp(theta), strict=True))), own.seconds)
-    return found
+    return leave_sources_out(rows, lambda others, own: judge(own, chip, named(NAMES, fit_products(others, chip, prior))), least)
 
 
 def leave_shapes_out(rows: Products, chip: Chip, prior: Prior, parts: int = 3) -> Errors:
@@ -177,7 +152,7 @@ def leave_shapes_out(rows: Products, chip: Chip, prior: Prior, parts: int = 3) -
         unseen = np.isin(rows.depth, depths[part::parts])
         theta = fit_products(rows.where(~unseen), chip, prior)
         own = rows.where(unseen)
-        told.append(predicted(own, chip, dict(zip(NAMES, np.exp(theta), strict=True))))
+        told.append(predicted(own, chip, named(NAMES, theta)))
         true.append(own.seconds)
     return errors(np.concatenate(told), np.concatenate(true))
 

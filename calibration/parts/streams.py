@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from calibration.parts.products import Chip
-from calibration.parts.robust import Errors, Prior, errors, fit, source_weights
+from calibration.parts.robust import Errors, Prior, errors, fit, named, source_weights
+from calibration.parts.row_table import RowTable, leave_sources_out
 from parsim.costs.compute.tile_model import Array
 
 if TYPE_CHECKING:
@@ -42,20 +42,12 @@ and write rates lie 30% apart."""
 
 
 @dataclass(frozen=True, slots=True)
-class StreamRows:
+class StreamRows(RowTable):
     """Rows of one device, as arrays."""
 
     size_bytes: Array
     seconds: Array
     source: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.seconds)
-
-    def where(self, keep: NDArray[np.bool_]) -> StreamRows:
-        """The rows for which `keep` is true."""
-        chosen = np.flatnonzero(keep)
-        return StreamRows(self.size_bytes[chosen], self.seconds[chosen], tuple(self.source[index] for index in chosen))
 
 
 def read_streams(folder: Path) -> pd.DataFrame:
@@ -99,11 +91,6 @@ def fit_streams(rows: StreamRows, chip: Chip, prior: Prior) -> Array:
     return fit(lambda parameters: predicted(rows, chip, parameters), rows.seconds, source_weights(rows.source), prior)
 
 
-def leave_sources_out(rows: StreamRows, chip: Chip, prior: Prior) -> dict[str, Errors]:
-    """Per source: its errors under the fit to all other sources."""
-    names = np.array(rows.source)
-    found: dict[str, Errors] = {}
-    for source in sorted(set(rows.source)):
-        theta = fit_streams(rows.where(names != source), chip, prior)
-        found[source] = judge(rows.where(names == source), chip, dict(zip(NAMES, np.exp(theta), strict=True)))
-    return found
+def errors_without_sources(rows: StreamRows, chip: Chip, prior: Prior) -> dict[str, Errors]:
+    """Per source: its errors under the fit to all other sources (to none: the prior)."""
+    return leave_sources_out(rows, lambda others, own: judge(own, chip, named(NAMES, fit_streams(others, chip, prior))))

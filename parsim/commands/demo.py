@@ -68,9 +68,29 @@ GLOBAL_BATCH = 32
 LOCAL_BATCHES = (32, 16, 8, 4)
 CPU_RANKS, MOST_RANKS = 2, 8
 PLANS_RUN = 3
-ROUNDS = 12
 STEPS_PER_ROUND = 6
 WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Thoroughness:
+    """How much of its time the demo takes to measure.
+
+    Attributes:
+        quick: whether the calibration is; a quick one knows less, and its intervals are wider.
+        rounds: of the real runs. planning_s, calibrating_s, running_s: what the parts take on two quiet cores, each run one
+            model; they only serve to say how much time is left.
+    """
+
+    quick: bool
+    rounds: int
+    planning_s: float
+    calibrating_s: float
+    running_s: float
+
+
+QUICK = Thoroughness(quick=True, rounds=5, planning_s=15.0, calibrating_s=35.0, running_s=20.0)
+FULL = Thoroughness(quick=False, rounds=12, planning_s=15.0, calibrating_s=150.0, running_s=30.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +120,7 @@ def demo(
         int | None,
         typer.Option(min=1, max=MOST_RANKS, help="Ranks of the real runs; left out: one per GPU, or 2 processes on a CPU."),
     ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Calibrate and measure longer: five minutes instead of two.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """The main job, end to end, on whatever this machine has."""
@@ -111,15 +132,20 @@ def demo(
     from parsim.workflow.calibration import choose_ranks
 
     ranks = choose_ranks(nproc, most=MOST_RANKS, cpu_ranks=CPU_RANKS)
-    print(f"Training for real on {ranks}", file=sys.stderr, flush=True)
+    how = FULL if full else QUICK
+    longer = "" if full else "; the calibration is a quick one, so its intervals are wide (--full measures longer)"
+    print(f"Training for real on {ranks}{longer}", file=sys.stderr, flush=True)
+    _say_left(how, runs=len(REAL_MODELS), planned=False, calibrated=False)
     what_if = [_what_if(model, optimizer) for model, optimizer in WHAT_IF_MODELS]
     if not as_json:
         for config, found in what_if:
             _print_strategies(config, found, f"{config.model.name} on 8 V100s, global batch 1024")
     profile_path = out / "profile.json"
-    profile = _calibrate(profile_path, ranks)
+    _say_left(how, runs=len(REAL_MODELS), calibrated=False)
+    profile = _calibrate(profile_path, ranks, how)
     real: list[tuple[Answer, list[RealRun]]] = []
     for model, args, optimizer, learning_rate in REAL_MODELS:
+        _say_left(how, runs=len(REAL_MODELS) - len(real))
         asked = _plan_here(
             REAL.format(
                 model=model,
@@ -133,10 +159,10 @@ def demo(
         )
         if not as_json and asked.search is not None:
             _print_strategies(asked.config, asked.search, f"{model} on {ranks.count_text}, global batch {GLOBAL_BATCH}")
-        real.append((asked, _run_plans(asked, out / model)))
+        real.append((asked, _run_plans(asked, out / model, how)))
     rows = [run for _, runs in real for run in runs]
     report = out / "report.html"
-    _write_report(report, what_if, real, profile, ranks)
+    _write_report(report, what_if, real, profile, ranks, how)
     if as_json:
         strategies = {config.model.name: found.to_dict()["candidates"] for config, found in what_if}
         strategies |= {
@@ -154,6 +180,14 @@ def demo(
             first, last = run.seen.losses[0], run.seen.losses[-1]
             print(f"{run.model} under {run.name}: loss {first:.3f} -> {last:.3f}")
     print(f"report: {report}")
+
+
+def _say_left(how: Thoroughness, *, runs: int, planned: bool = True, calibrated: bool = True) -> None:
+    """About how long the rest takes, on stderr."""
+    from parsim.units import format_seconds
+
+    left = runs * how.running_s + (0.0 if planned else how.planning_s) + (0.0 if calibrated else how.calibrating_s)
+    print(f"About {format_seconds(left)} left, longer on a busy machine", file=sys.stderr, flush=True)
 
 
 def _what_if(model: str, optimizer: str) -> tuple[RunConfig, Search]:
@@ -181,7 +215,7 @@ def _print_strategies(config: RunConfig, found: Search, title: str) -> None:
     print(f"chosen: {first.plan.summary()}{why}\n")
 
 
-def calibration_of_demo(ranks: ChosenRanks) -> CalibrationRequest:
+def calibration_of_demo(ranks: ChosenRanks, *, quick: bool = False) -> CalibrationRequest:
     """What part (b) measures."""
     from calibration.rounds.request import CalibrationRequest
     from parsim.model.spec import ModelSpec
@@ -191,15 +225,16 @@ def calibration_of_demo(ranks: ChosenRanks) -> CalibrationRequest:
         optimizers=tuple(dict.fromkeys(optimizer for _, _, optimizer, _ in REAL_MODELS)),
         nproc=ranks.count,
         device=ranks.kind,
+        quick=quick,
     )
 
 
-def _calibrate(path: Path, ranks: ChosenRanks) -> Profile:
+def _calibrate(path: Path, ranks: ChosenRanks, how: Thoroughness) -> Profile:
     from calibration.rounds.calibrate import calibrate
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with progress(f"Calibrating this machine on {ranks.count_text}") as say:
-        return calibrate(calibration_of_demo(ranks), path, on_line=say, leftover="discard")
+        return calibrate(calibration_of_demo(ranks, quick=how.quick), path, on_line=say, leftover="discard")
 
 
 def _plan_here(text: str, model: str) -> Answer:
@@ -238,7 +273,7 @@ def run_name(plan: Plan, devices: int) -> str:
     return plan.strategy if devices > 1 else f"{plan.strategy}-mb{plan.microbatches}"
 
 
-def _run_plans(asked: Answer, path: Path) -> list[RealRun]:
+def _run_plans(asked: Answer, path: Path, how: Thoroughness) -> list[RealRun]:
     """Train under the chosen plan and the best of other families, interleaved in one launch."""
     from dataclasses import replace
 
@@ -258,7 +293,7 @@ def _run_plans(asked: Answer, path: Path) -> list[RealRun]:
             for name, entry in zip(names, evaluations, strict=True)
         ),
         steps=STEPS_PER_ROUND,
-        rounds=ROUNDS,
+        rounds=how.rounds,
         warmup_steps=WARMUP_STEPS,
         device=device_kind(asked.prediction),
     )
@@ -285,6 +320,7 @@ def _write_report(
     real: Sequence[tuple[Answer, list[RealRun]]],
     profile: Profile,
     ranks: ChosenRanks,
+    how: Thoroughness,
 ) -> None:
     from parsim.report.html import ReportData, write_report
     from parsim.report.profile_table import calibration_table
@@ -292,7 +328,7 @@ def _write_report(
 
     with progress("Writing the report"):
         sections = [_what_if_section(config, found) for config, found in what_if]
-        sections += [_real_section(asked, runs, ranks) for asked, runs in real]
+        sections += [_real_section(asked, runs, ranks, how) for asked, runs in real]
         data = ReportData(
             title="parsim demo",
             facts=report_facts(),
@@ -335,7 +371,7 @@ def _what_if_section(config: RunConfig, found: Search) -> ReportSection:
     )
 
 
-def _real_section(asked: Answer, runs: Sequence[RealRun], ranks: ChosenRanks) -> ReportSection:
+def _real_section(asked: Answer, runs: Sequence[RealRun], ranks: ChosenRanks, how: Thoroughness) -> ReportSection:
     from parsim.report.html import ReportSection
     from parsim.workflow.folders.write_report import report_run
 
@@ -343,7 +379,7 @@ def _real_section(asked: Answer, runs: Sequence[RealRun], ranks: ChosenRanks) ->
     return ReportSection(
         model=asked.config.model.name,
         title=f"{asked.config.model.name} on {ranks.count_text} of this machine (run for real)",
-        text=f"Global batch {asked.config.training.global_batch}, digits; every plan ran {ROUNDS} interleaved rounds of "
+        text=f"Global batch {asked.config.training.global_batch}, digits; every plan ran {how.rounds} interleaved rounds of "
         f"{STEPS_PER_ROUND} steps.",
         results=[entry.result.to_dict() for entry in asked.search.candidates],
         chosen=asked.evaluation.result.to_dict(),

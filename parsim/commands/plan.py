@@ -54,7 +54,7 @@ def plan(
     if as_json:
         print_json(document)
         return
-    print(f"{answer.sentence()}\n")
+    print("\n".join(answer.heading()), end="\n\n")
     print_tables([answer.report()])
     for line in answer.lines():
         print(line)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError
+from parsim.files import cache_folder
 from parsim.model.model import Model
 
 if TYPE_CHECKING:
@@ -42,17 +43,14 @@ _DISTRIBUTIONS = ("torch", "transformers", "numpy")
 def folder() -> Path | None:
     """Where Models are kept; None where the switch is off.
 
-    $PARSIM_MODEL_CACHE, else $PARSIM_HOME/models, $XDG_CACHE_HOME/parsim/models or ~/.cache/parsim/models.
+    $PARSIM_MODEL_CACHE, else the cache folder of models.
     """
     chosen = os.environ.get(SWITCH, "")
     if chosen.lower() in ("off", "0", "no", "false"):
         return None
     if chosen:
         return Path(chosen).expanduser()
-    if home := os.environ.get("PARSIM_HOME"):
-        return Path(home).expanduser() / "models"
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "parsim" / "models"
+    return cache_folder("models")
 
 
 def key_of(content: Mapping[str, Any]) -> str:

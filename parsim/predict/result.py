@@ -31,6 +31,10 @@ class Interval:
         """numerator / value: a time becomes a rate."""
         return Interval(median=numerator / self.median, p05=numerator / self.p95, p95=numerator / self.p05)
 
+    def times(self, factor: float) -> Interval:
+        """The interval of a value that is `factor` times as large; factor > 0."""
+        return Interval(median=self.median * factor, p05=self.p05 * factor, p95=self.p95 * factor)
+
     def to_dict(self) -> dict[str, float]:
         return {"median": self.median, "p05": self.p05, "p95": self.p95}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -119,11 +119,12 @@ def search(
             together.steps_s.update(own.steps_s)
         tally.add(counted)
         if counted.infeasible and not found:
-            skipped[name] = "; ".join(counted.infeasible)
+            skipped[name] = most_frequent(counted.infeasible)
     if not judged:
         if tally.unpriced is not None:
             raise tally.unpriced
         raise ScheduleError("no plan to choose from: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
+    skipped.pop("adaptive", None)  # its plan is then the best one of the families
     ranked = sorted(judged, key=_rank)
     best_mixes = mixes and problem.cluster.size > 1
     if top is not None:
@@ -148,6 +149,17 @@ def search(
         tally=tally,
         placements=tuple(posed),
     )
+
+
+def most_frequent(reasons: Mapping[str, int], where: str = "") -> str:
+    """The reason that was met most often, and how many others there are.
+
+    Args:
+        reasons: at least one, with how often each was met. where: the others can be read.
+    """
+    reason = max(reasons, key=reasons.__getitem__)
+    others = len(reasons) - 1
+    return f"{reason}; {others} more reason{'s' if others > 1 else ''}{where}" if others else reason
 
 
 def _nodes(members: Members, strategy: Strategy | None) -> list[Node]:

@@ -31,8 +31,8 @@ from parsim.schedule.placement.relaxation import Frontiers, Relaxation
 TIGHTENINGS = 6
 """How often a choice that does not fit after all is sought again with the room that it leaves for its parts."""
 
-LABELS_WITHIN = 50_000
-"""Of each of those searches."""
+MOST_LABELS = 20_000
+"""Of one exact search for placements. Beyond it the best choice known is taken, with the bound that is proven."""
 
 MOST_PLACES = 4
 """Up to so many tp ranks a component may also be placed on one of them alone; beyond, on the first alone."""
@@ -156,7 +156,7 @@ def best_placement(
     placing, hints = posed_placement(problem, microbatches, mesh, zero_stage=stage)
     most = np.sum([own.max(axis=0) for own in placing.memory_bytes], axis=0)
     limited = bool((most > placing.limit_bytes).any())
-    solution = solve_exactly(placing, hints=hints)
+    solution = solve_exactly(placing, hints=hints, most_labels=MOST_LABELS)
     if not solution.choice:
         return BestPlacement(solution, None, limited)
     placements = _named(placing, solution.choice)
@@ -216,7 +216,7 @@ def _within_memory(
         too_little = np.minimum(0.0, placing.limit_bytes)
         too_much = room = placing.limit_bytes
         for _ in range(TIGHTENINGS):
-            solution = solve_exactly(replace(some, limit_bytes=room), most_labels=LABELS_WITHIN)
+            solution = solve_exactly(replace(some, limit_bytes=room), most_labels=MOST_LABELS)
             if best is not None and solution.choice and solution.seconds >= best[0].seconds:
                 break
             if not solution.choice:

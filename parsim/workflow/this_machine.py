@@ -10,13 +10,13 @@ calibrated quickly, in about a minute.
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parsim.errors import ConfigError, MissingDependencyError, ProfileError
+from parsim.files import cache_folder
 from parsim.workflow.calibration import calibration_request, device_here, local_batches, measure_machine
 from parsim.workflow.config import RunConfig
 
@@ -25,15 +25,11 @@ if TYPE_CHECKING:
     from parsim.model.model import Model
 
 THIS_MACHINE = "this-machine"
-HOME_VARIABLE = "PARSIM_HOME"
 
 
 def profiles_folder() -> Path:
     """Where profiles of this machine are kept."""
-    if home := os.environ.get(HOME_VARIABLE):
-        return Path(home).expanduser() / "profiles"
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "parsim" / "profiles"
+    return cache_folder("profiles")
 
 
 def on_this_machine(config: RunConfig, model: Model | None = None) -> RunConfig:

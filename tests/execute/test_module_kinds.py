@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from parsim.model.autograd.cut import backward_components, forward_components  #
 from parsim.model.model import Model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
 from parsim.model.tracing.known_values import Routing, balanced_choice  # noqa: E402
+from parsim.model.tracing.unsupported import eager  # noqa: E402
 from parsim.plans.mesh import Mesh  # noqa: E402
 from tests.execute.bitwise import assert_same_state  # noqa: E402
 from tests.execute.equality import Case, even_plan  # noqa: E402
@@ -38,18 +37,6 @@ from tests.execute.test_equality import assert_equal_to_one_process  # noqa: E40
 
 UNCOUNTED = ("lstm", "gru_state", "rnn", "lstm_cells", "complex", "normalised")
 """torch's counter has no formula for some of their kernels."""
-
-
-@contextlib.contextmanager
-def plain_python() -> Iterator[None]:
-    """Neither compiled parts nor the fused attention of evaluation: what a recording runs."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def twins(name: str, training: bool) -> tuple[nn.Module, nn.Module]:
@@ -72,7 +59,7 @@ def test_components_equal_the_module_on_other_data(name: str, training: bool) ->
         torch.manual_seed(seed)
         given = inputs(4)
         leaves = tuple(x.clone().requires_grad_(x.is_floating_point()) for x in given)
-        with plain_python():
+        with eager():
             torch.manual_seed(seed)
             wanted = [leaf for leaf in tree_leaves(expected(*leaves)) if isinstance(leaf, Tensor)]
             torch.manual_seed(seed)
@@ -94,7 +81,7 @@ def test_flop_are_those_of_torch(name: str) -> None:
     if name in UNCOUNTED:
         assert model.forward_flop > 0
         return
-    with plain_python(), FlopCounterMode(display=False) as counter:
+    with eager(), FlopCounterMode(display=False) as counter:
         factory()(*inputs(4))
     fixed = sum(o.forward_flop * o.count for c in model.components for o in c.operators if o.batch == "none")
     assert 4 * model.forward_flop + fixed == pytest.approx(counter.get_total_flops(), rel=1e-9)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.schedule.placement.brute_force import solve_brute_force
+from parsim.schedule.placement.dominance import undominated
 from parsim.schedule.placement.exact import solve_exactly
 from parsim.schedule.placement.milp import solve_milp
 from parsim.schedule.placement.objective import fits, step_s
@@ -173,6 +174,48 @@ def test_a_solver_stopped_early_is_not_called_optimal() -> None:
     assert found.status in ("feasible", "inaccurate", "infeasible") or found.gap <= CLOSE
     if found.choice:
         assert found.lower_bound_s <= found.seconds
+
+
+def test_many_components_that_only_just_do_not_fit_are_refused_at_once() -> None:
+    """Labels alone would need minutes: each rank could hold the smallest options, and no choice fits on all of them."""
+    count, ranks = 30, 4
+    place = np.eye(ranks) + 1e-3 * np.arange(ranks)
+    placing = PlacementProblem(
+        components=tuple(f"c{number}" for number in range(count)),
+        options=tuple(tuple(range(ranks)) for _ in range(count)),  # type: ignore[misc]
+        forward_s=tuple(np.ones(ranks) for _ in range(count)),
+        backward_s=tuple(np.ones(ranks) for _ in range(count)),
+        synchronisation_s=tuple(np.zeros(ranks) for _ in range(count)),
+        conversion_s={},
+        allowed={},
+        memory_bytes=tuple(1e6 * (place + 1e-4 * number) for number in range(count)),
+        limit_bytes=np.full(ranks, 1e6 * count / ranks * 0.99),
+    )
+    found = solve_exactly(placing, most_labels=2_000)
+    assert found.status == "infeasible"
+    assert "no choice is small enough on all of them" in found.reason
+
+
+def test_labels_that_others_make_superfluous_are_dropped() -> None:
+    rng = np.random.default_rng(3)
+    seconds, late, memory = (
+        np.sort(rng.integers(0, 12, 300)) / 4,
+        rng.integers(0, 4, 300) / 4,
+        rng.integers(0, 4, (300, 2)) / 1.0,
+    )
+    order = np.lexsort((late, seconds))
+    seconds, late, memory = seconds[order], late[order], memory[order]
+    keep, compared = undominated(seconds, late, memory, 10**9)
+    assert 0 < keep.sum() < 300
+    assert compared > 0
+
+    def dominates(one: int, two: int) -> bool:
+        return bool(seconds[one] + max(0.0, late[one] - late[two]) <= seconds[two] and (memory[one] <= memory[two]).all())
+
+    kept = np.flatnonzero(keep)
+    assert not [(one, two) for one in kept for two in kept if one < two and dominates(one, two)]
+    assert all(any(dominates(int(one), two) for one in kept if one < two) for two in np.flatnonzero(~keep))
+    assert undominated(seconds, late, memory, 0)[0].sum() >= keep.sum()
 
 
 # --- the paper's problem as printed -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.choose_recompute import recomputed_to_fit
 from parsim.schedule.families import FAMILIES
-from parsim.schedule.search import search
+from parsim.schedule.search import most_frequent, search
 from parsim.work import Compute, Phase
 from tests.models import chain_model
 
@@ -228,3 +228,9 @@ def test_a_search_recomputes_only_where_nothing_else_fits_and_says_so() -> None:
     hopeless = search(with_memory(asked, 2**20), ("single",), samples=0)
     assert hopeless.chosen is None
     assert "even with all recomputed" in hopeless.candidates[0].result.reason
+
+
+def test_of_many_reasons_the_most_frequent_one_is_told() -> None:
+    assert most_frequent({"one": 2}) == "one"
+    assert most_frequent({"one": 2, "two": 5}, " in --json") == "two; 1 more reason in --json"
+    assert most_frequent({"one": 2, "two": 5, "three": 1}) == "two; 2 more reasons"

@@ -94,13 +94,17 @@ def test_the_demo_calibrates_and_trains_on_the_gpus_it_finds(
     monkeypatch.setattr(ask, "launch_job", kept)
     monkeypatch.setattr(command, "WHAT_IF_MODELS", ())
     with pytest.raises(Told):
-        command.demo(out=tmp_path, nproc=None, as_json=True)
-    assert [(request.device, request.nproc) for request in requests] == [("cuda", gpus)]
+        command.demo(out=tmp_path, nproc=None, full=gpus == 2, as_json=True)
+    assert [(request.device, request.nproc, request.quick) for request in requests] == [("cuda", gpus, gpus == 1)]
     (job,) = jobs
+    assert job.rounds == (command.QUICK if gpus == 1 else command.FULL).rounds
     assert (job.device, job.world_size) == ("cuda", gpus)
     names = [run.name for run in job.runs]
     assert len(set(names)) == len(names) >= 2
     if gpus == 1:
         assert sorted(run.plan.microbatches for run in job.runs) == [1, 2, 4]
         assert all(run.plan.world_size == 1 for run in job.runs)
-    assert f"Training for real on {gpus} GPU" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"Training for real on {gpus} GPU" in said
+    assert ("the calibration is a quick one" in said) == (gpus == 1)
+    assert said.count(" left, longer on a busy machine") == 3

@@ -11,6 +11,7 @@ import pytest
 
 from parsim.errors import ConfigError
 from parsim.execute.processes.environment import describe_environment
+from parsim.files import HOME_VARIABLE
 from parsim.hardware.profile import Profile, load_profile, save_profile
 from parsim.model.load import load_model
 from parsim.model.model import Model
@@ -60,7 +61,7 @@ def measured_profile(model: Model, samples: tuple[int, ...], optimizer: str) -> 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kept:
     """Keep a profile in the cache; calibrating is an error that says so."""
-    monkeypatch.setenv(this_machine.HOME_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(HOME_VARIABLE, str(tmp_path))
     monkeypatch.setattr(this_machine, "device_here", lambda: "cpu")
 
     def not_found(config: RunConfig, model: Model | None) -> Path:
@@ -145,7 +146,7 @@ def test_several_nodes_are_refused(kept: Kept) -> None:
 
 
 def test_a_model_given_as_a_value_cannot_be_calibrated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(this_machine.HOME_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(HOME_VARIABLE, str(tmp_path))
     with pytest.raises(ConfigError, match="was given as a value, and no profile in"):
         this_machine.on_this_machine(asked(), load_model(ModelSpec(name="mlp")))
 

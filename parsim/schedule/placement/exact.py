@@ -4,7 +4,8 @@ In this order the late gradient sums need one number: after component i they out
 F_i = sync_i + max(0, F_{i+1} - backward_i). A label is (seconds so far, F, bytes per tp rank) for one set of options of the
 components that earlier ones still refer to. One label dominates another if it uses no more memory anywhere and its seconds,
 plus the amount by which its F is larger, are no more. A label is dropped as soon as no completion can beat the best choice
-known, by the Lagrangian bound of `parsim.schedule.placement.relaxation`.
+known, by the Lagrangian bound of `parsim.schedule.placement.relaxation`. Where no choice that fits is known, a linear program
+over divided components tells first whether any can.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import linprog
 
 from parsim.arrays import Floats
 from parsim.schedule.placement.objective import Solution, fits, step_s, why_infeasible
@@ -21,6 +23,10 @@ from parsim.schedule.placement.placement_problem import PlacementProblem
 from parsim.schedule.placement.relaxation import Frontiers, Relaxation
 
 MOST_LABELS = 300_000
+COMPARISONS_PER_LABEL = 10_000
+"""Of two labels, in the whole search, per label that may be kept: about 30 s for MOST_LABELS, 1 s for 10,000."""
+PARTS_SLACK = 1e-6
+"""Of a limit: more than the solver's tolerance, so that what it calls infeasible is."""
 ROUNDS = 40
 TOLERANCE = 1e-12
 
@@ -54,6 +60,8 @@ def solve_exactly(
         return _infeasible(placing)
     if best is not None and best[0] - relaxation.value <= TOLERANCE * abs(best[0]):
         return Solution(choice=best[1], seconds=best[0], lower_bound_s=relaxation.value, status="optimal")
+    if best is None and not _parts_fit(placing):
+        return _infeasible(placing)
     search = _Search(frontiers, relaxation, best[0] if best is not None else np.inf, most_labels)
     found = search.run()
     if found is not None and (best is None or found[0] < best[0]):
@@ -75,6 +83,18 @@ def solve_exactly(
 
 def _infeasible(placing: PlacementProblem) -> Solution:
     return Solution(choice=(), seconds=np.inf, lower_bound_s=np.inf, status="infeasible", reason=why_infeasible(placing))
+
+
+def _parts_fit(placing: PlacementProblem) -> bool:
+    """Whether the memory would do if components could be divided among their options: where it would not, no choice fits."""
+    sizes = [len(options) for options in placing.options]
+    scale = np.maximum(placing.limit_bytes, 1.0)
+    used = np.concatenate(placing.memory_bytes, axis=0).T / scale[:, None]
+    once = np.zeros((len(sizes), sum(sizes)))
+    once[np.repeat(np.arange(len(sizes)), sizes), np.arange(sum(sizes))] = 1.0
+    room = placing.limit_bytes / scale + PARTS_SLACK
+    found = linprog(np.zeros(sum(sizes)), A_ub=used, b_ub=room, A_eq=once, b_eq=np.ones(len(sizes)), method="highs")
+    return int(found.status) != 2  # 2: infeasible, as HiGHS proved
 
 
 def _with_distinct_ranks(placing: PlacementProblem) -> PlacementProblem:
@@ -171,6 +191,7 @@ class _Search:
         self._relaxation = relaxation
         self._upper = upper_s * (1 + TOLERANCE) if np.isfinite(upper_s) else np.inf
         self._most = most_labels
+        self._comparisons = COMPARISONS_PER_LABEL * most_labels
         self._history: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self._least = self._least_memory()
         self.gave_up = False
@@ -189,7 +210,7 @@ class _Search:
         for number in range(self._frontiers.count - 1, -1, -1):
             states = self._advance(states, number)
             total = sum(len(labels.seconds) for labels in states.values())
-            if total > self._most:
+            if total > self._most or self._comparisons < 0:
                 self.gave_up = True
                 return None
             if not total:
@@ -234,7 +255,10 @@ class _Search:
                 alive = self._alive(made, number, None if guide is None else float(guide[place]))
                 if alive.any():
                     grown.setdefault(place, []).append(_chosen(made, alive))
-        merged = {place: _undominated(_joined(parts)) for place, parts in grown.items()}
+        merged = {}
+        for place, parts in grown.items():
+            merged[place], compared = _undominated(_joined(parts), self._comparisons)
+            self._comparisons -= compared
         self._history.append(
             (
                 np.concatenate([labels.parent for labels in merged.values()]) if merged else np.zeros(0, dtype=np.int64),
@@ -277,21 +301,12 @@ def _joined(parts: Sequence[_Labels]) -> _Labels:
     )
 
 
-def _undominated(labels: _Labels) -> _Labels:
-    """Without those that another label of the state makes superfluous; sorted by seconds."""
+def _undominated(labels: _Labels, most_comparisons: int) -> tuple[_Labels, int]:
+    """Without those that another label of the state makes superfluous, sorted by seconds; and how many pairs were compared."""
+    if len(labels.seconds) == 1:
+        return labels, 0
+    from parsim.schedule.placement.dominance import undominated
+
     order = np.lexsort((labels.late, labels.seconds))
-    seconds, late, memory = labels.seconds[order], labels.late[order], labels.memory[order]
-    keep = np.zeros(len(order), dtype=bool)
-    kept_seconds, kept_late = np.empty(len(order)), np.empty(len(order))
-    kept_memory = np.empty_like(memory)
-    count = 0
-    for place in range(len(order)):
-        if count:
-            behind = np.maximum(0.0, kept_late[:count] - late[place])
-            better = (kept_seconds[:count] + behind <= seconds[place]) & np.all(kept_memory[:count] <= memory[place], axis=1)
-            if better.any():
-                continue
-        kept_seconds[count], kept_late[count], kept_memory[count] = seconds[place], late[place], memory[place]
-        keep[place] = True
-        count += 1
-    return _chosen(labels, order[keep])
+    keep, compared = undominated(labels.seconds[order], labels.late[order], labels.memory[order], most_comparisons)
+    return _chosen(labels, order[keep]), int(compared)

@@ -57,13 +57,20 @@ class Prediction:
 
     @property
     def step_s(self) -> Interval:
-        """Seconds of the mean step of a run of many steps: median and 90% interval."""
-        return self.result.step_s
+        """Seconds of the mean step of a run of many steps: median and 90% interval.
+
+        Under a scenario: of a run that stays in the state at its start.
+        """
+        return self.result.step_s.times(self._slowdown)
 
     @property
     def throughput_samples_per_s(self) -> Interval:
-        """Samples per second: median and 90% interval."""
-        return self.result.throughput_samples_per_s
+        """Samples per second: median and 90% interval; under a scenario as `step_s`."""
+        return self.result.throughput_samples_per_s.times(1 / self._slowdown)
+
+    @property
+    def _slowdown(self) -> float:
+        return 1.0 if self.scenario is None else float(self.scenario["states"][0]["slowdown"])
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
@@ -156,7 +163,8 @@ class Prediction:
             memory_table(document["memory"]),
         )
         alone = format_seconds(self.evaluation.timeline.makespan_s)
-        return "\n".join(to_text(table) for table in tables) + f"One step alone: {alone}; in a row, steps overlap"
+        played = "" if self.scenario is None else f"\nUnder {self.scenario['file']}: {self.headline()}"
+        return "\n".join(to_text(table) for table in tables) + f"One step alone: {alone}; in a row, steps overlap{played}"
 
     def _repr_html_(self) -> str:
         from parsim.report.notebook import table_html
