@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from parsim.analyze.bounds import busiest_resource_s
 from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
 from parsim.arrays import Floats
+from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate, OverlapFactors
 from parsim.costs.memory.rank_memory import RankMemory
 from parsim.costs.uncertainty.draws import (
@@ -29,6 +30,7 @@ from parsim.engines.steps import mean_step_s, waiting_together
 from parsim.errors import PlanError
 from parsim.graph.columns import Columns
 from parsim.graph.fold import Folding, folding_of, unfolded
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
 from parsim.plans.plan import Plan
 from parsim.predict.nearly_alike import lowered, nearly_alike
@@ -111,17 +113,7 @@ def evaluate(
         )
     layout, costs = problem.layout(plan), problem.costs(plan.world_size)
     sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
-    usual = plan.world_size > MANY_RANKS or plan.mesh.team > 1
-    folds = (fold or (fold is None and usual)) and not costs.shared_cores
-    folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if folds else unfolded(plan.mesh)
-    bounded = (folding.is_folded and plan.world_size > MANY_RANKS) or not folding.is_exact
-    nearly = nearly_alike(problem, layout, folding, REPEATED_STEPS) if bounded and not sigma else None
-    if nearly is None:
-        folding = folding if folding.is_exact else unfolded(plan.mesh)
-        columns = lowered(problem, layout, folding)
-        estimates = tuple(problem.price(columns.units, plan.mesh))
-    else:
-        folding, columns, estimates = nearly
+    folding, columns, estimates = _program(problem, layout, costs, fold=fold, noisy=bool(sigma))
     medians = medians_s(estimates)[columns.unit]
     seconds = _seconds(estimates, columns, folding)
     overlap = costs.overlap([unit.work for unit in columns.units], seconds)
@@ -173,6 +165,23 @@ def evaluate(
         steady_step_s=steady_s,
     )
     return with_interval(problem, evaluation, samples=samples, reason=reason)
+
+
+def _program(
+    problem: PlanningProblem, layout: PlanIndex, costs: Costs, *, fold: bool | None, noisy: bool
+) -> tuple[Folding, Columns, tuple[Estimate, ...]]:
+    """Which ranks are simulated, what they run, and the price of each unit of it."""
+    plan = layout.plan
+    usual = plan.world_size > MANY_RANKS or plan.mesh.team > 1
+    folds = (fold or (fold is None and usual)) and not costs.shared_cores
+    folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if folds else unfolded(plan.mesh)
+    bounded = (folding.is_folded and plan.world_size > MANY_RANKS) or not folding.is_exact
+    nearly = nearly_alike(problem, layout, folding, REPEATED_STEPS) if bounded and not noisy else None
+    if nearly is not None:
+        return nearly
+    folding = folding if folding.is_exact else unfolded(plan.mesh)
+    columns = lowered(problem, layout, folding)
+    return folding, columns, tuple(problem.price(columns.units, plan.mesh))
 
 
 def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: int, reason: str) -> Evaluation:

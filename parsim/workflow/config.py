@@ -10,7 +10,6 @@ folder works from anywhere.
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from collections.abc import Callable, Sequence
@@ -38,8 +37,8 @@ from parsim.model.number_formats import FORMATS, check_planned
 from parsim.model.objective.objective import TARGET
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.spec import ModelSpec
-from parsim.plans.constraints import PlanConstraints
-from parsim.plans.mesh import Mesh, check_mesh
+from parsim.plans.constraints import PlanConstraints, check_axes
+from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
 from parsim.plans.placement import KINDS, parse_placement
 from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
@@ -429,7 +428,7 @@ def _check_mesh(plan: PlanSection, config: RunConfig) -> None:
     devices = len(chosen) if isinstance(chosen, tuple) else None if chosen is None else chosen * config.cluster.nodes
     if devices is not None:
         try:
-            check_axes(table, devices, by_hand=plan.strategy == "custom")
+            check_axes(constraints_of(plan), devices, by_hand=plan.strategy == "custom")
         except PlanError as error:
             raise ConfigError(f"plan.mesh: {error}") from error
     batch, parts = config.training.global_batch, (table.dp or 1) * microbatches
@@ -437,28 +436,6 @@ def _check_mesh(plan: PlanSection, config: RunConfig) -> None:
         raise ConfigError(
             f"training.global_batch ({batch}) must be divisible by plan.mesh.dp ({table.dp or 1}) * plan.microbatches "
             f"({microbatches}) = {parts}; the nearest that is: {max(1, round(batch / parts)) * parts}"
-        )
-
-
-def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
-    """Check that a mesh of so many devices has the axes that are given.
-
-    Args:
-        table: of the run file. devices: of the cluster. by_hand: axes that are left out are 1, otherwise free.
-
-    Raises:
-        PlanError: there is none.
-    """
-    given = {name: size for name in ("pp", "dp", "tp", "cp") if (size := getattr(table, name)) is not None}
-    if by_hand or not {"pp", "dp", "tp"} - given.keys() or table == MeshTable(pp=1, dp=1, tp=1):
-        check_mesh(mesh_of(table), devices)
-        return
-    product = math.prod(given.values())
-    if devices % product:
-        what = " * ".join(f"{name} ({size})" for name, size in given.items())
-        raise PlanError(
-            f"mesh {what} = {product} must divide the devices ({devices}); change the axes or ask for devices = "
-            f"{-(-devices // product) * product}"
         )
 
 

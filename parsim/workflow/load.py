@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from parsim.errors import ConfigError, PlanError
 from parsim.files import parse_json
+from parsim.plans.constraints import check_axes
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
 from parsim.plans.recompute import AUTO, NONE
-from parsim.workflow.config import RunConfig, check_axes, constraints_of, mesh_of
+from parsim.workflow.config import RunConfig, constraints_of, mesh_of
 
 if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
@@ -35,7 +36,7 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
     cluster = cluster_of(config) if cluster is None else cluster
     model = model_of(config) if model is None else model
     if config.plan.mesh is not None:
-        check_axes(config.plan.mesh, cluster.size, by_hand=config.plan.strategy == "custom")
+        check_axes(constraints_of(config.plan), cluster.size, by_hand=config.plan.strategy == "custom")
     pins = pins_by_pattern(parse_placements(config.plan.pin), model, cluster.size)
     return PlanningProblem(
         model=model,

@@ -35,7 +35,7 @@ EXPERT_STREAM = "ep"
 BACKWARDS = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
 
 
-class Step(NamedTuple):
+class InnerStep(NamedTuple):
     """A part of a component, or (operation given) a communication inside it. `after`: numbers of earlier steps.
 
     `share`: of a communication, its bytes over those of the exchange.
@@ -48,7 +48,7 @@ class Step(NamedTuple):
     share: float = 1.0
 
 
-def inner_steps(inside: InnerExchange, phase: Phase, exchange: str) -> tuple[Step, ...]:
+def inner_steps(inside: InnerExchange, phase: Phase, exchange: str) -> tuple[InnerStep, ...]:
     """What a component does in a phase, in order; none where it is one piece.
 
     Args:
@@ -56,42 +56,42 @@ def inner_steps(inside: InnerExchange, phase: Phase, exchange: str) -> tuple[Ste
         exchange: of `Plan.context_exchange`.
     """
     backward = phase in BACKWARDS
-    steps = [Step("rest", 2, ())]
+    steps = [InnerStep("rest", 2, ())]
     order = ("experts", "attention") if backward else ("attention", "experts")
     for part in order:
         if part == "attention" and inside.context_ways > 1:
             _attention(steps, inside.context_ways, exchange, backward)
         if part == "experts" and inside.expert_ways > 1:
             before = len(steps) - 1
-            steps.append(Step(EXPERT_STREAM, 1, (before,), "all_to_all"))
-            steps.append(Step("experts", 1, (before + 1,)))
-            steps.append(Step(EXPERT_STREAM, 1, (before + 2,), "all_to_all"))
+            steps.append(InnerStep(EXPERT_STREAM, 1, (before,), "all_to_all"))
+            steps.append(InnerStep("experts", 1, (before + 1,)))
+            steps.append(InnerStep(EXPERT_STREAM, 1, (before + 2,), "all_to_all"))
     if inside.context_ways == 1:
-        steps.append(Step("attention", 1, (len(steps) - 1,)))
+        steps.append(InnerStep("attention", 1, (len(steps) - 1,)))
     if inside.expert_ways == 1:
-        steps.append(Step("experts", 1, (len(steps) - 1,)))
-    return (*steps, Step("rest", 2, (len(steps) - 1,)))
+        steps.append(InnerStep("experts", 1, (len(steps) - 1,)))
+    return (*steps, InnerStep("rest", 2, (len(steps) - 1,)))
 
 
-def _attention(steps: list[Step], ways: int, exchange: str, backward: bool) -> None:
+def _attention(steps: list[InnerStep], ways: int, exchange: str, backward: bool) -> None:
     begin = len(steps) - 1
     if exchange == "all_gather":
-        steps.append(Step(CONTEXT_STREAM, 1, (begin,), "all_gather"))
-        steps.append(Step("attention", 1, (begin + 1,)))
+        steps.append(InnerStep(CONTEXT_STREAM, 1, (begin,), "all_gather"))
+        steps.append(InnerStep("attention", 1, (begin + 1,)))
         if backward:
-            steps.append(Step(CONTEXT_STREAM, 1, (begin + 2,), "reduce_scatter"))
+            steps.append(InnerStep(CONTEXT_STREAM, 1, (begin + 2,), "reduce_scatter"))
         return
     piece = 1 / ways
     block, shift = begin, begin
     for number in range(ways):
-        steps.append(Step("attention", ways, (block, shift) if shift != block else (block,)))
+        steps.append(InnerStep("attention", ways, (block, shift) if shift != block else (block,)))
         block = len(steps) - 1
         if number < ways - 1:
             before = {shift, *(steps[block].after[:1] if backward and number else ())}
-            steps.append(Step(CONTEXT_STREAM, 1, tuple(sorted(before)), "ring_shift", piece * (2 if backward else 1)))
+            steps.append(InnerStep(CONTEXT_STREAM, 1, tuple(sorted(before)), "ring_shift", piece * (2 if backward else 1)))
             shift = len(steps) - 1
     if backward:
-        steps.append(Step(CONTEXT_STREAM, 1, (block,), "ring_shift", piece))
+        steps.append(InnerStep(CONTEXT_STREAM, 1, (block,), "ring_shift", piece))
 
 
 def first_key(layout: PlanIndex, phase: Phase, rank: int, name: str, microbatch: int) -> TaskKey:
@@ -141,7 +141,7 @@ def add_parts(
             draft.add(keys[number], exchange, resources, waits, origin)
 
 
-def _key(layout: PlanIndex, steps: Sequence[Step], number: int, work: Compute, rank: int, microbatch: int) -> TaskKey:
+def _key(layout: PlanIndex, steps: Sequence[InnerStep], number: int, work: Compute, rank: int, microbatch: int) -> TaskKey:
     """Of a rank's own part, or of what its group does together."""
     step = steps[number]
     if number == len(steps) - 1:
