@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from machines import chip_of, cluster_of, machine_of
 from rows import Row
 from rules import WITHOUT, Framework, framework_of, micro_of, recompute_of
-from shapes import Shape, shape_of_name
-from transformer import Part, transformer
+from shapes import shape_of_name
 
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
+from parsim.model.transformer.build import transformer
+from parsim.model.transformer.shape import Shape
+from parsim.model.transformer.sublayers import SamplePart
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.placement import BATCH, Placement
@@ -121,7 +123,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
             lacks.append("nothing hides the all_to_all of expert parallelism")
     if seq % cp:
         raise CannotExpressError(f"seq {seq} does not divide over cp {cp}")
-    part = Part(tokens=seq, context=seq)
+    part = SamplePart(tokens=seq, context=seq)
     granularity = "layer" if tp == 1 else "sequence" if sequence else "sublayer"
     if tp > 1 and shape.heads % tp:
         raise CannotExpressError(f"{shape.heads} heads do not divide over tp {tp}")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from parsim.errors import PlanError
-from parsim.plans.mesh import Mesh, check_mesh
+from parsim.plans.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,27 +39,3 @@ class PlanConstraints:
 
 
 FREE = PlanConstraints()
-
-
-def check_axes(asked: PlanConstraints, devices: int, *, by_hand: bool) -> None:
-    """Check that a mesh of so many devices has the axes that are given.
-
-    Args:
-        asked: its axes count. devices: of the cluster. by_hand: axes that are left out are 1, otherwise free.
-
-    Raises:
-        PlanError: there is none.
-    """
-    sizes = {"pp": asked.pp, "dp": asked.dp, "tp": asked.tp, "cp": asked.cp}
-    given = {name: size for name, size in sizes.items() if size is not None}
-    if by_hand or not {"pp", "dp", "tp"} - given.keys():
-        mesh = Mesh(pp=asked.pp or 1, dp=asked.dp or 1, tp=asked.tp or 1, cp=asked.cp or 1, ep=asked.ep or 1)
-        check_mesh(mesh, devices)
-        return
-    product = math.prod(given.values())
-    if devices % product:
-        what = " * ".join(f"{name} ({size})" for name, size in given.items())
-        raise PlanError(
-            f"mesh {what} = {product} must divide the devices ({devices}); change the axes or ask for devices = "
-            f"{-(-devices // product) * product}"
-        )

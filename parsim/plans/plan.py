@@ -6,12 +6,22 @@ Frozen, JSON, holds no measured number. `check_plan` compares it with a model an
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from parsim.errors import ModelError, PlanError, near_matches
-from parsim.files import NO_CONTROL, control_character_in, parse_json, version_problem
+from parsim.files import (
+    NO_CONTROL,
+    control_character_in,
+    parse_json,
+    read_text,
+    reading,
+    version_problem,
+    write_text_atomically,
+)
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.shard.narrow import check_ways
@@ -20,8 +30,11 @@ from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, rank_of_stage, 
 from parsim.plans.placement import BATCH, Placement, parse_placement
 from parsim.plans.recompute import NONE, Recompute, check_segments, normalised, recomputed_names
 from parsim.registry import is_reference
+from parsim.typed import check_types
 from parsim.units import format_bytes
 
+MOST_MICROBATCHES = 10**5
+MOST_SAMPLES = 2**40
 SCHEMA_VERSION = 2
 STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
@@ -54,6 +67,19 @@ class Stage:
     def placed(self) -> tuple[tuple[str, Placement], ...]:
         """Every component with its placement."""
         return tuple(zip(self.components, self.placements or (BATCH,) * len(self.components), strict=True))
+
+
+MOST_RUNS = 8
+"""Of equal placements that a summary lists one by one."""
+
+
+def _by_pattern(placed: Iterable[tuple[str, Placement]]) -> list[str]:
+    """`h.*.norm1 shard:sequence/4`, with every number as a star; empty where equal patterns lie differently."""
+    found: dict[str, Placement] = {}
+    for name, placement in placed:
+        if found.setdefault(re.sub(r"\d+", "*", name), placement) != placement:
+            return []
+    return [f"{pattern} {placement}" for pattern, placement in found.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,12 +150,23 @@ class Plan:
         for number, (stage, place) in enumerate(zip(self.stages, self.stage_places, strict=True)):
             if not stage.components:
                 raise PlanError(f"stage {number} holds no component; use fewer stages")
+            if len(stage.ranks) != self.mesh.copies * self.mesh.tp:
+                pieces = f" * cp ({self.mesh.cp})" if self.mesh.cp > 1 else ""
+                raise PlanError(
+                    f"stage {number} lists {len(stage.ranks)} ranks, and dp ({self.mesh.dp}) * tp ({self.mesh.tp}){pieces} = "
+                    f"{self.mesh.copies * self.mesh.tp}"
+                )
             if stage.ranks != self.mesh.stage_ranks(place):
                 raise PlanError(f"stage {number} must run on ranks {self.mesh.stage_ranks(place)}, got {stage.ranks}")
             for name, placement in stage.placed():
                 _check_axis(name, placement, self.mesh.tp)
         if self.zero_stage not in ZERO_STAGES:
             raise PlanError(f"zero_stage = {self.zero_stage}: {ZERO_STAGES_TEXT}")
+        if self.microbatches > MOST_MICROBATCHES or self.global_batch > MOST_SAMPLES:
+            raise PlanError(
+                f"microbatches ({self.microbatches}) must be <= {MOST_MICROBATCHES} and global_batch ({self.global_batch}) <= "
+                f"{MOST_SAMPLES}; a larger step cannot be simulated"
+            )
         if self.microbatches < 1 or self.bucket_bytes < 1:
             raise PlanError(f"microbatches ({self.microbatches}) and bucket_bytes ({self.bucket_bytes}) must be >= 1")
         object.__setattr__(self, "recompute", normalised(self.recompute, self.components))
@@ -245,7 +282,10 @@ class Plan:
         return self.recompute if isinstance(self.recompute, str) else f"{len(self.recompute)} of {len(self.components)}"
 
     def _placed(self) -> str:
-        """` [embed shard:vocabulary/4 | layer0..layer3 batch]`, or nothing where all are batch-sharded."""
+        """` [embed shard:vocabulary/4 | layer0..layer3 batch]`, or nothing where all are batch-sharded.
+
+        Many runs that repeat from layer to layer are named once: `h.*.norm1 shard:sequence/4`.
+        """
         if not self.is_mixed:
             return ""
         runs: list[tuple[Placement, list[str]]] = []
@@ -255,6 +295,8 @@ class Plan:
                     runs.append((placement, []))
                 runs[-1][1].append(name)
         parts = [f"{names[0]}{f'..{names[-1]}' if len(names) > 1 else ''} {placement}" for placement, names in runs]
+        if len(parts) > MOST_RUNS:
+            parts = _by_pattern(entry for stage in self.stages for entry in stage.placed()) or parts
         return f" [{' | '.join(parts)}]"
 
     def to_dict(self) -> dict[str, Any]:
@@ -278,12 +320,12 @@ class Plan:
         return json.dumps(self.to_dict(), indent=1)
 
     def save(self, path: Path) -> None:
-        path.write_text(self.to_json())
+        write_text_atomically(path, self.to_json())
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan JSON") -> Plan:
         """Raises PlanError with the place that is wrong."""
-        try:
+        with reading(f"{where} is not a plan", PlanError, "write it with `parsim plan` or Plan.save"):
             document = parse_json(text)
             if problem := version_problem(document, SCHEMA_VERSION):
                 raise PlanError(f"{where}: {problem}; or plan again")
@@ -292,6 +334,7 @@ class Plan:
             del document["schema_version"]
             document.pop("executable", None)
             document["mesh"] = Mesh(**document["mesh"])
+            check_types(document["mesh"], "mesh")
             document["segments"] = tuple(tuple(names) for names in document.get("segments", ()))
             document["stages"] = tuple(
                 Stage(
@@ -301,15 +344,16 @@ class Plan:
                 )
                 for stage in document["stages"]
             )
-            return cls(**document)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise PlanError(f"{where} is not a plan: {error}; write it with `parsim plan` or Plan.save") from error
+            found_plan = cls(**document)
+            check_types(found_plan, "plan")
+            return found_plan
 
     @classmethod
     def load(cls, path: Path) -> Plan:
         if not path.is_file():
             raise PlanError(f"no plan file {path}; write one with `parsim plan RUN.toml`")
-        return cls.from_json(path.read_text(), str(path))
+        with reading(f"{path} is not a plan", PlanError, "write it with `parsim plan` or Plan.save"):
+            return cls.from_json(read_text(path), str(path))
 
 
 def _check_axis(name: str, placement: Placement, tp: int) -> None:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from parsim.analyze.bounds import busiest_resource_s
 from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
 from parsim.arrays import Floats
-from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate, OverlapFactors
 from parsim.costs.memory.rank_memory import RankMemory
 from parsim.costs.uncertainty.draws import (
@@ -30,7 +29,6 @@ from parsim.engines.steps import mean_step_s, waiting_together
 from parsim.errors import PlanError
 from parsim.graph.columns import Columns
 from parsim.graph.fold import Folding, folding_of, unfolded
-from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
 from parsim.plans.plan import Plan
 from parsim.predict.nearly_alike import lowered, nearly_alike
@@ -106,26 +104,13 @@ def evaluate(
     Raises:
         PlanError: more ranks than devices, or a plan that does not match the model. CostError: a task without a price.
     """
-    if plan.world_size > problem.cluster.size:
-        raise PlanError(
-            f"the plan needs {plan.world_size} ranks and {problem.cluster.name} offers {problem.cluster.size} devices; "
-            "ask for more devices or a smaller mesh"
-        )
-    layout, costs = problem.layout(plan), problem.costs(plan.world_size)
-    sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
-    folding, columns, estimates = _program(problem, layout, costs, fold=fold, noisy=bool(sigma))
-    medians = medians_s(estimates)[columns.unit]
+    run = simulated_step(problem, plan, fold=fold)
+    compiled, estimates, folding = run.compiled, run.estimates, run.folding
+    columns, step_s = compiled.columns, run.step_s
     seconds = _seconds(estimates, columns, folding)
-    overlap = costs.overlap([unit.work for unit in columns.units], seconds)
-    compiled = compile_graph(columns)
+    medians = medians_s(estimates)[columns.unit]
     engines = {"static": static.simulate, "dynamic": dynamic.simulate}
-    timeline = engines[engine](compiled, medians, overlap=overlap)
-    steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
-    step_s = steady_s
-    if sigma and plan.world_size > 1:
-        noisy = folded_unsteady_step_s if folding.is_folded else _unsteady_alone_s
-        step_s = noisy(compiled, folding, medians, overlap, sigma)
-    step_s += costs.between_steps_s
+    timeline = engines[engine](compiled, medians, overlap=run.overlap)
     interval = Interval(median=step_s, p05=step_s, p95=step_s)
     parts = breakdown(compiled, timeline, ranks=folding.ranks)
     fractions = step_fractions(parts, folding.weights)
@@ -158,30 +143,74 @@ def evaluate(
         result=result,
         compiled=compiled,
         estimates=estimates,
-        overlap=overlap,
+        overlap=run.overlap,
         timeline=timeline,
         memory=memory,
         breakdown=_of_every_rank(parts, folding),
-        steady_step_s=steady_s,
+        steady_step_s=run.steady_s,
     )
     return with_interval(problem, evaluation, samples=samples, reason=reason)
 
 
-def _program(
-    problem: PlanningProblem, layout: PlanIndex, costs: Costs, *, fold: bool | None, noisy: bool
-) -> tuple[Folding, Columns, tuple[Estimate, ...]]:
-    """Which ranks are simulated, what they run, and the price of each unit of it."""
-    plan = layout.plan
+@dataclass(frozen=True, kw_only=True)
+class SimulatedStep:
+    """The program of one plan, priced, and the seconds of its step: what `evaluate` begins with.
+
+    Attributes: estimates: per unit of the program. steady_s: the tasks of a step without noise of single ranks. step_s: with
+        that noise, and with the host's work between steps.
+    """
+
+    folding: Folding
+    compiled: CompiledGraph
+    estimates: tuple[Estimate, ...]
+    overlap: OverlapFactors
+    steady_s: float
+    step_s: float
+
+
+def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = None) -> SimulatedStep:
+    """The median step of a plan, as `evaluate` gives it, without memory, breakdown and timeline.
+
+    Args:
+        problem, plan, fold: as `evaluate` takes them.
+
+    Raises:
+        PlanError: more ranks than devices, or a plan that does not match the model. CostError: a task without a price.
+    """
+    if plan.world_size > problem.cluster.size:
+        raise PlanError(
+            f"the plan needs {plan.world_size} ranks and {problem.cluster.name} offers {problem.cluster.size} devices; "
+            "ask for more devices or a smaller mesh"
+        )
+    layout, costs = problem.layout(plan), problem.costs(plan.world_size)
+    sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
     usual = plan.world_size > MANY_RANKS or plan.mesh.team > 1
     folds = (fold or (fold is None and usual)) and not costs.shared_cores
     folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if folds else unfolded(plan.mesh)
     bounded = (folding.is_folded and plan.world_size > MANY_RANKS) or not folding.is_exact
-    nearly = nearly_alike(problem, layout, folding, REPEATED_STEPS) if bounded and not noisy else None
-    if nearly is not None:
-        return nearly
-    folding = folding if folding.is_exact else unfolded(plan.mesh)
-    columns = lowered(problem, layout, folding)
-    return folding, columns, tuple(problem.price(columns.units, plan.mesh))
+    nearly = nearly_alike(problem, layout, folding, REPEATED_STEPS) if bounded and not sigma else None
+    if nearly is None:
+        folding = folding if folding.is_exact else unfolded(plan.mesh)
+        columns = lowered(problem, layout, folding)
+        estimates = tuple(problem.price(columns.units, plan.mesh))
+    else:
+        folding, columns, estimates = nearly
+    medians = medians_s(estimates)[columns.unit]
+    overlap = costs.overlap([unit.work for unit in columns.units], _seconds(estimates, columns, folding))
+    compiled = compile_graph(columns)
+    steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
+    step_s = steady_s
+    if sigma and plan.world_size > 1:
+        noisy = folded_unsteady_step_s if folding.is_folded else _unsteady_alone_s
+        step_s = noisy(compiled, folding, medians, overlap, sigma)
+    return SimulatedStep(
+        folding=folding,
+        compiled=compiled,
+        estimates=estimates,
+        overlap=overlap,
+        steady_s=steady_s,
+        step_s=step_s + costs.between_steps_s,
+    )
 
 
 def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: int, reason: str) -> Evaluation:

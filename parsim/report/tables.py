@@ -432,9 +432,10 @@ def to_rich(table: ReportTable, width: int | None = None) -> Table:
 
     table = _folded(table, shutil.get_terminal_size().columns if width is None else width)
     notes = "\n".join(table.notes) or None
-    drawn = Table(title=table.title, title_justify="left", caption=notes, caption_justify="left", box=SIMPLE_HEAD)
+    caption = None if notes is None else Text(notes)  # as it is: a name of the user's may look like markup
+    drawn = Table(title=Text(table.title), title_justify="left", caption=caption, caption_justify="left", box=SIMPLE_HEAD)
     for column in table.columns:
-        drawn.add_column(column.name, justify="right" if column.numeric else "left", no_wrap=column.numeric)
+        drawn.add_column(Text(column.name), justify="right" if column.numeric else "left", no_wrap=column.numeric)
     for number, row in enumerate(table.rows):
         drawn.add_row(*(Text(cell) for cell in row), style="bold" if number in table.emphasised else None)
     return drawn

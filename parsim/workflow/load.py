@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parsim.errors import ConfigError, PlanError
-from parsim.files import parse_json
-from parsim.plans.constraints import check_axes
+from parsim.files import parse_json, read_text
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
 from parsim.plans.recompute import AUTO, NONE
-from parsim.workflow.config import RunConfig, constraints_of, mesh_of
+from parsim.workflow.config import RunConfig, check_axes, constraints_of, mesh_of
 
 if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
@@ -36,7 +35,7 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
     cluster = cluster_of(config) if cluster is None else cluster
     model = model_of(config) if model is None else model
     if config.plan.mesh is not None:
-        check_axes(constraints_of(config.plan), cluster.size, by_hand=config.plan.strategy == "custom")
+        check_axes(config.plan.mesh, cluster.size, by_hand=config.plan.strategy == "custom")
     pins = pins_by_pattern(parse_placements(config.plan.pin), model, cluster.size)
     return PlanningProblem(
         model=model,
@@ -102,7 +101,7 @@ def model_of(config: RunConfig) -> Model:
 def is_saved_model(path: Path) -> bool:
     """True for a file of Model.save, false for a Hugging Face config."""
     try:
-        document = parse_json(path.read_text(encoding="utf-8"))
+        document = parse_json(read_text(path))
     except (OSError, ValueError):  # whoever reads it next says what is wrong with it
         return False
     return isinstance(document, dict) and "components" in document
