@@ -101,8 +101,9 @@ def network_of(machine: Machine) -> Network:
 
 @lru_cache(maxsize=256)
 def cluster_of(machine: Machine, gpus: int) -> Cluster:
-    """So many GPUs of that machine."""
-    per_node = min(machine.per_node, gpus)
+    """So many GPUs of that machine, as many in each node: 256 are four times 64 of 72, so that groups do not straddle nodes."""
+    most = min(machine.per_node, gpus)
+    per_node = next((number for number in range(most, most // 2, -1) if gpus % number == 0), most)
     profile = profile_of(machine, per_node)
     nodes = -(-gpus // per_node)
     return cluster_from_profile(profile, list(range(gpus)), nodes=nodes, network=network_of(machine) if nodes > 1 else None)

@@ -26,12 +26,15 @@ from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, Send
 
 
 def task_label(task: Task) -> str:
-    """Short name of a task for people: `F layer1.0 mb2`, `all_reduce bucket 3`, `send_recv layer2.1:0 mb0 1>2`."""
+    """Short name of a task for people: `F layer1.0 mb2`, `F h.0 attention mb2`, `all_reduce bucket 3`,
+    `send_recv layer2.1:0 mb0 1>2`.
+    """
     origin = task.origin
     microbatch = "" if origin.microbatch is None else f" mb{origin.microbatch}"
     match task.work:
         case Compute() as work:
-            return f"{work.phase.short} {work.component}{microbatch}"
+            part = f" {work.part}" if work.part else ""
+            return f"{work.phase.short} {work.component}{part}{microbatch}"
         case OptimizerStep():
             return "optimizer"
         case SendRecv() as work:
@@ -39,7 +42,8 @@ def task_label(task: Task) -> str:
             return f"send_recv{value}{microbatch} {work.source}>{work.destination}"
         case Collective() as work:
             bucket = "" if origin.bucket is None else f" bucket {origin.bucket}"
-            return f"{work.operation}{bucket}"
+            inside = "" if origin.component is None else f" {origin.component}{microbatch}"
+            return f"{work.operation}{bucket}{inside}"
         case LoadBatch():
             return f"load{microbatch}"
         case Mix() as work:

@@ -337,7 +337,7 @@ def plan_text(plan: object) -> str:
         return str(plan) if plan else NOTHING
     mesh = plan["mesh"]
     replicas, microbatches = mesh["dp"], plan["microbatches"]
-    axes = " ".join(f"{axis}={mesh[axis]}" for axis in ("pp", "dp", "tp") if mesh[axis] > 1) or "1 device"
+    axes = " ".join(f"{axis}={mesh[axis]}" for axis in ("pp", "dp", "tp", "cp", "ep") if mesh.get(axis, 1) > 1) or "1 device"
     order = f" {plan['pipeline_order']}" if mesh["pp"] > 1 else ""
     chunks = len(plan.get("stages", ())) // mesh["pp"]
     order += f"x{chunks}" if order and chunks > 1 else ""
@@ -348,7 +348,7 @@ def plan_text(plan: object) -> str:
 def _rest_text(plan: Mapping[str, Any]) -> str:
     """Bucket sizes that are not the usual ones, and recomputation."""
     size, again, text = plan.get("bucket_bytes", DEFAULT_BUCKET_BYTES), plan.get("recompute", "none"), ""
-    if size != DEFAULT_BUCKET_BYTES and plan["mesh"]["dp"] * plan["mesh"]["tp"] > 1:
+    if size != DEFAULT_BUCKET_BYTES and plan["mesh"]["dp"] * plan["mesh"]["tp"] * plan["mesh"].get("cp", 1) > 1:
         text += f" buckets={format_bytes(size).replace(' ', '')}"
     if again != "none":
         text += f" recompute={again if isinstance(again, str) else len(again)}"
