@@ -205,19 +205,27 @@ class RankWatch:
         for rank, (seen, beat, state) in enumerate(zip(self._seen, beats, states, strict=True)):
             if state is None or beat.doing not in (Doing.WORKING, Doing.PREPARING):
                 continue
-            computes = seen.ran or state.cpu_s - seen.cpu_s > _IDLE_SHARE * seen.still_s
+            computes = self._computes(rank, state)
             patient = computes or beat.doing is Doing.PREPARING
             if seen.still_s > self.limit_s * (PATIENCE if patient else 1):
                 how = "it computes without end" if computes else "it waits for a disk" if state.letter == "D" else "it hangs"
                 return Hang(ranks=(rank,), text=f"has not moved for {format_seconds(seen.still_s)} {beat.describe()}: {how}")
         return None
 
+    def _computes(self, rank: int, state: ProcessState | None) -> bool:
+        """Whether it took a core, or waited for one, since its last beat."""
+        seen = self._seen[rank]
+        return seen.ran or (state is not None and state.cpu_s - seen.cpu_s > _IDLE_SHARE * seen.still_s)
+
     def _deadlocked(self, beats: Sequence[Beat], states: Sequence[ProcessState | None]) -> Hang | None:
         alive = [rank for rank, state in enumerate(states) if state is not None]
         wait = [rank for rank in alive if beats[rank].doing is Doing.WAITING]
-        if not wait or wait != alive or min(self._seen[rank].still_s for rank in wait) <= TOGETHER * self.limit_s:
+        if not wait or wait != alive:
             return None
         still_s = min(self._seen[rank].still_s for rank in wait)
+        spun = [self._computes(rank, states[rank]) for rank in wait]  # waiting for a GPU takes a core
+        if still_s <= self.limit_s * (PATIENCE if any(spun) else TOGETHER):
+            return None
         first = beats[wait[0]].describe()
         return Hang(
             ranks=tuple(wait), text=f"have all waited for one another for {format_seconds(still_s)}, rank {wait[0]} {first}"
