@@ -26,8 +26,9 @@ _ENTRY = struct.Struct("<dqqB39s")
 _PROC = Path("/proc")
 _IDLE_SHARE = 0.05
 """Of one core: what uses less computes nothing."""
-PATIENCE = 20
-"""Times the limit: for a rank that computes without a sign of progress, or prepares its work."""
+PATIENCE, LEAST_PATIENCE_S = 20, 600.0
+"""Times the limit, and at least so long: for a rank that computes without a sign of progress, or prepares its work. On a machine
+that others use, imports alone may take a minute."""
 TOGETHER = 4
 """Times the limit: for ranks that all wait for one another, which a long transfer looks like, too."""
 _LONGEST_POLL_S = 1.0
@@ -193,6 +194,10 @@ class RankWatch:
             seen.ran = seen.ran or (state is not None and state.letter == "R")
         return self._stopped() or self._hanging(beats, states) or self._deadlocked(beats, states)
 
+    @property
+    def _patience_s(self) -> float:
+        return max(PATIENCE * self.limit_s, LEAST_PATIENCE_S)
+
     def _stopped(self) -> Hang | None:
         ranks = tuple(rank for rank, seen in enumerate(self._seen) if seen.stopped_s > self.limit_s)
         if not ranks:
@@ -207,7 +212,7 @@ class RankWatch:
                 continue
             computes = self._computes(rank, state)
             patient = computes or beat.doing is Doing.PREPARING
-            if seen.still_s > self.limit_s * (PATIENCE if patient else 1):
+            if seen.still_s > (self._patience_s if patient else self.limit_s):
                 how = "it computes without end" if computes else "it waits for a disk" if state.letter == "D" else "it hangs"
                 return Hang(ranks=(rank,), text=f"has not moved for {format_seconds(seen.still_s)} {beat.describe()}: {how}")
         return None
@@ -224,7 +229,7 @@ class RankWatch:
             return None
         still_s = min(self._seen[rank].still_s for rank in wait)
         spun = [self._computes(rank, states[rank]) for rank in wait]  # waiting for a GPU takes a core
-        if still_s <= self.limit_s * (PATIENCE if any(spun) else TOGETHER):
+        if still_s <= (self._patience_s if any(spun) else TOGETHER * self.limit_s):
             return None
         first = beats[wait[0]].describe()
         return Hang(
