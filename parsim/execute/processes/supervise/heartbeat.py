@@ -27,8 +27,8 @@ _PROC = Path("/proc")
 _IDLE_SHARE = 0.05
 """Of one core: what uses less computes nothing."""
 PATIENCE, LEAST_PATIENCE_S = 20, 600.0
-"""Times the limit, and at least so long: for a rank that computes without a sign of progress, or prepares its work. On a machine
-that others use, imports alone may take a minute."""
+"""Times the limit, and at least so long: for a rank that computes without a sign of progress, or prepares its work. On a
+machine that others use, imports alone may take a minute."""
 TOGETHER = 4
 """Times the limit: for ranks that all wait for one another, which a long transfer looks like, too."""
 _LONGEST_POLL_S = 1.0
