@@ -53,19 +53,34 @@ NetworkOption = Annotated[
 BatchOption = Annotated[
     int | None, typer.Option("--batch", metavar="N", help="With a MODEL: samples per step over all replicas.")
 ]
+SeqOption = Annotated[int | None, typer.Option("--seq", metavar="N", help="Tokens per sample of a language model.")]
+TokensOption = Annotated[
+    float | None, typer.Option("--tokens", metavar="N", help="Tokens to train on, e.g. 1e12: days, price and failures.")
+]
 
 
 def on_gpus(
-    cluster: str | None, gpus: str | None, network: str | None, overrides: list[str] | None
+    cluster: str | None,
+    gpus: str | None,
+    network: str | None,
+    overrides: list[str] | None,
+    *,
+    seq: int | None = None,
+    tokens: float | None = None,
 ) -> tuple[str | None, list[str]]:
-    """The cluster and the overrides that --on, --gpus, --network and --set mean together.
+    """The cluster and the overrides that --on, --gpus, --network, --seq, --tokens and --set mean together.
 
     Raises:
         ConfigError: both --on and --gpus, or --gpus of another form.
     """
     from parsim.hardware.parts.shorthand import machines_of
 
-    changes = [*([] if network is None else [f'cluster.network="{network}"']), *(overrides or [])]
+    changes = [
+        *([] if network is None else [f'cluster.network="{network}"']),
+        *([] if seq is None else [f"model.args.seq={seq}"]),
+        *([] if tokens is None else [f"training.tokens={tokens!r}"]),
+        *(overrides or []),
+    ]
     if gpus is None:
         return cluster, changes
     if cluster is not None:

@@ -123,7 +123,11 @@ def load_network(name_or_path: str) -> Network:
         except (OSError, ValueError) as error:
             raise ProfileError(f"cannot read network {path}: {error}; give a JSON file or one of {_listing()}") from error
     if name_or_path not in shipped_networks():
-        raise ProfileError(f"unknown network {name_or_path!r}{near_matches(name_or_path, shipped_networks())}")
+        near = near_matches(name_or_path, shipped_networks())
+        raise ProfileError(
+            f"unknown network {name_or_path!r}{near}{'' if near.startswith('; known') else f'; known: {_listing()}'}; or "
+            "describe your own in a JSON file as hardware_profiles/README.md says, and give its path"
+        )
     file = importlib.resources.files("hardware_profiles").joinpath("networks", f"{name_or_path}.json")
     return parse_network(file.read_text("utf-8"), name_or_path)
 

@@ -24,6 +24,7 @@ from parsim.model.component import (
     HalfComponent,
     HalfSharding,
     HalfValue,
+    InnerExchange,
     Operator,
     OperatorShard,
     Parameter,
@@ -146,6 +147,8 @@ class Model:
                 del document[key]
         for component in document["components"]:
             _drop_defaults(component["parameters"], "trainable", True)
+            _drop_defaults(component["parameters"], "expert_ways", 1)
+            _drop_defaults((component,), "inside", None)
             _drop_defaults(component["operators"], "gradients", "")
             for sharding in component["shardings"]:
                 _drop_defaults((*sharding["parameters"], *sharding["buffers"]), "runs", ())
@@ -201,8 +204,13 @@ def _component(entry: dict[str, Any]) -> Component:
             "operators": operators,
             "shardings": tuple(_sharding(sharding) for sharding in entry["shardings"]),
             "half": None if entry["half"] is None else HalfComponent(**{**entry["half"], **_peaks(entry["half"])}),
+            "inside": None if entry.get("inside") is None else _inside(entry["inside"]),
         }
     )
+
+
+def _inside(entry: dict[str, Any]) -> InnerExchange:
+    return InnerExchange(**{**entry, "experts": tuple(entry["experts"])})
 
 
 def _peaks(entry: dict[str, Any]) -> dict[str, tuple[tuple[int, int], ...]]:

@@ -21,6 +21,7 @@ from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import Profile
 from parsim.hardware.speed_factor import SpeedFactor, speed_beside
 from parsim.model.model import COUPLED, Model
+from parsim.model.named.names import is_transformer
 from parsim.model.number_formats import check_executable
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import Evaluation, evaluate, sampled_durations_s
@@ -102,6 +103,11 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
         raise ModelError(
             f"{asked.config.model.name} was given as {what}: it can be planned and simulated, but every process of a run must "
             'build its own; put the code that makes it into a function and give "package.module:function" as the model'
+        )
+    if is_transformer(asked.config.model.name):
+        raise ModelError(
+            f"{asked.config.model.name} is planned and simulated from its sizes, and parsim holds no module of it to train; "
+            "give the path of its Hugging Face config.json"
         )
     if is_saved_model(Path(asked.config.model.name)):
         raise ModelError(

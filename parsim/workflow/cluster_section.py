@@ -41,6 +41,14 @@ class ClusterSection(ConfigSection):
     """So many machines of the profile, joined by `network`."""
     network: Annotated[str, Field(strict=True, min_length=1)] | None = None
     """A shipped network by name, or the path of one; needed for nodes > 1, and without meaning for one node."""
+    usd_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Price of one device; left out: the dated price of the part that it is."""
+    device_mtbf_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Mean hours between failures that stop the job, per device; left out: a published figure for H100."""
+    checkpoint_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    """The training stands so long while a checkpoint is written."""
+    restart_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 600.0
+    """From a failure until the last checkpoint is back."""
 
     @property
     def machine(self) -> str:
@@ -52,6 +60,10 @@ class ClusterSection(ConfigSection):
 
         gpu = str(self.gpu)
         return Machines(gpu, self.gpus_per_node or load_gpu(gpu).gpus_per_node, self.nodes, self.link).node
+
+
+OPERATION = frozenset({"usd_per_hour", "device_mtbf_hours", "checkpoint_s", "restart_s"})
+"""Keys that change no plan, and may stand beside a cluster that was given as a value."""
 
 
 def check_machine(cluster: ClusterSection) -> None:

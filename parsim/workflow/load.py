@@ -49,6 +49,7 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         recompute=recompute_by_pattern(config.plan.recompute, model),
         constraints=constraints_of(config.plan),
         pins=pins,
+        capacity_factor=config.plan.capacity_factor or 0.0,
         forbids=forbids_by_pattern(config.plan.forbid, model, pins),
     )
 
@@ -140,6 +141,7 @@ def fixed_plan(problem: PlanningProblem, config: RunConfig) -> Plan | None:
         chunks=table.chunks or PIPELINE_ORDERS[order].fewest_chunks,
         bucket_bytes=table.bucket_bytes or DEFAULT_BUCKET_BYTES,
         recompute=NONE if problem.recompute == AUTO else problem.recompute,
+        context_exchange=table.context_exchange or "ring",
     )
 
 

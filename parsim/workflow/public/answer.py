@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from parsim.report.tables import ReportTable
+    from parsim.workflow.large.faster import WhatWould
 
 PLANS_SHOWN = 8
 
@@ -152,8 +153,10 @@ class Answer:
         """What stands below the table: families without a plan, the verdict, and the defaults that were taken."""
         skipped = () if self.search is None else self.search.skipped
         return [
+            *([] if self.question.recipe is None else self.question.recipe.lines()),
             *(f"{name}: {why}" for name, why in skipped),
             self.verdict(),
+            *([] if (figures := self.prediction.quoted) is None else figures.lines()),
             loss_text(self.problem.model),
             *filter(None, [constant_text(self.problem.model), assumed_text(self.question.assumed)]),
         ]
@@ -170,6 +173,10 @@ class Answer:
         """Plain JSON, as `parsim plan --json` prints it."""
         document = self._given() if self.search is None else self.search.to_dict()
         model = self.problem.model
+        if self.question.recipe is not None:
+            document["config_file"] = self.question.recipe.to_dict()
+        figures = self.prediction.quoted
+        document["quoted"] = None if figures is None else figures.to_dict()
         document["tie"] = None if self.tie is None else self.tie.result.to_dict()
         return document | {"assumed": _plain(self.assumed), "loss": model.loss or None, "loss_note": loss_note(model) or None}
 
@@ -187,6 +194,21 @@ class Answer:
         with progress("Certifying placements"):
             own = certificate_of(self.problem, self.search, self.config.plan.strategy)
             return own | {"paper": paper_certificate(self.problem)}
+
+    def what_would(self, faster: float) -> WhatWould:
+        """What would make training faster: the search again with more bandwidth, memory, GPUs or batch, one change at a time.
+
+        Args:
+            faster: the aim, 0.2 for 20% more samples per second.
+
+        Raises:
+            ConfigError: an aim that cannot be, or no plan fits.
+        """
+        from parsim.workflow.large.faster import what_would
+        from parsim.workflow.progress import progress
+
+        with progress("Planning on changed clusters"):
+            return what_would(self, faster)
 
     def _given(self) -> dict[str, Any]:
         """A plan that was given, as the search would show it."""

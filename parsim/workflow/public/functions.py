@@ -44,6 +44,8 @@ def plan(
     network: str | Path | None = None,
     args: Mapping[str, object] | None = None,
     input_shape: Sequence[int] | None = None,
+    seq: int | None = None,
+    tokens: float | None = None,
     example_inputs: Any = None,
     settings: QuestionSettings | None = None,
     overrides: Sequence[str] = (),
@@ -52,7 +54,7 @@ def plan(
     """Rank the ways of training a model on a cluster, and choose one.
 
     Args:
-        model: a name of the zoo ("resnet50"), "package.module:factory", the path of a Hugging Face config.json, of a saved
+        model: a name ("resnet50", "llama3-70b"), "package.module:factory", the path of a Hugging Face config.json, of a saved
             Model or of a run file (which says everything else itself); or a Model, or an nn.Module.
         cluster: a shipped profile by name, the path of one, "this-machine", a Cluster or a Calibration.
         global_batch: samples per step over all replicas.
@@ -61,6 +63,7 @@ def plan(
         strategy: "single", "dp", "mp", "hp", "adaptive" (all of these), or the path of a plan.json.
         devices: the first N of every node, or device numbers. nodes: copies of the cluster, joined by `network`.
         args: keyword arguments of the model. input_shape: of one sample, such as (3, 224, 224); tokens: (seq,).
+        seq: tokens per sample of a language model. tokens: to train on, for days, price and failures.
         example_inputs: of an nn.Module, instead of input_shape: a batch as the module takes it (a Tensor, a tuple, a dict by
             name); a tensor whose dim 0 is not that of the first is constant.
         settings: any further key of a run file, such as {"plan.zero_stage": 1}. overrides: the same as texts, as `--set` takes
@@ -90,6 +93,8 @@ def plan(
         "cluster.network": None if network is None else str(network),
         "model.args": None if args is None else dict(args),
         "model.input_shape": None if input_shape is None else list(input_shape),
+        "model.args.seq": seq,
+        "training.tokens": tokens,
     }
     question = _question(model, cluster, global_batch, _merged(keys, settings), overrides, example_inputs)
     return _ask(question, top=top)
