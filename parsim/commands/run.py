@@ -54,7 +54,8 @@ def run(
     moved = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "no step was left to train"
     accuracy = document.get("test_accuracy")
     scored = "no accuracy: its targets are no classes" if accuracy is None else f"test accuracy {100 * accuracy:.1f}%"
-    print(f"{moved}, test loss {document['test_loss']:.4f}, {scored}")
+    tested = "not finite" if document["test_loss"] is None else f"{document['test_loss']:.4f}"
+    print(f"{moved}, test loss {tested}, {scored}")
     print(f"folder: {done.folder} (report.html, trace.json for Perfetto, checkpoints/)")
 
 

@@ -242,13 +242,14 @@ class RunConfig(ConfigSection):
         return "\n".join(table_text(name, section) for name, section in self.to_dict().items())
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: Path, overrides: Sequence[str] = (), *, calls_model: bool = True) -> RunConfig:
     """Read and check a run file.
 
     Args:
         overrides: texts "section.key=value", the value as TOML or as a bare word. An override of plan.strategy
             replaces the hand-written plan of a file with strategy = "custom" (CUSTOM_KEYS) unless it says "custom" too, and
             what steers the file's search (ADAPTIVE_KEYS) unless it says "adaptive". Constraints of a search stay.
+        calls_model: False for a run that is only looked at (`check_trusted`).
 
     Raises:
         ConfigError: no such file, not TOML, or a wrong key; with its path, its value and the fix.
@@ -259,10 +260,17 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"no run file {path}; write one with the tables [model], [cluster] and [training]") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read run file {path}: {error}; it must be a text file in UTF-8") from error
-    return parse_config(text, overrides, where=str(path), folder=path.resolve().parent)
+    return parse_config(text, overrides, where=str(path), folder=path.resolve().parent, calls_model=calls_model)
 
 
-def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.toml", folder: Path | None = None) -> RunConfig:
+def parse_config(
+    text: str,
+    overrides: Sequence[str] = (),
+    *,
+    where: str = "RUN.toml",
+    folder: Path | None = None,
+    calls_model: bool = True,
+) -> RunConfig:
     """Check the text of a run file; relative paths in it start at `folder` (None: the current directory)."""
     try:
         document = parse_toml(text)
@@ -270,7 +278,7 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
         raise ConfigError(f"{where} is not TOML: {error}; mend that line") from error
     make_paths_absolute(document, folder or Path.cwd())
     if folder is not None:
-        check_trusted(document, folder, where)
+        check_trusted(document, folder, where, calls_model=calls_model)
     changes = parse_overrides(overrides)
     make_paths_absolute(changes, Path.cwd())
     strategy = changes["plan"].get("strategy") if isinstance(changes.get("plan"), dict) else None

@@ -44,11 +44,17 @@ ALLOW_VARIABLE = "PARSIM_ALLOW_CODE"
 """Set to 1: run files may name code outside their own folders. What --allow-code sets for one command."""
 
 
-def check_trusted(document: Mapping[str, Any], folder: Path, where: str) -> None:
+MODEL = "model.name"
+_trusted: set[Path] = set()
+"""Folders of run files that this process has read: the configs of their run folders name code there."""
+
+
+def check_trusted(document: Mapping[str, Any], folder: Path, where: str, *, calls_model: bool = True) -> None:
     """A run file is code as soon as it names some. Its own folder is trusted with it, everything else only if the user says so.
 
     Args:
         document: of the file, without what the user has overridden. folder: of the file.
+        calls_model: False if its model is not going to be made: of a run that is only looked at.
 
     Raises:
         ConfigError: a name "package.module:ROW" of a module outside the folder, unless code is allowed.
@@ -56,9 +62,12 @@ def check_trusted(document: Mapping[str, Any], folder: Path, where: str) -> None
     model = document.get("model")
     given = model.get("import_folder") if isinstance(model, dict) else None
     chosen = Path(given) if isinstance(given, str) else folder
-    inside = chosen.resolve().is_relative_to(folder.resolve())
+    inside = calls_model and chosen.resolve().is_relative_to(folder.resolve())
+    if inside:
+        _trusted.add(chosen.resolve())
     for key, name in references(document).items():
-        if (inside and holds(chosen, name)) or os.environ.get(ALLOW_VARIABLE) == "1":
+        known = inside or chosen.resolve() in _trusted
+        if (known and holds(chosen, name)) or (key == MODEL and not calls_model) or os.environ.get(ALLOW_VARIABLE) == "1":
             continue
         raise ConfigError(
             f"{where}: {key} = {name!r} runs code that does not lie in the file's folder ({folder}); if you trust the file and "

@@ -252,12 +252,12 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def play(folder: Path, count: int, seed: int, until_s: float = float("inf")) -> list[Outcome]:
-    """As many disturbed trainings, the faults in turns."""
+def play(folder: Path, count: int, seed: int, until_s: float = float("inf"), first: int = 0) -> list[Outcome]:
+    """As many disturbed trainings, the faults in turns, beginning with number `first`."""
     losses = prepare(folder)
     found = []
     names = list(FAULTS)
-    for number in range(count):
+    for number in range(first, first + count):
         if time.monotonic() > until_s:
             break
         found.append(disturbed(folder, names[number % len(names)], losses, seed * 100_000 + number))
@@ -286,11 +286,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=7200.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case, which says its fault")
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="parsim-chaos-") as name:
-        found = play(Path(name), asked.count, asked.seed, time.monotonic() + asked.seconds)
+        found = play(Path(name), asked.count, asked.seed, time.monotonic() + asked.seconds, asked.first)
     print(table(found))
-    for number, outcome in enumerate(found):
+    for number, outcome in enumerate(found, start=asked.first):
         for problem in outcome.problems:
             print(f"number {number}, {outcome.fault}: {problem}", file=sys.stderr)
     return int(any(outcome.problems for outcome in found))

@@ -30,6 +30,7 @@ from parsim.execute.state.checkpoint import (
     save_checkpoint,
 )
 from parsim.execute.state.fragments import Fragment
+from parsim.execute.state.manifest import read_manifest
 
 
 def _network(seed: int = 0) -> torch.nn.Sequential:
@@ -340,7 +341,10 @@ def test_every_flipped_bit_of_a_manifest_means_the_checkpoint_before(tmp_path: P
     assert _found(tmp_path) == 20
     for bit in range(8 * len(content)):
         path.write_bytes(_flipped(content, bit))
-        assert _found(tmp_path) == 10, (bit, path.read_bytes())
+        with pytest.raises((ValueError, OSError)):
+            read_manifest(path)
+        if bit % 16 == 0:  # what `latest_checkpoint` does with these errors is the same for all
+            assert _found(tmp_path) == 10, (bit, path.read_bytes())
 
 
 def _found(folder: Path) -> int | None:

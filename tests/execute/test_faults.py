@@ -162,7 +162,7 @@ def test_stopped_ranks_are_named_and_the_training_goes_on_from_where_the_message
     begin_s = time.monotonic()
     stderr = process.communicate()[1]
     assert process.returncode == 1
-    assert time.monotonic() - begin_s < 30
+    assert time.monotonic() - begin_s < 90
     (message,) = re.findall(r"^parsim: .*", stderr, re.MULTILINE)
     names = "rank 1 of 2 has been stopped for 3 s" if ranks == (1,) else "ranks 0, 1 of 2 have been stopped for 3 s"
     assert message.startswith(f"parsim: {names}"), message
@@ -171,7 +171,7 @@ def test_stopped_ranks_are_named_and_the_training_goes_on_from_where_the_message
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_training_that_is_ended_says_where_it_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     folder = folder_with_run(tmp_path, steps=100_000)
     process = start(folder, "run", "RUN.toml", "--out", "kept", "--checkpoint-every", "5")

@@ -13,6 +13,7 @@ from parsim.errors import ConfigError, ModelError
 from parsim.model.build import build_module
 from parsim.model.spec import ModelSpec
 from parsim.workflow.config import load_config
+from parsim.workflow.folders.run_folder import RunFolder
 
 RUN = """\
 [model]
@@ -79,6 +80,20 @@ class TestRunFiles:
         (other / "nets_of_trust_test.py").write_text(MINE)
         with pytest.raises(ConfigError, match="--allow-code"):
             load_config(run_file(folder, "nets_of_trust_test:net", f'import_folder = "{other}"'))
+
+    def test_a_run_folder_is_looked_at_without_its_model(self, tmp_path: Path) -> None:
+        """Its config names the folder of the run file, and a report makes no model. Rows are imported where they are read."""
+        mine, kept = tmp_path / "mine", RunFolder(tmp_path / "kept")
+        for folder in (mine, kept.path):
+            folder.mkdir()
+        (mine / "nets_of_trust_test.py").write_text(MINE)
+        (kept.path / "evil_of_trust_test.py").write_text("raise AssertionError('imported')")
+        text = RUN.format(name="nets_of_trust_test:net", more=f'import_folder = "{mine}"')
+        kept.config.write_text(text)
+        assert kept.read_config().model.name == "nets_of_trust_test:net"
+        kept.config.write_text(RUN.format(name="nets_of_trust_test:net", more="") + 'optimizer = "evil_of_trust_test:ROW"\n')
+        with pytest.raises(ConfigError, match=r"training\.optimizer .* runs code"):
+            kept.read_config()
 
     def test_rows_are_code_too(self, tmp_path: Path) -> None:
         path = run_file(tmp_path, "mlp")

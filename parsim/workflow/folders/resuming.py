@@ -14,7 +14,7 @@ from typing import Any
 from parsim.errors import ConfigError
 from parsim.execute.processes.supervise.scratch import lock_handle
 from parsim.execute.state.checkpoint import Checkpoint, discard_unfinished, has_checkpoints, latest_checkpoint
-from parsim.files import PARTIAL
+from parsim.files import PARTIAL, parse_toml, read_text
 from parsim.workflow.config import RunConfig
 from parsim.workflow.folders.run_folder import RunFolder
 from parsim.workflow.references import references
@@ -129,9 +129,10 @@ def what_is_left(folder: RunFolder, steps: int) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found: Checkpoint | None = latest_checkpoint(folder.checkpoints)
+    allowed: list[str] = []
     if found is None:
         return f"No checkpoint was written: {folder.path} holds nothing to go on with (see --checkpoint-every)."
-    names_code = any(references(folder.read_config().to_dict()))
-    allowed = ["--allow-code"] if names_code else []
+    with contextlib.suppress(OSError, ValueError):
+        allowed = ["--allow-code"] if references(parse_toml(read_text(folder.config))) else []
     command = shlex.join(["parsim", "run", str(folder.config), "--out", str(folder.path), "--resume", *allowed])
     return f"The checkpoint of step {found.step} of {steps} is in {found.folder}; go on with: {command}"

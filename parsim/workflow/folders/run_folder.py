@@ -95,7 +95,7 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} is not a run folder: it holds no {self.config.name}; give the --out of `parsim run`"
             )
-        return load_config(self.config)
+        return load_config(self.config, calls_model=False)
 
     def read_profile(self) -> Profile:
         return load_profile(str(self.profile))

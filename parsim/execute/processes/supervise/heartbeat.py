@@ -26,8 +26,9 @@ _ENTRY = struct.Struct("<dqqB39s")
 _PROC = Path("/proc")
 _IDLE_SHARE = 0.05
 """Of one core: what uses less computes nothing."""
-PATIENCE = 20
-"""Times the limit: for a rank that computes without a sign of progress, or prepares its work."""
+PATIENCE, LEAST_PATIENCE_S = 20, 600.0
+"""Times the limit, and at least so long: for a rank that computes without a sign of progress, or prepares its work. On a
+machine that others use, imports alone may take a minute."""
 TOGETHER = 4
 """Times the limit: for ranks that all wait for one another, which a long transfer looks like, too."""
 _LONGEST_POLL_S = 1.0
@@ -193,6 +194,10 @@ class RankWatch:
             seen.ran = seen.ran or (state is not None and state.letter == "R")
         return self._stopped() or self._hanging(beats, states) or self._deadlocked(beats, states)
 
+    @property
+    def _patience_s(self) -> float:
+        return max(PATIENCE * self.limit_s, LEAST_PATIENCE_S)
+
     def _stopped(self) -> Hang | None:
         ranks = tuple(rank for rank, seen in enumerate(self._seen) if seen.stopped_s > self.limit_s)
         if not ranks:
@@ -205,19 +210,27 @@ class RankWatch:
         for rank, (seen, beat, state) in enumerate(zip(self._seen, beats, states, strict=True)):
             if state is None or beat.doing not in (Doing.WORKING, Doing.PREPARING):
                 continue
-            computes = seen.ran or state.cpu_s - seen.cpu_s > _IDLE_SHARE * seen.still_s
+            computes = self._computes(rank, state)
             patient = computes or beat.doing is Doing.PREPARING
-            if seen.still_s > self.limit_s * (PATIENCE if patient else 1):
+            if seen.still_s > (self._patience_s if patient else self.limit_s):
                 how = "it computes without end" if computes else "it waits for a disk" if state.letter == "D" else "it hangs"
                 return Hang(ranks=(rank,), text=f"has not moved for {format_seconds(seen.still_s)} {beat.describe()}: {how}")
         return None
 
+    def _computes(self, rank: int, state: ProcessState | None) -> bool:
+        """Whether it took a core, or waited for one, since its last beat."""
+        seen = self._seen[rank]
+        return seen.ran or (state is not None and state.cpu_s - seen.cpu_s > _IDLE_SHARE * seen.still_s)
+
     def _deadlocked(self, beats: Sequence[Beat], states: Sequence[ProcessState | None]) -> Hang | None:
         alive = [rank for rank, state in enumerate(states) if state is not None]
         wait = [rank for rank in alive if beats[rank].doing is Doing.WAITING]
-        if not wait or wait != alive or min(self._seen[rank].still_s for rank in wait) <= TOGETHER * self.limit_s:
+        if not wait or wait != alive:
             return None
         still_s = min(self._seen[rank].still_s for rank in wait)
+        spun = [self._computes(rank, states[rank]) for rank in wait]  # waiting for a GPU takes a core
+        if still_s <= (self._patience_s if any(spun) else TOGETHER * self.limit_s):
+            return None
         first = beats[wait[0]].describe()
         return Hang(
             ranks=tuple(wait), text=f"have all waited for one another for {format_seconds(still_s)}, rank {wait[0]} {first}"
