@@ -146,11 +146,9 @@ def search(
         ranked = sorted([*ranked, _renamed(ranked[0], "adaptive")], key=_rank)
     kept = [_evaluated(problem, entry.plan, full) for entry in (ranked[:top] if top is not None else _best_of_each(ranked))]
     candidates = tuple(_with_interval(problem, entry, kept[0], samples) for entry in kept)
-    chosen = None
-    if candidates[0].result.fits:
-        chosen = candidates[0]
-        if mixes:
-            chosen = replace(chosen, result=_result_named(chosen, "adaptive"))
+    chosen = candidates[0] if candidates[0].result.fits else None
+    if mixes and chosen is not None:
+        chosen = replace(chosen, result=_result_named(chosen, "adaptive"))
     return Search(
         candidates=candidates,
         chosen=chosen,

@@ -41,7 +41,7 @@ from parsim.schedule.families import FAMILIES
 from parsim.schedule.search import search
 
 CLOSE = 1e-9
-QUICK, MANY = 3, 200
+QUICK, MANY = 2, 200
 """Examples of each property: in the tests at every change, and in the slow ones."""
 
 EVERYTHING = Space(zero_stages=(0, 1, 2, 3), recompute=True, any_buckets=False)
@@ -50,16 +50,16 @@ Check = Callable[[ProblemDraw, Random], None]
 
 
 def sometimes(check: Check) -> Check:
-    """A few examples."""
-    return _given(check, QUICK)
+    """A few small examples."""
+    return _given(check, QUICK, most_devices=3, most_components=2, batches=(4, 6))
 
 
 def often(check: Check) -> Check:
     """Many examples: for the slow tests."""
-    return _given(check, MANY)
+    return _given(check, MANY, most_devices=4, most_components=3, batches=(4, 6, 8, 16))
 
 
-def _given(check: Check, examples: int) -> Check:
+def _given(check: Check, examples: int, *, most_devices: int, most_components: int, batches: tuple[int, ...]) -> Check:
     @settings(
         max_examples=examples,
         deadline=None,
@@ -68,7 +68,7 @@ def _given(check: Check, examples: int) -> Check:
     )
     @given(random=st.randoms(use_true_random=False))
     def run(random: Random) -> None:
-        draw = random_problem(random, most_devices=4, most_components=3, batches=(4, 6, 8, 16))
+        draw = random_problem(random, most_devices=most_devices, most_components=most_components, batches=batches)
         note(f"{draw}")
         check(draw, random)
 
