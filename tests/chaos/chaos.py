@@ -132,7 +132,10 @@ FAULTS: dict[str, tuple[Disturb, str]] = {
     "all ranks are stopped": (stop_all, r"ranks 0, 1 of 2 have been stopped for 3 s"),
     "the launcher is killed": (kill_launcher, ""),
     "the launcher is ended by a signal": (end_launcher, r"ended by SIG(INT|TERM|HUP)\."),
-    "no file can be written": (fill_disk, r"(cannot write its checkpoint|was killed by SIGXFSZ|File too large)"),
+    "no file can be written": (
+        fill_disk,
+        r"(cannot write its checkpoint|was killed by SIGXFSZ|File too large|and no error record)",
+    ),
     "a byte of a checkpoint changes": (corrupt, ""),
 }
 
