@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-WAIT_S = 60
+WAIT_S = 20
 
 
 class RankPool:
     """`call(work, *arguments)`: what `work(*arguments)` returned on every rank. Work is a function of a module."""
 
     def __init__(self, ranks: int, folder: Path) -> None:
+        self._stuck = ""  # why nothing more can be asked
         context = multiprocessing.get_context("fork")
         pipes = [context.Pipe() for _ in range(ranks)]
         self._pipes: list[Connection] = [mine for mine, _ in pipes]
@@ -30,22 +31,26 @@ class RankPool:
             process.start()
 
     def call(self, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        assert not self._stuck, self._stuck
         for pipe in self._pipes:
             pipe.send((work, arguments))
         answers = []
         for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(WAIT_S), f"rank {rank} did not answer within {WAIT_S} s"
-            answers.append(pipe.recv())
+            if pipe.poll(WAIT_S):
+                answers.append(pipe.recv())
+            else:
+                self._stuck = f"rank {rank} did not answer within {WAIT_S} s"
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
+        assert not self._stuck, self._stuck
         return answers
 
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.send(None)
         for process in self._processes:
-            process.join(10)
+            process.join(0 if self._stuck else 10)
             if process.is_alive():
                 process.kill()
 

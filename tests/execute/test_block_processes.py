@@ -37,6 +37,7 @@ ROOM = 24
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    load_problem("digits")  # imported before the fork, so not again by every rank
     ranks = RankPool(RANKS, tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()

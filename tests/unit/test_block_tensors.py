@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,15 @@ def test_blocks_beyond_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         x.collect()
     with pytest.raises(DataError, match="rechunk to shape"):
         x.rechunk((5,))
+
+
+def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first example of docs/blocks.md; the second one needs processes."""
+    page = (Path(__file__).parents[2] / "docs" / "blocks.md").read_text()
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    shape, total = capsys.readouterr().out.splitlines()
+    assert shape == "(12, 4) ((4, 4, 4), (4,))"
+    assert abs(float(total.split()[0])) < 1e-9
 
 
 def test_owners_by_share() -> None:

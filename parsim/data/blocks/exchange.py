@@ -66,22 +66,21 @@ def exchange(
     if processes.rank is None:
         return
     for messages in rounds_of(moves, room_bytes, dtype.itemsize):
-        _send_and_receive(messages, blocks, targets, processes)
+        _send_and_receive(messages, blocks, targets, processes, dtype)
 
 
 def rounds_of(moves: Sequence[Move], room_bytes: int, itemsize: int) -> list[list[Move]]:
     """The moves between different ranks in rounds; what is larger than the room is sent in parts.
 
-    A move goes to the first round, from the last one of its two ranks on, in which both have room for it.
+    Moves are taken in turns, one per receiver, so that all ranks are busy. A move goes to the first round, from the last one of
+    its two ranks on, in which both have room for it.
     """
     if room_bytes < itemsize:
         raise DataError(f"room_bytes must hold at least one element of {itemsize} bytes, got {room_bytes}")
     rounds: list[list[Move]] = []
     sent: dict[int, tuple[int, int]] = {}
     received: dict[int, tuple[int, int]] = {}
-    for whole in moves:
-        if whole.sender == whole.receiver:
-            continue
+    for whole in _in_turns(moves):
         for move in _parts(whole, room_bytes // itemsize):
             size = math.prod(move.shape) * itemsize
             out, into = sent.get(move.sender, (0, 0)), received.get(move.receiver, (0, 0))
@@ -94,6 +93,23 @@ def rounds_of(moves: Sequence[Move], room_bytes: int, itemsize: int) -> list[lis
             rounds.extend([] for _ in range(len(rounds), number + 1))
             rounds[number].append(move)
     return rounds
+
+
+def _in_turns(moves: Sequence[Move]) -> list[Move]:
+    """The moves between different ranks: the first of every pair of ranks, then the second of every pair, and so on.
+
+    Pairs follow one another by distance, as in a shift around a ring: no two pairs of one distance share a rank's direction.
+    """
+    count: dict[tuple[int, int], int] = {}
+    keyed = []
+    for move in moves:
+        if move.sender != move.receiver:
+            turn = count.get((move.sender, move.receiver), 0)
+            count[move.sender, move.receiver] = turn + 1
+            keyed.append((turn, move))
+    ranks = 1 + max((max(pair) for pair in count), default=0)
+    keyed.sort(key=lambda entry: (entry[0], (entry[1].receiver - entry[1].sender) % ranks))
+    return [move for _, move in keyed]
 
 
 def _parts(move: Move, elements: int) -> list[Move]:
@@ -121,9 +137,12 @@ def _narrowed(selection: Selection, dim: int, first: int, last: int) -> Selectio
 
 
 def _send_and_receive(
-    messages: list[Move], blocks: Mapping[int, Tensor], targets: Mapping[int, Tensor], processes: Processes
+    messages: list[Move], blocks: Mapping[int, Tensor], targets: Mapping[int, Tensor], processes: Processes, dtype: torch.dtype
 ) -> None:
-    """One message of bytes per pair of ranks. Its parts lie in the order of the moves, which both ends know."""
+    """One message per pair of ranks. Its parts lie in the order of the moves, which both ends know.
+
+    Sent as bytes, since backends lack some dtypes.
+    """
     outgoing: dict[int, list[Move]] = {}
     incoming: dict[int, list[Move]] = {}
     for move in messages:
@@ -131,24 +150,28 @@ def _send_and_receive(
             outgoing.setdefault(move.receiver, []).append(move)
         elif move.receiver == processes.rank:
             incoming.setdefault(move.sender, []).append(move)
-    operations, arriving = [], {}
+    leaving = {peer: _room_for(moves, processes, dtype) for peer, moves in outgoing.items()}
+    arriving = {peer: _room_for(moves, processes, dtype) for peer, moves in incoming.items()}
     for peer, moves in outgoing.items():
-        parts = [blocks[move.source][move.read].reshape(-1).view(torch.uint8) for move in moves]
-        operations.append(dist.P2POp(dist.isend, torch.cat(parts), group=processes.group, group_peer=peer))
-    for peer, moves in incoming.items():
-        size = sum(_size(move, targets[move.target]) for move in moves)
-        arriving[peer] = torch.empty(size, dtype=torch.uint8, device=processes.device)
-        operations.append(dist.P2POp(dist.irecv, arriving[peer], group=processes.group, group_peer=peer))
+        for move, part in zip(moves, _split(leaving[peer], moves), strict=True):
+            part.copy_(blocks[move.source][move.read])
+    operations = [
+        dist.P2POp(operation, message.view(torch.uint8), group=processes.group, group_peer=peer)
+        for operation, buffers in ((dist.isend, leaving), (dist.irecv, arriving))
+        for peer, message in buffers.items()
+    ]
     for request in dist.batch_isend_irecv(operations) if operations else ():
         request.wait()
     for peer, moves in incoming.items():
-        place = 0
-        for move in moves:
-            target = targets[move.target]
-            size = _size(move, target)
-            target[move.write] = arriving[peer][place : place + size].view(target.dtype).view(move.shape)
-            place += size
+        for move, part in zip(moves, _split(arriving[peer], moves), strict=True):
+            targets[move.target][move.write] = part
 
 
-def _size(move: Move, tensor: Tensor) -> int:
-    return math.prod(move.shape) * tensor.element_size()
+def _room_for(moves: list[Move], processes: Processes, dtype: torch.dtype) -> Tensor:
+    return torch.empty(sum(math.prod(move.shape) for move in moves), dtype=dtype, device=processes.device)
+
+
+def _split(message: Tensor, moves: list[Move]) -> list[Tensor]:
+    """The part of a message that belongs to each move."""
+    parts = message.split([math.prod(move.shape) for move in moves])
+    return [part.view(move.shape) for part, move in zip(parts, moves, strict=True)]
