@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parsim.algorithms.arrivals import MergeEvent, merge_events
 from parsim.algorithms.averaging import Arrival, Merged, MergeRule, merge
-from parsim.algorithms.shards import Shards
+from parsim.virtual.feed import Feed, feed_problem
 from parsim.virtual.local import LocalTraining, Workers, batches_in, stack_batches
 from parsim.virtual.rounds import Partition, StepSeconds, TrainingOutcome, TrainingProgress
 
@@ -37,9 +37,9 @@ def train_by_arrival(
         weighted: arrivals count by their samples. order: replay these events instead of asking the event queue.
     """
     count = partition.workers
-    shards = partition.shards(training.problem.targets.flatten().numpy())
-    steps = [batches_in(len(shard), partition.batch, partition.keep_remainder) for shard in shards]
-    mean_samples = sum(map(len, shards)) / count
+    feed = feed_problem(training.problem, partition.shards(training.problem.targets.flatten().numpy()))
+    steps = [batches_in(size, partition.batch, partition.keep_remainder) for size in feed.sizes]
+    mean_samples = sum(feed.sizes) / count
     events = order or merge_events(
         lambda worker, epoch: steps[worker] * step_s(worker, epoch),
         count,
@@ -54,9 +54,9 @@ def train_by_arrival(
     progress: list[TrainingProgress] = []
     for number, event in enumerate(events, start=1):
         if event.worker not in trained:
-            trained |= _train_waiting(training, partition, shards, {k: v for k, v in starts.items() if k not in trained})
+            trained |= _train_waiting(training, partition, feed, {k: v for k, v in starts.items() if k not in trained})
         begun, epoch = starts[event.worker]
-        share = len(shards[event.worker]) / mean_samples if weighted else 1.0
+        share = feed.sizes[event.worker] / mean_samples if weighted else 1.0
         staleness = number - 1 - event.read
         arrival = Arrival(weights=trained.pop(event.worker), start=begun, staleness=staleness, share=share)
         state = merge(state, arrival, rule)
@@ -71,14 +71,14 @@ def train_by_arrival(
 
 
 def _train_waiting(
-    training: LocalTraining, partition: Partition, shards: Shards, waiting: dict[int, tuple[Tensor, int]]
+    training: LocalTraining, partition: Partition, feed: Feed, waiting: dict[int, tuple[Tensor, int]]
 ) -> dict[int, Tensor]:
     """One epoch of each waiting worker (its start and epoch), all at once."""
     names = list(waiting)
     workers = Workers.fresh(torch.stack([waiting[worker][0] for worker in names]))
-    batches = [partition.batches(shards[worker], worker, waiting[worker][1]) for worker in names]
+    batches = [partition.batches(feed.rows(worker), worker, waiting[worker][1]) for worker in names]
     for samples in stack_batches(batches):
-        workers = training.step(workers, samples)
+        workers = training.step_on(workers, feed.batch(names, samples))
     return dict(zip(names, workers.weights, strict=True))
 
 

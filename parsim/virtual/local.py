@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from parsim.errors import AlgorithmError, near_matches
+from parsim.virtual.feed import Batch
 from parsim.virtual.problems import LearningProblem
 
 
@@ -124,11 +125,16 @@ class LocalTraining:
     def step(self, workers: Workers, samples: NDArray[np.int64]) -> Workers:
         """One local step of each worker on its own samples: int64 [m, batch], padded with -1; a row of -1 makes no step."""
         wanted = torch.from_numpy(samples)
-        real = wanted >= 0
-        count = real.sum(1)
-        share = real.to(workers.weights.dtype) / count.clamp(min=1)[:, None]
         index = wanted.clamp(min=0)
-        gradient, _ = self._gradient(workers.weights, self.problem.inputs[index], self.problem.targets[index], share)
+        return self.step_on(
+            workers, Batch(inputs=self.problem.inputs[index], targets=self.problem.targets[index], real=wanted >= 0)
+        )
+
+    def step_on(self, workers: Workers, batch: Batch) -> Workers:
+        """One local step of each worker on its samples of the batch; a worker without a real sample makes no step."""
+        count = batch.real.sum(1)
+        share = batch.real.to(workers.weights.dtype) / count.clamp(min=1)[:, None]
+        gradient, _ = self._gradient(workers.weights, batch.inputs, batch.targets, share)
         moved, moments = LOCAL_OPTIMIZERS[self.optimizer.kind](workers, gradient, self.optimizer)
         steps = (count > 0).to(torch.int64)
         if bool(steps.all()):

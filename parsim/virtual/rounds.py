@@ -20,6 +20,7 @@ from parsim.algorithms.graphs import MixingGraph, check_connected_within, check_
 from parsim.algorithms.periods import Period, warn_if_not_synchronous
 from parsim.algorithms.shards import Shards, shard_samples
 from parsim.errors import AlgorithmError
+from parsim.virtual.feed import Feed, feed_problem
 from parsim.virtual.local import LocalTraining, Workers, batches_in, epoch_batches, stack_batches
 from parsim.virtual.problems import LearningProblem
 
@@ -161,7 +162,7 @@ def train_in_rounds(
         if rule.new_optimizer:
             rounds.workers = Workers.fresh(rounds.workers.weights)
         seconds = np.array([step_s(worker, epoch) for worker in range(count)])
-        batches = [partition.batches(shard, worker, epoch) for worker, shard in enumerate(rounds.shards)]
+        batches = [partition.batches(rounds.feed.rows(worker), worker, epoch) for worker in range(count)]
         for samples in stack_batches(batches):
             rounds.step(samples, seconds)
         if epoch + 1 == partition.epochs and rule.mixing is None and rounds.since:
@@ -186,7 +187,7 @@ class _Rounds:
     exchange_bytes: float
     on_round: Callable[[int, Tensor], None] | None
     workers: Workers = field(init=False)
-    shards: Shards = field(init=False)
+    feed: Feed = field(init=False)
     clock_s: NDArray[np.float64] = field(init=False)
     number: int = 0
     taken: int = 0
@@ -197,7 +198,8 @@ class _Rounds:
 
     def __post_init__(self) -> None:
         count = self.partition.workers
-        self.shards = self.partition.shards(self.training.problem.targets.flatten().numpy())
+        problem = self.training.problem
+        self.feed = feed_problem(problem, self.partition.shards(problem.targets.flatten().numpy()))
         self.workers = Workers.fresh(self.training.start.repeat(count, 1))
         self.previous = self.training.start.clone()
         self.clock_s = np.zeros(count)
@@ -205,16 +207,16 @@ class _Rounds:
 
     def _draw(self) -> NDArray[np.float64]:
         """The averaging weights of the current round; 0 for workers that do not take part."""
-        weights = sample_weights([len(shard) for shard in self.shards]) if self.rule.weighted else None
+        weights = sample_weights(self.feed.sizes) if self.rule.weighted else None
         return participation_weights(
             self.partition.workers, self.rule.participation, self.number, seed=self.partition.seed, weights=weights
         )
 
     def step(self, samples: NDArray[np.int64], seconds: NDArray[np.float64]) -> None:
-        """One local step of those who take part, and the exchange if it is due."""
+        """One local step of those who take part on rows of their own shards, and the exchange if it is due."""
         if self.rule.mixing is None:
             samples[self.drawn == 0] = -1
-        self.workers = self.training.step(self.workers, samples)
+        self.workers = self.training.step_on(self.workers, self.feed.batch(range(self.partition.workers), samples))
         self.clock_s += np.where((samples >= 0).any(1), seconds, 0.0)
         self.since += 1
         if self.rule.period.due(self.taken):

@@ -127,6 +127,20 @@ def test_only_at_the_end_is_independent_training_averaged_once() -> None:
     assert (got.weights - alone.workers.mean(0)).abs().max().item() <= 1e-15
 
 
+@pytest.mark.parametrize("kind", ["sgd_momentum", "adam"])
+def test_batches_from_blocks_are_bitwise_those_of_the_samples(kind: str) -> None:
+    """Workers that read rows of their own blocks make the weights that they make from sample numbers of the whole problem."""
+    part = Partition(workers=3, epochs=2, batch=4, proportions=(1.0, 2.0, 5.0), keep_remainder=True, seed=4)
+    got = train_in_rounds(training(kind), part, RoundRule(period=at_end(), mixing=mixing_graph("alone", 3)))
+    task = training(kind)
+    workers = Workers.fresh(task.start.repeat(3, 1))
+    shards = part.shards(task.problem.targets.numpy())
+    for epoch in range(part.epochs):
+        for samples in stack_batches([part.batches(shard, worker, epoch) for worker, shard in enumerate(shards)]):
+            workers = task.step(workers, samples)
+    assert torch.equal(got.workers, workers.weights)
+
+
 def test_weighted_average_of_unequal_shards() -> None:
     uneven = Partition(workers=3, epochs=1, batch=4, proportions=(1.0, 2.0, 5.0), keep_remainder=True)
     alone = train_in_rounds(training(), uneven, RoundRule(period=at_end(), mixing=mixing_graph("alone", 3)))
