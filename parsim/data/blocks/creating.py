@@ -129,12 +129,12 @@ def _from_one_rank(
 ) -> BlockTensor:
     if not 0 <= source < processes.ranks:
         raise DataError(f"source must be a rank from 0 to {processes.ranks - 1}, got {source}")
-    own = None if array is None else (tuple(array.shape), _dtype_of(array))
+    own = None if array is None else ([int(size) for size in array.shape], str(_dtype_of(array)).removeprefix("torch."))
     known = processes.gather(own)
     described = known[source if processes.rank is not None else 0]
     if described is None:
         raise DataError(f"rank {source} is the source and passed no array")
-    shape, dtype = described
+    shape, dtype = tuple(described[0]), getattr(torch, described[1])
     here = {0: array if isinstance(array, Tensor) else torch.from_numpy(np.asarray(array))} if processes.holds(source) else {}
     whole = BlockGrid.even(shape, ())
     at_source = BlockTensor(grid=whole, owners=(source,), dtype=dtype, blocks=here, processes=processes)

@@ -59,13 +59,13 @@ def apply(function: Callable[..., Tensor], *operands: Any) -> BlockTensor:
         except Exception as error:
             failed, cause = f"block {list(plan.grid.place(number))}: {type(error).__name__}: {error}", error
             break
-    described = {number: (tuple(block.shape), block.dtype) for number, block in blocks.items()}
+    described = [(number, list(block.shape), str(block.dtype).removeprefix("torch.")) for number, block in blocks.items()]
     known: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
     for rank, (made, problem) in enumerate(plan.processes.gather((described, failed))):
         if problem:
             where = "" if plan.processes.rank is None else f" on rank {rank}"
             raise DataError(f"the applied function failed{where} at {problem}") from cause
-        known |= made
+        known |= {number: (tuple(shape), getattr(torch, dtype)) for number, shape, dtype in made}
     grid = _grid_of_shapes(plan.grid, {number: shape for number, (shape, _) in known.items()})
     dtypes = {dtype for _, dtype in known.values()}
     if len(dtypes) > 1:

@@ -173,5 +173,5 @@ def _room_for(moves: list[Move], processes: Processes, dtype: torch.dtype) -> Te
 
 def _split(message: Tensor, moves: list[Move]) -> list[Tensor]:
     """The part of a message that belongs to each move."""
-    parts = message.split([math.prod(move.shape) for move in moves])
+    parts = torch.split(message, [math.prod(move.shape) for move in moves])
     return [part.view(move.shape) for part, move in zip(parts, moves, strict=True)]

@@ -6,6 +6,7 @@ Every operation on block tensors is the same in both cases; in a group, every ra
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,14 +34,24 @@ class Processes:
         return self.rank is None or owner == self.rank
 
     def gather(self, value: Any) -> list[Any]:
-        """The small values of all ranks, by rank; [value] where one process plays them all."""
+        """The small values of all ranks, by rank; [value] where one process plays them all.
+
+        They travel as JSON, never as a pickle: tuples arrive as lists.
+        """
         if self.rank is None:
-            return [value]
+            return [json.loads(json.dumps(value))]
+        import torch
         import torch.distributed as dist
 
-        values: list[Any] = [None] * self.ranks
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
+        lengths = torch.zeros(self.ranks, dtype=torch.int64, device=self.device)
+        lengths[self.rank] = len(text)
+        dist.all_reduce(lengths, group=self.group)
+        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=self.device)
+        padded[: len(text)] = text
+        everyone = [torch.empty_like(padded) for _ in range(self.ranks)]
+        dist.all_gather(everyone, padded, group=self.group)
+        return [json.loads(bytes(found[:length].tolist())) for found, length in zip(everyone, lengths.tolist(), strict=True)]
 
 
 def in_one_process(ranks: int = 1, *, device: str = "cpu") -> Processes:
