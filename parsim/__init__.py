@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from parsim.workflow.public.functions import (
         calibrate,
         cost,
+        import_file,
         load_cluster,
         open_run,
         plan,
@@ -54,6 +55,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "cost",
+    "import_file",
     "load_cluster",
     "open_run",
     "plan",
@@ -75,7 +77,8 @@ _HOMES = {
     "Plan": "parsim.plans.plan",
     "Prediction": "parsim.workflow.public.prediction",
     **dict.fromkeys(
-        ("calibrate", "cost", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate"), _FUNCTIONS
+        ("calibrate", "cost", "import_file", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate"),
+        _FUNCTIONS,
     ),
 }
 """Where each public name is defined."""

@@ -19,7 +19,7 @@ from parsim.errors import ImportedFileError
 from parsim.files import parse_json
 from parsim.units import format_bytes, printable
 
-MOST_BYTES = 2**30
+MOST_BYTES = 2**29
 """Of a file, unpacked. A trace of ten steps of a large model is some 300 MB."""
 _CHUNK = 2**20
 _SHOWN = 80
