@@ -250,7 +250,7 @@ def _number_type(operators: list[_Event]) -> str:
     for event in operators:
         types = event.args.get("Input type")
         if event.flop > 0 and isinstance(types, list):
-            first = next((shown(name) for name in types if name in NUMBER_TYPES), "")
+            first = next((shown(name) for name in types if isinstance(name, str) and name in NUMBER_TYPES), "")
             found[first] = found.get(first, 0.0) + event.flop
     return max(found, key=lambda name: found[name]) if found else ""
 

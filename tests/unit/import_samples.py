@@ -99,3 +99,77 @@ def nccl_json(n: int = 8, *, program: str = "all_gather", sizes: Sequence[int] =
             "results": results,
         }
     )
+
+
+TOPO = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV12\tSYS\tSYS\tPXB\tSYS\t0-31\t0\tN/A
+GPU1\tNV12\t X \tSYS\tSYS\tPXB\tSYS\t0-31\t0\tN/A
+GPU2\tSYS\tSYS\t X \tNV12\tSYS\tNODE\t32-63\t1\tN/A
+GPU3\tSYS\tSYS\tNV12\t X \tSYS\tNODE\t32-63\t1\tN/A
+NIC0\tPXB\tPXB\tSYS\tSYS\t X \tSYS
+NIC1\tSYS\tSYS\tNODE\tNODE\tSYS\t X
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
+  NV#  = Connection traversing a bonded set of # NVLinks
+
+NIC Legend:
+
+  NIC0: mlx5_0
+  NIC1: mlx5_1
+"""
+"""Two bridged pairs of GPUs on two sockets."""
+
+
+def switched_topo(n: int = 8, lanes: int = 18) -> str:
+    """Every GPU behind NVSwitches: the matrix shows the lanes of one GPU in every pair."""
+    head = "\t" + "\t".join(f"GPU{gpu}" for gpu in range(n)) + "\tCPU Affinity\tNUMA Affinity"
+    rows = [
+        f"GPU{a}\t"
+        + "\t".join(" X " if a == b else f"NV{lanes}" for b in range(n))
+        + f"\t{a // (n // 2 or 1)}-9\t{a // (n // 2 or 1)}"
+        for a in range(n)
+    ]
+    return "\n".join([head, *rows, ""])
+
+
+DEEPSPEED = {
+    "train_batch_size": 256,
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 4,
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}},
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95]}},
+    "gradient_clipping": 1.0,
+    "my_own_key": 3,
+}
+
+
+def gpu_trace() -> dict[str, object]:
+    """Two steps of 1 ms on a GPU. Each: 400 us product, 100 us norm beside 250 us all_reduce (150 exposed), a copy of 50 us,
+    100 us until the host launches, 200 us of nothing although launched."""
+    events: list[dict[str, object]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}]
+
+    def add(category: str, name: str, ts: float, dur: float, tid: object = 1, **args: object) -> None:
+        events.append({"ph": "X", "cat": category, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": args})
+
+    for step in range(2):
+        at, key = 5_000_000.0 + 1000 * step, 10 * (step + 1)
+        add("user_annotation", f"ProfilerStep#{step}", at, 1000)
+        types = {"Input type": ["c10::BFloat16", "c10::BFloat16"], "Input Dims": [[1024, 1024], [1024, 1024]]}
+        add("cpu_op", "aten::mm", at - 50, 20, **{"External id": key, **types})
+        add("kernel", "gemm", at, 400, tid=7, stream=7, correlation=key, **{"External id": key})
+        add("kernel", "layer_norm", at + 400, 100, tid=7, stream=7, correlation=key + 1)
+        add("kernel", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", at + 400, 250, tid=20, stream=20, correlation=key + 2)
+        add("gpu_memcpy", "Memcpy HtoD", at + 650, 50, tid=7, stream=7, correlation=key + 3)
+        add("cuda_runtime", "cudaLaunchKernel", at + 790, 10, correlation=key + 4)  # 100 us after the copy has ended
+        add("kernel", "adamw", at + 1000 - 100, 100, tid=7, stream=7, correlation=key + 4)
+    return {
+        "schemaVersion": 1,
+        "deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}],
+        "distributedInfo": {"backend": "nccl", "rank": 3, "world_size": 8},
+        "traceEvents": events,
+    }

@@ -62,8 +62,8 @@ def import_topology(source: SourceFile, into: Path | None, cluster: str | None) 
         source=source.path,
         into=into,
         summary=(
-            f"{tree.gpus} GPUs, NVLink: {facts['direct']}; {facts['pcie_switches']} PCIe switches on {facts['sockets']} socket(s), "
-            f"{len(tree.cards)} network cards. Bandwidths stay those of {base.name}"
+            f"{tree.gpus} GPUs, NVLink: {facts['direct']}; {facts['pcie_switches']} PCIe switches on {facts['sockets']} "
+            f"socket(s), {len(tree.cards)} network cards. Bandwidths stay those of {base.name}"
         ),
         found={"profile": base.name, **facts},
         skipped={},
@@ -83,9 +83,7 @@ def _base(into: Path | None, cluster: str | None, names: Sequence[str], devices:
     """The profile that is added to: the target if it is there, else what --on names, else the GPUs that the file names."""
     if into is not None and into.exists():
         if cluster is not None:
-            raise ImportedFileError(
-                f"{into} is there already, and --on {cluster} names a machine; drop --on, or give another --into"
-            )
+            raise ImportedFileError(f"{into} is there already, and --on {cluster} names a machine; drop one of them")
         return load_profile(str(into))
     if cluster is not None:
         return load_profile(cluster)
