@@ -7,6 +7,8 @@
 #   make check     what CI runs: ruff, mypy --strict, make test
 #   make bench     speed of the engines
 #   make bench-quick  every benchmark once with small sizes: does it run? (part of make test)
+#   make fuzz      100,000 damaged files of every kind, within FUZZ_SECONDS=3600
+#   make chaos     200 faults at random moments of real runs, within CHAOS_SECONDS=7200
 #   make gpu       wheels and commands for a machine with a GPU and without a network (MINUTES=30)
 #   make test-gpu  the tests that need a GPU
 #   make format    let ruff rewrite what it can of what `make check` complains about
@@ -19,11 +21,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.parsim-installed
 WORKERS ?= 2
 MINUTES ?= 30
+FUZZ_SECONDS ?= 3600
+CHAOS_SECONDS ?= 7200
 # One thread per process: the tests use the cores by running in several processes.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTHONS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python
 SPREAD := -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup demo demo-full test test-all test-gpu check bench bench-quick gpu format clean
+.PHONY: help setup demo demo-full test test-all test-gpu check bench bench-quick fuzz chaos gpu format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,6 +58,12 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(MAKE) test
+
+fuzz: $(STAMP)
+	$(PYTHONS) -m tests.fuzz.fuzzing --count 100000 --seconds $(FUZZ_SECONDS)
+
+chaos: $(STAMP)
+	$(PYTHONS) -m tests.chaos.chaos --count 200 --seconds $(CHAOS_SECONDS)
 
 bench bench-quick: $(STAMP)
 	@for file in benchmarks/bench_*.py; do $(BIN)/python $$file $(if $(filter bench-quick,$@),--quick) || exit 1; done

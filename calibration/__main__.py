@@ -1,4 +1,4 @@
-"""One measuring rank: `torchrun ... -m calibration JOB.json`.
+"""One measuring rank: `python -m calibration JOB.json`, started by `launch` or torchrun.
 
 JOB.json is a CalibrationRequest; the models lie in the same folder as `model-N.json`. Rank 0 writes what does not change
 (START), and one file for every turn (see `calibration.rounds.turns`).
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from calibration.measure.allocator import measure_allocator, reading_bytes
 from calibration.measure.arithmetic import DTYPES, OPERATOR_DTYPES, arithmetic_settings, set_arithmetic
@@ -29,6 +28,7 @@ from calibration.rounds.environment import core_count
 from calibration.rounds.request import CalibrationRequest, active_levels
 from calibration.rounds.turns import START, take_turns
 from parsim.execute.processes.environment import describe_environment
+from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.group import ProcessPlace, close_group, init_group, make_groups, read_place, worker_main
 from parsim.execute.processes.pinning import Pinning, prepare_rank
 from parsim.execute.processes.progress import write_progress
@@ -86,9 +86,8 @@ def main(job_path: Path) -> None:
         collective_section(bench, sizes, request, probe),
         overlap_section(cases, bench, request, probe),
     )
-    gathered: list[Any] = [None] * place.world_size
     mine = {"device": facts.to_dict(), "pinning": pinnings[place.rank], "allocator": beside}
-    dist.gather_object(mine, gathered if place.rank == 0 else None)
+    gathered = gather_values(mine)
     if place.rank == 0:
         known = {**environment, "arithmetic": arithmetic_settings()}
         start = {"ranks": gathered, "cases": [_case_entry(case) for case in cases], "environment": known}
@@ -100,8 +99,7 @@ def main(job_path: Path) -> None:
 
 def _pinnings(own: Pinning, place: ProcessPlace) -> list[dict[str, Any]]:
     """How every rank is pinned, and on which host: hosts are numbered, so their names stay private."""
-    found: list[Any] = [None] * place.world_size
-    dist.all_gather_object(found, (socket.gethostname(), asdict(own)))
+    found = gather_values((socket.gethostname(), asdict(own)))
     hosts = list(dict.fromkeys(host for host, _ in found))
     return [{**pinning, "host": hosts.index(host)} for host, pinning in found]
 

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
     from parsim.model.model import Model
     from parsim.plans.plan import Plan
+    from parsim.workflow.importing.import_file import import_file
     from parsim.workflow.public.answer import Answer
     from parsim.workflow.public.calibration import Calibration
     from parsim.workflow.public.cost_table import CostTable
     from parsim.workflow.public.functions import (
         calibrate,
         cost,
-        import_file,
         load_cluster,
         open_run,
         plan,
@@ -76,8 +76,9 @@ _HOMES = {
     "ParsimError": "parsim.errors",
     "Plan": "parsim.plans.plan",
     "Prediction": "parsim.workflow.public.prediction",
+    "import_file": "parsim.workflow.importing.import_file",
     **dict.fromkeys(
-        ("calibrate", "cost", "import_file", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate"),
+        ("calibrate", "cost", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate"),
         _FUNCTIONS,
     ),
 }

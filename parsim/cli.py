@@ -5,6 +5,9 @@ Every command takes --json: one document on stdout, nothing else; progress goes 
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated
@@ -26,6 +29,9 @@ from parsim.commands.simulate import simulate
 from parsim.commands.validate import validate
 from parsim.errors import ParsimError
 from parsim.units import printable
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""What a disk answers that takes no more; a write says so without naming its file."""
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
     "doctor": doctor,
@@ -82,9 +88,13 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:
         # A file that cannot be read or written is the user's to mend; anything else is a fault of parsim: traceback.
-        if error.filename is None:
+        if isinstance(error, BrokenPipeError):  # nobody reads our output any more, as in `parsim plan ... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
+        if error.filename is None and error.errno not in FULL:
             raise
-        print(f"parsim: {printable(f'{error.strerror}: {error.filename}')}", file=sys.stderr)
+        where = "" if error.filename is None else f": {error.filename}"
+        print(f"parsim: {printable(f'{error.strerror}{where}')}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,7 +1,8 @@
 """The collectives by name: the bytes each moves, the algorithms that run it, and how it is measured. A new one is one
 row.
 
-The size S of a collective is the whole array, as in nccl-tests. Cost models read hops and traffic; with `call` a collective of
+The size S of a collective is the whole array, as in nccl-tests; of a ring_shift what each rank sends to the next.
+Cost models read hops and traffic; with `call` a collective of
 one's own is measured by `parsim calibrate --collective package.module:ROW` and priced from what was measured.
 """
 
@@ -51,6 +52,11 @@ def _one_way(n: int) -> int:
     return n - 1
 
 
+def _one(n: int) -> int:
+    del n
+    return 1
+
+
 def _there_and_back(n: int) -> int:
     return 2 * (n - 1)
 
@@ -78,6 +84,7 @@ COLLECTIVE_KINDS: Registry[CollectiveKind] = Registry(
         "all_gather": CollectiveKind(hops=_one_way, traffic=_all_but_own, phases=("all_gather",), packable=True),
         "reduce_scatter": CollectiveKind(hops=_one_way, traffic=_all_but_own, phases=("reduce_scatter",), packable=True),
         "all_to_all": CollectiveKind(hops=_one_way, traffic=_all_but_own, pairwise=True),
+        "ring_shift": CollectiveKind(hops=_one, traffic=_whole),
         "broadcast": CollectiveKind(hops=_one_way, traffic=_whole, phases=("broadcast",), rooted=True),
     },
     error=GraphError,

@@ -18,6 +18,8 @@ ParsimError                 exit status 1: one clear message, no traceback
 ├── ImportedFileError       a file of another tool that holds nothing parsim can use
 ├── DoesNotFitError         `run` of a plan whose memory exceeds a device
 ├── ExecutionError          a real run that failed (a rank died, a process would not start)
+│   ├── OutOfMemoryError    a rank could not allocate what it needs
+│   └── DivergedError       a loss or a weight is not finite any more
 └── MissingDependencyError  an optional package that this command needs
 """
 
@@ -101,6 +103,10 @@ class ExecutionError(ParsimError):
 
 class OutOfMemoryError(ExecutionError):
     """A rank of a real run could not allocate what it needs."""
+
+
+class DivergedError(ExecutionError):
+    """Training has diverged: a loss or a weight is not finite any more."""
 
 
 class MissingDependencyError(ParsimError):

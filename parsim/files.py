@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import errno
+import gzip
+import io
 import json
+import math
 import os
 import re
+import stat
 import tomllib
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from parsim.errors import ParsimError
 
 HOME_VARIABLE = "PARSIM_HOME"
 """Environment variable: the folder of what parsim keeps for a user."""
@@ -28,27 +37,167 @@ DEEPEST = 100
 
 TOO_DEEP = f"tables and lists are nested more than {DEEPEST} levels deep"
 
+LARGEST_BYTES = 512 * 2**20
+"""Of a JSON file that is read, unless its reader says otherwise."""
+LARGEST_TOML_BYTES = 2**20
+"""Of a TOML file, which people write by hand: tomllib takes seconds for some texts of a few megabytes."""
+MOST_DIGITS = 25
+"""Of a whole number. A size in bytes has at most 19; thousands of digits take seconds to convert and print."""
+TOO_LARGE_NUMBER = f"a whole number has more than {MOST_DIGITS} digits"
 
-def parse_json(text: str | bytes) -> Any:
-    """The document of a JSON text. Raises json.JSONDecodeError for what is none, and for one nested deeper than DEEPEST."""
+
+def read_regular(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
+    """The content of a file, which must be a regular one (no pipe, no device) of bounded size.
+
+    Raises:
+        OSError: it is not there, or cannot be read. ValueError: it is no regular file, or larger.
+    """
+    found = path.stat()
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is no regular file")
+    if found.st_size > largest_bytes:
+        raise ValueError(f"it has {found.st_size:,} bytes, more than the {largest_bytes:,} that are read")
+    return path.read_bytes()
+
+
+def read_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
+    """The text of a file in UTF-8. Raises as `read_regular`; ValueError for another encoding."""
+    return read_regular(path, largest_bytes).decode("utf-8")
+
+
+def unpacked(content: bytes) -> bytes:
+    """Gunzipped, as far as it stays a file that is read: a few kilobytes can unpack to gigabytes."""
+    with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+        found = file.read(LARGEST_BYTES + 1)
+    if len(found) > LARGEST_BYTES:
+        raise ValueError(f"it unpacks to more than {LARGEST_BYTES:,} bytes")
+    return found
+
+
+@contextlib.contextmanager
+def reading(what: str, error: type[ParsimError], fix: str) -> Iterator[None]:
+    """Whatever goes wrong inside, while a document of somebody else's is taken apart, becomes one message.
+
+    Args:
+        what: that is wrong then ("plan.json is not a plan"). fix: what to do.
+    """
     try:
-        document = json.loads(text)
+        yield
+    except ParsimError:
+        raise
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        OSError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        EOFError,
+        zlib.error,
+    ) as problem:
+        said = (str(problem) or type(problem).__name__).splitlines()[0][:200]
+        raise error(f"{what}: {said}; {fix}") from problem
+
+
+def read_json(path: Path, largest_bytes: int = LARGEST_BYTES) -> Any:
+    """The document of a JSON file. Raises OSError as `read_regular`, json.JSONDecodeError for everything else."""
+    try:
+        return parse_json(read_regular(path, largest_bytes))
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
+    """The document of a JSON text: UTF-8, at most DEEPEST levels, whole numbers of at most MOST_DIGITS digits, and no
+    number that is not finite.
+
+    Args:
+        allow_nan: take NaN and infinities, which files of before hold.
+
+    Raises:
+        json.JSONDecodeError: it is none.
+    """
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        given: dict[str, Any] = {} if allow_nan else {"parse_constant": _refused_constant}
+        if _LONG_NUMBER.search(text):  # it may stand in a text, so the numbers themselves are asked
+            given |= {"parse_int": _whole} if allow_nan else {"parse_int": _whole, "parse_float": _finite_float}
+        document = json.loads(text, **given)
+        if _ESCAPED_SURROGATE.search(text):
+            json.dumps(document, ensure_ascii=False).encode("utf-8")
+    except json.JSONDecodeError:
+        raise
     except RecursionError as error:
         raise json.JSONDecodeError(TOO_DEEP, "", 0) from error
+    except ValueError as error:
+        raise json.JSONDecodeError(str(error), "", 0) from error
     if is_deeper(document, DEEPEST):
         raise json.JSONDecodeError(TOO_DEEP, "", 0)
     return document
 
 
+_LONG_NUMBER = re.compile(r"[0-9]{26}|[eE]\+?[0-9]{3}")
+"""What every number has that is too long or too large to be finite."""
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _whole(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(TOO_LARGE_NUMBER)
+    return int(text)
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return number
+
+
+def _refused_constant(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
 def parse_toml(text: str) -> dict[str, Any]:
-    """The document of a TOML text. Raises tomllib.TOMLDecodeError for what is none, and for one nested deeper than DEEPEST."""
+    """The document of a TOML text, bounded as that of `parse_json`; infinities are words of TOML and stay.
+
+    Raises:
+        tomllib.TOMLDecodeError: it is none.
+    """
+    if len(text) > LARGEST_TOML_BYTES:
+        raise tomllib.TOMLDecodeError(f"it has {len(text):,} characters, more than the {LARGEST_TOML_BYTES:,} that are read")
     try:
         document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
     except RecursionError as error:
         raise tomllib.TOMLDecodeError(TOO_DEEP) from error
+    except ValueError as error:
+        raise tomllib.TOMLDecodeError(str(error)) from error
     if is_deeper(document, DEEPEST):
         raise tomllib.TOMLDecodeError(TOO_DEEP)
+    if _has_long_number(document):
+        raise tomllib.TOMLDecodeError(TOO_LARGE_NUMBER)
     return document
+
+
+def _has_long_number(document: object) -> bool:
+    match document:
+        case int():
+            return bool(abs(document) >= 10**MOST_DIGITS)
+        case dict():
+            return any(map(_has_long_number, document.values()))
+        case list():
+            return any(map(_has_long_number, document))
+    return False
 
 
 def is_deeper(document: object, levels: int) -> bool:
@@ -104,19 +253,74 @@ def version_problem(document: Mapping[str, Any], reads: int, *, unversioned: int
     return f"schema_version must be {reads}, got {version!r}{fix}"
 
 
-def write_text_atomically(path: Path, text: str) -> None:
-    """Write UTF-8 beside `path`, as NAME.partial, then rename.
+def write_atomically(path: Path, write: Callable[[BinaryIO], object], *, force: bool = False) -> None:
+    """Write a file whole or not at all: under a temporary name beside it, which is then renamed.
 
-    Holds against a killed process, not against a power cut: nothing is forced to disk.
+    Holds against a killed process and a full disk: the old file stays, and the temporary one goes.
+
+    Args:
+        write: called with the open temporary file.
+        force: to the disk before the rename, so that it holds against a power cut, too.
+
+    Raises:
+        OSError: with `path` as its filename, so that whoever reports it can name the file.
     """
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        with partial.open("wb") as file:
+            write(file)
+            if force:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+        if force:
+            _force_folder(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+        raise
+
+
+def _force_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+PARTIAL = ".partial"
+"""What the name of a file ends with that is still being written."""
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """UTF-8, see `write_atomically`. Nothing is forced to the disk."""
+    write_atomically(path, lambda file: file.write(text.encode("utf-8")))
+
+
+def write_json_atomically(path: Path, document: object, *, indent: int | None = None) -> None:
+    """JSON that every reader takes: a number that is not finite becomes null."""
+    write_text_atomically(path, json.dumps(finite(document), indent=indent, allow_nan=False))
+
+
+def finite(document: object) -> object:
+    """The same document with null for NaN and infinities, which JSON has no words for."""
+    match document:
+        case float():
+            return document if math.isfinite(document) else None
+        case Mapping():
+            return {str(key): finite(value) for key, value in document.items()}
+        case list() | tuple():
+            return [finite(value) for value in document]
+    return document
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """At least one row; the keys of the first are the columns."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, fieldnames=list(rows[0]))
-        table.writeheader()
-        table.writerows(rows)
+    text = io.StringIO()
+    table = csv.DictWriter(text, fieldnames=list(rows[0]))
+    table.writeheader()
+    table.writerows(rows)
+    write_text_atomically(path, text.getvalue())

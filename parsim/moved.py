@@ -65,7 +65,7 @@ _MOVES = (
     (
         "parsim.execute",
         "parsim.execute.processes",
-        "environment group launch machine_state pinning priority same_machine agent=torchrun_agent probe=speed_probe",
+        "environment group launch machine_state pinning priority same_machine probe=speed_probe",
     ),
     ("parsim.execute", "parsim.execute.state", "checkpoint fragments optimizer reshard store zero"),
     ("parsim.execute", "parsim.execute.records", "measurement memory_lines"),

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.errors import GraphError
-from parsim.files import parse_json, version_problem
+from parsim.files import parse_json, read_regular, reading, unpacked, version_problem, write_atomically
 
 SCHEMA_VERSION = 1
 """Of a timeline's file; files written before there was the key have this version, too."""
@@ -97,20 +97,19 @@ class Timeline:
             "start_s": self.start_s.tolist(),
             "end_s": self.end_s.tolist(),
         }
-        with gzip.GzipFile(path, "wb", mtime=0) as file:
-            file.write(json.dumps(document).encode())
+        write_atomically(path, lambda file: file.write(gzip.compress(json.dumps(document).encode(), mtime=0)))
 
     @classmethod
     def load(cls, path: Path) -> Timeline:
-        with gzip.open(path, "rb") as file:
-            document = parse_json(file.read())
-        if problem := version_problem(document, SCHEMA_VERSION, unversioned=1):
-            raise GraphError(f"timeline {path}: {problem}; or simulate again")
-        return cls(
-            source=document["source"],
-            resources=tuple(document["resources"]),
-            task=np.array(document["task"], dtype=np.int64),
-            resource=np.array(document["resource"], dtype=np.int64),
-            start_s=np.array(document["start_s"], dtype=np.float64),
-            end_s=np.array(document["end_s"], dtype=np.float64),
-        )
+        with reading(f"{path} is not a timeline", GraphError, "simulate or run again"):
+            document = parse_json(unpacked(read_regular(path)))
+            if problem := version_problem(document, SCHEMA_VERSION, unversioned=1):
+                raise GraphError(f"timeline {path}: {problem}; or simulate again")
+            return cls(
+                source=str(document["source"]),
+                resources=tuple(map(str, document["resources"])),
+                task=np.array(document["task"], dtype=np.int64),
+                resource=np.array(document["resource"], dtype=np.int64),
+                start_s=np.array(document["start_s"], dtype=np.float64),
+                end_s=np.array(document["end_s"], dtype=np.float64),
+            )

@@ -50,7 +50,8 @@ PACKABLE = COLLECTIVE_KINDS.where(packable=True)
 class Compute:
     """One component, forward or backward, over `samples` local samples; of a tensor-sharded one, one of `ways` shards.
 
-    `rule` names the component's Sharding ("" for the whole component, with ways 1).
+    `rule` names the component's Sharding ("" for the whole component, with ways 1). `part`: only its attention, its experts or
+    the rest, as one of so many equal `parts`, with communication between them; "" for all of it.
     """
 
     component: str
@@ -58,6 +59,8 @@ class Compute:
     samples: int
     rule: str = ""
     ways: int = 1
+    part: str = ""
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

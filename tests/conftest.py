@@ -10,6 +10,8 @@ from hypothesis import settings
 
 # No test reads a Model that an earlier run has traced, unless it says so.
 os.environ["PARSIM_MODEL_CACHE"] = "off"
+# Run files of tests name modules of the repository, wherever the files lie.
+os.environ["PARSIM_ALLOW_CODE"] = "1"
 
 # A shared machine pauses at random: a deadline per example would fail at random.
 settings.register_profile("parsim", deadline=None, print_blob=True)

@@ -28,6 +28,7 @@ from parsim.costs.communication.collectives import ON_ONE_CORE, packed_operation
 from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
 from parsim.execute.cuda.driver import driver_of
 from parsim.execute.processes.environment import memory_limit_bytes
+from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.group import make_groups
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.streams import TaskTime, make_streams
@@ -340,11 +341,14 @@ def burning(bench: Bench, burn_s: float) -> Callable[[], None]:
 
 
 def _collect(times: list[list[TaskTime]], chain: int, ranks: Sequence[int]) -> list[list[float]] | None:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(times, gathered if dist.get_rank() == 0 else None)
+    gathered = gather_values(times)
     if dist.get_rank() != 0:
         return None
-    return merged_seconds([gathered[rank] for rank in ranks], chain)
+    return merged_seconds([_times_of(gathered[rank]) for rank in ranks], chain)
+
+
+def _times_of(rank: Sequence[Sequence[Sequence[Any]]]) -> list[list[TaskTime]]:
+    return [[TaskTime(*entry) for entry in repeat] for repeat in rank]
 
 
 def merged_seconds(per_rank: Sequence[Sequence[Sequence[TaskTime]]], chain: int) -> list[list[float]]:

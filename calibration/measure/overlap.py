@@ -19,6 +19,7 @@ from calibration.measure.post_wait import measure_resume
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.speed_probe import paced_together
 from calibration.rounds.turns import WARM_UP, CalibrationSection, Entries, in_turn
+from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.streams import Operation, TaskTime, make_streams
 from parsim.units import KIB, MIB
@@ -100,8 +101,7 @@ def measure_overlap(case: Case, bench: Bench, operation: str, size_bytes: int) -
     steps, calls = _agreed(*side_by_side(warm.steps[-1].wall_s, call_s), bench)
     beside_calls = partial(_run, case, bench, steps=steps, call=call, pause_s=pause_s)
     pairs = in_turn(PAIRS, partial(beside_calls, calls=0), partial(beside_calls, calls=calls))
-    gathered: list[Any] = [None] * bench.world_size
-    dist.gather_object(pairs, gathered if bench.rank == 0 else None)
+    gathered = [[(_ran(alone), _ran(together)) for alone, together in rank] for rank in gather_values(pairs)]
     if bench.rank != 0:
         return []
     beside = [[together for _, together in rank] for rank in gathered]
@@ -140,6 +140,20 @@ class Ran(NamedTuple):
         """From the first task of the steps to the end of the last."""
         entries = [entry for step in self.steps for entry in step.tasks]
         return min(entry.ready_s for entry in entries), max(entry.end_s for entry in entries)
+
+
+def _ran(given: Sequence[Any]) -> Ran:
+    """From the plain lists in which another rank's arrives."""
+    steps, calls = given
+    read = [
+        StepTimes(_times(tasks), wall_s, cpu_s, {int(task): seconds for task, seconds in issue_s.items()}, hidden)
+        for tasks, wall_s, cpu_s, issue_s, hidden in steps
+    ]
+    return Ran(read, _times(calls))
+
+
+def _times(entries: Sequence[Sequence[Any]]) -> list[TaskTime]:
+    return [TaskTime(*entry) for entry in entries]
 
 
 def _run(case: Case, bench: Bench, *, steps: int, calls: int, call: Operation, pause_s: float) -> Ran:

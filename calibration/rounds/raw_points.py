@@ -11,7 +11,7 @@ from typing import Any
 
 from calibration.rounds.request import CalibrationRequest
 from parsim.errors import ProfileError
-from parsim.files import version_problem
+from parsim.files import parse_json, read_regular, reading, unpacked, version_problem, write_atomically
 from parsim.model.model import Model
 
 SCHEMA_VERSION = 2
@@ -57,26 +57,22 @@ def save_raw(points: RawPoints, path: Path) -> None:
         "models": [json.loads(model.to_json()) for model in points.models],
         "raw": points.raw,
     }
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(gzip.compress(json.dumps(document).encode(), mtime=0))
-    partial.replace(path)
+    write_atomically(path, lambda file: file.write(gzip.compress(json.dumps(document).encode(), mtime=0)))
 
 
 def load_raw(path: Path) -> RawPoints:
     """Raises ProfileError for a file that is not there, not whole, or of another version of parsim."""
     if not path.is_file():
         raise ProfileError(f"there are no raw points {path}; they are written by `parsim calibrate`, beside the profile")
-    try:
-        document = json.loads(gzip.decompress(path.read_bytes()))
-    except (OSError, EOFError, ValueError) as error:
-        raise ProfileError(f"cannot read the raw points {path}: {error}; calibrate again") from error
-    if problem := version_problem(document if isinstance(document, dict) else {}, SCHEMA_VERSION):
-        raise ProfileError(f"raw points {path}: {problem}; or calibrate again")
-    return RawPoints(
-        raw=document["raw"],
-        request=CalibrationRequest.from_json(json.dumps(document["request"])),
-        models=[Model.from_json(json.dumps(model), str(path)) for model in document["models"]],
-        created=document["created"],
-        command=document["command"],
-        name=document["name"],
-    )
+    with reading(f"cannot read the raw points {path}", ProfileError, "calibrate again"):
+        document = parse_json(unpacked(read_regular(path)))
+        if problem := version_problem(document if isinstance(document, dict) else {}, SCHEMA_VERSION):
+            raise ProfileError(f"raw points {path}: {problem}; or calibrate again")
+        return RawPoints(
+            raw=document["raw"],
+            request=CalibrationRequest.from_json(json.dumps(document["request"])),
+            models=[Model.from_json(json.dumps(model), str(path)) for model in document["models"]],
+            created=document["created"],
+            command=document["command"],
+            name=document["name"],
+        )

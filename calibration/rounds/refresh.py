@@ -26,6 +26,7 @@ from calibration.rounds.raw_points import load_raw, raw_path
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.resume_folder import alone
 from parsim.errors import ConfigError
+from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.group import close_group, init_group, read_place, worker_main
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.pinning import prepare_rank
@@ -111,8 +112,7 @@ def main(job_path: Path) -> None:
         dist.broadcast(going, src=0)
         if not going.item():
             break
-    gathered: list[Any] = [None] * place.world_size
-    dist.all_gather_object(gathered, together_s)
+    gathered = gather_values(together_s)
     if place.rank == 0:
         found = {"alone": statistics.mean(alone_s), "together": statistics.mean(itertools.chain(*gathered))}
         write_text_atomically(job_path.parent / FOUND, json.dumps(found))

@@ -20,7 +20,7 @@ from calibration.rounds.turns import TURNS, read_progress
 from parsim.errors import ConfigError
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.same_machine import gpu_names
-from parsim.files import write_text_atomically
+from parsim.files import read_json, reading, write_text_atomically
 
 Leftover = Literal["use", "require", "discard"]
 """What to do with a stopped calibration: go on with it if there is one, insist on one, or throw it away."""
@@ -100,9 +100,10 @@ def open_folder(request: CalibrationRequest, out: Path, leftover: Leftover, say:
             raise ConfigError(f"there is nothing to resume: {folder.path.name} beside {out} holds no turn; drop --resume")
         folder.path.mkdir()
         write_text_atomically(kept, json.dumps(identity, indent=1))
-        folder.job.write_text(request.to_json())
+        write_text_atomically(folder.job, request.to_json())
         return folder
-    found = json.loads(kept.read_text())
+    with reading(f"cannot read {kept}", ConfigError, "throw it away with --restart"):
+        found = dict(read_json(kept))
     other = [word for key, word in WORDS.items() if found.get(key) != identity[key]]
     if other:
         raise ConfigError(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from typing import Any
 
 import torch.distributed as dist
 
 from calibration.rounds.pace import HOST_PACE, PACE, PacedEntry
+from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.speed_probe import SpeedProbe
 
 
@@ -38,8 +38,7 @@ def paced_together(blocks: Iterable[Callable[[], list[PacedEntry]]], probe: Spee
         found.append(measure())
         dist.barrier()
         own.append(_seconds(probe))
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
+    gathered = gather_values(own)
     looks = [[value for value in moment if value is not None] for moment in zip(*gathered, strict=True)]
     means = [statistics.mean(values) if values else None for values in looks]
     return [

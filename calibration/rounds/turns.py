@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from parsim.errors import ExecutionError
+from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.group import ProcessPlace
-from parsim.files import write_text_atomically
+from parsim.files import read_json, reading, write_text_atomically
 
 WARM_UP = -1
 """The round number of the first call of a section in a process, whose measurements are not kept."""
@@ -103,8 +104,7 @@ def take_turns(sections: Sequence[CalibrationSection], folder: Path, place: Proc
         dist.barrier()
         time_s, begin_s = time.time(), time.perf_counter()
         own = section.measure(number)
-        gathered: list[Any] = [None] * place.world_size
-        dist.gather_object(own, gathered if place.rank == 0 else None)
+        gathered = gather_values(own)
         if place.rank == 0:
             seconds = time.perf_counter() - begin_s
             turn_entry = {"section": section.name, "round": number, "time_s": time_s, "seconds": seconds}
@@ -136,10 +136,9 @@ def read_turns(folder: Path) -> list[dict[str, Any]]:
     """The finished turns, in order. Raises ExecutionError for a file that was tampered with."""
     turns = []
     for path in sorted(folder.glob(TURNS)):
-        try:
-            document = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ExecutionError(f"cannot read {path}: {error}; delete the folder {folder} and calibrate again") from error
+        with reading(f"cannot read {path}", ExecutionError, f"delete the folder {folder} and calibrate again"):
+            document = read_json(path)
+            float(document["seconds"]), str(document["section"]), list(document["ranks"])
         turns.append(document)
     return turns
 

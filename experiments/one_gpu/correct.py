@@ -30,7 +30,7 @@ from parsim.execute.job import Job, RunSpec
 from parsim.execute.processes.launch import launch
 from parsim.execute.reference import largest_difference, train_reference
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
-from parsim.execute.worker import run_dataset
+from parsim.execute.training.rank_run import run_dataset
 from parsim.model.load import load_model
 
 STEPS = 4

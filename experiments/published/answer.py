@@ -13,7 +13,6 @@ from parsim.engines.steps import mean_step_s
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import REPEATED_STEPS, Evaluation, evaluate
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.work import Collective
 
 FEW = 6
 """Microbatches beyond the depth of the pipeline that are simulated; a step is affine in them once the pipeline is full."""
@@ -47,9 +46,8 @@ def answer(asked: Asked) -> Answer:
     )
     step_s, sigma, shares = _step(problem, asked.plan)
     fullest = max(problem.memory(asked.plan), key=lambda entry: entry.high_bytes - entry.limit_bytes)
-    added = _expert_exchange_s(asked, problem)
     return Answer(
-        step_s=step_s + added,
+        step_s=step_s,
         sigma=sigma,
         peak_bytes=fullest.total_bytes,
         low_bytes=fullest.low_bytes,
@@ -113,23 +111,3 @@ def sensitivities(found: Evaluation) -> list[tuple[str, float, float]]:
         (name, float(np.log(times[1 + number] / times[0])) / max(spreads[name], 1e-9), spreads[name])
         for name, number in names.items()
     ]
-
-
-def _expert_exchange_s(asked: Asked, problem: PlanningProblem) -> float:
-    """The two all_to_all of a layer with experts, forward and backward, for the microbatches of the busiest rank.
-
-    They are no tasks of the plan. Nothing hides them here, and pipelines stretch them like computation.
-    """
-    shape, plan = asked.shape, asked.plan
-    if asked.experts <= 1:
-        return 0.0
-    ways = min(asked.experts, plan.mesh.dp)
-    if ways <= 1:
-        return 0.0
-    tp, pp = plan.mesh.tp, plan.mesh.pp
-    group = tuple(plan.mesh.rank(stage=0, replica=replica, shard=0) for replica in range(ways))
-    tokens = plan.microbatch_samples * asked.seq // asked.context_ways
-    size = round(2 * tokens * shape.active * shape.hidden / tp)
-    price = problem.price([(Collective(operation="all_to_all", group=group, size_bytes=size), group[0])], plan.mesh)[0]
-    layers = (shape.layers - shape.dense_layers) / pp
-    return 4 * layers * (plan.microbatches + pp - 1) * price.median_s

@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from machines import chip_of, cluster_of, machine_of
 from rows import Row
 from rules import WITHOUT, Framework, framework_of, micro_of, recompute_of
-from shapes import Shape, shape_of_name
-from transformer import Part, transformer
+from shapes import shape_of_name
 
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
+from parsim.model.transformer.build import transformer
+from parsim.model.transformer.shape import Shape
+from parsim.model.transformer.sublayers import SamplePart
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.placement import BATCH, Placement
@@ -49,8 +51,6 @@ class Asked:
     assumed: tuple[str, ...]
     lacks: tuple[str, ...]
     chip: str = ""
-    experts: int = 1
-    context_ways: int = 1
 
 
 def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
@@ -117,15 +117,13 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
     software = replace(framework.software, selective=recompute == "selective")
     expert_ways = 1
     if shape.experts:
-        expert_ways = math.gcd(row.ep or 1, shape.experts)
-        lacks.append("experts are visited evenly")
+        expert_ways = math.gcd(row.ep or 1, shape.experts, dp * cp)
+        lacks.append("tokens choose experts at random")
         if expert_ways > 1:
-            lacks.append("all_to_all of expert parallelism is added to the step, hidden behind nothing")
-    if cp > 1:
-        lacks.append("the exchange of keys and values of context parallelism is hidden")
+            lacks.append("nothing hides the all_to_all of expert parallelism")
     if seq % cp:
         raise CannotExpressError(f"seq {seq} does not divide over cp {cp}")
-    part = Part(tokens=seq // cp, context=seq, expert_ways=expert_ways)
+    part = SamplePart(tokens=seq, context=seq)
     granularity = "layer" if tp == 1 else "sequence" if sequence else "sublayer"
     if tp > 1 and shape.heads % tp:
         raise CannotExpressError(f"{shape.heads} heads do not divide over tp {tp}")
@@ -148,8 +146,10 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         shape,
         tp=tp,
         pp=pp,
-        dp=dp * cp,
-        batch=batch * cp,
+        dp=dp,
+        cp=cp,
+        ep=expert_ways,
+        batch=batch,
         micro=micro,
         chunks=chunks,
         zero=zero,
@@ -173,8 +173,6 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         assumed=tuple(assumed),
         lacks=tuple(lacks),
         chip=chip_of(machine),
-        experts=expert_ways,
-        context_ways=cp,
     )
 
 
@@ -252,6 +250,8 @@ def _plan(
     tp: int,
     pp: int,
     dp: int,
+    cp: int,
+    ep: int,
     batch: int,
     micro: int,
     chunks: int,
@@ -261,7 +261,8 @@ def _plan(
     row: Row,
 ) -> Plan:
     stages = _stages(model, shape, pp, chunks, row)
-    mesh = Mesh(pp=pp, dp=dp, tp=tp)
+    mesh = Mesh(pp=pp, dp=dp, tp=tp, cp=cp, ep=ep)
+    copies = mesh.copies
     order = "interleaved" if chunks > 1 else "1f1b"
     places = rank_of_stage(order, pp, chunks)
     names = {component.name for component in model.components}
@@ -293,13 +294,13 @@ def _plan(
         microbatches=batch // dp // micro,
         pipeline_order=order,
         bucket_bytes=bucket_bytes,
-        zero_stage=zero if dp > 1 else 0,
+        zero_stage=zero if copies > 1 else 0,
         recompute=again,
         segments=segments,
         blocking_transfers=framework.blocking_transfers and pp > 1,
         scatter_gather=framework.scatter_gather and pp > 1 and tp > 1,
-        backward_prefetch=framework.backward_prefetch or zero != 3 or dp == 1,
-        gather_ahead=framework.gather_ahead and zero == 1 and dp > 1,
+        backward_prefetch=framework.backward_prefetch or zero != 3 or copies == 1,
+        gather_ahead=framework.gather_ahead and zero == 1 and copies > 1,
     )
 
 

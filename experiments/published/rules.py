@@ -10,28 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rows import Row
-from transformer import Software
+
+from parsim.model.transformer.software import COMPILED, EAGER, EAGER_LLAMA, UNFUSED, Software
 
 INTERLEAVED_CHUNKS = 2
 """Where a row says that the schedule is interleaved and not how deeply. Llama 3: a layer per chunk."""
-
-UNFUSED = Software(flash=False, dropout=True)
-"""Megatron-LM before flash attention: fused scale, mask and softmax; fused bias, dropout and addition; fused GELU."""
-
-EAGER = Software(flash=True, dropout=False, residual_arrays=3.0, loss_bytes=6, loss_arrays=10.0)
-"""Eager PyTorch with flash attention: nothing else is fused."""
 
 TRITON = replace(EAGER, attention_work=1.8, loss_bytes=2, loss_peak=2, loss_arrays=2.0)
 """A fused loss, and the Triton kernel of 2022. FlashAttention-2 is 1.3 to 2.5 times as fast (Dao 2023, section 4.1)."""
 
 FIRST_FLASH = replace(EAGER, attention_work=2.0, activation_saved=3.0)
 """FlashAttention 1. FlashAttention-2 is 1.7 to 3 times as fast (Dao 2023, section 4.1)."""
-
-EAGER_LLAMA = replace(EAGER, rope_arrays=10.0, norm_arrays=18.0, activation_arrays=4.0, activation_saved=3.0)
-"""Eager Llama: rotation and RMSNorm in fp32, operation by operation (bytes of each pass added up)."""
-
-COMPILED = Software(flash=True, dropout=False, residual_arrays=2.0, rope_arrays=2.0, activation_saved=2.0, loss_bytes=6)
-"""torch.compile, or the fused kernels of Transformer Engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from parsim.commands.output import JsonFlag, Overrides, print_json, print_tables
+from parsim.commands.output import AllowCode, JsonFlag, Overrides, print_json, print_tables
 from parsim.workflow.progress import progress
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def calibrate(
         typer.Option(metavar="PROFILE.json", help="Look for 20 s how fast the cores are by now; all prices follow."),
     ] = None,
     overrides: Overrides = None,
+    allow_code: AllowCode = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure components, optimizer steps and collectives of this machine.

@@ -34,7 +34,7 @@ def import_command(
     as_json: JsonFlag = False,
 ) -> None:
     """Read a file of another tool into a profile, a run file or a measured timeline."""
-    from parsim.workflow.public.functions import import_file
+    from parsim.workflow.importing.import_file import import_file
 
     with progress(f"Reading {file}"):
         imported = import_file(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from parsim.errors import ConfigError
+from parsim.files import finite
 
 if TYPE_CHECKING:
     from parsim.report.tables import ReportTable
@@ -17,6 +18,21 @@ if TYPE_CHECKING:
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file, e.g. cluster.devices=4.")
+]
+
+
+def _allow(wanted: bool) -> None:
+    if wanted:
+        from parsim.workflow.references import allow_code
+
+        allow_code()
+
+
+AllowCode = Annotated[
+    bool,
+    typer.Option(
+        "--allow-code", callback=_allow, help="Let the run file name code outside its folder. Only for files that you trust."
+    ),
 ]
 Asked = Annotated[
     str,
@@ -37,19 +53,34 @@ NetworkOption = Annotated[
 BatchOption = Annotated[
     int | None, typer.Option("--batch", metavar="N", help="With a MODEL: samples per step over all replicas.")
 ]
+SeqOption = Annotated[int | None, typer.Option("--seq", metavar="N", help="Tokens per sample of a language model.")]
+TokensOption = Annotated[
+    float | None, typer.Option("--tokens", metavar="N", help="Tokens to train on, e.g. 1e12: days, price and failures.")
+]
 
 
 def on_gpus(
-    cluster: str | None, gpus: str | None, network: str | None, overrides: list[str] | None
+    cluster: str | None,
+    gpus: str | None,
+    network: str | None,
+    overrides: list[str] | None,
+    *,
+    seq: int | None = None,
+    tokens: float | None = None,
 ) -> tuple[str | None, list[str]]:
-    """The cluster and the overrides that --on, --gpus, --network and --set mean together.
+    """The cluster and the overrides that --on, --gpus, --network, --seq, --tokens and --set mean together.
 
     Raises:
         ConfigError: both --on and --gpus, or --gpus of another form.
     """
     from parsim.hardware.parts.shorthand import machines_of
 
-    changes = [*([] if network is None else [f'cluster.network="{network}"']), *(overrides or [])]
+    changes = [
+        *([] if network is None else [f'cluster.network="{network}"']),
+        *([] if seq is None else [f"model.args.seq={seq}"]),
+        *([] if tokens is None else [f"training.tokens={tokens!r}"]),
+        *(overrides or []),
+    ]
     if gpus is None:
         return cluster, changes
     if cluster is not None:
@@ -60,19 +91,7 @@ def on_gpus(
 
 def print_json(document: object) -> None:
     """The one document of a --json command. A number that is not finite becomes null: JSON has no word for it."""
-    print(json.dumps(_finite(document), indent=1, allow_nan=False))
-
-
-def _finite(node: object) -> Any:
-    match node:
-        case float():
-            return node if node - node == 0 else None
-        case dict():
-            return {str(key): _finite(value) for key, value in node.items()}
-        case list() | tuple():
-            return [_finite(value) for value in node]
-        case _:
-            return node
+    print(json.dumps(finite(document), indent=1, allow_nan=False))
 
 
 def print_tables(tables: Sequence[ReportTable]) -> None:

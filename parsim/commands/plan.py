@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from parsim.commands.output import (
+    AllowCode,
     Asked,
     BatchOption,
     GpusOption,
@@ -16,36 +17,56 @@ from parsim.commands.output import (
     NetworkOption,
     OnCluster,
     Overrides,
+    SeqOption,
+    TokensOption,
     on_gpus,
     print_json,
     print_tables,
 )
-from parsim.errors import ScheduleError
+from parsim.errors import ConfigError, ScheduleError
 from parsim.files import write_text_atomically
 
 
 def plan(
-    asked: Asked,
+    asked: Asked = "",
     cluster: OnCluster = None,
     gpus: GpusOption = None,
     network: NetworkOption = None,
     batch: BatchOption = None,
+    seq: SeqOption = None,
+    tokens: TokensOption = None,
     overrides: Overrides = None,
+    allow_code: AllowCode = False,
     top: Annotated[int | None, typer.Option(min=1, help="Show the K fastest plans instead of each family's best.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="Write the chosen plan here.")] = None,
     certify: Annotated[
         bool, typer.Option("--certify", help="Solve the placement problem by a MILP too, and show both optima.")
     ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="A file of Megatron-LM, NeMo or torchtitan, as it is."),
+    ] = None,
+    faster: Annotated[
+        str | None,
+        typer.Option("--faster", metavar="20%", help="What would make it so much faster: plans other clusters."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Rank the plans of the strategy that the question names, choose one, and say why the others lost."""
+    from parsim.workflow.large.faster import parse_faster
     from parsim.workflow.public.functions import plan as find_plan
 
-    where, changes = on_gpus(cluster, gpus, network, overrides)
-    answer = find_plan(asked, cluster=where, global_batch=batch, overrides=changes, top=top)
+    aim = None if faster is None else parse_faster(faster)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens)
+    if (config is None) == (not asked):
+        raise ConfigError("give what to plan, once: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan")
+    answer = find_plan(asked if config is None else config, cluster=where, global_batch=batch, overrides=changes, top=top)
     document = answer.to_dict()
     if certify:
         document["certificate"] = answer.certificate()
+    would = None if aim is None else answer.what_would(aim)
+    if would is not None:
+        document["what_would"] = would.to_dict()
     if out is not None:
         if document["chosen"] is None:
             raise ScheduleError(f"no plan fits, so {out} is not written; {document['candidates'][0]['reason']}")
@@ -54,9 +75,11 @@ def plan(
     if as_json:
         print_json(document)
         return
-    print(f"{answer.sentence()}\n")
+    print("\n".join(answer.heading()), end="\n\n")
     print_tables([answer.report()])
     for line in answer.lines():
+        print(line)
+    for line in [] if would is None else would.lines():
         print(line)
     if certify:
         from parsim.schedule.placement.certificate import certificate_text

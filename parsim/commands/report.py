@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from parsim.commands.output import JsonFlag, print_json
+from parsim.commands.output import AllowCode, JsonFlag, print_json
 from parsim.workflow.progress import progress
 
 
 def report(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A folder of `run` or `simulate --out`.")],
+    allow_code: AllowCode = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Draw report.html and trace.json of a run folder again."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from parsim.commands.output import Asked, BatchOption, JsonFlag, OnCluster, Overrides, print_json, print_tables
+from parsim.commands.output import AllowCode, Asked, BatchOption, JsonFlag, OnCluster, Overrides, print_json, print_tables
 
 
 def run(
@@ -21,7 +21,9 @@ def run(
     checkpoint_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0: at the end only.")] = 0,
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Measure on the way; change plan where that pays.")] = False,
     window: Annotated[int, typer.Option(min=1, help="With --adaptive: steps between two looks.")] = 20,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a process that does not move ends the run.")] = 30,
     overrides: Overrides = None,
+    allow_code: AllowCode = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Train for real under the chosen plan."""
@@ -38,6 +40,7 @@ def run(
         checkpoint_every=checkpoint_every,
         adaptive=adaptive,
         window_steps=window,
+        timeout_s=timeout,
         overrides=overrides or [],
     )
     document = done.to_dict()
@@ -47,10 +50,11 @@ def run(
     row = (done.prediction.problem.model.name, done.prediction.plan.summary(), done.comparison.to_dict())
     print_tables([validation_table([row])])
     _print_decisions(document["decisions"])
-    first, last = (done.losses[0], done.losses[-1]) if done.losses else (float("nan"), float("nan"))
+    losses = [loss for loss in document["losses"] if loss is not None]
+    moved = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "no step was left to train"
     accuracy = document.get("test_accuracy")
     scored = "no accuracy: its targets are no classes" if accuracy is None else f"test accuracy {100 * accuracy:.1f}%"
-    print(f"loss {first:.4f} -> {last:.4f}, test loss {document['test_loss']:.4f}, {scored}")
+    print(f"{moved}, test loss {document['test_loss']:.4f}, {scored}")
     print(f"folder: {done.folder} (report.html, trace.json for Perfetto, checkpoints/)")
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from parsim.commands.output import (
+    AllowCode,
     Asked,
     BatchOption,
     GpusOption,
@@ -15,6 +16,8 @@ from parsim.commands.output import (
     NetworkOption,
     OnCluster,
     Overrides,
+    SeqOption,
+    TokensOption,
     on_gpus,
     print_json,
     print_tables,
@@ -28,7 +31,10 @@ def simulate(
     gpus: GpusOption = None,
     network: NetworkOption = None,
     batch: BatchOption = None,
+    seq: SeqOption = None,
+    tokens: TokensOption = None,
     overrides: Overrides = None,
+    allow_code: AllowCode = False,
     strategy: Annotated[str | None, typer.Option(help="Instead of the file's: the same as --set plan.strategy=...")] = None,
     engine: Annotated[Literal["static", "dynamic"], typer.Option(help="numba arrays, or SimPy processes.")] = "static",
     scenario: Annotated[
@@ -47,7 +53,7 @@ def simulate(
     from parsim.workflow.simulation import scenario_tables
 
     folder = None if out is None else new_folder(out, "")
-    where, changes = on_gpus(cluster, gpus, network, overrides)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens)
     found = predict(
         asked,
         cluster=where,
@@ -83,6 +89,8 @@ def simulate(
     evaluation = found.evaluation
     print(f"Critical path: {len(labels)} of {len(evaluation.graph.tasks)} tasks, from {', '.join(labels[:3])}")
     print(f"One step alone: {format_seconds(evaluation.timeline.makespan_s)}; in a row, steps overlap")
+    for line in [] if found.quoted is None else found.quoted.lines():
+        print(line)
     print(loss_text(problem.model))
     if found.assumed:
         print(assumed_text(found.assumed))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from parsim.commands.output import JsonFlag, Overrides, print_json, print_tables
+from parsim.commands.output import AllowCode, JsonFlag, Overrides, print_json, print_tables
 
 ROUNDS = 10
 
@@ -26,7 +26,9 @@ def validate(
     update: Annotated[
         bool, typer.Option("--update", help="Write into the profile what the run shows it to be wrong by, without calibrating.")
     ] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a process that does not move ends the run.")] = 30,
     overrides: Overrides = None,
+    allow_code: AllowCode = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Predicted against measured: the step, every kind of task, peak memory; recorded in the profile's history."""
@@ -41,6 +43,7 @@ def validate(
         history=history,
         session=session,
         update=update,
+        timeout_s=timeout,
         overrides=overrides or [],
     )
     document, asked = done.to_dict(), done.prediction

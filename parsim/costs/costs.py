@@ -68,6 +68,15 @@ class Costs:
 
     def device_kind(self, rank: int) -> str:
         """Ranks of one kind do the same work in the same time: the device's type, and how much slower it is than that."""
+        if rank not in self._device_kinds:
+            self._device_kinds[rank] = self._device_kind(rank)
+        return self._device_kinds[rank]
+
+    @cached_property
+    def _device_kinds(self) -> dict[int, str]:
+        return {}
+
+    def _device_kind(self, rank: int) -> str:
         name = self._device(rank).type.name
         for factors in (self._context.updates, self.corrections):
             name += f" x{factors.rank_factor(rank)!r}" if factors else ""
@@ -144,15 +153,28 @@ class Costs:
         if work.phase is Phase.RECOMPUTE:
             work = replace(work, phase=Phase.FORWARD)
         component = self._component(work.component)
-        key = (self._alike[work.component], work.phase, work.samples, work.rule, work.ways, device.type.name)
+        key = (
+            self._alike[work.component],
+            work.phase,
+            work.samples,
+            work.rule,
+            work.ways,
+            device.type.name,
+            work.part,
+            work.parts,
+        )
         if key not in self._computed:
-            self._computed[key] = self._computation.estimate(
-                work, component, device, input_gradient=self.model.has_input_gradient(component)
-            )
+            if work.part:
+                whole = self._compute(replace(work, part="", parts=1), device)
+                self._computed[key] = self._computation.part(work, component, device, whole)
+            else:
+                self._computed[key] = self._computation.estimate(
+                    work, component, device, input_gradient=self.model.has_input_gradient(component)
+                )
         return self._computed[key]
 
     @cached_property
-    def _computed(self) -> dict[tuple[int, Phase, int, str, int, str], Estimate]:
+    def _computed(self) -> dict[tuple[int, Phase, int, str, int, str, str, int], Estimate]:
         return {}
 
     @cached_property
@@ -161,7 +183,8 @@ class Costs:
         numbers: dict[object, int] = {}
         return {
             component.name: numbers.setdefault(
-                (component.fingerprint, component.shardings, self.model.has_input_gradient(component)), len(numbers)
+                (component.fingerprint, component.divisions, component.inside, self.model.has_input_gradient(component)),
+                len(numbers),
             )
             for component in self.model.components
         }

@@ -36,13 +36,17 @@ def price(
     """
     known = {} if known is None else known
     estimates: list[Estimate] = []
+    waits, asks = bool(costs.post_wait_s), concurrent is not None and costs.shares_links
     for work, rank, *resumes in work_of_ranks:
-        key = _key(work, rank, costs)
         others: tuple[tuple[int, ...], ...] = ()
-        if concurrent is not None and costs.shares_links and isinstance(work, Collective | SendRecv):
-            others = concurrent(work)
-            key = key, others
-        after_wait = bool(any(resumes) and costs.post_wait_s)
+        if isinstance(work, Collective | SendRecv):
+            key: Hashable = work
+            if asks and concurrent is not None:
+                others = concurrent(work)
+                key = key, others
+        else:
+            key = _key(work, rank, costs)
+        after_wait = waits and any(resumes)
         if after_wait:
             key = key, "after a wait"
         if key not in known:
@@ -52,8 +56,7 @@ def price(
 
 
 def _key(work: Work, rank: int, costs: Costs) -> Hashable:
-    if isinstance(work, Collective | SendRecv):
-        return work
+    """Of what no link carries."""
     if not 0 <= rank < costs.cluster.size:
         return work, rank
     device = costs.cluster.devices[rank]

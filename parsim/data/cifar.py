@@ -11,7 +11,7 @@ import os
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,9 +157,11 @@ def _read_pickle(path: Path, layout: _Layout) -> tuple[NDArray[np.uint8], NDArra
     if not isinstance(content, dict) or b"data" not in content or layout.label_key not in content:
         raise DataError(f"{path} is not a {layout.title} file: it has no {layout.label_key.decode()!r} beside 'data'")
     data, labels = content[b"data"], content[layout.label_key]
-    if not isinstance(data, np.ndarray) or not isinstance(labels, list) or not all(isinstance(n, int) for n in labels):
-        raise DataError(f"{path} is not a {layout.title} file: data must be an array and labels a list of integers")
-    return _checked(path, layout, data, np.array(labels, dtype=np.int64))
+    if not isinstance(data, _PickledBytes) or data.array is None:
+        raise DataError(f"{path} is not a {layout.title} file: data must be an array")
+    if not isinstance(labels, list) or not all(type(n) is int and abs(n) < 2**31 for n in labels):
+        raise DataError(f"{path} is not a {layout.title} file: labels must be a list of integers")
+    return _checked(path, layout, data.array, np.array(labels, dtype=np.int64))
 
 
 def _checked(
@@ -172,31 +174,84 @@ def _checked(
         )
     if labels.min() < 0 or labels.max() >= layout.classes:
         raise DataError(f"{path}: labels must be 0..{layout.classes - 1}, got {labels.min()}..{labels.max()}")
+    expected = layout.samples[0] // len(layout.train) if _stem(path) in layout.train else layout.samples[1] // len(layout.test)
+    if len(labels) != expected:
+        raise DataError(f"{path} holds {len(labels):,} samples of {expected:,}: it was cut short; unpack it again")
     return np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32)), labels
 
 
-class _DataUnpickler(pickle.Unpickler):
-    """Builds arrays, text, numbers, lists and dicts, and refuses every other name: a pickle cannot run code through it."""
+def _stem(path: Path) -> str:
+    return path.name.removesuffix(".bin")
+
+
+_OTHER_OPCODES = (
+    *(pickle.INST, pickle.OBJ, pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4),
+    *(pickle.PERSID, pickle.BINPERSID, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+)
+"""What no CIFAR file needs: ways to make objects."""
+
+
+class _DataUnpickler(pickle._Unpickler):
+    """Builds arrays of bytes, texts, numbers, lists and dicts, and refuses every other name: a pickle runs no code through it.
+
+    Nothing of numpy takes part. numpy believes what a pickle says of a dtype, and a changed byte there reads foreign memory.
+    The reader is the one written in Python: that in C takes gigabytes for a changed byte in the number of a memo.
+    """
+
+    dispatch: ClassVar = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in _OTHER_OPCODES
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
             return _reconstruct
-        if module == "numpy" and name in ("ndarray", "dtype"):
-            return getattr(np, name)
+        if (module, name) == ("numpy", "ndarray"):
+            return _PickledBytes
+        if (module, name) == ("numpy", "dtype"):
+            return _PickledDtype
         if (module, name) == ("_codecs", "encode"):
             return _encode
         raise DataError(f"refused to load {module}.{name}: a CIFAR file holds arrays, texts and lists only")
 
 
-def _reconstruct(kind: type[NDArray[Any]], shape: tuple[int, ...], code: bytes) -> NDArray[Any]:
-    """An empty array of the exact class ndarray, which the pickle then fills; what numpy's own function does."""
-    if kind is not np.ndarray:
+class _PickledDtype:
+    """Of bytes without a sign, and of nothing else."""
+
+    def __init__(self, code: object, *_: object) -> None:
+        if code not in ("u1", b"u1"):
+            raise DataError(f"expected pixels of type u1 (one byte each), got {code!r}")
+
+    def __setstate__(self, state: object) -> None:
+        """Byte order and alignment, which a byte does not have."""
+
+
+class _PickledBytes:
+    """An array of bytes as a pickle describes it: `(version, shape, dtype, is_fortran, content)`."""
+
+    def __init__(self) -> None:
+        self.array: NDArray[np.uint8] | None = None
+
+    def __setstate__(self, state: object) -> None:
+        match state:
+            case (int(), (int(rows), int(columns)), _PickledDtype(), by_columns, bytes() | str() as content):
+                raw = content.encode("latin1") if isinstance(content, str) else content
+                if rows < 0 or columns != PIXELS or len(raw) != rows * columns:
+                    raise DataError(f"its array of shape ({rows}, {columns}) has {len(raw):,} bytes")
+                order: Literal["C", "F"] = "F" if by_columns else "C"
+                self.array = np.frombuffer(raw, dtype=np.uint8).reshape(rows, columns, order=order)
+            case _:
+                raise DataError("its array is not one of bytes with two dims")
+
+
+def _reconstruct(kind: object, *_: object) -> _PickledBytes:
+    """An empty array, which the pickle then fills; what numpy's own function does."""
+    if kind is not _PickledBytes:
         raise DataError(f"refused to build {kind!r}: only numpy.ndarray is expected")
-    return np.ndarray.__new__(np.ndarray, shape, code.decode("ascii"))
+    return _PickledBytes()
 
 
-def _encode(text: str, encoding: str = "latin1") -> bytes:
+def _encode(text: object, encoding: object = "latin1") -> bytes:
     """How Python 3 writes bytes into protocol-2 pickles."""
-    if encoding not in ("latin1", b"latin1"):
-        raise DataError(f"refused to encode with {encoding!r}: only latin1 is expected")
+    if encoding not in ("latin1", b"latin1") or not isinstance(text, str):
+        raise DataError(f"refused to encode with {encoding!r}: only texts in latin1 are expected")
     return text.encode("latin1")

@@ -227,6 +227,46 @@ def last_ends(g, slowdown, on_core, plain, durations, unit, steps, together):  #
 
 
 @njit(cache=True, nogil=True)
+def last_ends_side_by_side(g, durations, of_rank, factors, joins, steps, together):  # type: ignore[no-untyped-def]
+    """float64 [draws]: as `last_ends` without slowdown, of a program whose tasks have a time in each of several rows.
+
+    factors: float64 [draws, ranks, rows]; of_rank: int64 [n], whose factor a task has (-1: none). joins: bool [n], tasks that
+    begin in all rows at once.
+    """
+    draws, _, rows = factors.shape
+    end, begin = np.zeros((len(g.order), rows)), np.zeros(rows)
+    floor, ended = np.zeros((len(g.last), rows)), np.zeros((together.max() + 1, rows))
+    total = np.zeros(draws)
+    for draw in range(draws):
+        floor[:] = 0.0
+        for _ in range(steps):
+            for position in range(len(g.order)):
+                task = g.order[position]
+                begin[:] = 0.0
+                for k in range(g.before.offsets[task], g.before.offsets[task + 1]):
+                    for row in range(rows):
+                        begin[row] = max(begin[row], end[g.before.values[k], row])
+                for k in range(g.heads.offsets[task], g.heads.offsets[task + 1]):
+                    for row in range(rows):
+                        begin[row] = max(begin[row], floor[g.heads.values[k], row])
+                if joins[task]:
+                    begin[:] = begin.max()
+                rank = of_rank[task]
+                for row in range(rows):
+                    factor = factors[draw, rank, row] if rank >= 0 else 1.0
+                    end[task, row] = begin[row] + durations[task] * factor
+            ended[:] = 0.0
+            for resource in range(len(g.last)):
+                if g.last[resource] >= 0:
+                    for row in range(rows):
+                        ended[together[resource], row] = max(ended[together[resource], row], end[g.last[resource], row])
+            for resource in range(len(g.last)):
+                floor[resource] = ended[together[resource]]
+                total[draw] = max(total[draw], floor[resource].max())
+    return total
+
+
+@njit(cache=True, nogil=True)
 def noise_paths(order, before, end, wrap, spread, level, joins_shards, joins_replicas, mean1, var1):  # type: ignore[no-untyped-def]
     """The task each task waits for longest, and the variance that noise has added up on the way (see engines/slowest).
 

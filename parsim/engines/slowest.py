@@ -107,16 +107,16 @@ def slowest_ranks(
     from parsim.engines import kernels
 
     columns, mesh = compiled.columns, folding.mesh
-    shards, replicas = _joined(compiled, folding)
+    shards, replicas = joined_by_unit(compiled, folding)
     folded_shards = len(folding.shards) < mesh.tp
     side_by_side = max((int(count) for count in shards), default=1) if folded_shards else 1
     ways = (side_by_side if side_by_side > 1 else mesh.tp) if folded_shards else 1
     joins_shards = (shards > 1)[columns.unit] & folded_shards
-    joins_replicas = (replicas > 1)[columns.unit] & (len(folding.replicas) < mesh.dp)
+    joins_replicas = (replicas > 1)[columns.unit] & (len(folding.replicas) < mesh.copies)
     level = np.full(columns.size, BY_SHARDS, dtype=np.int64)
     level[joins_shards] = BY_REPLICAS
     level[joins_replicas & (joins_shards | (ways == 1))] = BY_NOBODY_ELSE
-    copies = np.bincount(np.array(folding.replica_of), minlength=mesh.dp)[columns.first_rank // mesh.tp % mesh.dp]
+    copies = np.bincount(np.array(folding.replica_of), minlength=mesh.copies)[columns.first_rank // mesh.tp % mesh.copies]
     sizes = np.unique(copies)
     end = np.zeros(columns.size)
     end[timeline.task] = timeline.end_s
@@ -152,14 +152,18 @@ def slowest_ranks(
     )
 
 
-def _joined(compiled: CompiledGraph, folding: Folding) -> tuple[Ints, Ints]:
-    """Per unit of the program: how many shards of one replica its collective joins, and how many replicas; else 1."""
+def joined_by_unit(compiled: CompiledGraph, folding: Folding) -> tuple[Ints, Ints]:
+    """How many shards of one replica the collective of each unit joins, and how many replicas; 1 for other work.
+
+    Args:
+        compiled, folding: of the folded program.
+    """
     mesh, units = folding.mesh, compiled.columns.units
     shards, replicas = np.ones(len(units), dtype=np.int64), np.ones(len(units), dtype=np.int64)
     for number, unit in enumerate(units):
         if isinstance(unit.work, Collective):
             group = np.array(unit.work.group)
-            replicas[number] = len(np.unique(group // mesh.tp % mesh.dp))
+            replicas[number] = len(np.unique(group // mesh.tp % mesh.copies))
             shards[number] = len(np.unique(group % mesh.tp))
     return shards, replicas
 

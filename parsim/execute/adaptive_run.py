@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from parsim.execute.job import AdaptiveSpec, RunSpec
+from parsim.execute.processes.exchange import done_by_rank_0, gather_values, value_of_rank_0
+from parsim.execute.processes.group import ProcessPlace
+from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.execute.records.measurement import merge_times
 from parsim.execute.streams import TaskTime
 from parsim.graph.lower import lower
@@ -46,13 +48,14 @@ class Decision:
 class Steering:
     """The controller on rank 0, and everyone's part in asking it."""
 
-    def __init__(self, spec: AdaptiveSpec, run: RunSpec, steps: int) -> None:
+    def __init__(self, spec: AdaptiveSpec, run: RunSpec, steps: int, place: ProcessPlace) -> None:
         self._spec = spec
+        self._place = place
         self._steps = steps
         self._windows = 0
         self.decisions: list[Decision] = []
         self._controller: Controller | None = None
-        if dist.get_rank() == 0:
+        if place.rank == 0:
             problem = problem_of(spec, run)
             planner = search_planner(problem, ("adaptive",), world_size=run.plan.world_size)
             controller = controller_for(problem, run.plan, plan_for=planner, rebuild_s=REBUILD_S)
@@ -66,13 +69,16 @@ class Steering:
 
     def decide(self, plan: Plan, model: Model, step: int, times: Sequence[Sequence[TaskTime]], step_s: float) -> Plan | None:
         """Every rank calls it with its own task times of the window; all get the same answer: a plan to change to, or None."""
-        gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(list(times), gathered, dst=0)
-        answer: list[Any] = [None]
-        if self._controller is not None and gathered is not None:
-            answer = [self._ask(plan, model, step, gathered, step_s)]
-        dist.broadcast_object_list(answer, src=0)
-        decision: Decision = answer[0]
+        gathered = [
+            [[TaskTime(*entry) for entry in recorded] for recorded in rank]
+            for rank in gather_values([list(step) for step in times])
+        ]
+
+        def decided() -> dict[str, Any]:
+            pulse().begin(Doing.PREPARING, "deciding on the plan")
+            return self._ask(plan, model, step, gathered, step_s).to_dict()
+
+        decision = Decision(**value_of_rank_0(done_by_rank_0(self._place, decided)))
         self.decisions.append(decision)
         return None if decision.plan is None else Plan.from_json(decision.plan)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parsim.errors import ExecutionError
-from parsim.files import parse_json, version_problem
+from parsim.files import read_json, reading, version_problem, write_text_atomically
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
+from parsim.typed import check_types
 
 SCHEMA_VERSION = 1
 """Of job.json; files written before there was the key have this version, too."""
@@ -82,6 +83,7 @@ class Job:
         the run before had there.
     keep_state: in mode "measure", leave a checkpoint of every run in its folder at the end.
     checkpoint_every: steps between checkpoints (0: at the end only); resume: go on from the latest.
+    timeout_s: of a collective, where no launcher watches the ranks' heartbeats.
     switches: plans to change to on the way (mode "train"). adaptive: let the controller decide instead.
     """
 
@@ -96,7 +98,7 @@ class Job:
     keep_state: bool = False
     checkpoint_every: int = 0
     resume: bool = False
-    timeout_s: float = 60.0
+    timeout_s: float = 600.0
     switches: tuple[Switch, ...] = ()
     adaptive: AdaptiveSpec | None = None
 
@@ -123,30 +125,33 @@ class Job:
             entry["model"] = run.model.to_dict()
             entry["plan"] = run.plan.to_json()
         document["switches"] = [{"step": switch.step, "plan": switch.plan.to_json()} for switch in self.switches]
-        path.write_text(json.dumps(document, indent=1))
+        write_text_atomically(path, json.dumps(document, indent=1))
 
     @classmethod
     def load(cls, path: Path) -> Job:
-        document: dict[str, Any] = parse_json(path.read_text())
-        if problem := version_problem(document, SCHEMA_VERSION, unversioned=1):
-            raise ExecutionError(f"{path}: {problem}; or run again")
-        document.pop("schema_version", None)
-        document["runs"] = tuple(
-            RunSpec(
-                **{
-                    **run,
-                    "model": ModelSpec.from_dict(run["model"]),
-                    "plan": Plan.from_json(run["plan"]),
-                    "predicted_memory": tuple(run.get("predicted_memory", ())),
-                }
+        with reading(f"{path} is not a job", ExecutionError, "run again"):
+            document: dict[str, Any] = read_json(path)
+            if problem := version_problem(document, SCHEMA_VERSION, unversioned=1):
+                raise ExecutionError(f"{path}: {problem}; or run again")
+            document.pop("schema_version", None)
+            document["runs"] = tuple(
+                RunSpec(
+                    **{
+                        **run,
+                        "model": ModelSpec.from_dict(run["model"]),
+                        "plan": Plan.from_json(run["plan"]),
+                        "predicted_memory": tuple(run.get("predicted_memory", ())),
+                    }
+                )
+                for run in document["runs"]
             )
-            for run in document["runs"]
-        )
-        document["switches"] = tuple(
-            Switch(step=switch["step"], plan=Plan.from_json(switch["plan"])) for switch in document["switches"]
-        )
-        adaptive = document["adaptive"]
-        if adaptive is not None:
-            devices = None if adaptive["devices"] is None else tuple(adaptive["devices"])
-            document["adaptive"] = AdaptiveSpec(**{**adaptive, "devices": devices})
-        return cls(**document)
+            document["switches"] = tuple(
+                Switch(step=switch["step"], plan=Plan.from_json(switch["plan"])) for switch in document["switches"]
+            )
+            adaptive = document["adaptive"]
+            if adaptive is not None:
+                devices = None if adaptive["devices"] is None else tuple(adaptive["devices"])
+                document["adaptive"] = AdaptiveSpec(**{**adaptive, "devices": devices})
+            found = cls(**document)
+            check_types(found, "job")
+            return found

@@ -9,6 +9,7 @@ from torch import Tensor
 from parsim.data import IGNORED, Samples
 from parsim.execute.job import RunSpec
 from parsim.execute.loading import batch_values
+from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.execute.stage import seeded_module
 from parsim.execute.state.checkpoint import RankState, restore_tensors
 from parsim.model.interface import interface_of
@@ -35,6 +36,7 @@ def score(run: RunSpec, state: RankState, data: Samples, device: torch.device) -
     total, right, counted = 0.0, 0, 0
     with torch.no_grad():
         for start in range(0, len(data), BATCH):
+            pulse().begin(Doing.WORKING, "scoring")
             indices = np.arange(start, min(start + BATCH, len(data)), dtype=np.int64)
             values = batch_values(data, indices, None, dtype, device)
             target = values.pop(TARGET, None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from parsim.execute.cuda.driver import TorchCudaDriver
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.processes.priority import take_priority
+from parsim.execute.processes.supervise.heartbeat import pulse
 from parsim.execute.records.task_time import Operation, TaskTime
 
 __all__ = ["Operation", "Streams", "TaskTime", "ThreadStreams", "make_streams"]
@@ -76,6 +77,7 @@ class ThreadStreams:
         self._free_s: dict[str, float] = {}
         self._times: list[TaskTime] = []
         self._failure: BaseException | None = None
+        self._pulse = pulse()
 
     def submit(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
         if stream not in self._queues:
@@ -104,15 +106,13 @@ class ThreadStreams:
         self._queues[stream].put(run)
 
     def compute(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
-        for dependency in dependencies:
-            event = self._ended.get(dependency)
-            if event is not None:
-                event.wait()
+        self._wait_for(self._ended[dependency] for dependency in dependencies if dependency in self._ended)
         self._check()
         ready_s = time.perf_counter()
         operation()
         self._note(task, stream, ready_s)
         self._event(task).set()
+        self._pulse.beat()
 
     def load(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
         self.compute(task, stream, dependencies, operation)
@@ -133,8 +133,7 @@ class ThreadStreams:
         """See `fence`."""
 
     def finish(self) -> list[TaskTime]:
-        for event in list(self._ended.values()):
-            event.wait()
+        self._wait_for(list(self._ended.values()))
         self._check()
         times, self._times, self._ended, self._end_s = self._times, [], {}, {}
         return times
@@ -144,6 +143,12 @@ class ThreadStreams:
             entry.put(None)
         for thread in self._threads:
             thread.join(timeout=1.0)
+
+    def _wait_for(self, events: Iterable[threading.Event]) -> None:
+        for event in events:
+            if not event.is_set():
+                with self._pulse.waiting():
+                    event.wait()
 
     def _note(self, task: int, stream: str, ready_s: float) -> None:
         self._end_s[task] = time.perf_counter()

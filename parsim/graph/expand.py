@@ -5,6 +5,9 @@ passes write it for replica 0 and microbatch 0; its copies differ by ranks and t
 arrays. What replicas share (gradient buckets, optimizer steps) is written once at the end. The result is the same program
 as `lower` makes, task for task.
 
+Where copies communicate inside components (cp, ep), a block is no longer one copy's. Then one copy stands for its whole
+team, or all tasks are made one by one.
+
 With a Folding only the ranks that represent others are lowered. Their collectives with represented ranks keep the whole
 group, on which the price depends, and their place in the queues.
 """
@@ -20,7 +23,7 @@ import numpy as np
 
 from parsim.arrays import Ints
 from parsim.errors import GraphError
-from parsim.graph.columns import Columns, RaggedTable, Unit
+from parsim.graph.columns import Columns, RaggedTable, Unit, columns_of
 from parsim.graph.fold import Folding, unfolded
 from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.lower import PASSES_AT_THE_END, lower
@@ -65,6 +68,8 @@ def lower_columns(plan: Plan, model: Model, layout: PlanIndex | None = None, fol
     """
     layout = layout or PlanIndex(plan, model)
     folding = folding or unfolded(plan.mesh)
+    if not folding.has_whole_teams:
+        return columns_of(lower(plan, model, layout))
     kept = frozenset(folding.ranks) if folding.is_folded else None
     blocks: dict[_Part, _Block] = {}
     for place in range(plan.mesh.pp):
@@ -155,25 +160,35 @@ class _Expansion:
         return made
 
     def _copy(self, block: _Block) -> None:
-        replicas, microbatches = block.starts.shape
         steps = [replica * self._plan.mesh.tp for replica in self._folding.replicas]
+        using: list[int] = []
+        used: list[list[int]] = []
+        units: list[int] = []
+        waiting: dict[int, tuple[list[int], list[int]]] = {}
         for offset, (work, resources, after, _) in enumerate(block.draft.entries()):
-            tasks = block.starts + offset
-            flat = tasks.ravel()
             for resource in resources:
-                numbers = np.array([self._resource(_moved_resource(resource, step)) for step in steps], dtype=np.int64)
-                self._uses.append((flat, np.repeat(numbers, microbatches)))
-            first = len(self._units)
-            self._units.extend(Unit(_moved_work(work, step), resources[0].rank + step) for step in steps)
-            self._unit[tasks] = first + np.arange(replicas, dtype=np.int64)[:, None]
+                using.append(offset)
+                used.append([self._resource(_moved_resource(resource, step)) for step in steps])
+            units.append(len(self._units))
+            self._units.extend(Unit(moved_work(work, step), resources[0].rank + step) for step in steps)
             for key in after:
                 if key not in self._where:
                     if self._folding.is_folded:  # of a rank that another stands for: what that one does comes before, too
                         continue
                     raise GraphError(f"task {offset} of a block depends on {key}, which no pass added")
                 place = self._where[key]
-                before = np.broadcast_to(self._blocks[place.block].starts + place.offset, tasks.shape)
-                self._edges.append((flat, before.ravel()))
+                offsets, earlier = waiting.setdefault(place.block, ([], []))
+                offsets.append(offset)
+                earlier.append(place.offset)
+        starts = block.starts[:, :, None]
+        if units:
+            numbers = np.array(units, dtype=np.int64) + np.arange(len(steps), dtype=np.int64)[:, None, None]
+            self._unit[starts + np.arange(len(units), dtype=np.int64)] = numbers
+        if using:
+            _add_pairs(self._uses, starts + np.array(using, dtype=np.int64), np.array(used, dtype=np.int64).T[:, None, :])
+        for other, (offsets, earlier) in waiting.items():
+            before = self._blocks[other].starts[:, :, None] + np.array(earlier, dtype=np.int64)
+            _add_pairs(self._edges, starts + np.array(offsets, dtype=np.int64), before)
 
     def _finish(self) -> None:
         """Buckets, optimizer steps and what follows them: one task each."""
@@ -197,12 +212,12 @@ class _Expansion:
             if key in self._end:
                 found.append(self._count + self._end.number(key))
                 continue
-            phase, rank, name, microbatch = key
+            phase, rank, name, microbatch, *part = key
             assert isinstance(rank, int)
             assert isinstance(microbatch, int)
             stage, replica = self._plan.stage_of_rank(rank), self._plan.replica_of_rank(rank)
             first = mesh.rank(stage=stage, replica=0, shard=self._plan.shard_of_rank(rank))
-            place = self._where[phase, first, name, 0]
+            place = self._where[(phase, first, name, 0, *part)]
             found.append(int(self._blocks[place.block].starts[number[replica], microbatch]) + place.offset)
         return found
 
@@ -232,6 +247,11 @@ class _Expansion:
         return self._resources.setdefault(resource, len(self._resources))
 
 
+def _add_pairs(pairs: list[tuple[Ints, Ints]], rows: Ints, values: Ints) -> None:
+    """`values` may have one replica or microbatch for all of the rows'."""
+    pairs.append((rows.ravel(), np.broadcast_to(values, rows.shape).ravel()))
+
+
 def _table(pairs: list[tuple[Ints, Ints]], n: int) -> RaggedTable:
     rows = np.concatenate([rows for rows, _ in pairs]) if pairs else np.zeros(0, dtype=np.int64)
     values = np.concatenate([values for _, values in pairs]) if pairs else np.zeros(0, dtype=np.int64)
@@ -240,12 +260,19 @@ def _table(pairs: list[tuple[Ints, Ints]], n: int) -> RaggedTable:
 
 def _moved_resource(resource: Resource, step: int) -> Resource:
     """The same queue of another replica; `pp>3` names a rank of the same replica."""
+    if not step:
+        return resource
     match = re.fullmatch(r"(pp[<>])(\d+)", resource.stream)
     stream = f"{match[1]}{int(match[2]) + step}" if match else resource.stream
     return Resource(resource.rank + step, stream)
 
 
-def _moved_work(work: Work, step: int) -> Work:
+def moved_work(work: Work, step: int) -> Work:
+    """The same work of another replica.
+
+    Args:
+        work: of one replica. step: from a rank of that replica to the same place of the other one.
+    """
     if not step:
         return work
     match work:

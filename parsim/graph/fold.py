@@ -3,8 +3,8 @@
 Why it is exact. Call two tasks alike if they take equally long, wait for tasks that are alike, and hold resources that
 queue tasks alike. The schedule is the only solution of "start = latest end before". The solution of the program with one
 task per kind, copied to all of a kind, solves that equation too, so it is the schedule. The same holds with overlap
-slowdowns, as alike ranks are busy alike. It rests on equal durations. With noise per rank, ranks that wait for one
-another wait for the slowest, and the simulation refuses to fold.
+slowdowns, as alike ranks are busy alike. It rests on equal durations. With noise of
+tasks or ranks, ranks that wait for one another wait for the slowest (`parsim.engines.slowest`, `side_by_side`).
 
 Two kinds of ranks are folded:
 
@@ -20,18 +20,21 @@ are alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from parsim.costs.costs import Costs
 from parsim.graph.hops import hop_groups, hop_pairs
+from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message, transfer_bytes
 from parsim.graph.passes.gradients import bucket_work
+from parsim.graph.passes.inside import CONTEXT_STREAM, inner_steps
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.device_kinds import device_name
 from parsim.plans.mesh import Mesh
-from parsim.plans.redistribution import LOCAL_HOPS, conversion
-from parsim.work import SendRecv, Work
+from parsim.plans.redistribution import LOCAL_HOPS, Hop, conversion
+from parsim.work import Collective, Phase, SendRecv, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +42,18 @@ class Folding:
     """Attributes:
     replica_of: per replica the one that stands for it (the first of its kind).
     shards: the tp ranks that are simulated: all, or the first for all.
+    is_exact: False where copies that communicate inside components (cp, ep) do not pay alike: these kinds of replicas are no
+        program, and serve `parsim.predict.nearly_alike` alone.
     """
 
     mesh: Mesh
     replica_of: tuple[int, ...]
     shards: tuple[int, ...]
+    is_exact: bool = True
 
     @property
     def is_folded(self) -> bool:
-        return len(self.replicas) < self.mesh.dp or len(self.shards) < self.mesh.tp
+        return len(self.replicas) < self.mesh.copies or len(self.shards) < self.mesh.tp
 
     @cached_property
     def replicas(self) -> tuple[int, ...]:
@@ -64,10 +70,16 @@ class Folding:
             for shard in self.shards
         )
 
+    @property
+    def has_whole_teams(self) -> bool:
+        """Whether copies that communicate inside components are simulated as one, or there are none."""
+        team = self.mesh.team
+        return all(len(set(self.replica_of[first : first + team])) == 1 for first in range(0, self.mesh.copies, team))
+
     def stands_for(self, rank: int) -> int:
         """The simulated rank that stands for `rank`."""
         mesh = self.mesh
-        shard, replica, stage = rank % mesh.tp, rank // mesh.tp % mesh.dp, rank // (mesh.tp * mesh.dp)
+        shard, replica, stage = rank % mesh.tp, rank // mesh.tp % mesh.copies, rank // (mesh.tp * mesh.copies)
         return mesh.rank(stage=stage, replica=self.replica_of[replica], shard=shard if len(self.shards) == mesh.tp else 0)
 
     @cached_property
@@ -75,7 +87,7 @@ class Folding:
         """For how many ranks each of `ranks` stands, itself included."""
         copies = {replica: self.replica_of.count(replica) for replica in self.replicas}
         shards = self.mesh.tp // len(self.shards)
-        return tuple(copies[rank // self.mesh.tp % self.mesh.dp] * shards for rank in self.ranks)
+        return tuple(copies[rank // self.mesh.tp % self.mesh.copies] * shards for rank in self.ranks)
 
 
 def unfolded(mesh: Mesh) -> Folding:
@@ -84,7 +96,25 @@ def unfolded(mesh: Mesh) -> Folding:
     Args:
         mesh: of the plan.
     """
-    return Folding(mesh=mesh, replica_of=tuple(range(mesh.dp)), shards=tuple(range(mesh.tp)))
+    return Folding(mesh=mesh, replica_of=tuple(range(mesh.copies)), shards=tuple(range(mesh.tp)))
+
+
+def merged(folding: Folding, costs: Costs) -> Folding | None:
+    """One replica for all, where replicas differ in nothing but what their communication costs; None: they do, or are one.
+
+    What is simulated so with the highest of their prices takes at least as long as the program, with the lowest at most.
+
+    Args:
+        folding: found by `folding_of`. costs: prices of the cluster.
+    """
+    if len(folding.replicas) == 1 and folding.is_exact:
+        return None
+    mesh, kinds = folding.mesh, _Kinds(costs)
+    alone = {
+        tuple((kinds.device(rank), kinds.path(rank)) for rank in _ranks_of_replica(mesh, replica))
+        for replica in folding.replicas
+    }
+    return Folding(mesh=mesh, replica_of=(0,) * mesh.copies, shards=folding.shards) if len(alone) == 1 else None
 
 
 WorkSeconds = Callable[[Work], float]
@@ -106,18 +136,21 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = No
     if costs.differ_by_rank:  # learnt per rank and link
         return unfolded(mesh)
     kinds = _Kinds(costs)
-    replica_of = _replicas_of(layout, kinds, seconds)
+    exchanges = _exchanges(layout)
+    replica_of = _replicas_of(layout, kinds, seconds, exchanges)
     whole = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))
+    if mesh.team > 1 and not (whole.has_whole_teams and _pay_alike(seconds, _bucket_works(layout))):
+        return replace(whole, is_exact=False)
     if mesh.tp == 1 or not _shards_do_alike(layout):
         return whole
     alike = _pay_alike(seconds, _bucket_works(layout)) and all(
-        _shards_sit_alike(layout, kinds, replica) and _pay_alike(seconds, _works_inside(layout, replica))
+        _shards_sit_alike(layout, kinds, replica) and _pay_alike(seconds, _works_inside(layout, exchanges, replica))
         for replica in whole.replicas
     )
     return Folding(mesh=mesh, replica_of=replica_of, shards=(0,)) if alike else whole
 
 
-def _replicas_of(layout: PlanIndex, kinds: _Kinds, seconds: WorkSeconds) -> tuple[int, ...]:
+def _replicas_of(layout: PlanIndex, kinds: _Kinds, seconds: WorkSeconds, exchanges: Sequence[_Exchange]) -> tuple[int, ...]:
     """Per replica the first in which everything costs the same: by where its ranks sit, else by asking for every price.
 
     Where groups that run at once slow one another, what a replica pays depends on its neighbours: then every price is asked.
@@ -126,14 +159,16 @@ def _replicas_of(layout: PlanIndex, kinds: _Kinds, seconds: WorkSeconds) -> tupl
     by_place: dict[Hashable, int] = {}
     placed = [
         by_place.setdefault(replica if kinds.share_links else kinds.of_replica(mesh, replica), replica)
-        for replica in range(mesh.dp)
+        for replica in range(mesh.copies)
     ]
     by_price: dict[Hashable, int] = {}
     priced: dict[int, int] = {}
     for replica in by_place.values() if len(by_place) > 1 else ():
         ranks = _ranks_of_replica(mesh, replica)
         alone = tuple((kinds.device(rank), kinds.path(rank)) for rank in ranks)
-        together = tuple(tuple(_rounded(seconds(work)) for work in works) for works in _works_inside(layout, replica))
+        together = tuple(
+            tuple(_rounded(seconds(work)) for work in works) for works in _works_inside(layout, exchanges, replica)
+        )
         priced[replica] = by_price.setdefault((alone, together), replica)
     return tuple(priced.get(replica, replica) for replica in placed)
 
@@ -155,6 +190,7 @@ class _Kinds:
         cluster = costs.cluster
         self._linked = cluster.profile.communication.link_model is not None
         self.share_links = costs.shares_links
+        self._paths: dict[Hashable, Hashable] = {}
         self._device = [costs.device_kind(rank) for rank in range(cluster.size)]
         if self._linked:
             shapes: dict[int, int] = {}
@@ -195,6 +231,13 @@ class _Kinds:
     def path(self, rank: int) -> Hashable:
         """What a batch passes on its way to the rank's device."""
         cluster = self._costs.cluster
+        key = (id(cluster.nodes.shapes[cluster.places[rank][0]]), cluster.places[rank][1]) if self._linked else rank
+        if key not in self._paths:
+            self._paths[key] = self._path(rank)
+        return self._paths[key]
+
+    def _path(self, rank: int) -> Hashable:
+        cluster = self._costs.cluster
         device = cluster.devices[rank]
         if self._linked:
             node, number = cluster.places[rank]
@@ -230,10 +273,23 @@ def _pay_alike(price: WorkSeconds, side_by_side: Iterable[Sequence[Work]]) -> bo
     return True
 
 
-def _works_inside(layout: PlanIndex, replica: int) -> Iterator[Sequence[Work]]:
-    """Per kind of communication inside a replica (conversion, transfer), the works that its tp shards do side by side."""
+class _Exchange(NamedTuple):
+    """A kind of communication of a replica: a hop at place `source`, or (hop None) a transfer from it to `target`.
+
+    `inside`: the axis and the operation of an exchange inside components.
+    """
+
+    source: int
+    target: int
+    hop: Hop | None
+    size_bytes: int
+    inside: tuple[str, str] | None = None
+
+
+def _exchanges(layout: PlanIndex) -> tuple[_Exchange, ...]:
+    """Every kind once. Of a hop the bytes are those of the value in a microbatch, of other kinds those that are sent."""
     tp, samples = layout.plan.mesh.tp, layout.plan.microbatch_samples
-    seen: set[Hashable] = set()
+    found: dict[_Exchange, None] = {}
     for value in layout.model.values:
         home = layout.stage_of_value[value.name]
         if home is None:
@@ -244,30 +300,59 @@ def _works_inside(layout: PlanIndex, replica: int) -> Iterator[Sequence[Work]]:
             if value.differentiable:
                 ways.append((reading.stage, home, reading.ends.gradient, made.gradient, reading.ends.gradient))
             for source, target, begin, end, moved in ways:
-                crossing = (source, target, moved, size_bytes)
-                if source != target and crossing not in seen:
-                    seen.add(crossing)
-                    ends = [(layout.rank(source, replica, s), layout.rank(target, replica, s)) for s in range(tp)]
-                    moved_bytes = transfer_bytes(size_bytes, moved, tp)
-                    yield [SendRecv(source=first, destination=last, size_bytes=moved_bytes) for first, last in ends]
+                if source != target:
+                    found[_Exchange(source, target, None, transfer_bytes(size_bytes, moved, tp))] = None
                 for hop in conversion(begin, end, tp):
-                    converting = (home, hop, size_bytes)
-                    if hop.operation not in LOCAL_HOPS and converting not in seen:
-                        seen.add(converting)
-                        if hop.operation in POINT_TO_POINT_HOPS:
-                            pairs = [tuple(layout.rank(home, replica, shard) for shard in pair) for pair in hop_pairs(hop, tp)]
-                            yield [hop_message(hop, first, last, size_bytes, tp) for first, last in pairs]
-                            continue
-                        groups = hop_groups(hop, tp)
-                        ranks = [tuple(layout.rank(home, replica, shard) for shard in group) for group in groups]
-                        yield [hop_collective(hop, group, size_bytes, tp) for group in ranks]
+                    if hop.operation not in LOCAL_HOPS:
+                        found[_Exchange(home, home, hop, size_bytes)] = None
+    exchange = layout.plan.context_exchange
+    for component in layout.model.components:
+        inside, home = layout.inside(component.name), layout.stage_of[component.name]
+        if inside is None:
+            continue
+        steps = (*inner_steps(inside, Phase.FORWARD, exchange), *inner_steps(inside, Phase.BACKWARD, exchange))
+        for step in (step for step in steps if step.operation):
+            whole = inside.context_bytes * step.share if step.what == CONTEXT_STREAM else inside.expert_bytes
+            size_bytes = round(whole * layout.local_samples(component.name))
+            found[_Exchange(home, home, None, size_bytes, (step.what, step.operation))] = None
+    return tuple(found)
 
 
-def _bucket_works(layout: PlanIndex) -> Iterable[Sequence[Work]]:
+def _works_inside(layout: PlanIndex, exchanges: Sequence[_Exchange], replica: int) -> Iterator[Sequence[Work]]:
+    """Per kind of communication inside a replica the works that its tp shards do side by side."""
+    tp = layout.plan.mesh.tp
+    for source, target, hop, size_bytes, inside in exchanges:
+        if inside is not None:
+            axis, operation = inside
+            first = [layout.inner_group(layout.rank(source, replica, shard), axis) for shard in range(tp)]
+            yield [Collective(operation=operation, group=group, size_bytes=size_bytes) for group in first]
+        elif hop is None:
+            ends = [(layout.rank(source, replica, s), layout.rank(target, replica, s)) for s in range(tp)]
+            yield [SendRecv(source=first, destination=last, size_bytes=size_bytes) for first, last in ends]
+        elif hop.operation in POINT_TO_POINT_HOPS:
+            pairs = [tuple(layout.rank(source, replica, shard) for shard in pair) for pair in hop_pairs(hop, tp)]
+            yield [hop_message(hop, first, last, size_bytes, tp) for first, last in pairs]
+        else:
+            groups = [tuple(layout.rank(source, replica, shard) for shard in group) for group in hop_groups(hop, tp)]
+            yield [hop_collective(hop, group, size_bytes, tp) for group in groups]
+
+
+def _bucket_works(layout: PlanIndex) -> Iterator[Sequence[Work]]:
     """Per parameters in a gradient bucket, the sums of all shards that hold pieces (or whole ones, each for itself)."""
-    buckets: dict[Hashable, list[Work]] = {}
+    buckets: dict[Hashable, list[Bucket]] = {}
     for bucket in layout.buckets:
         if len(bucket.group) > 1:
-            names = tuple(parameter.name for parameter in bucket.parameters)
-            buckets.setdefault((bucket.stages, names), []).append(bucket_work(layout, bucket))
-    return dict.fromkeys(tuple(works) for works in buckets.values() if len(works) > 1)
+            buckets.setdefault((bucket.stages, bucket.parameters[0].name), []).append(bucket)
+    groups: dict[Hashable, int] = {}  # a number for each, to compare groups of thousands once
+    asked: set[Hashable] = set()
+    for shards in buckets.values():
+        kinds = tuple(
+            (
+                groups.setdefault(bucket.group, len(groups)),
+                bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes,
+            )
+            for bucket in shards
+        )
+        if len(shards) > 1 and kinds not in asked:
+            asked.add(kinds)
+            yield [bucket_work(layout, bucket) for bucket in shards]

@@ -50,6 +50,12 @@ class Draft:
     def keeps(self, rank: int) -> bool:
         return self.ranks is None or rank in self.ranks
 
+    def kept(self, group: Sequence[int]) -> list[int]:
+        """Those of a group that are kept, in its order."""
+        if self.ranks is None:
+            return list(group)
+        return [] if self.ranks.isdisjoint(group) else [rank for rank in group if rank in self.ranks]
+
     def kept_ranks(self) -> Sequence[int]:
         """Ascending."""
         return range(self.world_size) if self.ranks is None else sorted(self.ranks)

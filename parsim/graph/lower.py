@@ -20,19 +20,20 @@ PASSES_AT_THE_END = (add_unsharded_buckets, add_gathering_ahead, add_gradient_re
 PASSES = (add_computation, *PASSES_AT_THE_END)
 
 
-def lower(plan: Plan, model: Model) -> TaskGraph:
+def lower(plan: Plan, model: Model, layout: PlanIndex | None = None) -> TaskGraph:
     """The task graph of one step.
 
     Each pass adds tasks in issue order. First come loading and computation per rank, with the communication of values behind
     them. Then come the gradient buckets in the order they fill, the optimizer, and the collectives that gather its result.
 
     Args:
-        plan: which components run on which ranks. model: that the plan is for.
+        plan: which components run on which ranks. model: that the plan is for, as a rank has it (`parsim.model.axes`).
+        layout: of this plan and model, if there is one already.
 
     Raises:
         PlanError: the plan does not fit the model.
     """
-    layout = PlanIndex(plan, model)
+    layout = layout or PlanIndex(plan, model)
     draft = Draft(world_size=plan.world_size)
     for add in PASSES:
         add(draft, layout)

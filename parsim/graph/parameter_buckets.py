@@ -70,6 +70,15 @@ def hold(component: Component, placement: Placement, parameter: Parameter, shard
     return HeldParameter(parameter.name, parameter.elements, parameter.element_bytes, trainable=parameter.trainable)
 
 
+def _held_by(shard: int, first: HeldParameter) -> HeldParameter:
+    """What a tp rank holds, from what the first one does."""
+    if first.part is None:
+        return first
+    return HeldParameter(
+        first.name, first.elements, first.element_bytes, first.part, shard % first.ways, first.ways, first.trainable
+    )
+
+
 def alike(component: Component, placement: Placement, parameter: str, tp: int) -> tuple[tuple[int, ...], ...]:
     """The tp ranks that hold the parameter, grouped into those whose gradients add up.
 
@@ -89,10 +98,11 @@ def alike(component: Component, placement: Placement, parameter: str, tp: int) -
 
 
 class _Open(NamedTuple):
-    """A parameter on its way into a bucket: the component that decides how it is held, and its stages."""
+    """A parameter on its way into a bucket: the component that decides how it is held, what tp rank 0 holds, its stages."""
 
     parameter: Parameter
     component: Component
+    held: HeldParameter
     stages: tuple[int, ...]
 
 
@@ -126,6 +136,10 @@ def gradient_buckets(
             chunks.setdefault(parameter.name, {})[chunk_of[component.name]] = None
             first.setdefault((parameter.name, stage_of[component.name]), component)
     buckets: list[Bucket] = []
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...], int, int], tuple[int, ...]] = {}
+
+    def opened(name: str, component: Component, stages: tuple[int, ...]) -> _Open:
+        return _Open(parameters[name], component, hold(component, placements[component.name], parameters[name], 0), stages)
 
     def close(entries: list[_Open]) -> None:
         if not entries:
@@ -133,16 +147,18 @@ def gradient_buckets(
         lead = entries[0]
         tp = plan.mesh.tp
         for shards in alike(lead.component, placements[lead.component.name], lead.parameter.name, tp):
-            group = tuple(
-                plan.mesh.rank(stage=stage, replica=replica, shard=shard)
-                for stage in lead.stages
-                for replica in range(plan.mesh.dp)
-                for shard in shards
-            )
-            held = tuple(
-                hold(entry.component, placements[entry.component.name], entry.parameter, shards[0]) for entry in entries
-            )
-            buckets.append(Bucket(len(buckets), lead.stages, group, held))
+            held = tuple(_held_by(shards[0], entry.held) for entry in entries)
+            ways = lead.parameter.expert_ways
+            for first_copy in range(ways):
+                place = (lead.stages, shards, first_copy, ways)
+                if place not in groups:
+                    groups[place] = tuple(
+                        plan.mesh.rank(stage=stage, replica=replica, shard=shard)
+                        for stage in lead.stages
+                        for replica in range(first_copy, plan.mesh.copies, ways)
+                        for shard in shards
+                    )
+                buckets.append(Bucket(len(buckets), lead.stages, groups[place], held))
 
     def fill(entries: Sequence[_Open]) -> None:
         open_by_kind: dict[tuple[object, ...], list[_Open]] = {}
@@ -150,8 +166,7 @@ def gradient_buckets(
         for entry in entries:
             key = _key(entry, placements)
             open_by_kind.setdefault(key, []).append(entry)
-            own = hold(entry.component, placements[entry.component.name], entry.parameter, 0)
-            held_bytes[key] = held_bytes.get(key, 0) + own.size_bytes
+            held_bytes[key] = held_bytes.get(key, 0) + entry.held.size_bytes
             if held_bytes[key] >= plan.bucket_bytes:
                 close(open_by_kind.pop(key))
                 held_bytes[key] = 0
@@ -162,14 +177,14 @@ def gradient_buckets(
         runs: dict[tuple[int, ...], list[_Open]] = {}
         for name in reversed([name for name in parameters if holders[name] == (stage,)]):
             run = tuple(chunks[name]) if plan.zero_stage >= 2 else ()
-            runs.setdefault(run, []).append(_Open(parameters[name], first[name, stage], (stage,)))
+            runs.setdefault(run, []).append(opened(name, first[name, stage], (stage,)))
         for entries in runs.values():
             fill(entries)
     tied: dict[tuple[int, ...], list[_Open]] = {}
-    for name, parameter in parameters.items():
+    for name in parameters:
         stages = holders[name]
         if len(stages) > 1:
-            tied.setdefault(stages, []).append(_Open(parameter, first[name, stages[0]], stages))
+            tied.setdefault(stages, []).append(opened(name, first[name, stages[0]], stages))
     for entries in tied.values():
         kinds: dict[tuple[object, ...], list[_Open]] = {}
         for entry in entries:
@@ -182,4 +197,4 @@ def gradient_buckets(
 def _key(entry: _Open, placements: Mapping[str, Placement]) -> tuple[object, ...]:
     """Equal for parameters whose gradients are summed over the same ranks."""
     kind, *rest = holding(entry.component, placements[entry.component.name], entry.parameter.name)
-    return (kind, rest[0] if rest else 0)
+    return (kind, rest[0] if rest else 0, entry.parameter.expert_ways)

@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from parsim.errors import PlanError
 from parsim.graph.parameter_buckets import Bucket, HeldParameter, gradient_buckets, hold
+from parsim.model.component import InnerExchange
 from parsim.model.model import Model
+from parsim.model.shard.narrow import narrow
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_order
 from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan, check_plan
@@ -117,6 +119,24 @@ class PlanIndex:
     def rank_components(self, rank: int) -> tuple[str, ...]:
         """What the rank runs, in execution order."""
         return self._rank_components[self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank)]
+
+    def inside(self, component: str) -> InnerExchange | None:
+        """What a rank exchanges while it runs the component; None: nothing, so it is one task."""
+        if component not in self._inside:
+            placement, whole = self.placement[component], self.model.component(component)
+            shard = None if whole.inside is None else narrow(whole, placement.rule, placement.ways)
+            self._inside[component] = None if shard is None else shard.inside
+        return self._inside[component]
+
+    @cached_property
+    def _inside(self) -> dict[str, InnerExchange | None]:
+        return {}
+
+    def inner_group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks with which a rank exchanges keys and values (axis "cp") or tokens ("ep"): neighbouring copies."""
+        plan, ways = self.plan, getattr(self.plan.mesh, axis)
+        stage, copy, shard = plan.stage_of_rank(rank), plan.replica_of_rank(rank), plan.shard_of_rank(rank)
+        return tuple(self.rank(stage, copy // ways * ways + place, shard) for place in range(ways))
 
     def local_samples(self, component: str) -> int:
         """Samples of one microbatch each rank that runs the component sees."""
@@ -237,15 +257,25 @@ class PlanIndex:
             found[value] = tuple(Reading(stage, ends, tuple(group)) for (stage, ends), group in groups.items())
         return found
 
+    @cached_property
+    def values_at(self) -> dict[int, tuple[str, ...]]:
+        """Per place on the pp axis the values that are made or read there, in the order of the model."""
+        found: dict[int, list[str]] = {place: [] for place in range(self.plan.mesh.pp)}
+        for value in self.model.values:
+            home = self.stage_of_value[value.name]
+            for place in {reading.stage for reading in self.readings[value.name]} | ({home} if home is not None else set()):
+                found[place].append(value.name)
+        return {place: tuple(names) for place, names in found.items()}
+
     def batch_layouts(self, rank: int) -> dict[str, tuple[ValueLayout, ...]]:
         """The values of the batch that a rank's components read, and in which layouts."""
         stage, shard, tp = self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank), self.plan.mesh.tp
         found: dict[str, tuple[ValueLayout, ...]] = {}
-        for value, readings in self.readings.items():
+        for value in self.values_at[stage]:
             if self.stage_of_value[value] is None:
                 layouts = dict.fromkeys(
                     reading.ends.value
-                    for reading in readings
+                    for reading in self.readings[value]
                     if reading.stage == stage and shard in reading.ends.value.holders(tp)
                 )
                 if layouts:
@@ -391,6 +421,7 @@ _OF_SHAPE = (
     "source",
     "_input_ends",
     "readings",
+    "values_at",
     "holders",
     "_held",
     "_users",

@@ -85,7 +85,8 @@ def work_text(work: Work) -> str:
 @work_text.register
 def _(work: Compute) -> str:
     shard = f" {work.rule}/{work.ways}" if work.rule else ""
-    return f"{work.phase.value} {work.component}{shard} x{work.samples}"
+    part = f" {work.part}:{work.parts}" if work.part else ""
+    return f"{work.phase.value} {work.component}{shard} x{work.samples}{part}"
 
 
 @work_text.register
@@ -126,9 +127,18 @@ def parse_work(text: str) -> Work:
     """
     if match := re.fullmatch(r"optimizer (\d+) elements in (\d+)", text):
         return OptimizerStep(elements=int(match[1]), tensors=int(match[2]))
-    if match := re.fullmatch(r"(forward|recompute|backward(?:_input|_weight)?) (\S+)(?: (\S+)/(\d+))? x(\d+)", text):
-        phase, component, rule, ways, samples = match.groups()
-        return Compute(phase=Phase(phase), component=component, samples=int(samples), rule=rule or "", ways=int(ways or 1))
+    phase = r"(forward|recompute|backward(?:_input|_weight)?)"
+    if match := re.fullmatch(phase + r" (\S+)(?: (\S+)/(\d+))? x(\d+)(?: (\w+):(\d+))?", text):
+        phase, component, rule, ways, samples, part, parts = match.groups()
+        return Compute(
+            phase=Phase(phase),
+            component=component,
+            samples=int(samples),
+            rule=rule or "",
+            ways=int(ways or 1),
+            part=part or "",
+            parts=int(parts or 1),
+        )
     if match := re.fullmatch(r"send_recv (\d+) B (\d+)>(\d+)", text):
         return SendRecv(size_bytes=int(match[1]), source=int(match[2]), destination=int(match[3]))
     if match := re.fullmatch(r"mix (\d+) elements of (\d+)", text):

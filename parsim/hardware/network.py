@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from parsim.errors import ProfileError, near_matches
-from parsim.files import version_problem
+from parsim.files import read_text, version_problem
 from parsim.hardware.profile import SCHEMA_VERSION, Sourced, SourceEntry, problems_text, source_keys
 from parsim.hardware.record import NonNegative, Positive, ProfileRecord, check_latency, check_rate
 from parsim.hardware.tables import check_texts, from_text
@@ -33,7 +33,7 @@ class Card(ProfileRecord):
 
     bandwidth_bytes_per_s: Sourced
     latency_s: Sourced
-    per_node: Annotated[int, Field(ge=1)] | None = None
+    per_node: Annotated[int, Field(ge=1, le=1024)] | None = None
 
     @model_validator(mode="after")
     def _can_be(self) -> Card:
@@ -119,11 +119,15 @@ def load_network(name_or_path: str) -> Network:
     path = Path(name_or_path)
     if path.suffix == ".json" or os.sep in name_or_path:
         try:
-            return parse_network(path.read_text(encoding="utf-8"), str(path))
-        except (OSError, UnicodeDecodeError) as error:
+            return parse_network(read_text(path), str(path))
+        except (OSError, ValueError) as error:
             raise ProfileError(f"cannot read network {path}: {error}; give a JSON file or one of {_listing()}") from error
     if name_or_path not in shipped_networks():
-        raise ProfileError(f"unknown network {name_or_path!r}{near_matches(name_or_path, shipped_networks())}")
+        near = near_matches(name_or_path, shipped_networks())
+        raise ProfileError(
+            f"unknown network {name_or_path!r}{near}{'' if near.startswith('; known') else f'; known: {_listing()}'}; or "
+            "describe your own in a JSON file as hardware_profiles/README.md says, and give its path"
+        )
     file = importlib.resources.files("hardware_profiles").joinpath("networks", f"{name_or_path}.json")
     return parse_network(file.read_text("utf-8"), name_or_path)
 

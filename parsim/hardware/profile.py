@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from parsim.errors import ProfileError, near_matches
-from parsim.files import version_problem, write_text_atomically
+from parsim.files import read_text, version_problem, write_text_atomically
 from parsim.hardware.compute_records import ComputeRecords
 from parsim.hardware.device_kinds import DEVICE_KINDS, device_name
 from parsim.hardware.record import (
@@ -479,8 +479,8 @@ def load_profile(name_or_path: str) -> Profile:
         if not path.is_file():
             raise ProfileError(f"no profile file {path}; write one with `parsim calibrate --out {path}`")
         try:
-            return parse_profile(path.read_text(encoding="utf-8"), str(path))
-        except (OSError, UnicodeDecodeError) as error:
+            return parse_profile(read_text(path), str(path))
+        except (OSError, ValueError) as error:
             raise ProfileError(
                 f"cannot read profile {path}: {error}; give a JSON file written by `parsim calibrate`"
             ) from error

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+import sysconfig
 import traceback
+import typing
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import FactoryError, ModelError
@@ -36,7 +41,14 @@ def build_module(spec: ModelSpec) -> nn.Module:
         return _from_factory(spec)
     file, _, function = ZOO[spec.name].factory.partition(":")
     factory = getattr(importlib.import_module(f"parsim.model.zoo.{file}"), function)
-    module: nn.Module = factory(input_shape=spec.input_shape, **dict(spec.args))
+    try:
+        module: nn.Module = factory(input_shape=spec.input_shape, **dict(spec.args))
+    except (ArithmeticError, AssertionError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise FactoryError(
+            f"{spec.name} cannot be built with {dict(spec.args)} and input_shape {list(spec.input_shape or ())}: {said}; "
+            "correct model.args or model.input_shape"
+        ) from error
     return module
 
 
@@ -52,6 +64,7 @@ def _from_factory(spec: ModelSpec) -> nn.Module:
         ) from error
     except Exception as error:  # of the user's own module, while it was imported
         raise FactoryError(f"importing {package} for {spec.name} {_raised(error, package)}") from error
+    _check_factory(spec.name, factory)
     try:
         module = factory(**dict(spec.args))
     except Exception as error:  # the user's own fault, which their own traceback explains best
@@ -61,6 +74,50 @@ def _from_factory(spec: ModelSpec) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ModelError(f"{spec.name} returned a {type(module).__name__}, not a torch module; return an nn.Module")
     return module
+
+
+def _check_factory(name: str, factory: object) -> None:
+    """Raise ModelError for what makes no module, before it is called: a call may do anything.
+
+    A class must be an nn.Module. A function must be one of Python, and either the user's own or annotated to return an
+    nn.Module: those of the standard library and of installed packages do all kinds of things.
+    """
+    from torch import nn
+
+    inner = inspect.unwrap(factory) if callable(factory) else factory
+    while isinstance(inner, functools.partial):
+        inner = inspect.unwrap(inner.func)
+    if isinstance(inner, type):
+        if issubclass(inner, nn.Module):
+            return
+        raise ModelError(f"{name} is the class {inner.__qualname__}, no nn.Module; name one, or a function that makes one")
+    code = getattr(inner, "__code__", getattr(type(inner).__call__, "__code__", None) if callable(inner) else None)
+    if code is None or isinstance(inner, nn.Module):
+        raise ModelError(
+            f"{name} is of the type {type(inner).__name__}, and no factory of an nn.Module; name a class or a Python function "
+            "that makes one"
+        )
+    if _is_installed(code.co_filename) and not _returns_module(inner):
+        raise ModelError(
+            f"{name} is a function of an installed package that is not annotated to return an nn.Module, so it is not called; "
+            "write a function of your own that calls it"
+        )
+
+
+def _is_installed(path: str) -> bool:
+    """Whether a source file is of the standard library or of an installed package."""
+    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return path.startswith("<frozen") or any(Path(path).is_relative_to(place) for place in places)
+
+
+def _returns_module(function: object) -> bool:
+    from torch import nn
+
+    try:
+        found = typing.get_type_hints(function).get("return")
+    except Exception:  # annotations are the package's own code
+        return False
+    return isinstance(found, type) and issubclass(found, nn.Module)
 
 
 def _raised(error: Exception, package: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -54,18 +55,24 @@ class Operator:
         if self.batch not in ("rows", "batch", "none"):
             raise ModelError(f"operator batch must be rows, batch or none, got {self.batch!r}")
 
+    def __hash__(self) -> int:
+        """Of a few fields: hashing all takes most of the time of a look-up, and equal operators have equal hashes still."""
+        return hash((self.kind, self.function, self.forward_flop, self.activation_bytes, self.count))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """A parameter array by its qualified name in the module; a tied one carries one name in all its components.
 
     `trainable`: False for a frozen one (requires_grad False): no gradient, no optimizer state, no communication.
+    `expert_ways`: its experts are divided over so many neighbouring copies of the stage, and these elements are one part.
     """
 
     name: str
     elements: int
     element_bytes: int = 4
     trainable: bool = True
+    expert_ways: int = 1
 
     @property
     def size_bytes(self) -> int:
@@ -217,6 +224,24 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InnerExchange:
+    """What ranks exchange inside a component whose sequence or experts are divided, bytes per sample.
+
+    Attributes:
+        context_ways, expert_ways: over how many ranks; 1: not divided.
+        context_bytes: keys and values of all pieces of the sequence together.
+        expert_bytes: what one rank sends to the experts that its tokens visit, as often as each visits.
+        experts: numbers of the operators that experts run.
+    """
+
+    context_ways: int = 1
+    context_bytes: int = 0
+    expert_ways: int = 1
+    expert_bytes: int = 0
+    experts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
     """The paper's c_i: a layer or a block that can be run on its own.
 
@@ -232,6 +257,7 @@ class Component:
             counted.
         shardings: the ways it can be tensor-sharded; none: it cannot.
         half: what it keeps under autocast; None: not recorded.
+        inside: of a piece of the sequence, or with divided experts (`parsim.model.axes`); None: neither.
     """
 
     name: str
@@ -246,6 +272,11 @@ class Component:
     operators: tuple[Operator, ...] = ()
     shardings: tuple[Sharding, ...] = ()
     half: HalfComponent | None = None
+    inside: InnerExchange | None = None
+
+    def __hash__(self) -> int:
+        """Of a few fields, as that of Operator."""
+        return hash((self.name, len(self.operators), self.saved_activation_bytes))
 
     def sharding(self, rule: str) -> Sharding:
         """Raises ModelError if the component has no such rule."""
@@ -268,6 +299,22 @@ class Component:
     def trainable_parameters(self) -> tuple[Parameter, ...]:
         """Those that are updated."""
         return tuple(parameter for parameter in self.parameters if parameter.trainable)
+
+    @property
+    def divisions(self) -> tuple[Hashable, ...]:
+        """What its shardings do to its work: equal for components that differ in the names of their parameters alone."""
+        place = {parameter.name: number for number, parameter in enumerate(self.parameters)}
+        return tuple(
+            (
+                entry.rule,
+                entry.limit,
+                tuple(place.get(part.name, -1) for part in entry.parameters),
+                entry.operators,
+                entry.saved_activation_bytes,
+                entry.saved_fixed_bytes,
+            )
+            for entry in self.shardings
+        )
 
     @property
     def fingerprint(self) -> str:

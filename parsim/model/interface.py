@@ -14,6 +14,7 @@ from parsim.model.hugging_face.config import default_inputs, default_loss
 from parsim.model.inputs import InputLeaf, ModelInput, arguments, with_bound
 from parsim.model.losses import BINARY, LOSSES
 from parsim.model.model import Model
+from parsim.model.named.names import is_transformer
 from parsim.model.objective.objective import Objective, parse_objective
 from parsim.model.objective.settle import OutputKind, Settled, settle
 from parsim.model.spec import ModelSpec, is_config, resolve
@@ -76,6 +77,11 @@ def interface_of(spec: ModelSpec) -> Interface:
         ModelError: inputs that the module does not take, or an output that leaves the loss open.
     """
     spec = resolve(spec)
+    if is_transformer(spec.name):
+        raise ModelError(
+            f"{spec.name} is planned and simulated from its sizes, and parsim holds no module of it to train; give the path of "
+            "its Hugging Face config.json"
+        )
     if spec.name not in ZOO:
         return _foreign_interface(spec)
     row, args = ZOO[spec.name], dict(spec.args)

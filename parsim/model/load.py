@@ -14,6 +14,7 @@ from parsim.model.hugging_face.config import assumptions, read_config
 from parsim.model.inputs import ModelInput
 from parsim.model.interface import checked_form, interface_of, loss_of, zero_batch
 from parsim.model.model import GRANULARITIES, Model
+from parsim.model.named.names import is_transformer, named_model
 from parsim.model.objective.objective import naming_coupled_losses
 from parsim.model.presets import PRESETS, load_preset
 from parsim.model.spec import ModelSpec, is_config, resolve
@@ -41,6 +42,8 @@ def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "f
     if granularity not in GRANULARITIES:
         raise ModelError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
     spec = resolve(spec)
+    if is_transformer(spec.name):
+        return named_model(spec.name, dict(spec.args), granularity=granularity, weights=weights)
     content = _content(spec)
     if weights == "float32":
         return _load(spec, granularity, content)

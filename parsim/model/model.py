@@ -10,12 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import ModelError
-from parsim.files import NO_CONTROL, control_character_in, parse_json, version_problem
+from parsim.files import (
+    NO_CONTROL,
+    control_character_in,
+    parse_json,
+    read_text,
+    reading,
+    version_problem,
+    write_text_atomically,
+)
 from parsim.model.component import (
     Component,
     HalfComponent,
     HalfSharding,
     HalfValue,
+    InnerExchange,
     Operator,
     OperatorShard,
     Parameter,
@@ -24,6 +33,7 @@ from parsim.model.component import (
     ShardPeak,
     Value,
 )
+from parsim.typed import check_types
 from parsim.units import format_count
 
 SCHEMA_VERSION = 5
@@ -137,18 +147,20 @@ class Model:
                 del document[key]
         for component in document["components"]:
             _drop_defaults(component["parameters"], "trainable", True)
+            _drop_defaults(component["parameters"], "expert_ways", 1)
+            _drop_defaults((component,), "inside", None)
             _drop_defaults(component["operators"], "gradients", "")
             for sharding in component["shardings"]:
                 _drop_defaults((*sharding["parameters"], *sharding["buffers"]), "runs", ())
         return json.dumps(document, indent=1)
 
     def save(self, path: Path) -> None:
-        path.write_text(self.to_json())
+        write_text_atomically(path, self.to_json())
 
     @classmethod
     def from_json(cls, text: str, where: str = "model JSON") -> Model:
         """Raises ModelError with the place that is wrong."""
-        try:
+        with reading(f"{where} is not a model", ModelError, "write it with Model.save"):
             document = parse_json(text)
             if problem := version_problem(document, SCHEMA_VERSION):
                 raise ModelError(f"{where}: {problem}; or trace the model again")
@@ -158,15 +170,16 @@ class Model:
             document["inputs"] = tuple(document["inputs"])
             document["outputs"] = tuple(document["outputs"])
             document["assumptions"] = tuple(document.get("assumptions", ()))
-            return cls(**document)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ModelError(f"{where} is not a model: {error}; write it with Model.save") from error
+            found = cls(**document)
+            check_types(found, "model")
+            return found
 
     @classmethod
     def load(cls, path: Path) -> Model:
         if not path.is_file():
             raise ModelError(f"no model file {path}")
-        return cls.from_json(path.read_text(), str(path))
+        with reading(f"{path} is not a model", ModelError, "write it with Model.save"):
+            return cls.from_json(read_text(path), str(path))
 
 
 def _drop_defaults(entries: Iterable[dict[str, Any]], key: str, default: object) -> None:
@@ -191,8 +204,13 @@ def _component(entry: dict[str, Any]) -> Component:
             "operators": operators,
             "shardings": tuple(_sharding(sharding) for sharding in entry["shardings"]),
             "half": None if entry["half"] is None else HalfComponent(**{**entry["half"], **_peaks(entry["half"])}),
+            "inside": None if entry.get("inside") is None else _inside(entry["inside"]),
         }
     )
+
+
+def _inside(entry: dict[str, Any]) -> InnerExchange:
+    return InnerExchange(**{**entry, "experts": tuple(entry["experts"])})
 
 
 def _peaks(entry: dict[str, Any]) -> dict[str, tuple[tuple[int, int], ...]]:

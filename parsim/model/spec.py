@@ -5,12 +5,23 @@ Needs no torch. `build` makes the module, `interface` its batches, `load` its Mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from parsim.errors import ModelError, near_matches
 from parsim.model.inputs import ModelInput, inputs_from, ordered
+from parsim.model.named.names import (
+    check_own,
+    config_path,
+    is_transformer,
+    known_names,
+    named,
+    normalised,
+    sequence_of,
+    shape_of,
+)
 from parsim.model.objective.objective import TARGET, Objective, parse_objective
 from parsim.model.zoo import ZOO, Scalar, ZooRow
 
@@ -96,6 +107,17 @@ class ModelSpec:
             raise ModelError(f"not a model: {document!r} ({error!r}); give name, args and input_shape") from error
 
 
+MOST_ELEMENTS = 2**33
+"""Of one sample: 34 GB in fp32."""
+
+
+def _check_shape(spec: ModelSpec) -> None:
+    if spec.input_shape is not None and math.prod(max(1, size) for size in spec.input_shape) > MOST_ELEMENTS:
+        raise ModelError(
+            f"input_shape {list(spec.input_shape)} is more than {MOST_ELEMENTS:,} numbers per sample; give a smaller one"
+        )
+
+
 def resolve(spec: ModelSpec) -> ModelSpec:
     """The same model with every argument and the input shape spelled out (zoo), and the arguments in one order.
 
@@ -105,6 +127,11 @@ def resolve(spec: ModelSpec) -> ModelSpec:
     Raises:
         ModelError: an unknown name or argument, or a shape that does not suit the model.
     """
+    _check_shape(spec)
+    if is_transformer(spec.name):
+        return _resolve_named(spec)
+    if (row_by_name := named(spec.name)) is not None:
+        spec = replace(spec, name=config_path(row_by_name))
     if ":" in spec.name or is_config(spec.name):
         if any(size < 1 for size in spec.input_shape or ()):
             raise ModelError(f"input_shape sizes must be >= 1, got {spec.input_shape}")
@@ -142,6 +169,30 @@ def resolve(spec: ModelSpec) -> ModelSpec:
     return replace(spec, args=tuple(sorted({**defaults, **given}.items())), input_shape=shape, loss=loss)
 
 
+def _resolve_named(spec: ModelSpec) -> ModelSpec:
+    """A transformer by name, with the length of its samples. Raises ModelError for arguments that do not suit it."""
+    if spec.inputs is not None or spec.output is not None or spec.loss not in (None, "cross_entropy"):
+        raise ModelError(f"{spec.name} has its own input and loss (tokens, cross_entropy); drop inputs, output and loss")
+    args = dict(spec.args)
+    if spec.input_shape is not None:
+        if len(spec.input_shape) != 1 or args.get("seq", spec.input_shape[0]) != spec.input_shape[0]:
+            raise ModelError(f"input_shape of {spec.name} must be [seq], the same as the argument seq, got {spec.input_shape}")
+        args["seq"] = spec.input_shape[0]
+    check_own(spec.name, args)
+    shape_of(spec.name, args)
+    args["seq"] = seq = sequence_of(spec.name, args)
+    return replace(spec, args=tuple(sorted(args.items())), input_shape=(seq,), loss=None)
+
+
+def is_known(name: str) -> bool:
+    """Whether a text is the name of a model that parsim ships, small or large.
+
+    Args:
+        name: of a ModelSpec.
+    """
+    return name in ZOO or named(name) is not None
+
+
 def is_config(name: str) -> bool:
     """Whether a name is the path of a Hugging Face config.
 
@@ -161,7 +212,7 @@ def zoo_row(name: str) -> ZooRow:
         ModelError: an unknown name; the message lists near matches.
     """
     if name not in ZOO:
-        raise ModelError(
-            f"unknown model {name!r}{near_matches(name, ZOO)}; or give package.module:factory, or a Hugging Face config.json"
-        )
+        near = near_matches(normalised(name), [*ZOO, *known_names()])
+        near = near if near.startswith("; did you") else f"{near_matches('', ZOO)}, and large ones such as llama3-8b"
+        raise ModelError(f"unknown model {name!r}{near}; or give package.module:factory, or a Hugging Face config.json")
     return ZOO[name]

@@ -53,7 +53,7 @@ def concurrent_groups(mesh: Mesh, group: tuple[int, ...]) -> Groups:
     size = len(grid[0]) * len(grid[1]) * len(grid[2])
     if size != len(group):
         return Groups([tuple(sorted(group))])
-    return _shifted(mesh, tuple(grid[0]), tuple(_shifts(grid[1], mesh.dp)), tuple(_shifts(grid[2], mesh.tp)))
+    return _shifted(mesh, tuple(grid[0]), tuple(_shifts(grid[1], mesh.copies)), tuple(_shifts(grid[2], mesh.tp)))
 
 
 @lru_cache(maxsize=65536)
@@ -82,7 +82,7 @@ def _transfers(mesh: Mesh, source: int, destination: int, shards: tuple[tuple[in
             mesh.rank(stage=source, replica=replica, shard=a),
             mesh.rank(stage=destination, replica=replica, shard=b),
         )
-        for replica in range(mesh.dp)
+        for replica in range(mesh.copies)
         for a, b in shards
     )
 
@@ -122,4 +122,4 @@ def _shifts(members: list[int], size: int) -> list[tuple[int, ...]]:
 def _place(mesh: Mesh, rank: int) -> tuple[int, int, int]:
     """Stage, replica, shard."""
     above, shard = divmod(rank, mesh.tp)
-    return (*divmod(above, mesh.dp), shard)
+    return (*divmod(above, mesh.copies), shard)

@@ -10,13 +10,16 @@ from parsim.plans.mesh import Mesh
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConstraints:
     """Attributes:
-    pp, dp, tp: axes of the mesh. microbatches: per replica. bucket_bytes: of gradient buckets.
+    pp, dp, tp: axes of the mesh. cp, ep: likewise, and 1 where they are left out.
+    microbatches: per replica. bucket_bytes: of gradient buckets.
     pipeline_order: a key of `PIPELINE_ORDERS`. chunks: stages per rank.
     """
 
     pp: int | None = None
     dp: int | None = None
     tp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
     microbatches: int | None = None
     bucket_bytes: int | None = None
     pipeline_order: str | None = None
@@ -25,12 +28,14 @@ class PlanConstraints:
     def allow(self, mesh: Mesh) -> bool:
         """Whether a mesh has the axes that are given."""
         asked = ((self.pp, mesh.pp), (self.dp, mesh.dp), (self.tp, mesh.tp))
-        return all(given in (None, own) for given, own in asked)
+        beside = (self.cp or 1) == mesh.cp and (self.ep or 1) == mesh.ep
+        return beside and all(given in (None, own) for given, own in asked)
 
     @property
     def axes(self) -> str:
         """`pp = 2, tp = 4`: the axes that are given."""
-        return ", ".join(f"{name} = {value}" for name in ("pp", "dp", "tp") if (value := getattr(self, name)) is not None)
+        sizes = {name: getattr(self, name) for name in ("pp", "dp", "tp", "cp", "ep")}
+        return ", ".join(f"{name} = {size}" for name, size in sizes.items() if size is not None)
 
 
 FREE = PlanConstraints()

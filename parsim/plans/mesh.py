@@ -1,51 +1,82 @@
-"""Mesh axes as torch's DeviceMesh names them: pp (pipeline stages), dp (replicas), tp (tensor shards)."""
+"""Mesh axes as torch's DeviceMesh names them: pp (pipeline stages), dp (replicas), cp (pieces of the sequence), tp (shards).
+
+A group of cp neighbours works on the same samples, each on its piece of the sequence. All of them hold the same parameters,
+so they count among the `copies` of a stage, as replicas do. Experts are divided over ep neighbouring copies, which
+therefore is no axis of its own: ep divides dp * cp.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 
 from parsim.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Rank = (stage * dp + replica) * tp + shard: the ranks of a stage are consecutive."""
+    """Rank = ((stage * dp + replica) * cp + context) * tp + shard: the ranks of a stage are consecutive."""
 
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    cp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.pp, self.dp, self.tp) < 1:
+        if min(self.pp, self.dp, self.tp, self.cp, self.ep) < 1:
             raise PlanError(f"mesh axes must be >= 1, got {self}")
+        if self.copies % self.ep:
+            nearest = max(ep for ep in range(1, min(self.ep, self.copies) + 1) if self.copies % ep == 0)
+            raise PlanError(
+                f"ep ({self.ep}) must divide dp ({self.dp}) * cp ({self.cp}) = {self.copies}: experts are divided over these "
+                f"ranks; the nearest below that does: {nearest}"
+            )
 
     @property
     def size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.copies * self.tp
+
+    @property
+    def copies(self) -> int:
+        """How often each parameter of a stage exists (divided experts apart): replicas times pieces of the sequence."""
+        return self.dp * self.cp
+
+    @property
+    def team(self) -> int:
+        """Neighbouring copies of a stage that communicate inside components: whole groups of cp and of ep."""
+        return math.lcm(self.cp, self.ep)
 
     def __str__(self) -> str:
-        return f"pp={self.pp} dp={self.dp} tp={self.tp}"
+        more = "".join(f" {name}={size}" for name, size in (("cp", self.cp), ("ep", self.ep)) if size > 1)
+        return f"pp={self.pp} dp={self.dp} tp={self.tp}{more}"
+
+    def to_dict(self) -> dict[str, int]:
+        """Axes by name; cp and ep where they are not 1."""
+        return {name: size for name, size in asdict(self).items() if size > 1 or name in ("pp", "dp", "tp")}
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
         """The ranks at place `stage % pp` of the pp axis; a pipeline order's row says at which place each stage runs."""
-        width, place = self.dp * self.tp, stage % self.pp
+        width, place = self.copies * self.tp, stage % self.pp
         return tuple(range(place * width, (place + 1) * width))
 
     def rank(self, *, stage: int, replica: int, shard: int = 0) -> int:
-        return (stage % self.pp * self.dp + replica) * self.tp + shard
+        """`replica`: the number of the copy, replica * cp + context."""
+        return (stage % self.pp * self.copies + replica) * self.tp + shard
 
 
 def check_mesh(mesh: Mesh, devices: int) -> None:
     """Check that the axes multiply to the number of devices.
 
     Args:
-        mesh: pp, dp and tp. devices: of the cluster.
+        mesh: all axes. devices: of the cluster.
 
     Raises:
         PlanError: they do not.
     """
     if mesh.size != devices:
+        context = f" * cp ({mesh.cp})" if mesh.cp > 1 else ""
         raise PlanError(
-            f"mesh pp ({mesh.pp}) * dp ({mesh.dp}) * tp ({mesh.tp}) = {mesh.size} must equal the devices ({devices}); "
+            f"mesh pp ({mesh.pp}) * dp ({mesh.dp}) * tp ({mesh.tp}){context} = {mesh.size} must equal the devices ({devices}); "
             f"change the axes or ask for devices = {mesh.size}"
         )

@@ -6,12 +6,22 @@ Frozen, JSON, holds no measured number. `check_plan` compares it with a model an
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from parsim.errors import ModelError, PlanError, near_matches
-from parsim.files import NO_CONTROL, control_character_in, parse_json, version_problem
+from parsim.files import (
+    NO_CONTROL,
+    control_character_in,
+    parse_json,
+    read_text,
+    reading,
+    version_problem,
+    write_text_atomically,
+)
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.shard.narrow import check_ways
@@ -20,13 +30,17 @@ from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, rank_of_stage, 
 from parsim.plans.placement import BATCH, Placement, parse_placement
 from parsim.plans.recompute import NONE, Recompute, check_segments, normalised, recomputed_names
 from parsim.registry import is_reference
+from parsim.typed import check_types
 from parsim.units import format_bytes
 
+MOST_MICROBATCHES = 10**5
+MOST_SAMPLES = 2**40
 SCHEMA_VERSION = 2
 STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 SIMULATED_ONLY = ("segments", "gather_ahead", "blocking_transfers", "scatter_gather")
 """Keys of a plan that the executor does not know; empty or False where unused."""
+CONTEXT_EXCHANGES = ("ring", "all_gather")
 ZERO_STAGES = (0, 1, 2, 3)
 ZERO_STAGES_TEXT = "it is 0, 1 (optimizer state divided), 2 (gradients too) or 3 (parameters too)"
 
@@ -55,6 +69,19 @@ class Stage:
         return tuple(zip(self.components, self.placements or (BATCH,) * len(self.components), strict=True))
 
 
+MOST_RUNS = 8
+"""Of equal placements that a summary lists one by one."""
+
+
+def _by_pattern(placed: Iterable[tuple[str, Placement]]) -> list[str]:
+    """`h.*.norm1 shard:sequence/4`, with every number as a star; empty where equal patterns lie differently."""
+    found: dict[str, Placement] = {}
+    for name, placement in placed:
+        if found.setdefault(re.sub(r"\d+", "*", name), placement) != placement:
+            return []
+    return [f"{pattern} {placement}" for pattern, placement in found.items()]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One way of training one model on `mesh.size` ranks.
@@ -79,6 +106,9 @@ class Plan:
             2023 and DeepSpeed do.
         scatter_gather: of a value or gradient that all tp ranks have whole, each sends its part to the next stage, whose ranks
             gather it.
+        context_exchange: with mesh.cp above 1, how attention comes by the keys and values of the other pieces of the sequence.
+            "ring": in turn from neighbour to neighbour, while it works on those it has. "all_gather": all of them before it
+            begins, and a reduce_scatter of their gradients.
         backward_prefetch: with zero_stage 3, parameters are gathered while the backward before runs. False: behind it and its
             reduce_scatter, as FSDP's BACKWARD_POST does.
     """
@@ -97,6 +127,7 @@ class Plan:
     blocking_transfers: bool = False
     scatter_gather: bool = False
     backward_prefetch: bool = True
+    context_exchange: str = "ring"
 
     def __repr__(self) -> str:
         """`Plan(dp pp=1 dp=8 tp=1 mb=1x128)`."""
@@ -119,18 +150,35 @@ class Plan:
         for number, (stage, place) in enumerate(zip(self.stages, self.stage_places, strict=True)):
             if not stage.components:
                 raise PlanError(f"stage {number} holds no component; use fewer stages")
+            if len(stage.ranks) != self.mesh.copies * self.mesh.tp:
+                pieces = f" * cp ({self.mesh.cp})" if self.mesh.cp > 1 else ""
+                raise PlanError(
+                    f"stage {number} lists {len(stage.ranks)} ranks, and dp ({self.mesh.dp}) * tp ({self.mesh.tp}){pieces} = "
+                    f"{self.mesh.copies * self.mesh.tp}"
+                )
             if stage.ranks != self.mesh.stage_ranks(place):
                 raise PlanError(f"stage {number} must run on ranks {self.mesh.stage_ranks(place)}, got {stage.ranks}")
             for name, placement in stage.placed():
                 _check_axis(name, placement, self.mesh.tp)
         if self.zero_stage not in ZERO_STAGES:
             raise PlanError(f"zero_stage = {self.zero_stage}: {ZERO_STAGES_TEXT}")
+        if self.microbatches > MOST_MICROBATCHES or self.global_batch > MOST_SAMPLES:
+            raise PlanError(
+                f"microbatches ({self.microbatches}) must be <= {MOST_MICROBATCHES} and global_batch ({self.global_batch}) <= "
+                f"{MOST_SAMPLES}; a larger step cannot be simulated"
+            )
         if self.microbatches < 1 or self.bucket_bytes < 1:
             raise PlanError(f"microbatches ({self.microbatches}) and bucket_bytes ({self.bucket_bytes}) must be >= 1")
         object.__setattr__(self, "recompute", normalised(self.recompute, self.components))
         check_segments(self.segments, self.recompute, [stage.components for stage in self.stages])
         if self.gather_ahead and self.zero_stage != 1:
             raise PlanError(f"gather_ahead belongs to zero_stage = 1, and the plan has zero_stage = {self.zero_stage}; drop it")
+        if self.context_exchange not in CONTEXT_EXCHANGES:
+            raise PlanError(
+                f"unknown context_exchange {self.context_exchange!r}{near_matches(self.context_exchange, CONTEXT_EXCHANGES)}"
+            )
+        if self.context_exchange != "ring" and self.mesh.cp == 1:
+            raise PlanError(f"context_exchange = {self.context_exchange!r} belongs to mesh.cp > 1, and cp is 1; drop it")
         parts = self.mesh.dp * self.microbatches
         if self.global_batch < 1 or self.global_batch % parts:
             raise PlanError(
@@ -168,7 +216,8 @@ class Plan:
     @property
     def not_executable(self) -> str:
         """The key that only the simulator knows; "" where there is none."""
-        return next((key for key in SIMULATED_ONLY if getattr(self, key)), "")
+        axes = [f"mesh.{axis}" for axis in ("cp", "ep") if getattr(self.mesh, axis) > 1]
+        return next(iter([*axes, *(key for key in SIMULATED_ONLY if getattr(self, key))]), "")
 
     @property
     def world_size(self) -> int:
@@ -195,10 +244,11 @@ class Plan:
 
     def stage_of_rank(self, rank: int) -> int:
         """Place on the pp axis: the number of its (first) stage."""
-        return rank // (self.mesh.dp * self.mesh.tp)
+        return rank // (self.mesh.copies * self.mesh.tp)
 
     def replica_of_rank(self, rank: int) -> int:
-        return rank // self.mesh.tp % self.mesh.dp
+        """The number of the copy: replica * cp + context."""
+        return rank // self.mesh.tp % self.mesh.copies
 
     def shard_of_rank(self, rank: int) -> int:
         """Place on the tp axis."""
@@ -221,7 +271,8 @@ class Plan:
         again += f" segments={len(self.segments)}" if self.segments else ""
         zero += " ahead" if self.gather_ahead else ""
         zero += "" if self.backward_prefetch else " post"
-        many = self.mesh.dp * self.mesh.tp > 1 and self.bucket_bytes != DEFAULT_BUCKET_BYTES
+        zero += "" if self.context_exchange == "ring" else f" {self.context_exchange}"
+        many = self.mesh.copies * self.mesh.tp > 1 and self.bucket_bytes != DEFAULT_BUCKET_BYTES
         buckets = f" buckets={format_bytes(self.bucket_bytes).replace(' ', '')}" if many else ""
         split = f"mb={self.microbatches}x{self.microbatch_samples}"
         return f"{self.strategy} {self.mesh} {split}{order}{zero}{buckets}{again}{self._placed()}"
@@ -231,7 +282,10 @@ class Plan:
         return self.recompute if isinstance(self.recompute, str) else f"{len(self.recompute)} of {len(self.components)}"
 
     def _placed(self) -> str:
-        """` [embed shard:vocabulary/4 | layer0..layer3 batch]`, or nothing where all are batch-sharded."""
+        """` [embed shard:vocabulary/4 | layer0..layer3 batch]`, or nothing where all are batch-sharded.
+
+        Many runs that repeat from layer to layer are named once: `h.*.norm1 shard:sequence/4`.
+        """
         if not self.is_mixed:
             return ""
         runs: list[tuple[Placement, list[str]]] = []
@@ -241,10 +295,12 @@ class Plan:
                     runs.append((placement, []))
                 runs[-1][1].append(name)
         parts = [f"{names[0]}{f'..{names[-1]}' if len(names) > 1 else ''} {placement}" for placement, names in runs]
+        if len(parts) > MOST_RUNS:
+            parts = _by_pattern(entry for stage in self.stages for entry in stage.placed()) or parts
         return f" [{' | '.join(parts)}]"
 
     def to_dict(self) -> dict[str, Any]:
-        document = asdict(self)
+        document = {**asdict(self), "mesh": self.mesh.to_dict()}
         for entry, stage in zip(document["stages"], self.stages, strict=True):
             entry["placements"] = [str(placement) for placement in stage.placements]
         if self.recompute == NONE:
@@ -254,6 +310,8 @@ class Plan:
                 del document[key]
         if self.backward_prefetch:
             del document["backward_prefetch"]
+        if self.context_exchange == "ring":
+            del document["context_exchange"]
         if not self.executable:
             document["executable"] = False
         return {"schema_version": SCHEMA_VERSION, **document}
@@ -262,12 +320,12 @@ class Plan:
         return json.dumps(self.to_dict(), indent=1)
 
     def save(self, path: Path) -> None:
-        path.write_text(self.to_json())
+        write_text_atomically(path, self.to_json())
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan JSON") -> Plan:
         """Raises PlanError with the place that is wrong."""
-        try:
+        with reading(f"{where} is not a plan", PlanError, "write it with `parsim plan` or Plan.save"):
             document = parse_json(text)
             if problem := version_problem(document, SCHEMA_VERSION):
                 raise PlanError(f"{where}: {problem}; or plan again")
@@ -276,6 +334,7 @@ class Plan:
             del document["schema_version"]
             document.pop("executable", None)
             document["mesh"] = Mesh(**document["mesh"])
+            check_types(document["mesh"], "mesh")
             document["segments"] = tuple(tuple(names) for names in document.get("segments", ()))
             document["stages"] = tuple(
                 Stage(
@@ -285,15 +344,16 @@ class Plan:
                 )
                 for stage in document["stages"]
             )
-            return cls(**document)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise PlanError(f"{where} is not a plan: {error}; write it with `parsim plan` or Plan.save") from error
+            found_plan = cls(**document)
+            check_types(found_plan, "plan")
+            return found_plan
 
     @classmethod
     def load(cls, path: Path) -> Plan:
         if not path.is_file():
             raise PlanError(f"no plan file {path}; write one with `parsim plan RUN.toml`")
-        return cls.from_json(path.read_text(), str(path))
+        with reading(f"{path} is not a plan", PlanError, "write it with `parsim plan` or Plan.save"):
+            return cls.from_json(read_text(path), str(path))
 
 
 def _check_axis(name: str, placement: Placement, tp: int) -> None:

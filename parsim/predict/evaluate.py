@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from parsim.analyze.bounds import busiest_resource_s
 from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
+from parsim.arrays import Floats
 from parsim.costs.estimate import Estimate, OverlapFactors
 from parsim.costs.memory.rank_memory import RankMemory
 from parsim.costs.uncertainty.draws import (
@@ -22,14 +23,15 @@ from parsim.costs.uncertainty.draws import (
 )
 from parsim.engines import dynamic, static
 from parsim.engines.compile import CompiledGraph, compile_graph
+from parsim.engines.side_by_side import noisy_steps_s
 from parsim.engines.slowest import slowest_ranks
-from parsim.engines.steps import mean_step_s
+from parsim.engines.steps import mean_step_s, waiting_together
 from parsim.errors import PlanError
 from parsim.graph.columns import Columns
-from parsim.graph.expand import lower_columns
 from parsim.graph.fold import Folding, folding_of, unfolded
 from parsim.graph.taskgraph import TaskGraph
 from parsim.plans.plan import Plan
+from parsim.predict.nearly_alike import lowered, nearly_alike
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import Interval, IntervalCorrection, PlanResult
 from parsim.predict.unlisted import unlisted_warnings
@@ -91,8 +93,8 @@ def evaluate(
     Args:
         problem: model, cluster, batch and prices. engine: "static" or "dynamic".
         samples: draws for the interval (0: the interval is the median). reason: why the plan was kept.
-        fold: simulate interchangeable ranks once (`parsim.graph.fold`); None: with more than `MANY_RANKS` ranks. Not done if
-            whole ranks are noisy, each by itself (`noise.rank_sigma`), nor if ranks share cores.
+        fold: simulate interchangeable ranks once (`parsim.graph.fold`); None: with more than `MANY_RANKS` ranks, or with cp or
+            ep. Not done if ranks share cores.
 
     The step time is the mean of `REPEATED_STEPS` steps in a row (`parsim.engines.steps`). If the profile holds the noise of
     single ranks, it is the mean of `NOISY_STEPS` steps with that noise, in which ranks wait for the slowest. Work of the host
@@ -102,34 +104,18 @@ def evaluate(
     Raises:
         PlanError: more ranks than devices, or a plan that does not match the model. CostError: a task without a price.
     """
-    if plan.world_size > problem.cluster.size:
-        raise PlanError(
-            f"the plan needs {plan.world_size} ranks and {problem.cluster.name} offers {problem.cluster.size} devices; "
-            "ask for more devices or a smaller mesh"
-        )
-    layout, costs = problem.layout(plan), problem.costs(plan.world_size)
-    sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
-    folds = (fold or (fold is None and plan.world_size > MANY_RANKS)) and not sigma and not costs.shared_cores
-    folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if folds else unfolded(plan.mesh)
-    columns = lower_columns(plan, problem.model, layout, folding)
-    if costs.post_wait_s:
-        columns = columns.resuming()
-    estimates = tuple(problem.price(columns.units, plan.mesh))
-    medians = medians_s(estimates)[columns.unit]
+    run = simulated_step(problem, plan, fold=fold)
+    compiled, estimates, folding = run.compiled, run.estimates, run.folding
+    columns, step_s = compiled.columns, run.step_s
     seconds = _seconds(estimates, columns, folding)
-    overlap = costs.overlap([unit.work for unit in columns.units], seconds)
-    compiled = compile_graph(columns)
+    medians = medians_s(estimates)[columns.unit]
     engines = {"static": static.simulate, "dynamic": dynamic.simulate}
-    timeline = engines[engine](compiled, medians, overlap=overlap)
-    steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
-    step_s = steady_s
-    if sigma and plan.world_size > 1:
-        step_s = unsteady_step_s(compiled, medians[None, :], overlap, sigma)
-    step_s += costs.between_steps_s
+    timeline = engines[engine](compiled, medians, overlap=run.overlap)
     interval = Interval(median=step_s, p05=step_s, p95=step_s)
     parts = breakdown(compiled, timeline, ranks=folding.ranks)
     fractions = step_fractions(parts, folding.weights)
     memory = problem.memory(plan)
+    kinds = tuple({id(entry.lines): entry for entry in memory}.values())
     result = PlanResult(
         strategy=plan.strategy,
         step_s=interval,
@@ -139,12 +125,12 @@ def evaluate(
         exposed_communication_s=fractions.exposed_communication_s,
         bubble_fraction=fractions.bubble_fraction,
         peak_memory_bytes=tuple(entry.total_bytes for entry in memory),
-        fits=all(entry.fits for entry in memory),
-        fit_probability=min(entry.fit_probability for entry in memory),
+        fits=all(entry.fits for entry in kinds),
+        fit_probability=min(entry.fit_probability for entry in kinds),
         cost_sources=_sources(estimates, seconds),
         plan=plan,
         warnings=(
-            *_warnings(estimates, seconds, memory),
+            *_warnings(estimates, seconds, kinds),
             *unlisted_warnings(problem, columns.units, estimates, seconds),
             *problem.model.assumptions,
         ),
@@ -157,13 +143,74 @@ def evaluate(
         result=result,
         compiled=compiled,
         estimates=estimates,
-        overlap=overlap,
+        overlap=run.overlap,
         timeline=timeline,
         memory=memory,
         breakdown=_of_every_rank(parts, folding),
-        steady_step_s=steady_s,
+        steady_step_s=run.steady_s,
     )
     return with_interval(problem, evaluation, samples=samples, reason=reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedStep:
+    """The program of one plan, priced, and the seconds of its step: what `evaluate` begins with.
+
+    Attributes: estimates: per unit of the program. steady_s: the tasks of a step without noise of single ranks. step_s: with
+        that noise, and with the host's work between steps.
+    """
+
+    folding: Folding
+    compiled: CompiledGraph
+    estimates: tuple[Estimate, ...]
+    overlap: OverlapFactors
+    steady_s: float
+    step_s: float
+
+
+def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = None) -> SimulatedStep:
+    """The median step of a plan, as `evaluate` gives it, without memory, breakdown and timeline.
+
+    Args:
+        problem, plan, fold: as `evaluate` takes them.
+
+    Raises:
+        PlanError: more ranks than devices, or a plan that does not match the model. CostError: a task without a price.
+    """
+    if plan.world_size > problem.cluster.size:
+        raise PlanError(
+            f"the plan needs {plan.world_size} ranks and {problem.cluster.name} offers {problem.cluster.size} devices; "
+            "ask for more devices or a smaller mesh"
+        )
+    layout, costs = problem.layout(plan), problem.costs(plan.world_size)
+    sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
+    usual = plan.world_size > MANY_RANKS or plan.mesh.team > 1
+    folds = (fold or (fold is None and usual)) and not costs.shared_cores
+    folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if folds else unfolded(plan.mesh)
+    bounded = (folding.is_folded and plan.world_size > MANY_RANKS) or not folding.is_exact
+    nearly = nearly_alike(problem, layout, folding, REPEATED_STEPS) if bounded and not sigma else None
+    if nearly is None:
+        folding = folding if folding.is_exact else unfolded(plan.mesh)
+        columns = lowered(problem, layout, folding)
+        estimates = tuple(problem.price(columns.units, plan.mesh))
+    else:
+        folding, columns, estimates = nearly
+    medians = medians_s(estimates)[columns.unit]
+    overlap = costs.overlap([unit.work for unit in columns.units], _seconds(estimates, columns, folding))
+    compiled = compile_graph(columns)
+    steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
+    step_s = steady_s
+    if sigma and plan.world_size > 1:
+        noisy = folded_unsteady_step_s if folding.is_folded else _unsteady_alone_s
+        step_s = noisy(compiled, folding, medians, overlap, sigma)
+    return SimulatedStep(
+        folding=folding,
+        compiled=compiled,
+        estimates=estimates,
+        overlap=overlap,
+        steady_s=steady_s,
+        step_s=step_s + costs.between_steps_s,
+    )
 
 
 def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: int, reason: str) -> Evaluation:
@@ -247,6 +294,40 @@ def unsteady_step_s(compiled: CompiledGraph, rows_s: NDArray[np.float64], overla
         for piece in pieces
     ]
     return float(np.concatenate(times).mean())
+
+
+def _unsteady_alone_s(
+    compiled: CompiledGraph, folding: Folding, medians_s: Floats, overlap: OverlapFactors, sigma: float
+) -> float:
+    return unsteady_step_s(compiled, medians_s[None, :], overlap, sigma)
+
+
+def folded_unsteady_step_s(
+    compiled: CompiledGraph, folding: Folding, medians_s: Floats, overlap: OverlapFactors, sigma: float
+) -> float:
+    """The same for a folded program, from the same draws (`parsim.engines.side_by_side`).
+
+    Overlap slowdown is that of the step without noise: the noise multiplies the step by what it does without slowdown.
+
+    Args:
+        compiled, folding: of the folded program. medians_s: float64 [n] seconds of tasks.
+        overlap: slowdown factors. sigma: relative noise.
+
+    Returns:
+        Mean over `NOISY_STEPS` draws, over fewer in a large program (`side_by_side.TASK_TIMES`).
+    """
+    together = waiting_together(compiled.columns, overlap)
+    times = noisy_steps_s(
+        compiled, folding, medians_s, sigma=sigma, draws=NOISY_STEPS, seed=SEED, steps=REPEATED_STEPS, together=together
+    )
+    noisy_s = float(times.mean())
+    if overlap.compute == overlap.communication == 1.0 and not overlap.communications_share:
+        return noisy_s
+    plain = replace(overlap, compute=1.0, communication=1.0, communications_share=False)
+    slowed_s, plain_s = (
+        float(mean_step_s(compiled, medians_s[None, :], factors, steps=REPEATED_STEPS)[0]) for factors in (overlap, plain)
+    )
+    return slowed_s * noisy_s / plain_s
 
 
 def sampled_durations_s(evaluation: Evaluation, samples: int = SAMPLES) -> NDArray[np.float64]:

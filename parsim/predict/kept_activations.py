@@ -59,9 +59,13 @@ class KeptActivations:
     def _components(self) -> dict[str, Component]:
         return {}
 
+    @cached_property
+    def _recomputes(self) -> bool:
+        return bool(self.layout.plan.recomputed)
+
     def _component(self, name: str) -> Component:
         own = self._alone(name)
-        if not self.layout.plan.recomputed:
+        if not self._recomputes:
             return own
         rate, fixed = own.saved_activation_bytes, own.saved_fixed_bytes
         if self.layout.recomputes(name):

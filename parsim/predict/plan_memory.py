@@ -154,7 +154,7 @@ def rank_boundary(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> 
             loaded_saved += local_bytes(layout, value, batch)
         elif counted and all(entry.form != "shard" for entry in layouts):  # pieces of a dim are copies
             loaded_saved += min(local_bytes(layout, value, entry) for entry in layouts)
-    for value in values.values():
+    for value in (values[name] for name in layout.values_at[layout.plan.stage_of_rank(rank)]):
         if value.producer is not None:
             held += _held_bytes(layout, rank, value)
     return Boundary(
@@ -273,7 +273,7 @@ def _arriving_bytes(kept: KeptActivations, rank: int) -> tuple[float, float]:
     values_ahead = max(0, min(2, plan.microbatches * plan.chunks - alive))
     gradients_ahead = min(1, plan.microbatches - 1)
     total = unsure = 0.0
-    for value in kept.values.values():
+    for value in (kept.values[name] for name in layout.values_at[stage]):
         home = layout.stage_of_value[value.name]
         for reading in layout.readings[value.name]:
             if home is None or home == reading.stage:
@@ -305,7 +305,7 @@ def _messages(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> list
         for bucket in layout.rank_buckets(rank)
         if len(bucket.group) > 1
     ]
-    for value in values.values():
+    for value in (values[name] for name in layout.values_at[stage]):
         home = layout.stage_of_value[value.name]
         if home is None:
             continue

@@ -15,7 +15,9 @@ from parsim.costs.memory.rank_memory import RankMemory, optimizer_bytes
 from parsim.costs.pricing import Priced, price
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster
+from parsim.model.axes.divided import divided_model
 from parsim.model.model import Model
+from parsim.model.number_formats import number_format
 from parsim.model.precision import check_recorded, model_as_sent
 from parsim.plans.concurrent import concurrent_with
 from parsim.plans.constraints import FREE, PlanConstraints
@@ -36,6 +38,8 @@ class PlanningProblem:
     zero_stage: that plans are to have; "auto": any. recompute: likewise; "auto": where a plan would not fit, as little as
         makes it fit. constraints: what else plans must keep.
     history: of the profile's validations, by which intervals are corrected.
+    capacity_factor: of experts, visits that one has room for over their mean; 0: as many as come.
+    is_divided: the model is already that of a rank (`on`).
     pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
     """
 
@@ -51,7 +55,9 @@ class PlanningProblem:
     recompute: Recompute = AUTO
     constraints: PlanConstraints = FREE
     pins: tuple[tuple[str, Placement], ...] = ()
+    capacity_factor: float = 0.0
     forbids: tuple[tuple[str, str], ...] = ()
+    is_divided: bool = False
 
     def __post_init__(self) -> None:
         check_recorded(self.model, self.precision)
@@ -86,10 +92,51 @@ class PlanningProblem:
         """The plan over this model; made once. Raises PlanError if they do not match."""
         if plan not in self._layouts:
             shape = replace(plan.without_zero(), recompute=NONE, segments=())
-            made = PlanIndex(plan, self.model)
+            made = PlanIndex(plan, self.model_on(plan.mesh, plan.context_exchange))
             made.share(self._shapes.setdefault(shape, made))
             self._layouts[plan] = made
         return self._layouts[plan]
+
+    def model_on(self, mesh: Mesh, exchange: str = "ring") -> Model:
+        """The model as one rank of a mesh has it: a piece of the sequence (cp), its part of the experts (ep).
+
+        Args:
+            mesh: of the plan. exchange: of `Plan.context_exchange`; it changes what is held of keys and values, and no price.
+
+        Raises:
+            PlanError: the model has no sequence or experts that parsim knows, or sizes do not divide.
+        """
+        return self._divided_by(mesh.cp, mesh.ep, exchange)
+
+    def _divided_by(self, cp: int, ep: int, exchange: str = "ring") -> Model:
+        if self.is_divided:
+            return self.model
+        key = (cp, ep, exchange == "ring" or cp == 1)
+        if key not in self._divided:
+            kind = number_format(self.precision)
+            self._divided[key] = divided_model(
+                self.model,
+                cp=cp,
+                ep=ep,
+                element_bytes=kind.element_bytes if kind.autocast else kind.weight_bytes,
+                ring=key[2],
+                capacity_factor=self.capacity_factor,
+            )
+        return self._divided[key]
+
+    def on(self, mesh: Mesh) -> PlanningProblem:
+        """The same question with the model that a rank of this mesh has: for whoever compares plans of the same cp and ep.
+
+        Args:
+            mesh: its cp and ep count.
+        """
+        if self.is_divided or mesh.cp == mesh.ep == 1:
+            return self
+        return replace(self, model=self.model_on(mesh), is_divided=True)
+
+    @cached_property
+    def _divided(self) -> dict[tuple[int, int, bool], Model]:
+        return {}
 
     @cached_property
     def _shapes(self) -> dict[Plan, PlanIndex]:
@@ -142,10 +189,11 @@ class PlanningProblem:
         """
         return self._costs_of(ranks)[0]
 
-    def _costs_of(self, ranks: int) -> tuple[int, Costs]:
-        if ranks not in self._costs:
+    def _costs_of(self, ranks: int, cp: int = 1, ep: int = 1) -> tuple[int, Costs]:
+        key = (ranks, cp, ep)
+        if key not in self._costs:
             own = Costs(
-                model=self.model,
+                model=self._divided_by(cp, ep),
                 cluster=self.cluster,
                 precision=self.precision,
                 optimizer=self.optimizer,
@@ -154,14 +202,15 @@ class PlanningProblem:
                 ranks=ranks,
                 corrections=self.corrections,
             )
-            alike = (entry for entry in self._costs.values() if own.priced_alike(entry[1]))
-            self._costs[ranks] = next(alike, (len(self._costs), own))
-        return self._costs[ranks]
+            others = (entry for other, entry in self._costs.items() if other[1:] == key[1:])
+            alike = (entry for entry in others if own.priced_alike(entry[1]))
+            self._costs[key] = next(alike, (len(self._costs), own))
+        return self._costs[key]
 
     def price(self, work_of_ranks: Iterable[Priced], mesh: Mesh) -> list[Estimate]:
         """Estimates in order, for a plan on a mesh whose groups slow one another where they share links; what one plan has
         asked is known for the next. Raises CostError."""
-        group, costs = self._costs_of(mesh.size)
+        group, costs = self._costs_of(mesh.size, mesh.cp, mesh.ep)
         return price(work_of_ranks, costs, self._known.setdefault(group, {}), partial(concurrent_with, mesh))
 
     @cached_property
@@ -169,5 +218,5 @@ class PlanningProblem:
         return {}
 
     @cached_property
-    def _costs(self) -> dict[int, tuple[int, Costs]]:
+    def _costs(self) -> dict[tuple[int, int, int], tuple[int, Costs]]:
         return {}

@@ -85,26 +85,33 @@ def strategy_table(
             )
         )
     notes = [f"{MARK}the choice"] if mark is not None else []
-    notes.append("communication: its share of the step that no computation hides, of its whole share")
+    notes.append("communication: exposed communication of all communication, as shares of the step")
     notes.append("peak memory: of the fullest rank")
     notes += correction_notes(results)
-    sources = {
-        str(result["strategy"]): sources_text(result["cost_sources"]) for result in results if result.get("cost_sources")
-    }
-    if len(set(sources.values())) == 1:
-        notes.append(f"costs, by share of the task seconds: {next(iter(sources.values()))}")
-    elif sources:
-        each = "; ".join(f"{strategy} {text}" for strategy, text in sources.items())
-        notes.append(f"costs, by share of the task seconds: {each}")
+    notes += _sources_notes(results)
     return ReportTable(
         title=title, columns=columns, rows=tuple(rows), emphasised=() if mark is None else (mark,), notes=tuple(notes)
     )
 
 
-PACE_NOTE = (
-    "at its pace: the error of what is predicted with the cores as fast as a probe beside the run found them "
-    "(times as long as while calibrating)"
-)
+ALIKE = 0.05
+"""Shares of sources that differ by less are not told apart."""
+
+
+def _sources_notes(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where costs come from: once if the plans are alike in that, else plan by plan."""
+    found = {str(result["strategy"]): result["cost_sources"] for result in results if result.get("cost_sources")}
+    if not found:
+        return []
+    title = "sources of the costs, by share of the task seconds"
+    first = next(iter(found.values()))
+    names = {name for shares in found.values() for name in shares}
+    if all(abs(shares.get(name, 0.0) - first.get(name, 0.0)) < ALIKE for shares in found.values() for name in names):
+        return [f"{title}: {sources_text(first)}"]
+    return [f"{title}: " + "; ".join(f"{strategy} {sources_text(shares)}" for strategy, shares in found.items())]
+
+
+PACE_NOTE = "at measured speed: error after correcting for the machine's measured speed (x: slower than while calibrating)"
 
 
 def validation_table(
@@ -119,7 +126,7 @@ def validation_table(
         Column(name="90% interval", numeric=True),
         Column(name="measured", numeric=True),
         Column(name="error", numeric=True),
-        *([Column(name="at its pace", numeric=True)] if paced else []),
+        *([Column(name="at measured speed", numeric=True)] if paced else []),
         Column(name="A/A floor", numeric=True),
         Column(name="within"),
         Column(name="steps", numeric=True),
@@ -161,9 +168,9 @@ def _at_pace(comparison: Mapping[str, Any]) -> str:
 
 
 def correction_notes(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How the intervals of results or comparisons were corrected, and problems of their profiles, without duplicates."""
+    """How validations corrected the intervals of results or comparisons, and problems of their profiles, without duplicates."""
     found = [entry for result in results if (entry := result.get("interval_correction"))]
-    texts = [f"90% interval: {entry['text']}" for entry in found]
+    texts = [f"90% interval: {entry['text']}" for entry in found if entry["records"]]  # without any there is nothing to say
     warnings = [f"warning: {text}" for entry in found for text in entry["warnings"]]
     return list(dict.fromkeys([*texts, *warnings]))
 
@@ -425,9 +432,10 @@ def to_rich(table: ReportTable, width: int | None = None) -> Table:
 
     table = _folded(table, shutil.get_terminal_size().columns if width is None else width)
     notes = "\n".join(table.notes) or None
-    drawn = Table(title=table.title, title_justify="left", caption=notes, caption_justify="left", box=SIMPLE_HEAD)
+    caption = None if notes is None else Text(notes)  # as it is: a name of the user's may look like markup
+    drawn = Table(title=Text(table.title), title_justify="left", caption=caption, caption_justify="left", box=SIMPLE_HEAD)
     for column in table.columns:
-        drawn.add_column(column.name, justify="right" if column.numeric else "left", no_wrap=column.numeric)
+        drawn.add_column(Text(column.name), justify="right" if column.numeric else "left", no_wrap=column.numeric)
     for number, row in enumerate(table.rows):
         drawn.add_row(*(Text(cell) for cell in row), style="bold" if number in table.emphasised else None)
     return drawn

@@ -178,11 +178,12 @@ def custom_plan(
     chunks: int = 1,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     recompute: Recompute = NONE,
+    context_exchange: str = "ring",
 ) -> Plan:
     """The plan on `mesh` with these placements; its stages are cut so that the slowest is as fast as can be.
 
     Args:
-        placements: by component; None: all batch-sharded.
+        placements: by component; None: all batch-sharded. context_exchange: as in Plan.
 
     Raises:
         PlanError: the placements, the batch and the mesh do not go together. ScheduleError: more stages than components.
@@ -194,6 +195,7 @@ def custom_plan(
             f"global_batch ({problem.global_batch}) must be divisible by dp ({mesh.dp}) * microbatches ({microbatches}) = "
             f"{parts}; the nearest that is: {max(1, round(problem.global_batch / parts)) * parts}"
         )
+    problem = problem.on(mesh)
     plan = balanced_plan(
         problem,
         "custom",
@@ -204,6 +206,6 @@ def custom_plan(
         bucket_bytes=bucket_bytes,
         placements=placements,
     )
-    plan = replace(plan, recompute=recompute)
+    plan = replace(plan, recompute=recompute, context_exchange=context_exchange)
     check_plan(plan, problem.model)
     return plan

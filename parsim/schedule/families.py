@@ -128,7 +128,7 @@ def dp_meshes(problem: PlanningProblem) -> list[Mesh]:
     Raises:
         ScheduleError: another mesh is asked for.
     """
-    return _kept(problem, "dp", [mesh for mesh in meshes(problem) if mesh.dp == mesh.size > 1])
+    return _kept(problem, "dp", [mesh for mesh in meshes(problem) if mesh.copies == mesh.size > 1])
 
 
 def mp_meshes(problem: PlanningProblem) -> list[Mesh]:

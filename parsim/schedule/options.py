@@ -99,7 +99,7 @@ class Prices:
     def compute_s(self, component: Component, placement: Placement, phase: Phase, *, fastest: bool = False) -> float:
         """One microbatch on the slowest device that has the component, or on the fastest."""
         ranks = (
-            [self.mesh.rank(stage=0, replica=replica, shard=placement.shard) for replica in range(self.mesh.dp)]
+            [self.mesh.rank(stage=0, replica=replica, shard=placement.shard) for replica in range(self.mesh.copies)]
             if placement.kind == "place"
             else list(self._device_types.values())
         )
@@ -194,7 +194,7 @@ class Prices:
         total = 0.0
         for shards, size_bytes in sizes.items():
             group = tuple(
-                self.mesh.rank(stage=0, replica=replica, shard=shard) for replica in range(self.mesh.dp) for shard in shards[0]
+                self.mesh.rank(stage=0, replica=copy, shard=shard) for copy in range(self.mesh.copies) for shard in shards[0]
             )
             if len(group) > 1 and size_bytes:
                 whole = max(size_bytes, self.bucket_bytes)
@@ -231,7 +231,7 @@ class Prices:
         elements = sum(parameter.elements for parameter in own.trainable_parameters)
         weights = sum(parameter.size_bytes for parameter in own.trainable_parameters)
         state = float(self.problem.optimizer_state_bytes_per_element * elements)
-        alike_ranks = self.mesh.dp * {"batch": tp, "shard": tp // placement.ways}.get(placement.kind, 1)
+        alike_ranks = self.mesh.copies * {"batch": tp, "shard": tp // placement.ways}.get(placement.kind, 1)
         by_stage = enumerate((state, weights, weights), start=1)  # what ZeRO divides: optimizer state, gradients, parameters
         held = sum(size / alike_ranks if stage <= self.zero_stage else size for stage, size in by_stage)
         samples = self.samples * placement.batch_ways(tp) // tp

@@ -8,6 +8,7 @@ from typing import Any
 
 from parsim.errors import ScheduleError, near_matches
 from parsim.plans.constraints import PlanConstraints
+from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, NONE, Recompute
 from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, with_interval
@@ -80,6 +81,8 @@ def search(
     Raises:
         ScheduleError: an unknown strategy, or no family has any member. CostError: nothing can be priced.
     """
+    asked = problem.constraints
+    problem = problem.on(Mesh(dp=asked.ep or 1, cp=asked.cp or 1, ep=asked.ep or 1))
     mixes = "adaptive" in strategies
     wanted = (*FAMILIES, "adaptive") if mixes else tuple(dict.fromkeys(strategies))
     for name in wanted:

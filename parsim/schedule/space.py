@@ -37,9 +37,9 @@ def meshes(problem: PlanningProblem) -> Iterator[Mesh]:
     for devices in range(problem.cluster.size, 0, -1):
         for pp in (asked.pp,) if asked.pp else range(1, min(devices, len(problem.model.components)) + 1):
             for tp in (asked.tp,) if asked.tp else range(1, devices // pp + 1):
-                dp, rest = divmod(devices, pp * tp)
-                if not rest and dp and asked.dp in (None, dp):
-                    yield Mesh(pp=pp, dp=dp, tp=tp)
+                dp, rest = divmod(devices, pp * tp * (asked.cp or 1))
+                if not rest and dp and asked.dp in (None, dp) and dp * (asked.cp or 1) % (asked.ep or 1) == 0:
+                    yield Mesh(pp=pp, dp=dp, tp=tp, cp=asked.cp or 1, ep=asked.ep or 1)
 
 
 def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
@@ -118,5 +118,5 @@ def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
     """Every stage that is asked for; 0 alone where no two ranks hold the same parameters."""
     if isinstance(problem.zero_stage, int):
         return (problem.zero_stage,)
-    shared = layout.plan.mesh.dp > 1 or any(len(bucket.group) > 1 for bucket in layout.buckets)
+    shared = layout.plan.mesh.copies > 1 or any(len(bucket.group) > 1 for bucket in layout.buckets)
     return ZERO_STAGES if shared else (0,)

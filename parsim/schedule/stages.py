@@ -247,7 +247,7 @@ class _StageCosts:
         found = []
         for size_bytes in crossing_bytes(self.problem, self.samples):
             if size_bytes not in known:
-                work = SendRecv(source=0, destination=self.mesh.dp * self.mesh.tp, size_bytes=size_bytes)
+                work = SendRecv(source=0, destination=self.mesh.copies * self.mesh.tp, size_bytes=size_bytes)
                 beside = concurrent_with(self.mesh, work) if self._costs.shares_links else ()
                 known[size_bytes] = self._costs.estimate(work, 0, beside).median_s
             found.append(known[size_bytes])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +12,16 @@ from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelErr
 from parsim.execute.cuda.faults import check_devices
 from parsim.execute.job import EXECUTION, Job, RunSpec
 from parsim.execute.processes.environment import describe_environment
-from parsim.execute.processes.launch import launch
+from parsim.execute.processes.launch import HANG_S, launch
 from parsim.execute.processes.progress import relayed
 from parsim.execute.processes.same_machine import differences_from_here
+from parsim.files import read_json
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import Profile
 from parsim.hardware.speed_factor import SpeedFactor, speed_beside
 from parsim.model.model import COUPLED, Model
+from parsim.model.named.names import is_transformer
 from parsim.model.number_formats import check_executable
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import Evaluation, evaluate, sampled_durations_s
@@ -30,6 +32,7 @@ from parsim.report.tables import format_error
 from parsim.units import format_bytes, format_seconds
 from parsim.workflow.calibration import visible_gpus
 from parsim.workflow.config import RunConfig
+from parsim.workflow.folders.resuming import what_is_left
 from parsim.workflow.folders.run_folder import RunFolder, write_json
 from parsim.workflow.load import cluster_of, fixed_plan, is_saved_model, problem_of, search_plans
 from parsim.workflow.progress import Say
@@ -100,6 +103,11 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
         raise ModelError(
             f"{asked.config.model.name} was given as {what}: it can be planned and simulated, but every process of a run must "
             'build its own; put the code that makes it into a function and give "package.module:function" as the model'
+        )
+    if is_transformer(asked.config.model.name):
+        raise ModelError(
+            f"{asked.config.model.name} is planned and simulated from its sizes, and parsim holds no module of it to train; "
+            "give the path of its Hugging Face config.json"
         )
     if is_saved_model(Path(asked.config.model.name)):
         raise ModelError(
@@ -185,13 +193,18 @@ def warn_of_profile(asked: Prediction) -> list[str]:
     return list(warnings)
 
 
-def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None = None) -> None:
+def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None = None, *, hang_s: float = HANG_S) -> list[str]:
     """Save the job beside its run and launch it; environment.json says in which numbers it computed.
 
     Args:
         asked: whose search may know a plan that needs less memory, if there is too little.
+        hang_s: a rank that is stopped, or does nothing, for longer ends the run.
 
-    Raises ExecutionError; nothing is left running.
+    Returns:
+        What the ranks warned of, each warning once; they are printed on stderr, too.
+
+    Raises ExecutionError, with the last checkpoint and how to go on; nothing is left running. The same is printed where the
+    user or the system ends the run.
     """
     if job.device == "cuda":
         check_devices(job.world_size, visible_gpus())
@@ -199,14 +212,28 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None =
     job.save(folder.job)
     environment = describe_environment()
     write_json(folder.environment, environment)
+    warnings: list[str] = []
 
+    def warn(text: str) -> None:
+        warnings.append(text)
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    trains = job.mode == "train"
     try:
-        launch(folder.job, job.world_size, on_line=relayed(say))
-    except OutOfMemoryError as error:
-        hint = "" if asked is None else nearest_that_fits(asked)
-        raise OutOfMemoryError(f"{error} {hint}".rstrip()) from error
-    execution = json.loads((Path(job.output) / EXECUTION).read_text())
+        launch(folder.job, job.world_size, on_line=relayed(say, warn), hang_s=hang_s)
+    except ExecutionError as error:
+        hints = [nearest_that_fits(asked)] if isinstance(error, OutOfMemoryError) and asked is not None else []
+        hints += [what_is_left(folder, job.steps)] if trains else []
+        raise type(error)(" ".join([f"{str(error).rstrip('.')}.", *filter(None, hints)])) from error
+    except (KeyboardInterrupt, SystemExit) as ending:
+        if trains:
+            number = signal.SIGINT if isinstance(ending, KeyboardInterrupt) else int(ending.code or 0) - 128
+            name = signal.Signals(number).name if number in set(signal.Signals) else "an exit"
+            print(f"parsim: ended by {name}. {what_is_left(folder, job.steps)}", file=sys.stderr, flush=True)
+        raise
+    execution = read_json(Path(job.output) / EXECUTION)
     write_json(folder.environment, {**environment, "execution": execution})
+    return warnings
 
 
 def levels_of(asked: Prediction, seen: Measurement) -> list[dict[str, Any]]:

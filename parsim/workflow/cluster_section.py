@@ -16,6 +16,10 @@ class ConfigSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+MOST_NODES = 2**16
+"""Of a cluster: four times the largest that is known to train one model; a million nodes are a slip of the pen."""
+
+
 class ClusterSection(ConfigSection):
     """[cluster]: the devices that train."""
 
@@ -33,10 +37,18 @@ class ClusterSection(ConfigSection):
     """Path of the profile's validations; left out: beside a profile that is a file, none for a shipped one."""
     devices: Count | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None = None
     """The first N devices of every node, or a list of device numbers, which count through the nodes; left out: all."""
-    nodes: Annotated[int, Field(strict=True, ge=1)] = 1
+    nodes: Annotated[int, Field(strict=True, ge=1, le=MOST_NODES)] = 1
     """So many machines of the profile, joined by `network`."""
     network: Annotated[str, Field(strict=True, min_length=1)] | None = None
     """A shipped network by name, or the path of one; needed for nodes > 1, and without meaning for one node."""
+    usd_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Price of one device; left out: the dated price of the part that it is."""
+    device_mtbf_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Mean hours between failures that stop the job, per device; left out: a published figure for H100."""
+    checkpoint_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    """The training stands so long while a checkpoint is written."""
+    restart_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 600.0
+    """From a failure until the last checkpoint is back."""
 
     @property
     def machine(self) -> str:
@@ -48,6 +60,10 @@ class ClusterSection(ConfigSection):
 
         gpu = str(self.gpu)
         return Machines(gpu, self.gpus_per_node or load_gpu(gpu).gpus_per_node, self.nodes, self.link).node
+
+
+OPERATION = frozenset({"usd_per_hour", "device_mtbf_hours", "checkpoint_s", "restart_s"})
+"""Keys that change no plan, and may stand beside a cluster that was given as a value."""
 
 
 def check_machine(cluster: ClusterSection) -> None:

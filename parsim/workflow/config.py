@@ -11,11 +11,10 @@ folder works from anywhere.
 from __future__ import annotations
 
 import math
-import re
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -26,11 +25,11 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 from parsim.data import DATASETS
 from parsim.errors import ConfigError, ModelError, ParsimError, PlanError, near_matches
-from parsim.files import NO_CONTROL, control_character_in, parse_toml
+from parsim.files import NO_CONTROL, control_character_in, parse_toml, read_text
 from parsim.hardware.record import Count
 from parsim.model.inputs import ModelInput, inputs_from, ordered
 from parsim.model.losses import LOSSES
@@ -38,6 +37,7 @@ from parsim.model.number_formats import FORMATS, check_planned
 from parsim.model.objective.objective import TARGET
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.spec import ModelSpec
+from parsim.model.transformer.shape import nearest_divisors
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
@@ -46,7 +46,8 @@ from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.recompute import AUTO, FULL, NONE
 from parsim.registry import RowOf, is_reference
 from parsim.workflow.cluster_section import ClusterSection, ConfigSection, check_machine
-from parsim.workflow.references import put_on_path
+from parsim.workflow.config_messages import EXAMPLES, explained, key_parts
+from parsim.workflow.references import check_trusted, put_on_path
 from parsim.workflow.toml_text import is_path, make_paths_absolute, merge, parse_overrides, table_text
 
 MOST_SAMPLES = 10**9
@@ -131,6 +132,8 @@ class TrainingSection(ConfigSection):
     epochs: Count = 1
     steps: Count | None = None
     """Steps to train; left out: as many as `epochs` takes."""
+    tokens: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Tokens to train on, for days and price of a language model; no key of a real run."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     dtype: Dtype = "float32"
     """Of the weights of a real run."""
@@ -149,11 +152,16 @@ class TrainingSection(ConfigSection):
 
 
 class MeshTable(ConfigSection):
-    """plan.mesh: pp stages of dp replicas of tp shards; an axis that is left out is free, or 1 with strategy = "custom"."""
+    """plan.mesh: pp stages of dp replicas of tp shards; an axis that is left out is free, or 1 with strategy = "custom".
+
+    cp ranks share each replica by the sequence, ep of the dp * cp ranks share the experts; left out, both are 1.
+    """
 
     pp: Count | None = None
     dp: Count | None = None
     tp: Count | None = None
+    cp: Count | None = None
+    ep: Count | None = None
 
 
 class PlanSection(ConfigSection):
@@ -182,6 +190,10 @@ class PlanSection(ConfigSection):
     recompute: Name | tuple[Name, ...] = AUTO
     """Components whose forward runs again before their backward: "auto" (as few as make a searched plan fit, none in a plan by
     hand), "none", "full" or a list of their names, which may be patterns ("layers.*.attention")."""
+    context_exchange: Literal["ring", "all_gather"] | None = None
+    """Of a plan by hand with mesh.cp above 1: how keys and values of the other pieces of the sequence arrive."""
+    capacity_factor: Annotated[float, Field(strict=True, ge=1.0, le=100.0)] | None = None
+    """Visits that an expert has room for (and computes, padded) over their mean; left out: as many as come."""
 
     @property
     def plan_path(self) -> Path | None:
@@ -239,10 +251,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: no such file, not TOML, or a wrong key; with its path, its value and the fix.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError as error:
         raise ConfigError(f"no run file {path}; write one with the tables [model], [cluster] and [training]") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read run file {path}: {error}; it must be a text file in UTF-8") from error
     return parse_config(text, overrides, where=str(path), folder=path.resolve().parent)
 
@@ -254,6 +266,8 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not TOML: {error}; mend that line") from error
     make_paths_absolute(document, folder or Path.cwd())
+    if folder is not None:
+        check_trusted(document, folder, where)
     changes = parse_overrides(overrides)
     make_paths_absolute(changes, Path.cwd())
     strategy = changes["plan"].get("strategy") if isinstance(changes.get("plan"), dict) else None
@@ -269,7 +283,9 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "RUN.
         config = RunConfig.model_validate(document)
     except ValidationError as error:
         # A union reports every member that did not match: one message per key is enough.
-        problems = {tuple(_key_parts(problem)): _explain(problem) for problem in reversed(error.errors(include_url=False))}
+        problems = {
+            tuple(key_parts(problem)): explained(problem, RunConfig) for problem in reversed(error.errors(include_url=False))
+        }
         raise ConfigError(f"{where}: " + "\n  ".join(reversed(problems.values()))) from error
     try:
         _check_plan_section(config)
@@ -344,7 +360,7 @@ def _check_plan_section(config: RunConfig) -> None:
     if cluster.nodes > 1 and cluster.network is None:
         raise ConfigError(
             f"cluster.nodes = {cluster.nodes} needs cluster.network, which joins the nodes; for example "
-            f"{_EXAMPLES['cluster.network']}"
+            f"{EXAMPLES['cluster.network']}"
         )
     if isinstance(cluster.devices, tuple) and (not cluster.devices or len(set(cluster.devices)) != len(cluster.devices)):
         raise ConfigError(f"cluster.devices = {list(cluster.devices)}: list every device once, and at least one")
@@ -358,6 +374,11 @@ def _check_plan_section(config: RunConfig) -> None:
         raise ConfigError(
             f"plan.placements fixes all placements by hand, but with plan.strategy = {plan.strategy!r} they are searched for; "
             'set strategy = "custom", or name those that must stay in plan.pin (strategy = "adaptive")'
+        )
+    if plan.context_exchange is not None and (plan.strategy != "custom" or plan.mesh is None or (plan.mesh.cp or 1) == 1):
+        raise ConfigError(
+            f'plan.context_exchange = "{plan.context_exchange}" belongs to strategy = "custom" with cp > 1; '
+            "drop it: a searched plan exchanges in a ring"
         )
     if plan.strategy == "custom" and plan.mesh is None:
         raise ConfigError('plan.strategy = "custom" needs plan.mesh, for example mesh = { pp = 2, dp = 2, tp = 1 }')
@@ -435,22 +456,22 @@ def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
     Raises:
         PlanError: there is none.
     """
-    given = {name: size for name in ("pp", "dp", "tp") if (size := getattr(table, name)) is not None}
-    if by_hand or len(given) == 3 or table == MeshTable(pp=1, dp=1, tp=1):
+    given = {name: size for name in ("pp", "dp", "tp", "cp") if (size := getattr(table, name)) is not None}
+    if by_hand or not {"pp", "dp", "tp"} - given.keys() or table == MeshTable(pp=1, dp=1, tp=1):
         check_mesh(mesh_of(table), devices)
         return
     product = math.prod(given.values())
     if devices % product:
         what = " * ".join(f"{name} ({size})" for name, size in given.items())
         raise PlanError(
-            f"mesh {what} = {product} must divide the devices ({devices}); change the axes or ask for devices = "
-            f"{-(-devices // product) * product}"
+            f"mesh {what} = {product} must divide the devices ({devices}); the nearest that do: "
+            f"{nearest_divisors(devices, product)}; or ask for devices = {-(-devices // product) * product}"
         )
 
 
 def mesh_of(table: MeshTable) -> Mesh:
     """The Mesh a [plan] table asks for; axes that are left out are 1."""
-    return Mesh(pp=table.pp or 1, dp=table.dp or 1, tp=table.tp or 1)
+    return Mesh(pp=table.pp or 1, dp=table.dp or 1, tp=table.tp or 1, cp=table.cp or 1, ep=table.ep or 1)
 
 
 def constraints_of(plan: PlanSection) -> PlanConstraints:
@@ -460,135 +481,10 @@ def constraints_of(plan: PlanSection) -> PlanConstraints:
         pp=table.pp,
         dp=table.dp,
         tp=table.tp,
+        cp=table.cp,
+        ep=table.ep,
         microbatches=plan.microbatches,
         bucket_bytes=plan.bucket_bytes,
         pipeline_order=plan.pipeline_order,
         chunks=plan.chunks,
     )
-
-
-_RULES = {
-    "int_type": "must be a whole number",
-    "float_type": "must be a number",
-    "string_type": "must be text in quotes",
-    "bool_type": "must be true or false",
-    "model_type": "must be a table",
-    "model_attributes_type": "must be a table",
-    "dict_type": "must be a table",
-    "tuple_type": "must be a list",
-    "finite_number": "must be finite",
-    "string_too_short": "must not be empty",
-}
-
-
-def _explain(problem: ErrorDetails) -> str:
-    """One wrong key: its path, its value, the rule and the fix."""
-    location = _key_parts(problem)
-    path = ".".join(location)
-    table_key = ".".join(location[:2])
-    kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
-    if kind == "described":
-        return f"{path}: {context['rule']}"
-    if kind == "extra_forbidden":
-        known = _section_at(location[:-1]).model_fields
-        return f"unknown key {path} (= {_short(value)}){near_matches(location[-1], known)}"
-    if kind == "missing":
-        example = _EXAMPLES.get(path, "")
-        place = f"under [{'.'.join(location[:-1])}]" if len(location) > 1 else "to the file"
-        return f"{path} is missing; add {example or path} {place}"
-    if kind == "literal_error" and table_key not in _UNION_RULES:
-        allowed = _choices(location)
-        near = near_matches(value, allowed) if isinstance(value, str) else ""
-        listing = "" if near.startswith("; known") else f" (known: {', '.join(allowed)})"
-        return f"{path} = {_short(value)} is unknown{near}{listing}"
-    if kind == "unknown_row":
-        rule = str(context["rule"])
-        return f"{path} = {_short(value)}{' ' if rule.startswith('is unknown') else ': '}{rule}"
-    if table_key in _UNION_RULES:
-        rule = _UNION_RULES[table_key]
-    elif kind in _BOUNDS:
-        sign, bound = _BOUNDS[kind]
-        rule = f"must be {sign} {context[bound]}"
-    else:
-        rule = _RULES.get(kind, problem["msg"])
-    example = _EXAMPLES.get(table_key, "")
-    return f"{path} = {_short(value)}: {rule}" + (f"; for example {example}" if example else "")
-
-
-_BOUNDS = {
-    "greater_than_equal": (">=", "ge"),
-    "greater_than": (">", "gt"),
-    "less_than_equal": ("<=", "le"),
-    "less_than": ("<", "lt"),
-}
-
-_UNION_RULES = {
-    "cluster.devices": "must be a number of devices >= 1 or a list of device numbers",
-    "plan.zero_stage": 'must be 0, 1, 2, 3 or "auto"',
-    "model.args": "must hold text, finite numbers, true or false",
-}
-
-_EXAMPLES = {
-    "model": "the table [model] with name",
-    "cluster": "the table [cluster] with profile or gpu",
-    "training": "the table [training] with global_batch",
-    "model.name": 'name = "resnet50"',
-    "model.args": "args = { num_classes = 100 }",
-    "model.input_shape": "input_shape = [3, 224, 224]",
-    "model.inputs": 'inputs = { x = { shape = [3, 32, 32] }, t = { shape = [], dtype = "int64", high = 1000 } }',
-    "model.output": 'output = "logits"',
-    "model.classes_dim": "classes_dim = 0",
-    "model.target": 'target = { shape = [32, 32], dtype = "int64", high = 5 }',
-    "cluster.profile": 'profile = "dgx1-v100-32gb"',
-    "cluster.gpu": 'gpu = "h100-sxm"',
-    "cluster.gpus_per_node": "gpus_per_node = 8",
-    "cluster.link": 'link = "nvswitch-4"',
-    "cluster.cards_per_node": "cards_per_node = 8",
-    "cluster.devices": "devices = 8 or devices = [0, 1, 2, 3]",
-    "cluster.nodes": "nodes = 2",
-    "cluster.network": 'network = "infiniband-100g"',
-    "training.global_batch": "global_batch = 256",
-    "training.learning_rate": "learning_rate = 0.05",
-    "training.epochs": "epochs = 10",
-    "training.steps": "steps = 100",
-    "training.master_weights": "master_weights = true",
-    "training.seed": "seed = 0",
-    "plan.strategy": 'strategy = "adaptive"',
-    "plan.mesh": "mesh = { pp = 2, dp = 2, tp = 1 }",
-    "plan.microbatches": "microbatches = 8",
-    "plan.pipeline_order": 'pipeline_order = "1f1b"',
-    "plan.chunks": "chunks = 2",
-    "plan.bucket_bytes": "bucket_bytes = 26214400",
-    "plan.zero_stage": 'zero_stage = "auto" or zero_stage = 1',
-    "plan.placements": 'placements = { "layers.*" = "shard:heads+row/2", "*" = "batch" }',
-    "plan.pin": 'pin = { "head" = "place:0" }',
-    "plan.forbid": 'forbid = { "layers.*" = ["replicate", "shard"] }',
-}
-
-
-def _key_parts(problem: ErrorDetails) -> list[str]:
-    """`[cluster, devices, 1]`, without the names of union members that pydantic puts between."""
-    tag = re.compile(r"(constrained-)?(int|float|str|bool)|(tuple|literal)\[.*")
-    return [str(part) for part in problem["loc"] if not (isinstance(part, str) and tag.fullmatch(part))]
-
-
-def _section_at(location: Sequence[str]) -> type[ConfigSection]:
-    """The table a path leads to."""
-    tables: dict[str, type[ConfigSection]] = {
-        "model": ModelSection,
-        "cluster": ClusterSection,
-        "training": TrainingSection,
-        "plan": PlanSection,
-        "mesh": MeshTable,
-    }
-    return tables[location[-1]] if location else RunConfig
-
-
-def _choices(location: Sequence[str]) -> tuple[str, ...]:
-    annotation = _section_at(location[:-1]).model_fields[location[-1]].annotation
-    return get_args(annotation)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

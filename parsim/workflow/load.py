@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parsim.errors import ConfigError, PlanError
-from parsim.files import parse_json
+from parsim.files import parse_json, read_text
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
 from parsim.plans.recompute import AUTO, NONE
 from parsim.workflow.config import RunConfig, check_axes, constraints_of, mesh_of
@@ -49,6 +49,7 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         recompute=recompute_by_pattern(config.plan.recompute, model),
         constraints=constraints_of(config.plan),
         pins=pins,
+        capacity_factor=config.plan.capacity_factor or 0.0,
         forbids=forbids_by_pattern(config.plan.forbid, model, pins),
     )
 
@@ -100,7 +101,7 @@ def model_of(config: RunConfig) -> Model:
 def is_saved_model(path: Path) -> bool:
     """True for a file of Model.save, false for a Hugging Face config."""
     try:
-        document = parse_json(path.read_text(encoding="utf-8"))
+        document = parse_json(read_text(path))
     except (OSError, ValueError):  # whoever reads it next says what is wrong with it
         return False
     return isinstance(document, dict) and "components" in document
@@ -140,6 +141,7 @@ def fixed_plan(problem: PlanningProblem, config: RunConfig) -> Plan | None:
         chunks=table.chunks or PIPELINE_ORDERS[order].fewest_chunks,
         bucket_bytes=table.bucket_bytes or DEFAULT_BUCKET_BYTES,
         recompute=NONE if problem.recompute == AUTO else problem.recompute,
+        context_exchange=table.context_exchange or "ring",
     )
 
 

@@ -24,9 +24,10 @@ def progress(title: str) -> Iterator[Say]:
     started = time.monotonic()
     if sys.stderr.isatty():
         from rich.console import Console
+        from rich.text import Text
 
-        with Console(stderr=True, highlight=False).status(f"{title} ...") as status:
-            yield lambda text: status.update(f"{title}: {text}")
+        with Console(stderr=True, highlight=False).status(Text(f"{title} ...")) as status:
+            yield lambda text: status.update(Text(f"{title}: {text}"))
         ending = f"{title}: {format_seconds(time.monotonic() - started)}"
         print(ending, file=sys.stderr)
         return

@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from parsim.errors import ConfigError, ModelError
 from parsim.model.model import COUPLED, Model
+from parsim.model.named.names import is_transformer
+from parsim.model.spec import is_known
 from parsim.model.zoo import ZOO
+from parsim.workflow.cluster_section import OPERATION
 from parsim.workflow.config import RunConfig, load_config, parse_config
-from parsim.workflow.import_folder import importable
+from parsim.workflow.folders.import_folder import importable
+from parsim.workflow.frameworks.files import is_framework_file, read_recipe
+from parsim.workflow.frameworks.recipe import Recipe
+from parsim.workflow.large.usual import with_usual
 from parsim.workflow.toml_text import table_text, value_text
 
 if TYPE_CHECKING:
@@ -53,6 +59,7 @@ class Question:
         assumed: (key, value) of the defaults that were taken, of those keys that a prediction depends on.
         name: for a folder: the stem of the run file, or the model's name.
         model, cluster: where they were given as values. given: what the model was given as.
+        recipe: what was made of a framework's file; None without one.
     """
 
     config: RunConfig
@@ -61,6 +68,7 @@ class Question:
     model: Model | None = None
     cluster: Cluster | None = None
     given: Given = "name"
+    recipe: Recipe | None = None
 
     def on_devices(self, count: int) -> Question:
         """The same with the number of devices filled in, if the question left it open; it is known once the cluster is
@@ -116,7 +124,7 @@ def _told(key: str, value: Any, texts: Mapping[str, str]) -> str:
 
 def question_from_file(path: Path, overrides: Sequence[str] = ()) -> Question:
     """Read a run file; `overrides` as `--set` takes them. Raises ConfigError."""
-    config = importable(load_config(path, overrides), path.resolve().parent)
+    config = with_usual(importable(load_config(path, overrides), path.resolve().parent))
     return Question(config=config, assumed=taken_defaults(config), name=path.stem)
 
 
@@ -143,6 +151,8 @@ def question_of(
         ConfigError: cluster or batch is missing, or stands beside a run file; a wrong key or value.
         ModelError: an unknown model.
     """
+    if isinstance(model, str | Path) and not is_known(str(model)) and is_framework_file(Path(model)):
+        return _question_of_recipe(Path(model), cluster, global_batch, settings, overrides)
     changes = [*(f"{key}={value_text(value)}" for key, value in (settings or {}).items() if value is not None), *overrides]
     if isinstance(model, str | Path) and is_run_file(model):
         _check_alone(Path(model), cluster, global_batch)
@@ -169,8 +179,9 @@ def question_of(
     }
     text = "\n".join(table_text(key, section) for key, section in document.items())
     config = importable(parse_config(text, changes, where=f"{name} on {profile}"), Path.cwd())
+    config = with_usual(config, held) if given == "name" else config
     if held is not None:
-        _check_untouched("cluster", config.cluster.model_fields_set - {"profile"}, "was given as a Cluster")
+        _check_untouched("cluster", config.cluster.model_fields_set - {"profile"} - OPERATION, "was given as a Cluster")
     if given == "module":
         _check_untouched("model", config.model.model_fields_set - MODULE_KEYS, "was given as a module")
         value = traced_model(model, example_inputs, config)
@@ -187,6 +198,40 @@ def question_of(
     )
 
 
+def _question_of_recipe(
+    path: Path,
+    cluster: str | Path | Cluster | None,
+    global_batch: int | None,
+    settings: Mapping[str, object] | None,
+    overrides: Sequence[str],
+) -> Question:
+    """The question that a file of Megatron-LM, NeMo or torchtitan asks; what is given beside it counts more."""
+    recipe = read_recipe(path)
+    if cluster is None:
+        starts = f"starts {recipe.processes} processes and " if recipe.processes else ""
+        count = recipe.processes or 64
+        raise ConfigError(f"{path} {starts}does not say on which GPUs; add --gpus {count}xh100-sxm (cluster=)")
+    if global_batch is not None:
+        recipe.training["global_batch"] = global_batch
+    given = recipe.settings(_devices(cluster, settings, overrides)) | dict(settings or {})
+    batch = given.pop("training.global_batch")
+    found = question_of(recipe.model, cluster=cluster, global_batch=int(str(batch)), settings=given, overrides=overrides)
+    return replace(found, recipe=recipe, name=re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem))
+
+
+def _devices(cluster: str | Path | Cluster, settings: Mapping[str, object] | None, overrides: Sequence[str]) -> int:
+    """Of a cluster, with the keys that change it. Raises ConfigError, ProfileError."""
+    from parsim.workflow.load import cluster_of
+
+    if not isinstance(cluster, str | Path):
+        return cluster.size
+    keys = [f"{key}={value_text(value)}" for key, value in (settings or {}).items() if key.startswith("cluster.")]
+    keys += [text for text in overrides if text.startswith("cluster.")]
+    document = {"model": {"name": "mlp"}, "cluster": _cluster_table(str(cluster)), "training": {"global_batch": 1}}
+    text = "\n".join(table_text(key, section) for key, section in document.items())
+    return cluster_of(parse_config(text, keys, where=str(cluster))).size
+
+
 def _cluster_table(text: str) -> dict[str, Any]:
     """The table [cluster] of a profile, or of GPUs such as "1024xh100-sxm"."""
     from parsim.hardware.parts.shorthand import is_shorthand, machines_of
@@ -201,7 +246,7 @@ def _cluster_table(text: str) -> dict[str, Any]:
 def is_run_file(name: str | Path) -> bool:
     """Whether a first argument means a run file and not a model: it ends in .toml, or is there and no JSON."""
     path = Path(name)
-    if str(name) in ZOO or ":" in str(name):
+    if is_known(str(name)) or ":" in str(name):
         return False
     return path.suffix == FILE_SUFFIX or path.is_dir() or (path.is_file() and path.suffix != ".json")
 
@@ -252,13 +297,13 @@ def taken_defaults(
             continue
         if key not in section.model_fields_set:
             found.append((f"{table}.{key}", getattr(section, key)))
-    if model is None and config.model.name in ZOO:
+    if model is None and (config.model.name in ZOO or is_transformer(config.model.name)):
         from parsim.model.spec import resolve
 
         whole = resolve(config.model_spec)
         given = dict(config.model.args)
         found += [(f"model.args.{key}", value) for key, value in whole.args if key not in given]
-        if config.model.input_shape is None:
+        if config.model.input_shape is None and config.model.name in ZOO:
             found.append(("model.input_shape", whole.input_shape))
     return tuple(found)
 
@@ -285,7 +330,7 @@ def _check_known(name: str) -> None:
     """A name without a colon or a .json at its end is one of the zoo."""
     from parsim.model.spec import is_config, zoo_row
 
-    if ":" not in name and not is_config(name):
+    if ":" not in name and not is_config(name) and not is_known(name):
         try:
             zoo_row(name)
         except ModelError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,37 @@ def put_on_path(document: Mapping[str, Any], folder: Path) -> None:
             if str(chosen) not in sys.path:
                 sys.path.insert(0, str(chosen))
                 importlib.invalidate_caches()
+
+
+ALLOW_VARIABLE = "PARSIM_ALLOW_CODE"
+"""Set to 1: run files may name code outside their own folders. What --allow-code sets for one command."""
+
+
+def check_trusted(document: Mapping[str, Any], folder: Path, where: str) -> None:
+    """A run file is code as soon as it names some. Its own folder is trusted with it, everything else only if the user says so.
+
+    Args:
+        document: of the file, without what the user has overridden. folder: of the file.
+
+    Raises:
+        ConfigError: a name "package.module:ROW" of a module outside the folder, unless code is allowed.
+    """
+    model = document.get("model")
+    given = model.get("import_folder") if isinstance(model, dict) else None
+    chosen = Path(given) if isinstance(given, str) else folder
+    inside = chosen.resolve().is_relative_to(folder.resolve())
+    for key, name in references(document).items():
+        if (inside and holds(chosen, name)) or os.environ.get(ALLOW_VARIABLE) == "1":
+            continue
+        raise ConfigError(
+            f"{where}: {key} = {name!r} runs code that does not lie in the file's folder ({folder}); if you trust the file and "
+            f"that code, give --allow-code (from Python: set {ALLOW_VARIABLE}=1 in the environment)"
+        )
+
+
+def allow_code() -> None:
+    """Let every run file that this process and its children read name code anywhere."""
+    os.environ[ALLOW_VARIABLE] = "1"
 
 
 def holds(folder: Path, name: str) -> bool:

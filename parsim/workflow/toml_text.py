@@ -13,6 +13,7 @@ from typing import Any
 
 from parsim.errors import ConfigError
 from parsim.files import parse_toml
+from parsim.model.spec import is_known
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def is_path(name: str) -> bool:
     Args:
         name: of a run file.
     """
-    return name.endswith((".json", ".toml")) or os.sep in name
+    return (name.endswith((".json", ".toml")) or os.sep in name) and not is_known(name)
 
 
 _PATH_KEYS = (

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ConfigError, PlanError
 from parsim.execute.job import AdaptiveSpec, Job
+from parsim.execute.processes.launch import HANG_S
+from parsim.files import parse_json, read_json, read_regular
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.workflow.ask import (
@@ -27,6 +30,7 @@ from parsim.workflow.ask import (
 )
 from parsim.workflow.config import RunConfig
 from parsim.workflow.folders.record_validation import record_of, remember, updatable, update_profile
+from parsim.workflow.folders.resuming import forget_results, held, resumption
 from parsim.workflow.folders.run_folder import RunFolder, new_folder, write_json
 from parsim.workflow.folders.write_report import write_run_files
 from parsim.workflow.progress import progress
@@ -53,6 +57,7 @@ def train(
     checkpoint_every: int = 0,
     adaptive: bool = False,
     window_steps: int = WINDOW_STEPS,
+    timeout_s: float = HANG_S,
 ) -> Measured:
     """Train under the plan, and compare with the prediction.
 
@@ -61,15 +66,58 @@ def train(
         out: folder of the run; None: a new one, runs/NAME. resume: go on from the latest checkpoint in it.
         checkpoint_every: steps between checkpoints; 0: at the end only.
         adaptive: measure on the way and change plan where that pays, looking every `window_steps` steps.
+        timeout_s: a process that is stopped, or does nothing, for longer ends the run.
 
     Raises:
         ConfigError, PlanError, ModelError, DoesNotFitError: what cannot be run. ExecutionError: a rank failed.
     """
     check_options(adaptive=adaptive, resume=resume, out=out)
     asked, changed_since = _ready(asked, nproc)
-    plan = asked.plan
-    folder = RunFolder(out) if resume and out is not None else new_folder(out, name)
     steps = total_steps(asked.config)
+    folder = RunFolder(out) if resume and out is not None else new_folder(out, name)
+    if resume:
+        folder.read_config()  # before the folder is made
+    with held(folder):
+        begun = resumption(folder, asked.config, steps) if resume else None
+        for text in () if begun is None else begun.warnings:
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+        if begun is not None and begun.is_finished:
+            return _as_it_ended(folder, begun.warnings)
+        forget_results(folder, RUN)
+        changed_since += [] if begun is None else begun.warnings
+        return _trained(
+            asked,
+            folder,
+            steps,
+            changed_since,
+            resume=resume,
+            checkpoint_every=checkpoint_every,
+            adaptive=adaptive,
+            window_steps=window_steps,
+            timeout_s=timeout_s,
+        )
+
+
+def _as_it_ended(folder: RunFolder, warnings: Sequence[str]) -> Measured:
+    """A training that has made all its steps already."""
+    found = open_measured(folder.path)
+    document = {**parse_json(read_regular(folder.result), allow_nan=True), "warnings": list(warnings)}
+    return replace(found, document=document)
+
+
+def _trained(
+    asked: Prediction,
+    folder: RunFolder,
+    steps: int,
+    warnings: Sequence[str],
+    *,
+    resume: bool,
+    checkpoint_every: int,
+    adaptive: bool,
+    window_steps: int,
+    timeout_s: float,
+) -> Measured:
+    plan = asked.plan
     _write_question(folder, asked)
     job = Job(
         output=str(folder.path.resolve()),
@@ -83,8 +131,8 @@ def train(
         adaptive=adaptive_spec(asked.config, window_steps) if adaptive else None,
     )
     with progress(f"Training {steps} steps under {plan.summary()}") as say:
-        launch_job(job, folder, say, asked)
-    decisions: list[dict[str, Any]] = json.loads((folder.path / "decisions.json").read_text()) if adaptive else []
+        told = launch_job(job, folder, say, asked, hang_s=timeout_s)
+    decisions: list[dict[str, Any]] = read_json(folder.path / "decisions.json") if adaptive else []
     changed = [decision for decision in decisions if decision["plan"] is not None]
     if changed:
         plan = Plan.from_json(changed[-1]["plan"])
@@ -92,7 +140,7 @@ def train(
         plan.save(folder.plan)
     seen = measured(folder, RUN, asked.evaluation)
     comparison = judge(asked.problem, asked.evaluation, seen)
-    score: dict[str, Any] = json.loads((folder.path / "score.json").read_text())
+    score: dict[str, Any] = read_json(folder.path / "score.json")
     document = {
         **asked.result.to_dict(),
         "folder": str(folder.path),
@@ -102,10 +150,10 @@ def train(
         "decisions": decisions,
         "comparison": comparison.to_dict(),
         "memory_levels": levels_of(asked, seen),
-        "warnings": [*asked.warnings, *changed_since],
+        "warnings": [*asked.warnings, *warnings, *told],
     }
-    write_json(folder.result, document)
     write_run_files(folder, asked, seen, comparison)
+    write_json(folder.result, document)  # the last file: whoever finds it knows that the run has ended
     return Measured(folder=folder.path, prediction=asked, comparison=comparison, seen=seen, document=document)
 
 
@@ -126,12 +174,14 @@ def validate(
     tasks: bool = False,
     session: str | None = None,
     update: bool = False,
+    timeout_s: float = HANG_S,
 ) -> Measured:
     """Measure the plan in rounds, compare, and remember it beside the profile.
 
     Args:
         out: folder of the new run; None: runs/NAME. tasks: list every task in the JSON.
         session: name of measurements made together. update: write into the profile what the run shows it to be wrong by.
+        timeout_s: as `train`.
 
     Raises:
         ConfigError: a shipped profile cannot be updated; else as `train`.
@@ -150,7 +200,7 @@ def validate(
         device=device_kind(asked),
     )
     with progress(f"Measuring {rounds} rounds under {asked.plan.summary()}") as say:
-        launch_job(job, folder, say, asked)
+        changed_since += launch_job(job, folder, say, asked, hang_s=timeout_s)
     seen = measured(folder, RUN, asked.evaluation)
     return _judged(folder, asked, seen, changed_since, tasks=tasks, session=session, update=update)
 

@@ -14,10 +14,10 @@ import torch
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.numerics import numerics_of
 from parsim.execute.processes.launch import launch
-from parsim.execute.records.measurement import RankRecord
+from parsim.execute.records.measurement import RankRecord, total_losses
 from parsim.execute.reference import ReferenceResult, largest_difference, train_reference
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
-from parsim.execute.worker import run_dataset
+from parsim.execute.training.rank_run import run_dataset
 from parsim.model.component import ParameterShard
 from parsim.model.load import load_model
 from parsim.model.model import Model
@@ -193,6 +193,5 @@ def _buffer_difference(case: Case, expected: ReferenceResult, checkpoints: Path)
 
 def _loss_difference(case: Case, run: RunSpec, expected: ReferenceResult, folder: Path) -> float:
     """The first step is the one the memory was measured in; its loss is not kept."""
-    every = [RankRecord.load(folder / run.name, rank).losses for rank in range(case.plan.world_size)]
-    losses = np.nansum([entry for entry in every if not np.isnan(entry).all()], axis=0)
+    losses = np.array(total_losses([RankRecord.load(folder / run.name, rank) for rank in range(case.plan.world_size)]))
     return float(np.abs(losses - np.array(expected.losses[1:])).max())

@@ -189,9 +189,9 @@ def test_a_killed_calibration_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def is_rank(process: str, folder: WorkFolder) -> bool:
-    """Whether it is one of the measuring ranks of this folder, not torchrun above them."""
+    """Whether it is one of the measuring ranks of this folder."""
     try:
         command = Path(f"/proc/{process}/cmdline").read_text().split("\0")
     except OSError:
         return False
-    return str(folder.job) in command and "parsim.execute.processes.torchrun_agent" not in command
+    return str(folder.job) in command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from parsim.errors import ExecutionError
 from parsim.execute.state.checkpoint import (
     RankState,
+    discard_unfinished,
     latest_checkpoint,
     load_state,
     optimizer_state,
@@ -26,8 +28,8 @@ from parsim.execute.state.checkpoint import (
     restore_tensors,
     rng_state,
     save_checkpoint,
-    write_atomically,
 )
+from parsim.execute.state.fragments import Fragment
 
 
 def _network(seed: int = 0) -> torch.nn.Sequential:
@@ -286,20 +288,6 @@ def test_missing_names_and_wrong_shapes_are_named(tmp_path: Path) -> None:
         restore_tensors({"x": torch.zeros(4)}, load_state(checkpoint).weights)
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "result"
-    path.write_bytes(b"old")
-
-    def fail(file: object) -> None:
-        file.write(b"half")  # type: ignore[attr-defined]
-        raise ValueError("disk full")
-
-    with pytest.raises(ValueError, match="disk full"):
-        write_atomically(path, fail)
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_an_unwritable_folder_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ExecutionError, match="rank 0 cannot write its checkpoint"):
@@ -332,3 +320,98 @@ def test_a_process_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path:
         assert checkpoint is not None
         weights = load_state(checkpoint).weights["w"]
         assert torch.equal(weights, torch.full((200_000,), float(checkpoint.step)))
+
+
+def _flipped(content: bytes, bit: int) -> bytes:
+    damaged = bytearray(content)
+    damaged[bit // 8] ^= 1 << (bit % 8)
+    return bytes(damaged)
+
+
+def test_every_flipped_bit_of_a_manifest_means_the_checkpoint_before(tmp_path: Path) -> None:
+    """All of them, in a manifest with fragments; and none is accepted, ends in a traceback, or finds nothing to go on with."""
+    state = RankState(
+        weights={"w": torch.ones(2)}, fragments={"weights": {"w": Fragment(dim=0, blocks=1, shard=0, ways=1, runs=(1, 1))}}
+    )
+    for step in (10, 20):
+        save_checkpoint(tmp_path, step, state, seed=5, rank=0, world_size=1)
+    path = tmp_path / "step-00000020" / "rank-0000.json"
+    content = path.read_bytes()
+    assert _found(tmp_path) == 20
+    for bit in range(8 * len(content)):
+        path.write_bytes(_flipped(content, bit))
+        assert _found(tmp_path) == 10, (bit, path.read_bytes())
+
+
+def _found(folder: Path) -> int | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = latest_checkpoint(folder)
+    return None if found is None else found.step
+
+
+def _rewritten(path: Path, **changes: object) -> None:
+    """The manifest of another hand, with a digest that is right."""
+    document = json.loads(path.read_text()) | changes
+    del document["digest"]
+    document["digest"] = hashlib.sha256(json.dumps(document).encode()).hexdigest()
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"step": 19}, "ranks 0 and 1 disagree on step or seed"),
+        ({"seed": 6}, "ranks 0 and 1 disagree on step or seed"),
+        ({"rank": 0}, "is of rank 0"),
+        ({"world_size": 10**9}, "cannot be read"),
+        ({"world_size": 10**5}, "has not finished"),
+        ({"step": True}, "cannot be read"),
+        ({"names": {"weights": [1]}}, "cannot be read"),
+        ({"fragments": {"weights": {"w1": [0, 1, 0, 10**9, 0, -1, [], []]}}}, "cannot be read"),
+        ({"new": 1}, "cannot be read"),
+    ],
+)
+def test_manifests_that_say_what_cannot_be(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    for step in (10, 20):
+        _save(tmp_path, step, world_size=2)
+    _rewritten(tmp_path / "step-00000020" / "rank-0001.json", **changes)
+    with pytest.warns(UserWarning, match=said):
+        found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 10
+
+
+def test_a_checkpoint_of_a_later_version_is_not_passed_over(tmp_path: Path) -> None:
+    _save(tmp_path, 10)
+    _rewritten(tmp_path / "step-00000010" / "rank-0000.json", schema_version=9)
+    with pytest.raises(ExecutionError, match="a newer parsim wrote it"):
+        latest_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_without_digests_is_read_as_before(tmp_path: Path) -> None:
+    _save(tmp_path, 10)
+    path = tmp_path / "step-00000010" / "rank-0000.json"
+    document = json.loads(path.read_text())
+    del document["digest"]
+    path.write_text(json.dumps({**document, "schema_version": 2}))
+    assert _found(tmp_path) == 10
+
+
+def test_a_folder_that_is_renamed_is_no_other_step(tmp_path: Path) -> None:
+    _save(tmp_path, 10)
+    (tmp_path / "step-00000010").rename(tmp_path / "step-00000099")
+    assert _found(tmp_path) is None
+
+
+def test_what_dead_ranks_left_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    _save(tmp_path, 10, world_size=2)
+    _save(tmp_path, 20, world_size=2, ranks=range(1))
+    (tmp_path / "step-00000030").mkdir()
+    (tmp_path / "step-00000030" / ".rank-0000.pt.123.partial").write_bytes(b"half")
+    assert [place.name for place in discard_unfinished(tmp_path)] == ["step-00000030", "step-00000020"]
+    assert [place.name for place in tmp_path.iterdir()] == ["step-00000010"]
+    _save(tmp_path, 20, world_size=2)
+    (tmp_path / "step-00000020" / "rank-0001.json").write_text("{")
+    assert discard_unfinished(tmp_path) == []
+    assert _found(tmp_path) == 10

@@ -17,9 +17,10 @@ from parsim.execute.cuda.faults import check_alone, check_devices, checkpoint_te
 from parsim.execute.cuda.memory_counters import MemoryUse
 from parsim.execute.job import RunSpec
 from parsim.execute.processes.group import ErrorRecord, ProcessPlace, urgent_options
-from parsim.execute.processes.launch import _raise_failure
+from parsim.execute.processes.supervise.failure import Ended, raise_failure
+from parsim.execute.processes.supervise.output import RankOutput
 from parsim.execute.records.measurement import RankRecord
-from parsim.execute.worker import RankRun
+from parsim.execute.training.rank_run import RankRun
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.plans.mesh import Mesh
@@ -139,9 +140,8 @@ def test_out_of_memory_of_a_rank_is_that_of_the_launch(tmp_path: Path) -> None:
         traceback="",
     )
     (tmp_path / "error-rank1.json").write_text(json.dumps({key: getattr(record, key) for key in record.__slots__}))
-    output = SimpleNamespace(last_attempt=lambda: 0)
     with pytest.raises(OutOfMemoryError, match="rank 1 of 2 stopped: rank 1 ran out"):
-        _raise_failure(tmp_path, 2, tmp_path, output, None)  # type: ignore[arg-type]
+        raise_failure(tmp_path, 2, Ended(attempt=0, statuses={1: 1}), RankOutput(folder=tmp_path, on_line=None), None)
 
 
 class Counters:

@@ -9,7 +9,7 @@ import pytest
 
 from parsim.execute.job import Job, RunSpec, Switch
 from parsim.execute.processes.launch import launch
-from parsim.execute.records.measurement import RankRecord
+from parsim.execute.records.measurement import RankRecord, total_losses
 from parsim.execute.reference import largest_difference
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.model.load import load_model
@@ -111,7 +111,4 @@ def test_changing_plan_on_the_way_changes_nothing_else(tmp_path: Path) -> None:
 
 def losses(folder: Path) -> list[float]:
     """Mean loss per step, from the ranks that counted it."""
-    import numpy as np
-
-    every = [RankRecord.load(folder / "run", rank).losses for rank in range(2)]
-    return [float(value) for value in np.nansum(every, axis=0)]
+    return list(total_losses([RankRecord.load(folder / "run", rank) for rank in range(2)]))

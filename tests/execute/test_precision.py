@@ -19,7 +19,7 @@ from parsim.execute.stage import StageReplica
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.execute.state.loss_scale import LossScale, overflow_flag
 from parsim.execute.state.master_weights import MasterWeights
-from parsim.execute.worker import run_dataset
+from parsim.execute.training.rank_run import run_dataset
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.number_formats import FORMATS, check_executable, number_format
 from parsim.plans.mesh import Mesh

@@ -200,7 +200,7 @@ def test_a_checkpoint_of_a_later_version_is_refused_and_not_begun_anew(samples: 
     assert latest_checkpoint(samples / "kept" / "checkpoints") is not None
     for path in (samples / "kept" / "checkpoints").rglob("rank-*.json"):
         edited(path, 99)
-    with pytest.raises(ParsimError, match=r"step-00000003: schema_version must be 2, got 99; a newer parsim wrote it"):
+    with pytest.raises(ParsimError, match=r"step-00000003: schema_version must be 3, got 99; a newer parsim wrote it"):
         latest_checkpoint(samples / "kept" / "checkpoints")
 
 

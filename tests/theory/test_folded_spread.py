@@ -13,6 +13,7 @@ from scipy.special import log_ndtr, ndtri_exp
 from scipy.stats import kstest
 
 from parsim.costs.uncertainty.draws import repeat_sigmas
+from parsim.engines import side_by_side
 from parsim.engines.compile import compile_graph
 from parsim.engines.slowest import SlowestRanks, slowest_ranks
 from parsim.engines.static import makespans_s, simulate
@@ -20,7 +21,7 @@ from parsim.graph.fold import Folding
 from parsim.graph.task import COMPUTE, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.profile import Noise, load_profile
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import parse_placement
 from parsim.plans.plan import Plan, Stage
@@ -189,6 +190,44 @@ def test_512_ranks_with_spread_stay_folded_in_bounded_memory(monkeypatch: pytest
     assert judged.result.step_s.p95 > judged.result.step_s.median
     assert 400 * found.compiled.size * 8 > 16 * 2**14 * 8, "all draws at once would be more"
     assert peak < 16 * 2**14 * 8 + 50_000_000
+
+
+def with_rank_noise(problem: PlanningProblem, sigma: float) -> PlanningProblem:
+    """The same question on a machine whose ranks are noisy, each by itself in every step."""
+    profile = problem.cluster.profile
+    noise = Noise(drift_sigma=0.1, rank_sigma=sigma, source=next(iter(profile.sources)))
+    return replace(problem, cluster=replace(problem.cluster, profile=profile.model_copy(update={"noise": noise})))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("world", ["replicas", "shards", "shards within replicas", "pipelines"])
+def test_steps_with_noisy_ranks_are_the_unfolded_ones_draw_by_draw(world: str, zero_stage: int) -> None:
+    mesh, placements = SMALL_WORLDS[world]
+    plan = replace(uniform_plan(mesh, placements), zero_stage=zero_stage)
+    quiet = PlanningProblem(model=MODEL, cluster=cluster_from_profile(load_profile("dgx2-v100")), global_batch=512)
+    problem = with_rank_noise(quiet, 0.1)
+    every, folded = (evaluate(problem, plan, samples=0, fold=fold) for fold in (False, True))
+    assert folded.folding.is_folded
+    assert folded.result.step_s.median == pytest.approx(every.result.step_s.median, rel=1e-9)
+    assert folded.result.step_s.median > 1.01 * evaluate(quiet, plan, samples=0, fold=True).result.step_s.median
+
+
+def test_shards_that_meet_between_stages_too_give_an_upper_bound() -> None:
+    """Pipelines of shards: the first rank of a stage need not be the slowest of every stage, the folded one is."""
+    plan = uniform_plan(*SMALL_WORLDS["all three"])
+    quiet = PlanningProblem(model=MODEL, cluster=cluster_from_profile(load_profile("dgx2-v100")), global_batch=512)
+    every, folded = (evaluate(with_rank_noise(quiet, 0.1), plan, samples=0, fold=fold).result.step_s.median for fold in (0, 1))
+    assert every <= folded * (1 + 1e-9) <= 1.05 * every
+
+
+def test_a_large_program_with_noisy_ranks_takes_fewer_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = uniform_plan(Mesh(dp=8), BATCH)
+    quiet = PlanningProblem(model=MODEL, cluster=cluster_from_profile(load_profile("dgx2-v100")), global_batch=512)
+    all_draws = evaluate(with_rank_noise(quiet, 0.1), plan, samples=0, fold=True).result.step_s.median
+    monkeypatch.setattr(side_by_side, "TASK_TIMES", 1)
+    few = evaluate(with_rank_noise(quiet, 0.1), plan, samples=0, fold=True).result.step_s.median
+    assert few != all_draws
+    assert few == pytest.approx(all_draws, rel=0.1)
 
 
 def test_repeat_noise_shrinks_with_the_steps_averaged() -> None:

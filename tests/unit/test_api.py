@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 
 import parsim as ps
+from parsim.schedule.ties import TIE
 from parsim.workflow.public import frames
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,8 +101,20 @@ def test_print_gives_the_answer_in_a_sentence_and_the_ranked_table(answer: ps.An
     """The golden text is what `print(answer)` shows; regenerate it by printing str(answer) after an intended change."""
     assert str(answer) + "\n" == GOLDEN.read_text(encoding="utf-8")
     first = str(answer).splitlines()[0]
-    assert first.startswith("resnet50 on dgx1-v100-32gb (8 devices), global batch 1024: train with ")
+    assert first.startswith("resnet50 on dgx1-v100-32gb (8 devices), global batch 1024: use 8-way data parallelism")
     assert first.count(". ") == 0
+
+
+def test_a_simpler_plan_that_is_as_fast_is_called_a_tie(answer: ps.Answer) -> None:
+    assert answer.tie is not None
+    best, simpler = answer.chosen.plan, answer.tie.result
+    assert best.zero_stage > 0
+    assert (simpler.plan.zero_stage, simpler.plan.mesh, simpler.plan.stages) == (0, best.mesh, best.stages)
+    assert 1 <= simpler.step_s.median / answer.chosen.step_s.median <= 1 + TIE
+    assert "A tie, and simpler: 8-way data parallelism, " in answer.runners_up()
+    assert answer.to_dict()["tie"]["plan"]["zero_stage"] == 0
+    asked = ps.plan("resnet50", cluster="dgx1-v100-32gb", global_batch=1024, settings={"plan.zero_stage": best.zero_stage})
+    assert asked.tie is None or asked.tie.result.plan.zero_stage == best.zero_stage
 
 
 def test_the_command_prints_what_the_answer_prints(

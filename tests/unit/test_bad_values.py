@@ -126,7 +126,9 @@ def test_a_batch_of_1e20(refused: Refused) -> None:
 
 def test_a_million_nodes_are_refused_before_anything_is_built(refused: Refused) -> None:
     message = plan(refused, "cluster.nodes=1000000", "cluster.devices=8", "cluster.network=infiniband-100g")
-    assert "nodes = 1,000,000 of profile dgx1-v100-32gb are 8,000,000 devices" in message
+    assert "cluster.nodes = 1000000: must be <= 65536; for example nodes = 2" in message
+    message = plan(refused, "cluster.nodes=60000", "cluster.devices=8", "cluster.network=infiniband-100g")
+    assert "nodes = 60,000 of profile dgx1-v100-32gb are 480,000 devices" in message
     assert "use nodes <= 16,384" in message
 
 

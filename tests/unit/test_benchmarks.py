@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SAYS = {"bench_engines": "| dynamic |", "bench_scale": "Lowering every rank", "bench_virtual": "exponential"}
+SAYS = {
+    "bench_engines": "| dynamic |",
+    "bench_plan": "| ranks simulated |",
+    "bench_scale": "Lowering every rank",
+    "bench_virtual": "exponential",
+}
 """Per benchmark something of the last thing it prints."""
 
 

@@ -173,7 +173,10 @@ MISTAKES = [
     (["plan.recompute=full", "plan.strategy=x/plan.json"], r"plan.recompute = 'full': the plan is read from .*drop recompute"),
     (["plan.pipeline_order=1f1c", "plan.strategy=custom", "plan.mesh.dp=8"], r"plan.pipeline_order = '1f1c' is unknown.*1f1b"),
     (["plan.strategy=custom"], r'plan.strategy = "custom" needs plan.mesh'),
-    (["plan.mesh.tp=3"], r"mesh tp \(3\) = 3 must divide the devices \(8\); change the axes or ask for devices = 9"),
+    (
+        ["plan.mesh.tp=3"],
+        r"mesh tp \(3\) = 3 must divide the devices \(8\); .* do: 2 or 4; or ask for devices = 9",
+    ),
     (["plan.zero_stage=all"], r"plan.zero_stage = 'all': must be 0, 1, 2, 3 or \"auto\""),
     (["plan.recompute=selective"], r"selective. means the core of attention.*What exists: .*granularity = .sublayer."),
     (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import pickle
 import struct
 import subprocess
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.data import IGNORED, BatchOrder, Dataset, Target, load_dataset, part
+from parsim.data import IGNORED, BatchOrder, Dataset, Target, cifar, load_dataset, part
 from parsim.data.dataset import resize
 from parsim.errors import DataError, ParsimError
 
@@ -209,7 +211,43 @@ def _write_cifar10(root: Path, layout: str) -> tuple[np.ndarray, list[int]]:
     return np.concatenate(pixels), labels
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny files are whole: five of 4 samples for CIFAR-10, one of 5 for CIFAR-100."""
+    for name, samples in (("cifar10", (20, 4)), ("cifar100", (5, 5))):
+        monkeypatch.setitem(cifar.LAYOUTS, name, dataclasses.replace(cifar.LAYOUTS[name], samples=samples))
+
+
+@pytest.mark.usefixtures("small")
 class TestCifar:
+    @pytest.mark.parametrize("layout", ["binary", "4"])
+    def test_a_file_cut_at_a_record_is_refused(self, tmp_path: Path, layout: str) -> None:
+        _write_cifar10(tmp_path, layout)
+        path = next(tmp_path.glob("*/data_batch_2*"))
+        if layout == "binary":
+            path.write_bytes(path.read_bytes()[: 3 * 3073])
+        else:
+            path.write_bytes(pickle.dumps({b"data": _images(3, 0), b"labels": [1, 2, 3]}))
+        with pytest.raises(DataError, match=rf"{path.name} holds 3 samples of 4: it was cut short"):
+            load_dataset("cifar10", input_shape=(3, 32, 32), target=TEN, root=tmp_path)
+
+    def test_no_changed_byte_of_what_surrounds_the_pixels_is_believed(self, tmp_path: Path) -> None:
+        """Four other values of every byte, dtype and shape included: refused, or as many samples as before."""
+        content = pickle.dumps({b"data": _images(5, 1), b"labels": [3, 99, 0, 42, 7]}, protocol=2)
+        pixels = content.index(b"data") + 200
+        folder = tmp_path / "cifar-100-python"
+        folder.mkdir()
+        path = folder / "train"
+        for place in range(pixels):
+            for change in (1, 8, 128, 255):
+                damaged = bytearray(content)
+                damaged[place] ^= change
+                path.write_bytes(bytes(damaged))
+                with contextlib.suppress(DataError):
+                    found = load_dataset("cifar100", input_shape=(3, 32, 32), target=Target(classes=100), root=tmp_path)
+                    assert found.stored.shape == (5, 3, 32, 32)
+                    assert found.stored.dtype == np.uint8
+
     @pytest.mark.parametrize("layout", ["binary", "python2", "2", "4"])
     def test_cifar10_reads_its_published_formats(self, tmp_path: Path, layout: str) -> None:
         pixels, labels = _write_cifar10(tmp_path, layout)
@@ -243,6 +281,7 @@ class TestCifar:
         assert len(load_dataset("cifar10", input_shape=(3, 32, 32), target=TEN)) == 20
 
     def test_a_missing_folder_says_what_to_put_where(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.undo()  # files of the published size
         monkeypatch.delenv("PARSIM_DATA_DIR", raising=False)
         for root in (None, tmp_path, tmp_path / "nowhere"):
             with pytest.raises(DataError) as caught:

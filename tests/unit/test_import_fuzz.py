@@ -2,6 +2,7 @@
 
 Mutations know the structure: JSON values are replaced at random paths; words and lines are cut, swapped and doubled; bytes are
 flipped. The default run is a small share. `-m slow` runs 10^5 files of each kind (PARSIM_FUZZ_EXAMPLES changes it).
+"""
 
 from __future__ import annotations
 

@@ -55,16 +55,17 @@ def test_numbers_as_sources_write_them() -> None:
 def test_a_gpt_by_shape_is_the_gpt_that_is_traced(granularity: str, selective: bool) -> None:
     """Parameters and flop of the zoo's GPT, whatever the components."""
     pytest.importorskip("torch")
-    from shapes import gpt
-    from transformer import Part, Software, transformer
-
     from parsim.model.from_module import model_from_module
+    from parsim.model.transformer.build import transformer
+    from parsim.model.transformer.shape import gpt
+    from parsim.model.transformer.software import Software
+    from parsim.model.transformer.sublayers import SamplePart
     from parsim.model.zoo.gpt import GPT
 
     module = GPT(hidden=128, layers=3, heads=4, vocab=512, seq=64, dropout=0.0)
     traced = model_from_module(module, input_shape=(64,))
     software = Software(flash=True, dropout=False, selective=selective)
-    made = transformer(gpt("gpt", 3, 128, 4, 512), software, Part(tokens=64, context=64), granularity)
+    made = transformer(gpt("gpt", 3, 128, 4, 512), software, SamplePart(tokens=64, context=64), granularity)
     assert made.parameter_count == traced.parameter_count
 
     def products(model: object) -> float:
@@ -80,12 +81,13 @@ def test_a_gpt_by_shape_is_the_gpt_that_is_traced(granularity: str, selective: b
 
 def test_shards_of_a_layer_hold_it_all() -> None:
     """tp shards together: the parameters once, but for the norms and biases that each holds whole."""
-    from shapes import gpt
-    from transformer import RULE, Part, Software, transformer
-
     from parsim.model.shard.narrow import narrow
+    from parsim.model.transformer.build import transformer
+    from parsim.model.transformer.shape import gpt
+    from parsim.model.transformer.software import Software
+    from parsim.model.transformer.sublayers import RULE, SamplePart
 
-    model = transformer(gpt("gpt", 2, 256, 8), Software(), Part(tokens=128, context=128), "sublayer")
+    model = transformer(gpt("gpt", 2, 256, 8), Software(), SamplePart(tokens=128, context=128), "sublayer")
     layer = model.component("h.1.mlp")
     shard = narrow(layer, RULE, 4)
     whole = {parameter.name: parameter.elements for parameter in layer.parameters}
@@ -163,5 +165,5 @@ def test_the_command_answers_every_row(tmp_path: Path) -> None:
 
 def teardown_module() -> None:
     """Names as common as `rows` must not shadow those of other experiments."""
-    for name in ("rows", "shapes", "operators", "transformer", "rules", "machines", "question", "quoted", "answer", "predict"):
+    for name in ("rows", "shapes", "rules", "machines", "question", "quoted", "answer", "predict"):
         sys.modules.pop(name, None)

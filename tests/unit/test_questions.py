@@ -16,7 +16,7 @@ import parsim as ps
 from parsim.cli import main
 from parsim.errors import ConfigError, ModelError
 from parsim.execute.processes import launch
-from parsim.workflow.import_folder import importable
+from parsim.workflow.folders.import_folder import importable
 from parsim.workflow.question import assumed_text, is_run_file, question_from_file, question_of
 
 RUN = """\
@@ -208,10 +208,11 @@ def test_neither_a_name_nor_a_model_is_refused(
 def test_processes_find_modules_where_this_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder of a run file and of a script, and not what every interpreter of this environment has anyway."""
     monkeypatch.setattr(sys, "path", [str(tmp_path), "", *sys.path, str(tmp_path / "absent")])
-    folders = launch._environment("mark", None)["PYTHONPATH"].split(os.pathsep)
+    ranks = launch._Ranks(job=tmp_path / "job.json", nproc=1, module="m", scratch=tmp_path, attempt=0, on_line=None)
+    folders = ranks._environment(0, {})["PYTHONPATH"].split(os.pathsep)
     assert folders[0] == str(tmp_path)
     assert folders[1] == os.getcwd()
     assert sysconfig.get_path("purelib") not in folders
     assert sysconfig.get_path("stdlib") not in folders
     assert str(tmp_path / "absent") not in folders
-    assert launch._environment("mark", {"PYTHONPATH": "own"})["PYTHONPATH"] == "own"
+    assert ranks._environment(0, {"PYTHONPATH": "own"})["PYTHONPATH"] == "own"

@@ -169,7 +169,7 @@ def test_where_costs_come_from_is_said_per_plan_when_it_differs() -> None:
     ranked = results(RESNET)[:2]
     mixed = [ranked[0], {**ranked[1], "cost_sources": {"fitted": 0.25, "measured": 0.75}}]
     note = tables.strategy_table(mixed).notes[-1]
-    assert note == "costs, by share of the task seconds: adaptive fitted 100%; dp measured 75%, fitted 25%"
+    assert note == "sources of the costs, by share of the task seconds: adaptive fitted 100%; dp measured 75%, fitted 25%"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from parsim.errors import CostError
 from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.device import Device, DeviceType
 from parsim.hardware.profile import Profile
-from parsim.model.component import Component
+from parsim.model.component import Component, Operator
 from parsim.model.number_formats import number_format
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.shard.narrow import narrow
@@ -47,6 +47,9 @@ where the whole takes more than 1 ms, 23% and 12%."""
 
 HALF_SIGMA = 0.2
 """Assumed relative spread of half a backward taken from the whole one by operators: halves have not been measured alone."""
+
+IMBALANCE_SIGMA = 0.1
+"""Assumed relative spread of the busiest rank's visits to its experts, beyond those of tokens that choose at random."""
 
 FULL_BYTES = 4
 MASTER_ACCESSES = 3
@@ -120,6 +123,42 @@ class ComputeCosts:
                 return measured if ways == work.ways else _shard(measured, base, part, model, ways, work.ways)
         return model.estimate(part)
 
+    def part(self, work: Compute, component: Component, device: Device, whole: Estimate) -> Estimate:
+        """Seconds of a part of a component, between whose parts its ranks communicate (`Compute.part`).
+
+        Args:
+            work: with a part. component: as a rank has it, not cut by `work.rule`. whole: the estimate of all of its parts.
+
+        Returns:
+            The share of the whole that the part's operators have by the operator model. Experts carry the assumed spread of
+            their imbalance.
+
+        Raises:
+            CostError: nothing known prices the operators.
+        """
+        model, shard = self.operator_model(device.type), narrow(component, work.rule, work.ways)
+        parts = operators_by_part(shard)
+        seconds = {
+            name: model.seconds(
+                ComputeRequest(component=replace(shard, operators=operators), phase=work.phase, samples=work.samples)
+            )
+            if operators
+            else 0.0
+            for name, operators in parts.items()
+        }
+        total = sum(seconds.values())
+        share = (seconds[work.part] / total if total else float(work.part == "rest")) / work.parts
+        spread = ("experts:imbalance", IMBALANCE_SIGMA if seconds[work.part] else 0.0)
+        return Estimate.of(
+            (*whole.terms, Term("part", "times", share, "fitted", f"{work.part}, one of {work.parts}")),
+            source=whole.source,
+            parameters=(*whole.parameters, *((spread,) if work.part == "experts" else ())),
+            repeat_sigma=whole.repeat_sigma,
+            detail=f"{share:.0%} of {whole.detail}",
+            extrapolated=whole.extrapolated,
+            issue_s=share * whole.issue_s,
+        )
+
     def optimizer(self, work: OptimizerStep, optimizer: str, device: Device, *, master_weights: bool = True) -> Estimate:
         """Seconds of one optimizer step and of zeroing the gradients.
 
@@ -190,6 +229,20 @@ class ComputeCosts:
             key = MeasuredWork(point.fingerprint, point.phase, point.device_type, point.precision)
             found.setdefault(key, []).append(point)
         return found
+
+
+def operators_by_part(component: Component) -> dict[str, tuple[Operator, ...]]:
+    """Its operators by `Compute.part`: attention, experts, and the rest.
+
+    Args:
+        component: as a rank has it.
+    """
+    experts = frozenset() if component.inside is None else frozenset(component.inside.experts)
+    parts: dict[str, list[Operator]] = {"rest": [], "attention": [], "experts": []}
+    for number, operator in enumerate(component.operators):
+        name = "experts" if number in experts else "attention" if operator.kind == "attention" else "rest"
+        parts[name].append(operator)
+    return {name: tuple(operators) for name, operators in parts.items()}
 
 
 def _half(whole: Estimate, part: ComputeRequest, model: OperatorModel) -> Estimate:

@@ -35,7 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from parsim.errors import ScenarioError, near_matches
-from parsim.files import parse_toml
+from parsim.files import parse_toml, read_text
 from parsim.hardware.record import Count, NonNegative, Positive
 
 Rank = Annotated[int, Field(ge=0, strict=True)]
@@ -227,10 +227,10 @@ _FOR_EVER = {"from_s": 0.0, "until_s": None}
 def load_scenario(path: Path) -> Scenario:
     """Read and check a scenario. Raises ScenarioError: no such file, not TOML, or wrong keys with value, rule and fix."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError as error:
         raise ScenarioError(f"no scenario file {path}; write one, an empty file changes nothing") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ScenarioError(f"cannot read scenario {path}: {error}; it must be a text file in UTF-8") from error
     return parse_scenario(text, where=str(path))
 

@@ -30,6 +30,8 @@ from parsim.engines.scenario.scenario import DeviceCosts, Failures
 from parsim.errors import ScenarioError
 from parsim.units import format_seconds
 
+MOST_FAILURES = 200_000
+"""Of one run. No machine that fails so often gets on; drawing them takes seconds."""
 HOPELESS = 1000.0
 """A run that takes this many times as long as without failures does not get on."""
 
@@ -194,7 +196,7 @@ class _Draw:
             self._go_on(min(due_s, change_s))
             if self._block < ends and due_s <= self.now_s:
                 due_s = self._fail(failing)
-            if self.now_s > patience_s:
+            if self.now_s > patience_s or self.failures > MOST_FAILURES:
                 raise ScenarioError(
                     f"the run does not get on: after {format_seconds(self.now_s)} and {self.failures} failures block "
                     f"{self._block + 1} of {ends} is not done, where without failures all take "
@@ -266,7 +268,7 @@ class _Draw:
             self.failures += 1
             ready_s = due_s + seconds + self._training.warm_up_s
             due_s = next(failing, np.inf)
-            if ready_s > begun_s + HOPELESS * (self._tables.quiet_s + seconds):
+            if ready_s > begun_s + HOPELESS * (self._tables.quiet_s + seconds) or self.failures > MOST_FAILURES:
                 raise ScenarioError(
                     f"the run never comes up again: failures come faster than the {seconds:g} s pass that it takes; "
                     "shorten restart_s, or check the mtbf"

@@ -24,6 +24,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from parsim.execute.cuda.driver import Driver
+from parsim.execute.processes.supervise.heartbeat import pulse
 from parsim.execute.records.task_time import Operation, TaskTime
 from parsim.graph.task import HOST
 
@@ -122,8 +123,9 @@ class CudaStreams(Generic[S, E]):
         """Wait for everything of this step, and for what it loaded ahead."""
         waiting = [entry.task for queue in self._queues.values() for entry in queue]
         assert not waiting, f"tasks {waiting} depend on tasks that were never issued"
-        for event in self._last.values():
-            self._driver.finish(event)
+        with pulse().waiting():
+            for event in self._last.values():
+                self._driver.finish(event)
         times: list[TaskTime] = []
         if self._base is not None:
             host_s, base = self._base

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from parsim.errors import ExecutionError, ParsimError
 from parsim.execute.processes.priority import threads_with_priority
 from parsim.execute.processes.processes import PARENT_VARIABLE, die_with_parent
+from parsim.execute.processes.rendezvous import open_store
+from parsim.execute.processes.supervise.heartbeat import pulse
 from parsim.files import write_text_atomically
 from parsim.hardware.device_kinds import DEVICE_KINDS
 
@@ -53,9 +55,9 @@ _PEER_LOST = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlace:
-    """Where this process stands: as torchrun numbers it, and the device it computes on ("cpu", "cuda:1").
+    """Where this process stands: as the launcher numbers it, and the device it computes on ("cpu", "cuda:1").
 
-    `attempt` counts torchrun's restarts from 0. `store` is the key-value store of this attempt, once the group is joined.
+    `attempt` counts the restarts from 0. `store` is the key-value store of this attempt, once the group is joined.
     """
 
     rank: int
@@ -91,10 +93,10 @@ def error_path(folder: Path, rank: int) -> Path:
 
 
 def read_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
-    """This process's place from torchrun's variables.
+    """This process's place from its environment, where `launch` and torchrun write it.
 
     Raises:
-        ExecutionError: not started by torchrun.
+        ExecutionError: started by neither.
     """
     try:
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
@@ -114,7 +116,7 @@ def read_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
 def init_group(device: str = "cpu", *, timeout_s: float = 120.0) -> ProcessPlace:
     """Join the default process group: gloo for "cpu", nccl for "cuda" (one GPU per rank of this host).
 
-    Each attempt of torchrun has its own prefix in the store: under a shared one, restarted ranks find the addresses of
+    Each attempt of a launch has its own prefix in the store: under a shared one, restarted ranks find the addresses of
     dead peers. `timeout_s` bounds the start and each collective: a peer that hangs is noticed after it, one that died at once.
 
     Raises:
@@ -123,7 +125,6 @@ def init_group(device: str = "cpu", *, timeout_s: float = 120.0) -> ProcessPlace
     import torch
     from torch import distributed
     from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
 
     place = read_place()
     if device not in BACKENDS:
@@ -139,10 +140,9 @@ def init_group(device: str = "cpu", *, timeout_s: float = 120.0) -> ProcessPlace
         cuda_device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(cuda_device)
     timeout = datetime.timedelta(seconds=timeout_s)
-    everyone, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
-    everyone.set_timeout(timeout)
+    everyone = open_store(place.rank, place.world_size, timeout_s=timeout_s)
     store = PrefixStore(f"parsim/{place.attempt}", everyone)
-    with _threads_of(BACKENDS[device]):
+    with pulse().waiting(), _threads_of(BACKENDS[device]):
         distributed.init_process_group(
             BACKENDS[device],
             store=store,
@@ -192,7 +192,7 @@ def make_groups(streams: Sequence[Stream], *, timeout_s: float = 120.0) -> dict[
     for name, ranks in dict.fromkeys(streams):
         if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= member < world_size for member in ranks):
             raise ExecutionError(f"stream {name!r} has ranks {ranks}; list each once, from 0 to {world_size - 1}")
-        with _threads_of(distributed.get_backend()):
+        with pulse().waiting(), _threads_of(distributed.get_backend()):
             options = urgent_options(distributed.get_backend())
             group = distributed.new_group(list(ranks), timeout=timeout, group_desc=name, pg_options=options)
         if rank in ranks:
@@ -209,7 +209,8 @@ def close_group(place: ProcessPlace, *, timeout_s: float = 10.0) -> bool:
 
     if not distributed.is_initialized():
         return True
-    together = place.store is None or _wait_for_all(place, place.store, timeout_s)
+    with pulse().waiting():
+        together = place.store is None or _wait_for_all(place, place.store, timeout_s)
 
     def leave() -> None:
         if place.device.startswith("cuda"):
@@ -241,7 +242,7 @@ def worker_main(run: Callable[[Path], None]) -> NoReturn:
 
     An exception becomes `error-rank{r}.json` beside JOB.json and exit status 1; the traceback stands in that file, and only
     the message on stderr. Ends by os._exit, so that no thread or destructor of a communication library can hold up the end.
-    The process dies with torchrun if parsim launched it.
+    The process dies with the launcher if parsim launched it.
     """
     if PARENT_VARIABLE in os.environ:
         die_with_parent(int(os.environ[PARENT_VARIABLE]))

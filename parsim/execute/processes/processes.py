@@ -1,9 +1,9 @@
 """Keeping count of the processes of one launch, so that none outlives it.
 
-torchrun puts every rank into a separate session, so killing its process group reaches no rank. Three mechanisms each
-cover one case. The kernel kills a process when its parent dies (`die_with_parent`). The end of a launch kills all
-descendants, found through /proc. It also kills all processes with the launch's mark in their environment, which finds
-those whose parent is already gone. Leaves out: without /proc (macOS) only the first net and process groups remain.
+Every rank leads a session of its own, and its children may lead others. Three mechanisms each cover one case. The
+kernel kills a process when its parent dies (`die_with_parent`). The end of a launch kills all descendants, found
+through /proc. It also kills all processes with the launch's mark in their environment, which finds those whose parent
+is already gone. Leaves out: without /proc (macOS) only the first net and process groups remain.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 MARK_VARIABLE = "PARSIM_LAUNCH"
@@ -43,13 +44,13 @@ def _watch_parent(parent: int) -> None:
     os._exit(1)
 
 
-def descendants(root: int) -> set[int]:
-    """All living processes below `root` (without it)."""
+def descendants(roots: Collection[int]) -> set[int]:
+    """All living processes below `roots` (without them)."""
     children: dict[int, list[int]] = {}
     for pid, parent in _living().items():
         children.setdefault(parent, []).append(pid)
     found: set[int] = set()
-    frontier = [root]
+    frontier = list(roots)
     while frontier:
         for child in children.get(frontier.pop(), ()):
             if child not in found:
@@ -83,16 +84,18 @@ def _living() -> dict[int, int]:
     return found
 
 
-def kill_launch(root: int, mark: str, within_s: float = 10.0) -> set[int]:
-    """SIGKILL process `root`, its group, its descendants and everything marked; return what is still alive after that.
+def kill_launch(roots: Collection[int], mark: str, within_s: float = 10.0) -> set[int]:
+    """SIGKILL the processes `roots`, their groups, their descendants and everything marked; return what is still alive
+    after that.
 
-    `root` must be a child of this process that leads its own process group; the caller reaps it.
+    Every root must be a child of this process that leads its own process group; the caller reaps it.
     """
     deadline = time.monotonic() + within_s
     while True:
-        targets = descendants(root) | marked(mark)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(root, signal.SIGKILL)
+        targets = descendants(roots) | marked(mark)
+        for root in roots:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(root, signal.SIGKILL)
         for pid in targets:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

@@ -11,6 +11,9 @@ from typing import Any
 
 MARK = "parsim-progress "
 
+WARNING = "warning"
+"""The name under which a rank tells a warning."""
+
 Progress = str | Mapping[str, Any]
 """A text, or named values such as {"step": "3/10", "loss": "1.23"}."""
 
@@ -39,12 +42,22 @@ def progress_text(progress: Progress) -> str:
     return ", ".join(f"{name} {value}" for name, value in progress.items())
 
 
-def relayed(on_text: Callable[[str], None]) -> Callable[[str], None]:
-    """For the `on_line` of `launch`: hands the text of every line of progress to `on_text`, and drops all other lines."""
+def relayed(on_text: Callable[[str], None], on_warning: Callable[[str], None] | None = None) -> Callable[[str], None]:
+    """For the `on_line` of `launch`: hands the text of every line of progress to `on_text`, and drops all other lines.
+
+    Args:
+        on_warning: receives every warning once, whichever ranks told it; left out: warnings are progress.
+    """
+    told: set[str] = set()
 
     def on_line(line: str) -> None:
         progress = read_progress_line(line)
-        if progress is not None:
+        if progress is None:
+            return
+        if on_warning is None or not isinstance(progress, Mapping) or WARNING not in progress:
             on_text(progress_text(progress))
+        elif (text := str(progress[WARNING])) not in told:
+            told.add(text)
+            on_warning(text)
 
     return on_line

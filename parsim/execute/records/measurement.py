@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,12 +15,17 @@ from numpy.typing import NDArray
 from parsim.errors import ExecutionError
 from parsim.execute.cuda.memory_counters import MemoryUse
 from parsim.execute.streams import TaskTime
-from parsim.files import parse_json, version_problem
+from parsim.files import parse_json, read_regular, reading, version_problem, write_atomically, write_json_atomically
 from parsim.graph.taskgraph import TaskGraph
 from parsim.timeline import Span, Timeline
+from parsim.typed import check_types
 
-SCHEMA_VERSION = 1
-"""Of what a rank leaves; files written before there was the key have this version, too."""
+SCHEMA_VERSION = 2
+"""Of what a rank leaves. Version 1, which files without the key have too, writes NaN where another rank counts the loss."""
+
+
+MOST_RECORDED = 10**6
+"""Steps whose task times a file may claim to hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +34,7 @@ class RankRecord:
 
     Attributes:
         rounds: per round (start_s, end_s, steps). steps: task times of each recorded step.
-        losses: mean loss per training step (last stage only; NaN elsewhere), already divided by the global batch.
+        losses: mean loss per training step, already divided by the global batch; None where other ranks count it.
         cpu_s: CPU seconds of this process per round. peak_bytes: live tensors of one step.
         pace_s: how fast this rank's core was beside each round (`parsim.execute.processes.speed_probe`); empty if nobody
         looked. memory_lines: peak_bytes by line (`execute/records/memory_lines`); of a CPU rank alone.
@@ -37,7 +43,7 @@ class RankRecord:
     rank: int
     rounds: list[tuple[float, float, int]]
     steps: list[list[TaskTime]]
-    losses: list[float]
+    losses: list[float | None]
     cpu_s: list[float]
     peak_bytes: int
     pace_s: list[float] = field(default_factory=list)
@@ -57,7 +63,7 @@ class RankRecord:
             "schema_version": SCHEMA_VERSION,
             "rank": self.rank,
             "rounds": self.rounds,
-            "losses": self.losses,
+            "losses": [value if value is None or math.isfinite(value) else str(value) for value in self.losses],
             "cpu_s": self.cpu_s,
             "peak_bytes": self.peak_bytes,
             "pace_s": self.pace_s,
@@ -67,32 +73,39 @@ class RankRecord:
             "recorded": len(self.steps),
         }
         folder.mkdir(parents=True, exist_ok=True)
-        np.save(folder / f"rank{self.rank}.npy", table)
-        (folder / f"rank{self.rank}.json").write_text(json.dumps(facts))
+        write_atomically(folder / f"rank{self.rank}.npy", lambda file: np.save(file, table))
+        write_json_atomically(folder / f"rank{self.rank}.json", facts)
 
     @classmethod
     def load(cls, folder: Path, rank: int) -> RankRecord:
         path = folder / f"rank{rank}.json"
         if not path.is_file():
             raise ExecutionError(f"rank {rank} left no record in {folder}; the run did not finish")
-        facts: dict[str, Any] = parse_json(path.read_text())
-        if problem := version_problem(facts, SCHEMA_VERSION, unversioned=1):
-            raise ExecutionError(f"{path}: {problem}; or run again")
-        table = np.load(folder / f"rank{rank}.npy")
-        steps: list[list[TaskTime]] = [[] for _ in range(facts["recorded"])]
-        for step, task, stream, ready, end in table.tolist():
-            steps[int(step)].append(TaskTime(int(task), facts["streams"][int(stream)], ready, end))
-        return cls(
-            rank=rank,
-            rounds=[(start, end, int(steps_)) for start, end, steps_ in facts["rounds"]],
-            steps=steps,
-            losses=facts["losses"],
-            cpu_s=facts["cpu_s"],
-            peak_bytes=int(facts["peak_bytes"]),
-            pace_s=facts.get("pace_s", []),  # runs of before have none, nor
-            memory_lines=facts.get("memory_lines", {}),
-            memory=MemoryUse(**facts["memory"]) if facts.get("memory") else None,
-        )
+        with reading(f"{path} is not the record of a rank", ExecutionError, "run again"):
+            facts: dict[str, Any] = parse_json(read_regular(path), allow_nan=True)
+            before = facts.get("schema_version", 1) == 1
+            if not before and (problem := version_problem(facts, SCHEMA_VERSION)):
+                raise ExecutionError(f"{path}: {problem}; or run again")
+            table = _table(read_regular(folder / f"rank{rank}.npy"))
+            recorded, streams = facts["recorded"], facts["streams"]
+            if type(recorded) is not int or not 0 <= recorded <= max(len(table), MOST_RECORDED):
+                raise ValueError(f"recorded = {recorded!r}")
+            steps: list[list[TaskTime]] = [[] for _ in range(recorded)]
+            for step, task, stream, ready, end in table.tolist():
+                steps[int(step)].append(TaskTime(int(task), streams[int(stream)], ready, end))
+            found = cls(
+                rank=rank,
+                rounds=[(start, end, int(steps_)) for start, end, steps_ in facts["rounds"]],
+                steps=steps,
+                losses=[_loss(value, before=before) for value in facts["losses"]],
+                cpu_s=facts["cpu_s"],
+                peak_bytes=int(facts["peak_bytes"]),
+                pace_s=facts.get("pace_s", []),  # runs of before have none, nor
+                memory_lines=facts.get("memory_lines", {}),
+                memory=MemoryUse(**facts["memory"]) if facts.get("memory") else None,
+            )
+            check_types(found, "record")
+            return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,18 +142,45 @@ def load_measurement(folder: Path, graph: TaskGraph) -> Measurement:
         merge_times([record.steps[step] for record in records]) for step in range(min(len(r.steps) for r in records))
     )
     looked = [record.pace_s for record in records if record.pace_s]
-    finite = [record.losses for record in records if record.losses and not np.isnan(record.losses).all()]
-    losses = np.nansum(finite, axis=0) if finite else np.array([])
     return Measurement(
         step_s=step_s,
         steps=sum(entry[2] for entry in records[0].rounds[:count]),
         timelines=timelines,
-        losses=tuple(float(loss) for loss in losses),
+        losses=total_losses(records),
         peak_bytes=tuple(record.peak_bytes for record in records),
         cpu_s=tuple(float(np.sum(record.cpu_s)) for record in records),
         memory=tuple(record.memory for record in records),
         pace_s=np.array(looked, dtype=np.float64).reshape(len(looked), count),
     )
+
+
+_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '<f8', 'fortran_order': False, 'shape': \((\d{1,12}), 5\), \} *\n", re.DOTALL
+)
+
+
+def _table(content: bytes) -> NDArray[np.float64]:
+    """The task times of a .npy file, of the one form in which they are written. Raises ValueError for any other."""
+    header = _HEADER.match(content)
+    if header is None or len(content) != header.end() + int(header[1]) * 5 * 8:
+        raise ValueError("its table of task times is none, or was cut short")
+    found = np.frombuffer(content, dtype="<f8", offset=header.end()).reshape(-1, 5)
+    if not np.isfinite(found).all():
+        raise ValueError("its table of task times holds numbers that are not finite")
+    return found
+
+
+def total_losses(records: Sequence[RankRecord]) -> tuple[float, ...]:
+    """The mean loss of every training step, added up over the ranks that count it. A loss that is not finite stays so."""
+    steps = zip(*(record.losses for record in records), strict=True)
+    return tuple(float(sum(value for value in values if value is not None)) for values in steps)
+
+
+def _loss(value: float | str | None, *, before: bool) -> float | None:
+    """One loss of a file; `before`: of version 1."""
+    if value is None or (before and math.isnan(float(value))):
+        return None
+    return float(value)
 
 
 def _round_step_s(records: Sequence[RankRecord], number: int) -> float:

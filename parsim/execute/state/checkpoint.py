@@ -1,9 +1,10 @@
 """Checkpoints that a killed process cannot spoil, and that another plan can resume.
 
 A checkpoint is a folder `step-00000020/` with two files per rank. `rank-0000.pt` holds its tensors by *global* name (the
-qualified parameter or buffer name, whatever the plan). `rank-0000.json` holds their size and digest and is written
-second. Each is written to a temporary file, forced to disk and renamed. The checkpoint exists once the pairs of all ranks
-are complete and agree. Until then, or if one is damaged, the previous checkpoint counts. No rank waits for another.
+qualified parameter or buffer name, whatever the plan). `rank-0000.json` holds their size and digest, and a
+digest of itself (`parsim.execute.state.manifest`); it is written second. Each is written to a temporary file, forced to
+disk and renamed. The checkpoint exists once the pairs of all ranks are complete and agree on step, seed and ranks. Until
+then, or if anything of it cannot be read, the previous checkpoint counts. No rank waits for another.
 
 A rank that holds a piece of a tensor writes it under the name of the whole, with its position
 (`parsim.execute.state.fragments`). Reading assembles the whole, so any plan of the model can resume from any other's
@@ -16,17 +17,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
+import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ExecutionError
-from parsim.files import parse_json, version_problem
+from parsim.execute.state.manifest import SCHEMA_VERSION, Manifest, manifest_text, read_manifest
+from parsim.files import PARTIAL, write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 
     from parsim.execute.state.fragments import Fragment
 
-SCHEMA_VERSION = 2
 _SECTIONS = ("weights", "buffers", "optimizer", "progress", "rng")
 _UNNAMED = ("progress", "rng")
 """Sections whose names are no parameters or buffers."""
@@ -71,22 +72,6 @@ class Checkpoint:
     world_size: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """The .json beside a rank's tensors; `writer` tells the files of one attempt of one launch from another's."""
-
-    schema_version: int
-    step: int
-    seed: int
-    world_size: int
-    rank: int
-    writer: str
-    size_bytes: int
-    sha256: str
-    names: dict[str, list[str]]
-    fragments: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-
-
 def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, rank: int, world_size: int, keep: int = 2) -> Path:
     """Write this rank's part of the checkpoint after `step` steps; every rank calls it with the same `step`.
 
@@ -110,8 +95,8 @@ def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, ran
     try:
         place.mkdir(parents=True, exist_ok=True)
         entry_path.unlink(missing_ok=True)
-        write_atomically(tensors_path, lambda file: torch.save(content, file))
-        entry = _Entry(
+        write_atomically(tensors_path, lambda file: torch.save(content, file), force=True)
+        entry = Manifest(
             schema_version=SCHEMA_VERSION,
             step=step,
             seed=seed,
@@ -125,7 +110,7 @@ def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, ran
                 section: {name: list(part) for name, part in parts.items()} for section, parts in state.fragments.items()
             },
         )
-        write_atomically(entry_path, lambda file: file.write(json.dumps(asdict(entry)).encode()))
+        write_atomically(entry_path, lambda file: file.write(manifest_text(entry).encode()), force=True)
         if rank == 0:
             _prune(folder, keep)
     except (OSError, RuntimeError) as error:
@@ -142,13 +127,59 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
     Raises:
         ExecutionError: a checkpoint of another version of parsim; starting anew would discard it.
     """
+    return next(checkpoints(folder), None)
+
+
+def checkpoints(folder: Path) -> Iterator[Checkpoint]:
+    """All complete and undamaged checkpoints, the newest first; see `latest_checkpoint`."""
     for place in reversed(_steps(folder)):
         entries, problem = _inspect(place, digests=True)
         if problem is None:
             first = entries[0]
-            return Checkpoint(folder=place, step=first.step, seed=first.seed, world_size=first.world_size)
-        warnings.warn(f"checkpoint {place} is not used: {problem}", stacklevel=2)
-    return None
+            yield Checkpoint(folder=place, step=first.step, seed=first.seed, world_size=first.world_size)
+        else:
+            warnings.warn(f"checkpoint {place} is not used: {problem}", stacklevel=3)
+
+
+def checkpoint_at(folder: Path, step: int) -> Checkpoint:
+    """The checkpoint after `step` steps. Raises ExecutionError if it is not there, incomplete or damaged."""
+    place = folder / f"step-{step:08d}"
+    entries, problem = _inspect(place, digests=True)
+    if problem is not None:
+        raise ExecutionError(f"checkpoint {place} is not used: {problem}")
+    return Checkpoint(folder=place, step=step, seed=entries[0].seed, world_size=entries[0].world_size)
+
+
+def discard_unfinished(folder: Path) -> list[Path]:
+    """Remove what ranks that have ended left half written: files that were not renamed, and checkpoints newer than the last
+    complete one that lack a part. Those that are complete and damaged stay, for whoever wants to look.
+
+    Args:
+        folder: of all checkpoints, into which no rank writes at the moment.
+
+    Returns:
+        The checkpoints that were removed.
+    """
+    removed = []
+    for path in folder.glob(f"*/.*{PARTIAL}"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    for place in reversed(_steps(folder)):
+        entries = [path for path in place.glob("rank-*.json") if path.is_file()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            problem = _inspect(place, digests=False)[1]
+        if problem is None:
+            break
+        if not entries or problem.endswith(UNFINISHED):
+            shutil.rmtree(place, ignore_errors=True)
+            removed.append(place)
+    return removed
+
+
+def has_checkpoints(folder: Path) -> bool:
+    """Whether there is any, complete or not."""
+    return bool(_steps(folder))
 
 
 def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, rank: int | None = None) -> RankState:
@@ -188,21 +219,29 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
             raise ExecutionError(
                 f"{path} is damaged or holds more than tensors ({type(error).__name__}); resume from an older checkpoint"
             ) from error
-        for section, name, part in missing:
-            found[section].setdefault(name, {})[part] = content[section][name]
+        try:
+            for section, name, part in missing:
+                found[section].setdefault(name, {})[part] = content[section][name]
+        except (KeyError, TypeError, IndexError) as error:
+            raise ExecutionError(f"{path} does not hold what its manifest lists; resume from an older checkpoint") from error
     absent = sorted((wanted or set()) - found["weights"].keys() - found["buffers"].keys())
     if absent:
         raise ExecutionError(
             f"checkpoint {checkpoint.folder} holds no {absent[0]!r} ({len(absent)} names are missing); "
             "it was written by another model: resume with that model, or start anew"
         )
-    return RankState(
-        weights={name: join(name, parts) for name, parts in found["weights"].items()},
-        buffers={name: join(name, parts) for name, parts in found["buffers"].items()},
-        optimizer={name: join_state(name, parts) for name, parts in found["optimizer"].items()},
-        rng={name: parts[WHOLE] for name, parts in found["rng"].items()},
-        progress={name: parts[WHOLE] for name, parts in found["progress"].items()},
-    )
+    try:
+        return RankState(
+            weights={name: join(name, parts) for name, parts in found["weights"].items()},
+            buffers={name: join(name, parts) for name, parts in found["buffers"].items()},
+            optimizer={name: join_state(name, parts) for name, parts in found["optimizer"].items()},
+            rng={name: parts[WHOLE] for name, parts in found["rng"].items()},
+            progress={name: parts[WHOLE] for name, parts in found["progress"].items()},
+        )
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ExecutionError(
+            f"the parts of checkpoint {checkpoint.folder} do not fit together ({error}); resume from an older checkpoint"
+        ) from error
 
 
 def optimizer_state(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
@@ -295,29 +334,6 @@ def check_shape(name: str, saved: Tensor, live: Tensor) -> None:
         )
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file whole or not at all: write a temporary file next to `path`, force it to disk and rename it.
-
-    Args:
-        path: of the file. write: called with the open temporary file.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def _paths(place: Path, rank: int) -> tuple[Path, Path]:
     return place / f"rank-{rank:04d}.pt", place / f"rank-{rank:04d}.json"
 
@@ -340,38 +356,55 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+_NAME = re.compile(r"step-([0-9]{1,18})")
+UNFINISHED = "has not finished writing it"
+
+
+def _step_of(place: Path) -> int:
+    """From the folder's name; -1 for another folder."""
+    found = _NAME.fullmatch(place.name)
+    return int(found[1]) if found else -1
+
+
 def _steps(folder: Path) -> list[Path]:
     """Checkpoint folders, complete or not, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted(place for place in folder.iterdir() if place.is_dir() and place.name.removeprefix("step-").isdigit())
+    return sorted((place for place in folder.iterdir() if _step_of(place) >= 0 and place.is_dir()), key=_step_of)
 
 
-def _inspect(place: Path, *, digests: bool) -> tuple[Sequence[_Entry], str | None]:
-    """The entries of all ranks, and what is wrong with the checkpoint (None: nothing). Raises as `latest_checkpoint`."""
-    entries: list[_Entry] = []
+def _inspect(place: Path, *, digests: bool) -> tuple[Sequence[Manifest], str | None]:
+    """The manifests of all ranks, and what is wrong with the checkpoint (None: nothing). Raises as `latest_checkpoint`."""
+    entries: list[Manifest] = []
     for path in sorted(place.glob("rank-*.json")):
         try:
-            document = parse_json(path.read_text())
-            if "schema_version" in document and (problem := version_problem(document, SCHEMA_VERSION)):
-                raise ExecutionError(f"checkpoint {place}: {problem}; or train anew in another folder")
-            entries.append(_Entry(**document))
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+            entries.append(read_manifest(path))
+        except (OSError, ValueError) as error:
             return [], f"{path.name} cannot be read ({error})"
+        if path != _paths(place, entries[-1].rank)[1]:
+            return [], f"{path.name} is of rank {entries[-1].rank}"
     if not entries:
-        return [], "no rank has finished writing it"
+        return [], f"no rank {UNFINISHED.replace('not ', '')}"
     first = entries[0]
+    if first.step != _step_of(place):
+        return [], f"it holds step {first.step}"
     entries = [entry for entry in entries if (entry.writer, entry.world_size) == (first.writer, first.world_size)]
-    absent = sorted(set(range(first.world_size)) - {entry.rank for entry in entries})
-    if absent:
-        return [], f"rank {absent[0]} of {first.world_size} has not finished writing it"
+    if len(entries) != first.world_size:
+        absent = next(rank for rank in range(first.world_size) if rank not in {entry.rank for entry in entries})
+        return [], f"rank {absent} of {first.world_size} {UNFINISHED}"
+    other = [entry for entry in entries if entry.checkpoint != first.checkpoint]
+    if other:
+        return [], f"ranks {first.rank} and {other[0].rank} disagree on step or seed"
     for entry in entries:
         path = _paths(place, entry.rank)[0]
-        if not path.is_file() or path.stat().st_size != entry.size_bytes:
+        try:
             size = path.stat().st_size if path.is_file() else 0
-            return [], f"{path.name} has {size:,} bytes of {entry.size_bytes:,}"
-        if digests and _digest(path) != entry.sha256:
-            return [], f"{path.name} is damaged (its digest has changed)"
+            if size != entry.size_bytes:
+                return [], f"{path.name} has {size:,} bytes of {entry.size_bytes:,}"
+            if digests and _digest(path) != entry.sha256:
+                return [], f"{path.name} is damaged (its digest has changed)"
+        except OSError as error:
+            return [], f"{path.name} cannot be read ({error})"
     return entries, None
 
 
@@ -383,7 +416,7 @@ def _prune(folder: Path, keep: int) -> None:
         return
     oldest_kept = complete[-max(keep, 1)]
     for place in steps:
-        if place < oldest_kept:
+        if _step_of(place) < _step_of(oldest_kept):
             for path in place.glob("rank-*.json"):
                 with contextlib.suppress(OSError):
                     path.unlink()

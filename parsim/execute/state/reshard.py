@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parsim.execute.processes.exchange import gather_values
 from parsim.execute.stage import StageReplica
 from parsim.execute.state.checkpoint import RankState
 from parsim.execute.state.fragments import WHOLE, Fragment, is_per_element, join, join_state
@@ -66,19 +67,47 @@ def _catalogue(state: RankState) -> dict[str, dict[str, _Holders]]:
     """Who sends what: by section and name, the same on every rank."""
     own = {
         section: {
-            name: (state.fragments[section].get(name, WHOLE), _described(value))
+            name: (state.fragments[section].get(name, WHOLE), _encoded(_described(value)))
             for name, value in getattr(state, section).items()
         }
         for section in ("weights", "buffers", "optimizer")
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    everyone = gather_values(own)
     merged: dict[str, dict[str, _Holders]] = {"weights": {}, "buffers": {}, "optimizer": {}}
     for rank, sections in enumerate(everyone):
         for section, names in sections.items():
-            for name, (fragment, content) in names.items():
-                merged[section].setdefault(name, {}).setdefault(fragment, _Holder(rank, content))
+            for name, (given, content) in names.items():
+                fragment = Fragment(*given[:6], *map(tuple, given[6:]))
+                merged[section].setdefault(name, {}).setdefault(fragment, _Holder(rank, _decoded(content)))
     return merged
+
+
+def _encoded(content: Any) -> list[Any]:
+    """A kind, a step counter or a dict of both as a plain value, with what it is before it."""
+    match content:
+        case _Kind():
+            return ["kind", content.shape, str(content.dtype).removeprefix("torch.")]
+        case Tensor():
+            return ["tensor", content.tolist(), str(content.dtype).removeprefix("torch.")]
+        case dict():
+            return ["state", {key: _encoded(entry) for key, entry in content.items()}]
+    return ["value", content]
+
+
+def _decoded(content: list[Any]) -> Any:
+    match content:
+        case ["kind", shape, str() as dtype]:
+            return _Kind(tuple(shape), _dtype(dtype))
+        case ["tensor", value, str() as dtype]:
+            return torch.tensor(value, dtype=_dtype(dtype))
+        case ["state", dict() as entries]:
+            return {key: _decoded(entry) for key, entry in entries.items()}
+    return content[1]
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def _collect(holders: Mapping[Fragment, _Holder], own: Any, device: torch.device) -> dict[Fragment, Any]:

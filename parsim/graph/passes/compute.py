@@ -23,8 +23,9 @@ from parsim.graph.passes.convert import (
     gradient_keys,
     value_keys,
 )
+from parsim.graph.passes.inside import add_parts
 from parsim.graph.plan_index import PlanIndex
-from parsim.graph.task import COMPUTE, HOST, Origin, Resource
+from parsim.graph.task import HOST, Origin, Resource
 from parsim.plans.pipeline import PIPELINE_ORDERS, pipeline_actions
 from parsim.plans.plan import Plan
 from parsim.work import Compute, LoadBatch, Phase
@@ -35,7 +36,7 @@ def add_computation(draft: Draft, layout: PlanIndex) -> None:
     plan = layout.plan
     for place in range(plan.mesh.pp):
         actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
-        for replica in range(plan.mesh.dp):
+        for replica in range(plan.mesh.copies):
             add_loads(draft, layout, place, replica)
             for action in actions:
                 add_action(draft, layout, action.stage, replica, action.phase, action.microbatch)
@@ -44,7 +45,9 @@ def add_computation(draft: Draft, layout: PlanIndex) -> None:
 def add_loads(draft: Draft, layout: PlanIndex, stage: int, replica: int) -> None:
     """The tp ranks of a replica load what they read of the batch."""
     for shard in range(layout.plan.mesh.tp):
-        _add_load(draft, layout, layout.rank(stage, replica, shard))
+        rank = layout.rank(stage, replica, shard)
+        if draft.keeps(rank):
+            _add_load(draft, layout, rank)
 
 
 def add_action(draft: Draft, layout: PlanIndex, stage: int, replica: int, phase: Phase, microbatch: int) -> None:
@@ -113,14 +116,14 @@ def _add_forward(draft: Draft, layout: PlanIndex, replica: int, name: str, micro
     component, stage = layout.model.component(name), layout.stage_of[name]
     work = _compute(layout, name, Phase.FORWARD)
     origin = Origin(stage=stage, replica=replica, component=name, microbatch=microbatch)
-    for rank in layout.runners(name, replica):
+    for rank in filter(draft.keeps, layout.runners(name, replica)):
         shard = layout.plan.shard_of_rank(rank)
         after: list[TaskKey] = []
         for value in dict.fromkeys(component.inputs):
             reading = next(entry for entry in layout.readings[value] if name in entry.components)
             add_arriving_value(draft, layout, Moving(value, microbatch, replica), reading)
             after.extend(value_keys(layout, Moving(value, microbatch, replica), reading, shard))
-        draft.add((Phase.FORWARD, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
+        add_parts(draft, layout, rank, work, microbatch, after, origin)
     for value in component.outputs:
         add_value_moves(draft, layout, Moving(value, microbatch, replica))
 
@@ -139,14 +142,14 @@ def _add_backward(draft: Draft, layout: PlanIndex, replica: int, name: str, micr
     before = Phase.RECOMPUTE if layout.recomputes(name) else Phase.FORWARD
     for moving in gradients:
         add_arriving_gradient(draft, layout, moving)
-    for rank in layout.runners(name, replica):
+    for rank in filter(draft.keeps, layout.runners(name, replica)):
         shard = layout.plan.shard_of_rank(rank)
         after: list[TaskKey] = [(before, rank, name, microbatch)]
         for moving in gradients:
             after.extend(gradient_keys(layout, moving, shard))
         if name in layout.segment_of(name)[-1:]:
             after.extend(_repeated_keys(layout, replica, name, microbatch, shard))
-        draft.add((phase, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
+        add_parts(draft, layout, rank, work, microbatch, after, origin)
     for value, reading in layout.completed_readings(stage, name):
         add_gradient_moves(draft, layout, Moving(value, microbatch, replica, reading))
 
@@ -156,7 +159,7 @@ def _add_again(draft: Draft, layout: PlanIndex, replica: int, name: str, microba
     component = layout.model.component(name)
     work = _compute(layout, name, Phase.RECOMPUTE)
     origin = Origin(stage=layout.stage_of[name], replica=replica, component=name, microbatch=microbatch)
-    for rank in layout.runners(name, replica):
+    for rank in filter(draft.keeps, layout.runners(name, replica)):
         after: list[TaskKey] = [(Phase.FORWARD, rank, name, microbatch)]
         for value in dict.fromkeys(component.inputs):
             if layout.is_remade(value, name):
@@ -164,7 +167,7 @@ def _add_again(draft: Draft, layout: PlanIndex, replica: int, name: str, microba
                 after.extend(
                     value_keys(layout, Moving(value, microbatch, replica, again=True), reading, layout.plan.shard_of_rank(rank))
                 )
-        draft.add((Phase.RECOMPUTE, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
+        add_parts(draft, layout, rank, work, microbatch, after, origin)
     for value in component.outputs:
         add_repeated_moves(draft, layout, Moving(value, microbatch, replica, again=True))
 
@@ -186,6 +189,6 @@ def _add_following(
     """A phase of a component that needs nothing but an earlier one on the same rank."""
     work = _compute(layout, name, phase)
     origin = Origin(stage=layout.stage_of[name], replica=replica, component=name, microbatch=microbatch)
-    for rank in layout.runners(name, replica):
+    for rank in filter(draft.keeps, layout.runners(name, replica)):
         after: list[TaskKey] = [(before, rank, name, microbatch)]
-        draft.add((phase, rank, name, microbatch), work, [Resource(rank, COMPUTE)], after, origin)
+        add_parts(draft, layout, rank, work, microbatch, after, origin)

@@ -6,7 +6,7 @@ layout, tp rank to tp rank. A gradient crosses in the layout in which it was mad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from parsim.graph.graph_builder import Draft, TaskKey
@@ -43,15 +43,15 @@ class Moving(NamedTuple):
     def is_gradient(self) -> bool:
         return self.reading is not None
 
-    def key(self, what: str, *rest: object) -> TaskKey:
-        made = ("", "") if self.reading is None else (self.reading.stage, str(self.reading.ends))
+    def key(self, what: str, *rest: Hashable) -> TaskKey:
+        made = ("", "") if self.reading is None else (self.reading.stage, self.reading.ends)
         return (
             f"{what} again" if self.again else what,
             self.value,
             self.microbatch,
             self.replica,
             *made,
-            *(str(entry) for entry in rest),
+            *rest,
         )
 
 
@@ -89,9 +89,9 @@ def add_value_moves(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
         _add_hops(draft, layout, moving, hops, home, _producer(layout, moving))
         if reading.stage != home:
             for shard in reading.ends.value.holders(tp):
-                after = _after(moving, hops, shard, tp, _producer(layout, moving))
                 key = moving.key("send", reading.stage, reading.ends.value, shard)
-                if key not in draft:
+                if key not in draft and _keeps(draft, layout, moving.replica, shard, home, reading.stage):
+                    after = _after(moving, hops, shard, tp, _producer(layout, moving))
                     _add_transfer(draft, layout, moving, key, (home, reading.stage), shard, after, reading.ends.value)
 
 
@@ -147,6 +147,8 @@ def add_gradient_moves(draft: Draft, layout: PlanIndex, moving: Moving) -> None:
         _add_gradient_hops(draft, layout, moving)
         return
     for shard in reading.ends.gradient.holders(layout.plan.mesh.tp):
+        if not _keeps(draft, layout, moving.replica, shard, home, reading.stage):
+            continue
         after = _backwards(layout, moving, shard)
         key = moving.key("gradient", shard)
         _add_transfer(draft, layout, moving, key, (reading.stage, home), shard, after, reading.ends.gradient)
@@ -247,11 +249,17 @@ def _add_hops(draft: Draft, layout: PlanIndex, moving: Moving, hops: Sequence[Ho
             continue
         for index, group in enumerate(hop_groups(hop, tp)):
             key = moving.key("hop", hop, index)
-            if key not in draft:
-                ranks = tuple(layout.rank(home, moving.replica, shard) for shard in group)
-                after = [entry for shard in group for entry in _after(moving, hops[:number], shard, tp, base)]
+            ranks = tuple(layout.rank(home, moving.replica, shard) for shard in group)
+            kept = [shard for shard, rank in zip(group, ranks, strict=True) if draft.keeps(rank)]
+            if kept and key not in draft:
+                after = [entry for shard in kept for entry in _after(moving, hops[:number], shard, tp, base)]
                 collective = hop_collective(hop, ranks, size_bytes, tp)
                 draft.add(key, collective, [Resource(rank, TP_STREAM) for rank in ranks], after, origin)
+
+
+def _keeps(draft: Draft, layout: PlanIndex, replica: int, shard: int, *stages: int) -> bool:
+    """Whether the draft has tasks of the tp rank in any of the stages."""
+    return any(draft.keeps(layout.rank(stage, replica, shard)) for stage in stages)
 
 
 def hop_collective(hop: Hop, ranks: tuple[int, ...], size_bytes: int, tp: int) -> Collective:

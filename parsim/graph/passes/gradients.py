@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.parameter_buckets import Bucket
+from parsim.graph.passes.inside import first_key
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE, Origin, Resource
 from parsim.plans.pipeline import pipeline_actions
@@ -43,13 +44,16 @@ def add_gradient_reduction(draft: Draft, layout: PlanIndex) -> None:
     for bucket in layout.buckets:
         if len(bucket.group) == 1 or layout.zero_stage_of(bucket) >= 2:
             continue
+        kept = draft.kept(bucket.group)
+        if not kept:
+            continue
         after: list[TaskKey] = []
         for stage in bucket.stages:
-            ranks = [rank for rank in bucket.group if layout.plan.stage_of_rank(rank) == stage and draft.keeps(rank)]
+            ranks = [rank for rank in kept if layout.plan.stage_of_rank(rank) == stage]
             for component in layout.completes(bucket, stage):
                 after.extend(last_backward_key(layout, rank, component) for rank in ranks)
         work = bucket_work(layout, bucket)
-        resources = [Resource(rank, DP_STREAM) for rank in bucket.group]
+        resources = [Resource(rank, DP_STREAM) for rank in kept]
         origin = Origin(stage=bucket.stages[0], bucket=bucket.number)
         draft.add(reduction_key(layout, bucket), work, resources, after, origin)
 
@@ -109,14 +113,17 @@ def add_gathering_ahead(draft: Draft, layout: PlanIndex) -> None:
         for rank in ranks:
             for name in users[bucket.number]:
                 if layout.runs_on(rank, name):
-                    draft.wait((Phase.FORWARD, rank, name, 0), key)
+                    draft.wait(first_key(layout, Phase.FORWARD, rank, name, 0), key)
 
 
 def add_parameter_gathering(draft: Draft, layout: PlanIndex) -> None:
     """ZeRO 1 and 2: one all_gather per divided bucket after every rank of its group has updated its part."""
     for bucket in layout.buckets:
         if layout.zero_stage_of(bucket) in (1, 2) and not layout.plan.gather_ahead:
+            kept = draft.kept(bucket.group)
+            if not kept:
+                continue
             work = gathering_work(bucket)
-            after: list[TaskKey] = [(Phase.OPTIMIZER, rank) for rank in bucket.group if draft.keeps(rank)]
-            resources = [Resource(rank, DP_STREAM) for rank in bucket.group]
+            after: list[TaskKey] = [(Phase.OPTIMIZER, rank) for rank in kept]
+            resources = [Resource(rank, DP_STREAM) for rank in kept]
             draft.add(("gather", bucket.number), work, resources, after, Origin(stage=bucket.stages[0], bucket=bucket.number))

@@ -27,6 +27,7 @@ from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.compute import computations
 from parsim.graph.passes.gradients import DP_STREAM, bucket_work, gathering_work, reduction_key
+from parsim.graph.passes.inside import first_key
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Origin, Resource
 from parsim.plans.pipeline import pipeline_actions
@@ -137,7 +138,10 @@ def add_unsharded_buckets(draft: Draft, layout: PlanIndex) -> None:
         return
     for place in range(layout.plan.mesh.pp):
         uses = uses_of(layout, place)
-        gradients, parameters = gradient_windows(layout, uses), parameter_windows(layout, uses)
+        gradients, parameters = (
+            [window for window in windows if any(map(draft.keeps, window.bucket.group))]
+            for windows in (gradient_windows(layout, uses), parameter_windows(layout, uses))
+        )
         works: dict[tuple[int, bool], Collective] = {}
         for window in sorted([*gradients, *parameters], key=lambda window: window.place):
             kind = (window.bucket.number, window.parameters)
@@ -162,7 +166,7 @@ def _add_collective(draft: Draft, layout: PlanIndex, uses: Sequence[Use], window
         for use in uses[window.first : window.last + 1]:
             if bucket in layout.unsharded_buckets(use.component):
                 for rank in ranks:
-                    draft.wait(use.key(rank), key)
+                    draft.wait(first_key(layout, use.phase, rank, use.component, use.microbatch), key)
 
 
 def _latest(layout: PlanIndex, uses: Sequence[Use], rank: int, ahead: int) -> list[TaskKey]:
@@ -182,4 +186,5 @@ def _wait_for_room(draft: Draft, layout: PlanIndex, uses: Sequence[Use], windows
             for rank in group:
                 if draft.keeps(rank):
                     key = reduction_key(layout, sent.bucket, uses[sent.last].microbatch)
-                    draft.wait(uses[first].key(rank), key)
+                    use = uses[first]
+                    draft.wait(first_key(layout, use.phase, rank, use.component, use.microbatch), key)

@@ -11,7 +11,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from parsim.errors import ProfileError, near_matches
-from parsim.files import version_problem
+from parsim.files import read_text, version_problem
 from parsim.hardware.parts.records import SCHEMA_VERSION, GpuPart, LinkPart
 from parsim.hardware.profile import problems_text
 from parsim.hardware.tables import check_texts, from_text
@@ -53,8 +53,8 @@ def _load(record: type[AnyPart], name_or_path: str) -> AnyPart:
     path = Path(name_or_path)
     if path.suffix == ".json" or os.sep in name_or_path:
         try:
-            return _parse(record, path.read_text(encoding="utf-8"), str(path))
-        except (OSError, UnicodeDecodeError) as error:
+            return _parse(record, read_text(path), str(path))
+        except (OSError, ValueError) as error:
             raise ProfileError(f"cannot read {what} {path}: {error}; {HOW_TO_DESCRIBE}") from error
     names = _names(folder)
     if name_or_path.lower() not in names:

@@ -14,14 +14,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
 from parsim.errors import ProfileError
-from parsim.files import parse_toml
+from parsim.files import parse_toml, read_text
 from parsim.hardware.network import load_network
 from parsim.hardware.parts.compose import profile_from_parts
 from parsim.hardware.parts.load import load_gpu, load_link
@@ -75,12 +74,12 @@ def read_parts_file(path: Path) -> Profile:
         ProfileError: no such file, not TOML, a wrong key (with its path), or an unknown part.
     """
     try:
-        document = parse_toml(path.read_text(encoding="utf-8"))
+        document = parse_toml(read_text(path))
     except FileNotFoundError as error:
         raise ProfileError(
             f"no profile file {path}; write one with `parsim profile new --gpu h100-sxm --out {path}`"
         ) from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ProfileError(
             f"cannot read profile {path}: {error}; mend it or write it anew with `parsim profile new`"
         ) from error

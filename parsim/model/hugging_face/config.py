@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import MissingDependencyError, ModelError, near_matches
-from parsim.files import parse_json
+from parsim.files import parse_json, read_text, reading
 from parsim.model.hugging_face.experts import NAME, implementation
 from parsim.model.hugging_face.kinds import KINDS, SCANS, HeadKind, kind_of, sequence_length
 from parsim.model.inputs import ModelInput
@@ -43,11 +42,16 @@ def read_config(spec: ModelSpec) -> dict[str, Any]:
         ModelError: no file, no JSON, no model_type or architectures, or sizes that cannot be.
     """
     path = Path(spec.name)
+    with reading(f"{path} is no Hugging Face config that can be built", ModelError, "correct its values"):
+        return _read(path, spec)
+
+
+def _read(path: Path, spec: ModelSpec) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"no Hugging Face config at {path}; give the path of a config.json")
     try:
-        document = parse_json(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        document = parse_json(read_text(path))
+    except ValueError as error:
         raise ModelError(f"{path} is no JSON text: {error}; give a Hugging Face config.json") from error
     if not isinstance(document, dict):
         raise ModelError(f"{path} is not a Hugging Face config with model_type and architectures: it holds no table")

@@ -49,6 +49,13 @@ def narrow(component: Component, rule: str, ways: int) -> Component:
         forward_peaks=tuple(peak.at(ways) for peak in sharding.forward_peaks),
         backward_peaks=tuple(peak.at(ways) for peak in sharding.backward_peaks),
         half=half,
+        inside=None
+        if component.inside is None
+        else replace(
+            component.inside,
+            context_bytes=component.inside.context_bytes // ways,
+            expert_bytes=component.inside.expert_bytes // ways,
+        ),
     )
 
 

@@ -255,7 +255,7 @@ class _Computation:
             works = (SendRecv(source=one, destination=two, size_bytes=SOME_BYTES) for one, two in pairwise(ranks))
             return sum(self._work_s(work, work.source) for work in works)
 
-        return max(range(min(self.plan.mesh.dp, SOME_REPLICAS)), key=passing_s)
+        return max(range(min(self.plan.mesh.copies, SOME_REPLICAS)), key=passing_s)
 
     def _begins_s(self) -> tuple[list[float], list[float]]:
         """Per stage of the plan when its first forward and its first backward can begin, after the beginning of the step at

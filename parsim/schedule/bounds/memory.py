@@ -55,7 +55,7 @@ def _weight_bytes(problem: PlanningProblem, mesh: Mesh, stage: int, component: C
         held = hold(component, placement, parameter, 0)
         groups = alike(component, placement, parameter.name, mesh.tp)
         holders = sum(len(group) for group in groups) / mesh.tp
-        group = mesh.dp * len(groups[0])
+        group = mesh.copies * len(groups[0])
         if not parameter.trainable:
             total += holders * held.size_bytes
             continue

@@ -21,7 +21,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from parsim.arrays import Floats
 from parsim.costs.uncertainty.draws import rank_noise
+from parsim.engines.side_by_side import FEWEST_DRAWS
 from parsim.graph.passes.gradients import bucket_work, gathering_work
 from parsim.graph.plan_index import PlanIndex
 from parsim.plans.plan import Plan
@@ -73,7 +75,7 @@ def computation_bound_s(problem: PlanningProblem, plan: Plan) -> float:
 
 
 def _noise(problem: PlanningProblem, plan: Plan) -> float:
-    """The mean of the least noisy core over the draws with which the step is simulated, at most 1."""
+    """The mean of the least noisy core over the draws with which the step is simulated, however many, at most 1."""
     noise = problem.cluster.profile.noise
     if noise is None or not noise.rank_sigma or plan.world_size == 1:
         return 1.0
@@ -82,8 +84,14 @@ def _noise(problem: PlanningProblem, plan: Plan) -> float:
         cores = np.arange(1 + max(problem.cluster.core_of_rank(plan.world_size), default=0))
         means = rank_noise(np.arange(max(len(cores), plan.world_size)), noise.rank_sigma, NOISY_STEPS, SEED)
         own = rank_noise(cores, noise.rank_sigma, NOISY_STEPS, SEED)
-        known[plan.world_size] = min(1.0, float(means.mean(axis=0).min()), float(own.mean(axis=0).min()))
+        known[plan.world_size] = min(1.0, _least_mean(means), _least_mean(own))
     return known[plan.world_size]
+
+
+def _least_mean(draws: Floats) -> float:
+    """Over the cores, and over the numbers of draws from `FEWEST_DRAWS` on."""
+    means = np.cumsum(draws, axis=0) / np.arange(1, len(draws) + 1)[:, None]
+    return float(means[FEWEST_DRAWS - 1 :].min())
 
 
 # --- gradients and parameters -----------------------------------------------------------------------------------------

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parsim.costs.feedback.history import NO_HISTORY, SUFFIX, History, read_history
 from parsim.errors import ConfigError
-from parsim.files import write_text_atomically
+from parsim.files import write_json_atomically, write_text_atomically
 from parsim.hardware.profile import Profile, load_profile, save_profile
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
@@ -84,7 +83,7 @@ class RunFolder:
     ) -> None:
         """Write the question, with the profile and plan that answer it, before anything runs."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self.config.write_text(config.to_toml())
+        write_text_atomically(self.config, config.to_toml())
         model.save(self.model)
         plan.save(self.plan)
         save_profile(profile, self.profile)
@@ -107,7 +106,7 @@ class RunFolder:
 
 
 def new_folder(path: Path | None, name: str) -> RunFolder:
-    """`path`, or runs/NAME, runs/NAME-2, ... that is not there yet. Raises ConfigError if `path` holds something."""
+    """`path`, or runs/NAME, runs/NAME-2, ... that is made here. Raises ConfigError if `path` holds something."""
     if path is not None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"{path} is there already and not empty; give another --out, or --resume to go on with it")
@@ -115,11 +114,13 @@ def new_folder(path: Path | None, name: str) -> RunFolder:
     number = 1
     while True:
         candidate = Path("runs") / (name if number == 1 else f"{name}-{number}")
-        if not candidate.exists():
+        try:
+            candidate.mkdir(parents=True)
             return RunFolder(candidate)
-        number += 1
+        except FileExistsError:
+            number += 1
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Atomically: a stopped process leaves the old file or the new one."""
-    write_text_atomically(path, json.dumps(document, indent=1))
+    write_json_atomically(path, document, indent=1)

@@ -11,21 +11,41 @@ from parsim.importers.source_file import read_source
 from parsim.workflow.importing.imported import Imported
 
 
-def import_path(
-    path: Path,
+def import_file(
+    path: str | Path,
     *,
-    kind: str | None,
-    into: Path | None,
-    cluster: str | None,
-    collective: str | None,
-    ranks: Sequence[int] | None,
-    world_size: int | None,
-    precision: str | None,
-    steps: int | None,
-    against: Path | None,
-    overrides: Sequence[str],
+    kind: str | None = None,
+    into: str | Path | None = None,
+    cluster: str | None = None,
+    collective: str | None = None,
+    ranks: Sequence[int] | None = None,
+    world_size: int | None = None,
+    precision: str | None = None,
+    steps: int | None = None,
+    against: str | Path | None = None,
+    overrides: Sequence[str] = (),
 ) -> Imported:
-    """As `parsim.import_file`, with paths."""
+    """Read a file of another tool into a profile, a run file or a measured timeline.
+
+    Args:
+        path: output of nccl-tests (text or JSON) or `nvidia-smi topo -m`, which become a profile; a trace of torch.profiler
+            (.json or .json.gz), which becomes a timeline; a DeepSpeed JSON config, which becomes a run file.
+        kind: "nccl-tests", "topo", "kineto" or "deepspeed"; left out: found out from the content.
+        into: PROFILE.json, TIMELINE.json.gz or RUN.toml, new or added to; left out: nothing is written.
+        cluster: the machine, a profile or "8xh100-sxm", of a new profile or of the trace's peak; left out: what the file names.
+        collective, ranks: of nccl-tests, where the file does not tell them. world_size: data-parallel ranks of DeepSpeed.
+        precision, steps: of a trace. against: a run file, whose prediction is set beside the trace.
+        overrides: further keys of a run file, as `--set` takes them.
+
+    Returns:
+        What was found, fitted and left out; `print` shows it.
+
+    Raises:
+        ParsimError: ImportedFileError for a file that is damaged, of another kind, or holds nothing of use; ProfileError.
+    """
+    path = Path(path)
+    into = None if into is None else Path(into)
+    against = None if against is None else Path(against)
     source = read_source(path)
     name = kind_of(source, kind)
     becomes = KINDS[name].becomes

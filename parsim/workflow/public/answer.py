@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import DoesNotFitError
+from parsim.plans.words import plan_in_words
 from parsim.predict.evaluate import Evaluation
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import PlanResult
 from parsim.schedule.branch_and_bound import Tally
-from parsim.schedule.search import Search
+from parsim.schedule.search import Search, most_frequent
+from parsim.schedule.ties import is_tie, simpler_tie
 from parsim.units import format_bytes, format_percent, format_seconds
 from parsim.workflow.config import RunConfig
 from parsim.workflow.public.frames import plans_frame
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from parsim.report.tables import ReportTable
+    from parsim.workflow.large.faster import WhatWould
 
 PLANS_SHOWN = 8
 
@@ -102,13 +106,44 @@ class Answer:
         return plans_frame([entry.result for entry in self._ranked], self._chosen_row())
 
     def sentence(self) -> str:
-        """The answer in one sentence."""
-        problem, prediction = self.problem, self.prediction
+        """What to do, in words; the table has the exact plan."""
+        problem = self.problem
         size = f"{problem.cluster.size} device{'' if problem.cluster.size == 1 else 's'}"
         where = f"{problem.model.name} on {problem.cluster.name} ({size}), global batch {problem.global_batch}"
         if self.fits:
-            return f"{where}: train with {prediction.plan.summary()}, {prediction.headline()}."
+            return f"{where}: use {plan_in_words(self.prediction.plan)}, {self.prediction.headline()}."
         return f"{where}: {self.verdict()}"
+
+    def runners_up(self) -> str:
+        """The plans next to the choice: a simpler one that is as fast, and the next best division; empty without any."""
+        parts = []
+        if self.tie is not None:
+            simpler = self.tie.result
+            parts.append(f"A tie, and simpler: {plan_in_words(simpler.plan)}, {format_seconds(simpler.step_s.median)}.")
+        if (other := self._next_family()) is not None:
+            slower = other.step_s.median / self.prediction.step_s.median - 1
+            told = "a tie" if is_tie(1 + slower, 1.0) else f"{slower:.0%} slower"
+            parts.append(f"Next: {plan_in_words(other.plan)}, {told}.")
+        return " ".join(parts)
+
+    def heading(self) -> list[str]:
+        """What stands above the table: the answer, and what is next to it."""
+        return list(filter(None, [self.sentence(), self.runners_up()]))
+
+    @cached_property
+    def tie(self) -> Evaluation | None:
+        """A simpler plan on the same mesh that is as fast as a measurement can tell (`parsim.schedule.ties`); None: none is."""
+        if self.search is None or not self.fits:
+            return None
+        return simpler_tie(self.problem, self.evaluation)
+
+    def _next_family(self) -> PlanResult | None:
+        """The fastest plan that fits on another mesh than the choice, or with other placements."""
+        if not self.fits:
+            return None
+        plan = self.evaluation.result.plan
+        others = (entry.result for entry in self._ranked if entry.result.fits)
+        return next((other for other in others if (other.plan.mesh, other.plan.stages) != (plan.mesh, plan.stages)), None)
 
     def verdict(self) -> str:
         """The choice, how it was made, and how far it can be from the best; or what would have to change."""
@@ -118,8 +153,10 @@ class Answer:
         """What stands below the table: families without a plan, the verdict, and the defaults that were taken."""
         skipped = () if self.search is None else self.search.skipped
         return [
+            *([] if self.question.recipe is None else self.question.recipe.lines()),
             *(f"{name}: {why}" for name, why in skipped),
             self.verdict(),
+            *([] if (figures := self.prediction.quoted) is None else figures.lines()),
             loss_text(self.problem.model),
             *filter(None, [constant_text(self.problem.model), assumed_text(self.question.assumed)]),
         ]
@@ -136,6 +173,11 @@ class Answer:
         """Plain JSON, as `parsim plan --json` prints it."""
         document = self._given() if self.search is None else self.search.to_dict()
         model = self.problem.model
+        if self.question.recipe is not None:
+            document["config_file"] = self.question.recipe.to_dict()
+        figures = self.prediction.quoted
+        document["quoted"] = None if figures is None else figures.to_dict()
+        document["tie"] = None if self.tie is None else self.tie.result.to_dict()
         return document | {"assumed": _plain(self.assumed), "loss": model.loss or None, "loss_note": loss_note(model) or None}
 
     def certificate(self) -> dict[str, Any]:
@@ -152,6 +194,21 @@ class Answer:
         with progress("Certifying placements"):
             own = certificate_of(self.problem, self.search, self.config.plan.strategy)
             return own | {"paper": paper_certificate(self.problem)}
+
+    def what_would(self, faster: float) -> WhatWould:
+        """What would make training faster: the search again with more bandwidth, memory, GPUs or batch, one change at a time.
+
+        Args:
+            faster: the aim, 0.2 for 20% more samples per second.
+
+        Raises:
+            ConfigError: an aim that cannot be, or no plan fits.
+        """
+        from parsim.workflow.large.faster import what_would
+        from parsim.workflow.progress import progress
+
+        with progress("Planning on changed clusters"):
+            return what_would(self, faster)
 
     def _given(self) -> dict[str, Any]:
         """A plan that was given, as the search would show it."""
@@ -179,7 +236,7 @@ class Answer:
     def __str__(self) -> str:
         from parsim.report.tables import to_text
 
-        return f"{self.sentence()}\n\n{to_text(self.report())}" + "\n".join(self.lines())
+        return "\n".join(self.heading()) + f"\n\n{to_text(self.report())}" + "\n".join(self.lines())
 
     def __repr__(self) -> str:
         rows = [_short_row(entry.result) for entry in self._ranked]
@@ -190,7 +247,11 @@ class Answer:
         from parsim.report.notebook import paragraph_html, table_html
 
         return "".join(
-            [paragraph_html(self.sentence()), table_html(self.report()), *(paragraph_html(line) for line in self.lines())]
+            [
+                *map(paragraph_html, filter(None, [self.sentence(), self.runners_up()])),
+                table_html(self.report()),
+                *(paragraph_html(line) for line in self.lines()),
+            ]
         )
 
 
@@ -213,9 +274,8 @@ def _verdict(document: dict[str, Any]) -> str:
             f"{considered_text(document)}"
         )
     return (
-        f"Chosen: {chosen['plan_summary']}, {format_seconds(chosen['step_s']['median'])} per step. "
-        f"Status {document['status']}; none of the plans can take less than "
-        f"{format_seconds(document['lower_bound_s'])} (gap {format_percent(document['gap'])}). {considered_text(document)}"
+        f"Chosen: {chosen['plan_summary']}. None of the plans can take less than "
+        f"{format_seconds(document['lower_bound_s'])} ({format_percent(document['gap'])} less). {considered_text(document)}"
         f"{_placements(document)}"
     )
 
@@ -230,9 +290,8 @@ def considered_text(document: dict[str, Any]) -> str:
         f"{counts['do_not_fit']} do not fit" if counts["do_not_fit"] else "",
     ]
     if impossible:
-        from parsim.schedule.search import most_frequent
-
-        parts.append(f"{sum(impossible.values())} impossible ({most_frequent(impossible, ' in --json')})")
+        why = "" if document["chosen"] else f" ({most_frequent(impossible, ' in --json')})"
+        parts.append(f"{sum(impossible.values())} impossible{why}")
     return f"{counts['plans']} plans considered: {', '.join(filter(None, parts))}."
 
 

@@ -25,8 +25,6 @@ from parsim.workflow.question import Question, is_run_file, question_from_file, 
 if TYPE_CHECKING:
     from torch import nn
 
-    from parsim.workflow.importing.imported import Imported
-
     AskedModel = str | Path | Model | nn.Module
     AskedCluster = str | Path | Cluster | Calibration
 
@@ -46,6 +44,8 @@ def plan(
     network: str | Path | None = None,
     args: Mapping[str, object] | None = None,
     input_shape: Sequence[int] | None = None,
+    seq: int | None = None,
+    tokens: float | None = None,
     example_inputs: Any = None,
     settings: QuestionSettings | None = None,
     overrides: Sequence[str] = (),
@@ -54,7 +54,7 @@ def plan(
     """Rank the ways of training a model on a cluster, and choose one.
 
     Args:
-        model: a name of the zoo ("resnet50"), "package.module:factory", the path of a Hugging Face config.json, of a saved
+        model: a name ("resnet50", "llama3-70b"), "package.module:factory", the path of a Hugging Face config.json, of a saved
             Model or of a run file (which says everything else itself); or a Model, or an nn.Module.
         cluster: a shipped profile by name, the path of one, "this-machine", a Cluster or a Calibration.
         global_batch: samples per step over all replicas.
@@ -63,6 +63,7 @@ def plan(
         strategy: "single", "dp", "mp", "hp", "adaptive" (all of these), or the path of a plan.json.
         devices: the first N of every node, or device numbers. nodes: copies of the cluster, joined by `network`.
         args: keyword arguments of the model. input_shape: of one sample, such as (3, 224, 224); tokens: (seq,).
+        seq: tokens per sample of a language model. tokens: to train on, for days, price and failures.
         example_inputs: of an nn.Module, instead of input_shape: a batch as the module takes it (a Tensor, a tuple, a dict by
             name); a tensor whose dim 0 is not that of the first is constant.
         settings: any further key of a run file, such as {"plan.zero_stage": 1}. overrides: the same as texts, as `--set` takes
@@ -92,6 +93,8 @@ def plan(
         "cluster.network": None if network is None else str(network),
         "model.args": None if args is None else dict(args),
         "model.input_shape": None if input_shape is None else list(input_shape),
+        "model.args.seq": seq,
+        "training.tokens": tokens,
     }
     question = _question(model, cluster, global_batch, _merged(keys, settings), overrides, example_inputs)
     return _ask(question, top=top)
@@ -165,12 +168,13 @@ def run(
     checkpoint_every: int = 0,
     adaptive: bool = False,
     window_steps: int = 20,
+    timeout_s: float = 30.0,
     settings: QuestionSettings | None = None,
     overrides: Sequence[str] = (),
 ) -> Measured:
     """Train for real under a plan on this machine, and compare with the prediction. Blocks until the training has ended.
 
-    The processes are started by torchrun: a script needs no `if __name__ == "__main__"`.
+    The processes are started as programs of their own: a script needs no `if __name__ == "__main__"`.
 
     Args:
         model: a Prediction, an Answer (its chosen plan), or what `plan` takes by name, with cluster, global_batch and settings.
@@ -180,6 +184,7 @@ def run(
         out: folder of the run; left out: a new one below runs/. resume: go on from the latest checkpoint in it.
         checkpoint_every: steps between checkpoints; 0: at the end only.
         adaptive: measure while training, decide every `window_steps` steps, and change the plan if that saves time.
+        timeout_s: a process that is stopped, or does nothing, for longer ends the run.
 
     Raises:
         ParsimError: DoesNotFitError, PlanError (more or fewer processes than ranks, several nodes), ModelError (a model given
@@ -202,6 +207,7 @@ def run(
         checkpoint_every=checkpoint_every,
         adaptive=adaptive,
         window_steps=window_steps,
+        timeout_s=_positive_s("timeout_s", timeout_s),
     )
 
 
@@ -214,6 +220,7 @@ def validate(
     history: str | Path | None = None,
     session: str | None = None,
     update: bool = False,
+    timeout_s: float = 30.0,
     overrides: Sequence[str] = (),
 ) -> Measured:
     """Compare a prediction with a measurement, of an existing run or of new rounds; record the result in the profile's
@@ -225,7 +232,7 @@ def validate(
         out: folder of a new run. overrides: as for `plan`.
         history: record the validation in this file instead of the profile's own.
         session: name of measurements made together; no correction from one of them is tested on another.
-        update: write the factors by which the run contradicts the profile into the profile.
+        update: write the factors by which the run contradicts the profile into the profile. timeout_s: as `run`.
 
     Raises:
         ParsimError: as `run`; ConfigError for an update of a shipped profile.
@@ -261,6 +268,7 @@ def validate(
         tasks=tasks,
         session=session,
         update=update,
+        timeout_s=_positive_s("timeout_s", timeout_s),
     )
 
 
@@ -390,55 +398,6 @@ def cost(
     name = priced.name if isinstance(model, Model) else model
     document = {"model": name, "granularity": granularity, "samples": batch, "precision": precision, "rows": list(rows)}
     return CostTable(title=title, rows=rows, document=document)
-
-
-def import_file(
-    path: str | Path,
-    *,
-    kind: str | None = None,
-    into: str | Path | None = None,
-    cluster: str | None = None,
-    collective: str | None = None,
-    ranks: Sequence[int] | None = None,
-    world_size: int | None = None,
-    precision: str | None = None,
-    steps: int | None = None,
-    against: str | Path | None = None,
-    overrides: Sequence[str] = (),
-) -> Imported:
-    """Read a file of another tool into a profile, a run file or a measured timeline.
-
-    Args:
-        path: output of nccl-tests (text or JSON) or `nvidia-smi topo -m`, which become a profile; a trace of torch.profiler
-            (.json or .json.gz), which becomes a timeline; a DeepSpeed JSON config, which becomes a run file.
-        kind: "nccl-tests", "topo", "kineto" or "deepspeed"; left out: found out from the content.
-        into: PROFILE.json, TIMELINE.json.gz or RUN.toml, new or added to; left out: nothing is written.
-        cluster: the machine, a profile or "8xh100-sxm", of a new profile or of the trace's peak; left out: what the file names.
-        collective, ranks: of nccl-tests, where the file does not tell them. world_size: data-parallel ranks of DeepSpeed.
-        precision, steps: of a trace. against: a run file, whose prediction is set beside the trace.
-        overrides: further keys of a run file, as `--set` takes them.
-
-    Returns:
-        What was found, fitted and left out; `print` shows it.
-
-    Raises:
-        ParsimError: ImportedFileError for a file that is damaged, of another kind, or holds nothing of use; ProfileError.
-    """
-    from parsim.workflow.importing.import_file import import_path
-
-    return import_path(
-        Path(path),
-        kind=kind,
-        into=None if into is None else Path(into),
-        cluster=cluster,
-        collective=collective,
-        ranks=ranks,
-        world_size=world_size,
-        precision=precision,
-        steps=steps,
-        against=None if against is None else Path(against),
-        overrides=overrides,
-    )
 
 
 def trace(
@@ -578,6 +537,12 @@ def _check_nothing_beside(found: Answer | Prediction, **given: object) -> None:
             f"{beside[0]} was given beside {'an Answer' if isinstance(found, Answer) else 'a Prediction'}, which says it "
             "itself; drop it, or plan again with it"
         )
+
+
+def _positive_s(name: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name} = {value}: must be a number of seconds above 0")
+    return value
 
 
 def _positive(name: str, value: int) -> int:

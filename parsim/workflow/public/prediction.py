@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from parsim.predict.evaluate import Evaluation
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from parsim.plans.plan import Plan
     from parsim.predict.explain import Explanation
+    from parsim.workflow.large.quoted import Quoted
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,9 +136,16 @@ class Prediction:
 
         return explain_plan(self.problem, self.evaluation)
 
+    @cached_property
+    def quoted(self) -> Quoted | None:
+        """Tokens per second, MFU and HFU, memory by line, days and price of `training.tokens`; None: no language model."""
+        from parsim.workflow.large.quoted import quoted
+
+        return quoted(self.config, self.problem, self.evaluation)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON: the keys all results share, with `breakdown` and `memory` per rank."""
-        return describe(self.evaluation)
+        """Plain JSON: the keys all results share, with `breakdown` and `memory` per rank; `quoted` of a language model."""
+        return describe(self.evaluation) | {"quoted": None if self.quoted is None else self.quoted.to_dict()}
 
     def headline(self) -> str:
         """`355 ms per step (90% interval 294–433 ms), 2.89 k samples/s, 12 GiB of 32 GiB per device`."""
@@ -164,7 +173,8 @@ class Prediction:
         )
         alone = format_seconds(self.evaluation.timeline.makespan_s)
         played = "" if self.scenario is None else f"\nUnder {self.scenario['file']}: {self.headline()}"
-        return "\n".join(to_text(table) for table in tables) + f"One step alone: {alone}; in a row, steps overlap{played}"
+        text = "\n".join(to_text(table) for table in tables) + f"One step alone: {alone}; in a row, steps overlap{played}"
+        return text if self.quoted is None else "\n".join([text, *self.quoted.lines()])
 
     def _repr_html_(self) -> str:
         from parsim.report.notebook import table_html

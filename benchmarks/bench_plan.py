@@ -1,0 +1,125 @@
+"""CPU time of one evaluated plan of an 80-layer llama with a Model at hand, part by part. Prints, asserts nothing.
+
+python benchmarks/bench_plan.py [--layers 80] [--repeats 7] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from machine import QUICK_NOTE, add_quick, machine_line
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "published"))
+
+from shapes import llama
+from transformer import Part, Software, transformer
+
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.parts.compose import profile_from_parts
+from parsim.model.model import Model
+from parsim.plans.mesh import Mesh
+from parsim.plans.placement import BATCH, Placement
+from parsim.plans.plan import Plan, Stage
+from parsim.predict.evaluate import evaluate
+from parsim.predict.planning_problem import PlanningProblem
+
+SEQ, PER_NODE = 4096, 8
+PLANS = (
+    ("layer", Mesh(dp=8), 4),
+    ("sublayer", Mesh(tp=8), 8),
+    ("sublayer", Mesh(pp=4, dp=2, tp=8), 32),
+    ("sublayer", Mesh(pp=8, tp=8), 32),
+    ("layer", Mesh(pp=8, dp=4, cp=2), 16),
+    ("sequence", Mesh(pp=8, dp=16, tp=8), 32),
+)
+"""Granularity of the Model, mesh, microbatches."""
+
+
+def plan_of(model: Model, mesh: Mesh, microbatches: int) -> Plan:
+    """As many components per stage; every component cut over all tp ranks. Two samples in a microbatch."""
+    names = [component.name for component in model.components]
+    cuts = [round(len(names) * number / mesh.pp) for number in range(mesh.pp + 1)]
+
+    def placed(name: str) -> Placement:
+        return Placement("shard", rule=model.component(name).shardings[0].rule, ways=mesh.tp) if mesh.tp > 1 else BATCH
+
+    return Plan(
+        strategy="custom",
+        mesh=mesh,
+        stages=tuple(
+            Stage(
+                components=tuple(names[first:last]),
+                ranks=mesh.stage_ranks(number),
+                placements=tuple(placed(name) for name in names[first:last]),
+            )
+            for number, (first, last) in enumerate(itertools.pairwise(cuts))
+        ),
+        global_batch=2 * mesh.dp * microbatches,
+        microbatches=microbatches,
+        zero_stage=1 if mesh.copies > 1 else 0,
+    )
+
+
+def milliseconds(call: Callable[[], object], repeats: int) -> float:
+    """Median of the CPU time, without the collection of what earlier calls left."""
+    times = []
+    for _ in range(repeats):
+        gc.collect()
+        gc.disable()
+        begun = time.process_time()
+        call()
+        times.append(1e3 * (time.process_time() - begun))
+        gc.enable()
+    return statistics.median(times)
+
+
+def row(granularity: str, mesh: Mesh, microbatches: int, layers: int, repeats: int) -> None:
+    shape = llama("llama-70b", layers, 8192, 64, 8, 28672, 128256)
+    model = transformer(shape, Software(flash=True, dropout=False), Part(tokens=SEQ, context=SEQ), granularity)
+    plan, nodes = plan_of(model, mesh, microbatches), max(1, mesh.size // PER_NODE)
+    machine: Cluster = cluster_from_profile(
+        profile_from_parts("h100-sxm", PER_NODE), nodes=nodes, network="infiniband-400g" if nodes > 1 else None
+    )
+
+    def asked() -> PlanningProblem:
+        return PlanningProblem(
+            model=model, cluster=machine, global_batch=plan.global_batch, precision="bf16", optimizer="adamw"
+        )
+
+    known = asked()
+    found = evaluate(known, plan, samples=0, fold=True)
+    first = milliseconds(lambda: evaluate(asked(), plan, samples=0, fold=True), repeats)
+    again = milliseconds(lambda: evaluate(known, plan, samples=0, fold=True), repeats)
+    drawn = milliseconds(lambda: evaluate(known, plan, samples=200, fold=True), max(1, repeats // 3))
+    what = f"| {mesh.size:,} | {mesh} | {len(model.components)} | {len(found.folding.ranks)} | {found.compiled.size:,} |"
+    print(f"{what} {first:,.0f} | {again:,.0f} | {drawn:,.0f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--repeats", type=int, default=7)
+    add_quick(parser)
+    arguments = parser.parse_args()
+    plans = PLANS
+    if arguments.quick:
+        arguments.layers, arguments.repeats, plans = 2, 1, (("layer", Mesh(dp=4, cp=2), 2),)
+    print(f"{machine_line()}\n")
+    print(f"A llama of {arguments.layers} layers, ZeRO 1 where there are replicas, on h100-sxm nodes. CPU time:\n")
+    print("| GPUs | mesh | components | ranks simulated | tasks | first question, ms | again, ms | with 200 draws, ms |")
+    print("|---:|---|---:|---:|---:|---:|---:|---:|")
+    for granularity, mesh, microbatches in plans:
+        row(granularity, mesh, microbatches, arguments.layers, arguments.repeats)
+    if arguments.quick:
+        print(QUICK_NOTE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Plain values between ranks: as JSON, never as a pickle, because whoever reached a rank's socket could run code by one.
+
+Also how ranks wait for rank 0 while it works alone (scores, decides): without a limit of time, through the store. A
+collective would give up after its timeout, however well rank 0 is.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parsim.execute.processes.group import ProcessPlace
+from parsim.execute.processes.supervise.heartbeat import pulse
+
+_POLL_S = 0.02
+_SLOWEST_POLL_S = 0.5
+T = TypeVar("T")
+
+
+def meet() -> None:
+    """A barrier of all ranks."""
+    with pulse().waiting():
+        dist.barrier()
+
+
+def gather_values(value: Any) -> list[Any]:
+    """What every rank gave, by rank, on all ranks. Tuples arrive as lists."""
+    own = torch.frombuffer(bytearray(_text(value)), dtype=torch.uint8).to(_device())
+    sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size())]
+    with pulse().waiting():
+        dist.all_gather(sizes, torch.tensor([own.numel()], device=own.device))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=own.device)
+    padded[: own.numel()] = own
+    parts = [torch.empty_like(padded) for _ in sizes]
+    with pulse().waiting():
+        dist.all_gather(parts, padded)
+    return [_value(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def value_of_rank_0(value: Any) -> Any:
+    """What rank 0 gave, on all ranks; the others' value is not read."""
+    content = _text(value) if dist.get_rank() == 0 else b""
+    size = torch.tensor([len(content)], device=_device())
+    with pulse().waiting():
+        dist.broadcast(size, src=0)
+    held = torch.zeros(int(size), dtype=torch.uint8, device=size.device)
+    if content:
+        held.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    with pulse().waiting():
+        dist.broadcast(held, src=0)
+    return _value(held)
+
+
+def done_by_rank_0(place: ProcessPlace, work: Callable[[], T]) -> T | None:
+    """Rank 0 does the work, and returns its result; the others wait for it, however long it takes, and return None.
+
+    Every rank calls it. Where there is no store, the others wait in a barrier.
+    """
+    result = None
+    if place.store is None:
+        if dist.get_rank() == 0:
+            result = work()
+        meet()
+        return result
+    number = _counted(place)
+    key = f"done by rank 0/{number}"
+    if dist.get_rank() == 0:
+        result = work()
+        place.store.set(key, "yes")
+        return result
+    pause_s = _POLL_S
+    with pulse().waiting():
+        while not place.store.check([key]):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _SLOWEST_POLL_S)
+    return None
+
+
+_calls: dict[int, int] = {}
+
+
+def _counted(place: ProcessPlace) -> int:
+    """The number of this call in this attempt, which is the same on every rank."""
+    _calls[place.attempt] = _calls.get(place.attempt, 0) + 1
+    return _calls[place.attempt]
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, default=dict).encode()
+
+
+def _value(content: Tensor) -> Any:
+    return json.loads(bytes(content.cpu().numpy()))
+
+
+def _device() -> torch.device:
+    """Where the default group's tensors must lie."""
+    on_gpu = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

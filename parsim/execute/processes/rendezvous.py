@@ -1,0 +1,86 @@
+"""How the ranks of a launch find one another: a key-value store that only they can reach, and that unpickles nothing.
+
+On one machine the store is a file in a folder of mode 0700 (PARSIM_STORE_FILE). Over several machines it is a TCP store whose
+listener is bound to the address that was named (PARSIM_RENDEZVOUS=HOST:PORT), under keys that begin with a token of the run
+(PARSIM_TOKEN). Ranks that somebody else's torchrun started use torchrun's own store.
+
+Leaves out: encryption. Gradients cross the network as gloo and NCCL send them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from parsim.errors import ExecutionError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+FILE_VARIABLE = "PARSIM_STORE_FILE"
+ADDRESS_VARIABLE = "PARSIM_RENDEZVOUS"
+TOKEN_VARIABLE = "PARSIM_TOKEN"
+_SHORTEST_TOKEN = 16
+
+
+def open_store(rank: int, world_size: int, *, timeout_s: float, environment: Mapping[str, str] = os.environ) -> Store:
+    """The store of this run, whichever way its ranks were started. Waits until it is there.
+
+    Raises:
+        ExecutionError: an address without a port or a token, or one that is not of this machine.
+    """
+    from torch._C._distributed_c10d import FileStore
+    from torch.distributed.rendezvous import rendezvous
+
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store: Store
+    if path := environment.get(FILE_VARIABLE):
+        store = FileStore(path, world_size)
+    elif address := environment.get(ADDRESS_VARIABLE):
+        store = _bound_store(address, environment.get(TOKEN_VARIABLE, ""), rank, world_size, timeout)
+    else:
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return store
+
+
+def _bound_store(address: str, token: str, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
+    """Rank 0 listens on the named address and on no other."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or not host:
+        raise ExecutionError(f"{ADDRESS_VARIABLE}={address!r} must be HOST:PORT, such as 10.0.0.1:29500")
+    if len(token) < _SHORTEST_TOKEN:
+        raise ExecutionError(
+            f"{TOKEN_VARIABLE} must be the same random text of >= {_SHORTEST_TOKEN} characters on every machine; make one with "
+            "`python -c 'import secrets; print(secrets.token_hex())'`"
+        )
+    if rank != 0:
+        store = TCPStore(host, int(port), world_size, is_master=False, timeout=timeout)
+        return PrefixStore(token, store)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, int(port)))
+        listener.listen(world_size)
+    except OSError as error:
+        listener.close()
+        raise ExecutionError(
+            f"rank 0 cannot listen on {address} ({error.strerror}); {ADDRESS_VARIABLE} must name a free port of an interface "
+            "of the machine that runs rank 0"
+        ) from error
+    store = TCPStore(
+        host,
+        int(port),
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )
+    return PrefixStore(token, store)

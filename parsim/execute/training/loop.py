@@ -1,0 +1,161 @@
+"""The training of one rank: steps, checkpoints, changes of plan, the score at the end, and going on from a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import warnings
+from pathlib import Path
+
+from parsim.errors import ExecutionError
+from parsim.execute.adaptive_run import Steering
+from parsim.execute.job import Job
+from parsim.execute.processes.exchange import done_by_rank_0, gather_values, meet, value_of_rank_0
+from parsim.execute.processes.group import ProcessPlace
+from parsim.execute.processes.progress import write_progress
+from parsim.execute.processes.supervise.heartbeat import Doing, pulse
+from parsim.execute.score import score
+from parsim.execute.state import checkpoint
+from parsim.execute.training.rank_run import ProcessGroups, RankRun, run_dataset
+from parsim.files import write_json_atomically
+from parsim.graph.plan_index import PlanIndex
+from parsim.model.component import LOSS
+
+SAY_EVERY_S = 1.0
+
+
+def train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
+    """Train to step `job.steps`, with checkpoints and switches of plan; then score the result on the test samples."""
+    folder = Path(job.output) / "checkpoints"
+    entry.checkpoints = folder
+    if job.resume:
+        _resume(entry, folder, place)
+    said = time.monotonic()
+    steering = Steering(job.adaptive, entry.run, job.steps, place) if job.adaptive is not None else None
+    best = float("-inf")
+    done_by_rank_0(place, lambda: None)  # rank 0 has read the profile meanwhile
+    warm, warmup_steps = 0, min(job.warmup_steps, job.steps - entry.step_number - 1)  # at least one step is timed
+    while entry.step_number < job.steps:
+        if warm < warmup_steps:
+            entry.step(keep=True)
+            entry.recorded.clear()
+            warm += 1
+        else:
+            entry.timed(1)
+        done = entry.step_number
+        for switch in job.switches:
+            if switch.step == done:
+                entry = entry.switched(switch.plan, place, groups)
+        if steering is not None and job.adaptive is not None and steering.due(done):
+            entry = _steer(job, steering, entry, place, groups)
+            if done % job.adaptive.epoch_steps == 0:
+                best = _keep_if_better(job, entry, place, best)
+        if done == job.steps or (job.checkpoint_every and done % job.checkpoint_every == 0):
+            entry.save(folder)
+        speaker, share = _speaker(entry.layout)
+        if place.rank == speaker and (time.monotonic() - said > SAY_EVERY_S or done == job.steps):
+            said = time.monotonic()
+            own = entry.losses[-1] or 0.0
+            write_progress({"step": f"{done}/{job.steps}", "loss on its last samples": f"{own / share:.4f}"})
+    meet()
+    done_by_rank_0(place, lambda: _score_last(job, entry, folder, steering))
+    entry.checkpoints = None  # from here on steps are made for their times and their memory alone
+    if not entry.rounds:
+        entry.timed(1)
+        entry.losses.clear()
+    entry.measure_memory()
+    return entry
+
+
+def _resume(entry: RankRun, folder: Path, place: ProcessPlace) -> None:
+    """Go on from the newest checkpoint that every rank can read. Raises ExecutionError if there are some and none can be."""
+    pulse().begin(Doing.PREPARING, "reading a checkpoint")
+    candidates = checkpoint.checkpoints(folder)
+
+    def next_step() -> int | None:
+        found = next(candidates, None)
+        return None if found is None else found.step
+
+    problem = ""
+    while (step := value_of_rank_0(done_by_rank_0(place, next_step))) is not None:
+        problem = next(filter(None, gather_values(_problem_of_resuming(entry, folder, step))), "")
+        if not problem:
+            if place.rank == 0:
+                write_progress({"resumed": f"at step {step}"})
+            return
+        if place.rank == 0:
+            warnings.warn(problem, stacklevel=1)
+    if checkpoint.has_checkpoints(folder):
+        raise ExecutionError(
+            f"no checkpoint in {folder} can be used{f' ({problem})' if problem else ''}; the warnings say why; to start "
+            "anew, give another --out, or remove that folder"
+        )
+
+
+def _problem_of_resuming(entry: RankRun, folder: Path, step: int) -> str:
+    """Take the checkpoint; says why this rank cannot, or ""."""
+    try:
+        entry.resume(checkpoint.checkpoint_at(folder, step))
+    except ExecutionError as error:
+        return str(error)
+    return ""
+
+
+def _score_last(job: Job, entry: RankRun, folder: Path, steering: Steering | None) -> None:
+    """Score the weights of the last checkpoint, and write down what the controller decided."""
+    result = _scored(entry, folder)
+    write_json_atomically(Path(job.output) / "score.json", result)
+    write_progress(result)
+    if steering is not None:
+        decisions = [decision.to_dict() for decision in steering.decisions]
+        write_json_atomically(Path(job.output) / "decisions.json", decisions, indent=1)
+
+
+def _scored(entry: RankRun, folder: Path) -> dict[str, float]:
+    pulse().begin(Doing.PREPARING, "scoring")
+    last = checkpoint.latest_checkpoint(folder)
+    if last is None:
+        raise ExecutionError(f"the checkpoint that was just written to {folder} cannot be read")
+    return score(entry.run, checkpoint.load_state(last), run_dataset(entry.run, "test"), entry.stage.device)
+
+
+def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
+    """Show the controller the last window; change plan if it says so."""
+    assert job.adaptive is not None
+    rounds = entry.rounds[-job.adaptive.window_steps :]
+    step_s = (rounds[-1][1] - rounds[0][0]) / len(rounds) if rounds else 0.0
+    times = entry.recorded[-job.adaptive.window_steps :]
+    plan = steering.decide(entry.run.plan, entry.layout.model, entry.step_number, times, step_s)
+    entry.recorded.clear()
+    if plan is None:
+        return entry
+    if place.rank == 0:
+        write_progress({"step": entry.step_number, "new plan": plan.summary(), "because": steering.decisions[-1].reason})
+    return entry.switched(plan, place, groups)
+
+
+def _keep_if_better(job: Job, entry: RankRun, place: ProcessPlace, best: float) -> float:
+    """At the end of an epoch: a checkpoint under `best/` if the model scores better than ever before."""
+    folder = Path(job.output) / "best"
+    entry.save(folder / "new")
+    meet()
+
+    def keep() -> float:
+        result = _scored(entry, folder / "new")
+        reached = result.get("test_accuracy", -result["test_loss"])
+        if reached > best:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            (folder / "new").rename(folder / "checkpoints")
+        shutil.rmtree(folder / "new", ignore_errors=True)
+        return reached if reached > best else best
+
+    return float(value_of_rank_0(done_by_rank_0(place, keep)))
+
+
+def _speaker(layout: PlanIndex) -> tuple[int, float]:
+    """The last rank whose loss counts, and the share of the batch that it sees."""
+    plan, placement = layout.plan, layout.placement[LOSS]
+    mesh = plan.mesh
+    shard = {"place": placement.shard, "replicate": 0}.get(placement.kind, mesh.tp - 1)
+    share = placement.batch_ways(mesh.tp) / mesh.tp / mesh.dp
+    return plan.stages[-1].ranks[(mesh.dp - 1) * mesh.tp + shard], share

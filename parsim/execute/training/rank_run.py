@@ -1,0 +1,279 @@
+"""One run of a job on one rank: its program, its data, where it stands, and what it contributes to a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parsim.data import BatchOrder, Samples
+from parsim.data.for_model import dataset_for
+from parsim.errors import ExecutionError
+from parsim.execute.cuda.faults import checkpoint_text, is_lost_device, lost_device, out_of_memory
+from parsim.execute.cuda.memory_counters import MemoryUse, counters_of
+from parsim.execute.job import RunSpec
+from parsim.execute.loading import Loader
+from parsim.execute.numerics import numerics_of
+from parsim.execute.processes.group import ProcessPlace, Stream, make_groups
+from parsim.execute.processes.supervise.heartbeat import Doing, pulse
+from parsim.execute.records.measurement import RankRecord
+from parsim.execute.records.memory_lines import StepWatch, watching
+from parsim.execute.records.task_time import TaskTime
+from parsim.execute.runtime import RankProgram, required_groups
+from parsim.execute.stage import StageReplica
+from parsim.execute.state import checkpoint
+from parsim.execute.state.finite import check_loss, check_state
+from parsim.execute.state.reshard import reshard
+from parsim.execute.streams import make_streams
+from parsim.graph.lower import lower
+from parsim.graph.plan_index import PlanIndex
+from parsim.graph.taskgraph import TaskGraph
+from parsim.model.number_formats import number_format
+from parsim.plans.plan import Plan
+
+RECORDED_STEPS = 64
+"""Task times are kept of at most this many steps per run."""
+
+
+class ProcessGroups:
+    """The process groups of this launch, made as plans ask for them. Every rank asks for the same ones in the same order.
+
+    Args:
+        timeout_s: of every collective.
+
+    Attributes: mine: those this rank belongs to, by stream.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.mine: dict[Stream, dist.ProcessGroup] = {}
+        self._made: set[Stream] = set()
+
+    def make(self, graph: TaskGraph, precision: str) -> None:
+        """Make the groups that the graph needs in that precision and that do not exist yet."""
+        needed = required_groups(graph)
+        if number_format(precision).scales_loss:
+            needed.append(agreement(graph.world_size))
+        new = [stream for stream in needed if stream not in self._made]
+        self._made.update(new)
+        self.mine.update(make_groups(new, timeout_s=self._timeout_s))
+
+
+def agreement(world_size: int) -> Stream:
+    """The stream on which all ranks of a plan agree whether any gradient has overflowed.
+
+    Args:
+        world_size: ranks of the plan.
+    """
+    return "scale", tuple(range(world_size))
+
+
+class RankRun:
+    """One run of the job on this rank: its program, its data, and where it stands."""
+
+    def __init__(
+        self, run: RunSpec, layout: PlanIndex, graph: TaskGraph, place: ProcessPlace, groups: Mapping[Stream, dist.ProcessGroup]
+    ) -> None:
+        device = torch.device(place.device)
+        numerics = numerics_of(run, device)
+        self.run = run
+        self.checkpoints: Path | None = None
+        self.layout = layout
+        self.stage = StageReplica(
+            run.model,
+            layout,
+            place.rank,
+            optimizer=run.optimizer,
+            learning_rate=run.learning_rate,
+            dtype=numerics.weights,
+            seed=run.seed,
+            device=device,
+            numerics=numerics,
+        )
+        if numerics.loss_scale is not None:
+            group = groups[agreement(run.plan.world_size)]
+            self.stage.agree = lambda flag: dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        self.streams = make_streams(device)
+        self.program = RankProgram(graph, self.stage, self.streams, groups)
+        self.data = run_dataset(run, "train")
+        self.loader = Loader(
+            self.data,
+            BatchOrder(n=len(self.data), global_batch=run.plan.global_batch, seed=run.seed),
+            layout,
+            place.rank,
+            dtype=numerics.weights,
+            device=device,
+            pin=Tensor.pin_memory if self.streams.loads_ahead else None,
+        )
+        self.step_number = 0
+        self.losses: list[float | None] = []
+        self.recorded: list[list[TaskTime]] = []
+        self.rounds: list[tuple[float, float, int]] = []
+        self.cpu_s: list[float] = []
+        self.pace_s: list[float] = []
+        self.peak_bytes = 0
+        self.memory_lines: dict[str, int] = {}
+        self.memory: MemoryUse | None = None
+        self.counters = counters_of(device)
+
+    def switched(self, plan: Plan, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
+        """The same training under another plan: weights, optimizer state, buffers, random state, data order and records stay.
+
+        Every rank calls it at the same step.
+        """
+        layout = PlanIndex(plan, self.layout.model)
+        graph = lower(plan, layout.model)
+        groups.make(graph, self.run.precision)
+        random = checkpoint.rng_state(str(self.stage.device))
+        after = RankRun(replace(self.run, plan=plan), layout, graph, place, groups.mine)
+        reshard(self.stage, after.stage)
+        checkpoint.restore_rng(random, str(self.stage.device))
+        after.checkpoints = self.checkpoints
+        after.step_number, after.losses, after.rounds, after.cpu_s = self.step_number, self.losses, self.rounds, self.cpu_s
+        self.close()
+        return after
+
+    def close(self) -> None:
+        """End what runs beside the rank's own thread."""
+        self.loader.close()
+        self.streams.close()
+
+    def step(self, *, keep: bool) -> None:
+        """One training step on the next global batch; `keep` its task times and its loss."""
+        pulse().begin(Doing.WORKING, "training", self.step_number + 1)
+        batch = self.loader.batch(self.step_number)
+        following = self.loader.following(self.step_number + 1) if self.streams.loads_ahead else None
+        try:
+            loss, times = self.program.step(batch, following)
+        except RuntimeError as error:
+            raise self._explained(error) from error
+        self.step_number += 1
+        own = loss / self.run.plan.global_batch if self.stage.loss_counts else None
+        if own is not None and self.checkpoints is not None and not math.isfinite(own):
+            check_loss(own, **self._where())
+        if keep:
+            self.losses.append(own)
+            if len(self.recorded) < RECORDED_STEPS:
+                self.recorded.append(times)
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint. Raises DivergedError instead if what it would hold is not finite."""
+        pulse().begin(Doing.PREPARING, "writing a checkpoint")
+        state = self.state()
+        if self.checkpoints is not None:
+            check_state(state, self._trained(), **self._where())
+        plan = self.layout.plan
+        checkpoint.save_checkpoint(
+            folder, self.step_number, state, seed=self.run.seed, rank=self.stage.rank, world_size=plan.world_size
+        )
+
+    def _trained(self) -> list[str]:
+        return [parameter.name for parameter in self.layout.model.parameters if parameter.trainable]
+
+    def _where(self) -> dict[str, Any]:
+        """What a message about divergence names."""
+        return {
+            "step": self.step_number,
+            "rank": self.stage.rank,
+            "learning_rate": self.run.learning_rate,
+        }
+
+    def _kept(self) -> str:
+        """What is left of the training, in words."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = None if self.checkpoints is None else checkpoint.latest_checkpoint(self.checkpoints)
+        return checkpoint_text(None if found is None else found.step)
+
+    def _explained(self, error: RuntimeError) -> RuntimeError | ExecutionError:
+        """What a GPU's failure means for the run; any other error as it is."""
+        if not isinstance(error, torch.OutOfMemoryError) and not is_lost_device(error):
+            return error
+        kept, rank, device = self._kept(), self.stage.rank, self.stage.device
+        if not isinstance(error, torch.OutOfMemoryError):
+            return lost_device(rank, str(device), self.step_number, error, kept)
+        held = {line: sum(_bytes_of(tensors)) for line, tensors in self.stage.resident_tensors().items()}
+        predicted = self.run.predicted_memory[rank] if self.run.predicted_memory else {}
+        return out_of_memory(
+            rank=rank,
+            step=self.step_number,
+            predicted=predicted,
+            held=held,
+            allocated_bytes=sum(held.values()) if self.counters is None else self.counters.allocated_bytes(),
+            kept=kept,
+        )
+
+    def timed(self, steps: int) -> None:
+        """`steps` steps as one round."""
+        cpu, start = time.process_time(), time.perf_counter()
+        for _ in range(steps):
+            self.step(keep=True)
+        self.rounds.append((start, time.perf_counter(), steps))
+        self.cpu_s.append(time.process_time() - cpu)
+
+    def measure_memory(self) -> None:
+        """One step under the eyes of the live-bytes counter, and on a GPU one more under those of allocator and driver; their
+        times are not kept."""
+        with watching(self.stage) as watch:
+            self.program.watch = watch
+            self.step(keep=False)
+            self.peak_bytes, self.memory_lines = watch.live.peak_bytes, watch.peak_lines()
+        self.program.watch = StepWatch()
+        self.memory = MemoryUse(live_bytes=self.peak_bytes)
+        if self.counters is not None:
+            self.counters.forget_peaks()
+            self.step(keep=False)
+            self.memory = replace(
+                self.memory,
+                allocated_bytes=self.counters.allocated_bytes(),
+                reserved_bytes=self.counters.reserved_bytes(),
+                driver_bytes=self.counters.driver_bytes(),
+            )
+
+    def state(self) -> checkpoint.RankState:
+        """What this rank contributes to a checkpoint."""
+        return replace(self.stage.state(), rng=checkpoint.rng_state(str(self.stage.device)))
+
+    def resume(self, found: checkpoint.Checkpoint) -> None:
+        """Go on from a checkpoint of any plan of the same model."""
+        same = found.world_size == self.layout.plan.world_size
+        names = [*self.stage.parameters, *self.stage.buffers()]
+        saved = checkpoint.load_state(found, names, rank=self.stage.rank if same else None)
+        self.stage.load(saved)
+        checkpoint.restore_rng(saved.rng, str(self.stage.device))
+        self.step_number = found.step
+
+    def record(self) -> RankRecord:
+        return RankRecord(
+            rank=self.stage.rank,
+            rounds=self.rounds,
+            steps=self.recorded,
+            losses=self.losses,
+            cpu_s=self.cpu_s,
+            peak_bytes=self.peak_bytes,
+            pace_s=self.pace_s,
+            memory_lines=self.memory_lines,
+            memory=self.memory,
+        )
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Of every storage once."""
+    return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def run_dataset(run: RunSpec, split: str) -> Samples:
+    """The run's data in the shape its model takes.
+
+    Args:
+        run: one run of the job. split: "train" or "test".
+    """
+    return dataset_for(run.model, run.dataset, root=run.data_root, split=split, seed=run.seed)

@@ -1,0 +1,279 @@
+"""A model as one rank of a context-parallel or expert-parallel group has it.
+
+A sample is divided over cp ranks by its sequence: every rank has tokens / cp of it, and all work on tokens is divided. Queries
+are those of its own tokens. Keys and values are all, and come from the other ranks (`InnerExchange`). Under a causal mask
+pieces are taken to be cut so that all ranks have the same work (each an early and a late part of the sequence).
+
+Experts are divided over ep ranks: a rank holds every ep-th part of them, and the tokens of ep ranks visit these. With
+balanced experts it has the work that it would have alone, over fewer weights. The fullest rank of ep has more visits than
+the mean: by the mean of the largest of ep normal deviates, as if tokens chose experts at random (`busiest_share`). A
+capacity factor replaces this: every expert computes that many times its mean, padded.
+
+Sources: Liu et al., "Ring Attention with Blockwise Transformers" (2023); Fedus et al., "Switch Transformers" (2022), section
+2.2.
+
+Leaves out: halos of convolutions along the sequence (refused), and tokens that a capacity drops.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from fractions import Fraction
+from statistics import NormalDist
+
+from parsim.errors import PlanError
+from parsim.model.component import (
+    Component,
+    HalfComponent,
+    HalfSharding,
+    HalfValue,
+    InnerExchange,
+    Operator,
+    OperatorShard,
+    Parameter,
+    Sharding,
+    ShardPeak,
+    Value,
+)
+from parsim.model.model import Model
+
+EXPERTS = re.compile(r"(^|\.)experts?\b")
+"""In the name of a parameter: it belongs to an expert."""
+
+
+def divided_model(
+    model: Model, *, cp: int, ep: int, element_bytes: int, ring: bool = True, capacity_factor: float = 0.0
+) -> Model:
+    """The model of one rank; the same object for cp = ep = 1 without a capacity factor.
+
+    Args:
+        model: whole. cp, ep: ranks over which the sequence and the experts are divided.
+        element_bytes: of keys, values and tokens as they are sent.
+        ring: keys and values come one piece after the other, so two are held at once; else all of them.
+        capacity_factor: visits that an expert has room for, over their mean; 0: as many as come.
+
+    Raises:
+        PlanError: the model has no attention (cp) or no experts (ep) that parsim knows; sizes that do not divide.
+    """
+    if cp == ep == 1 and not capacity_factor:
+        return model
+    if cp > 1 and not any(operator.kind == "attention" for c in model.components for operator in c.operators):
+        raise PlanError(
+            f"mesh.cp = {cp} divides the sequence that attention reads, and {model.name} has no attention operator; use cp = 1 "
+            "(attention written as separate products is not divided)"
+        )
+    counts = {name: count for c in model.components if (count := _expert_count(c)) for name in (c.name,)}
+    if (ep > 1 or capacity_factor) and not counts:
+        raise PlanError(
+            f"mesh.ep = {ep}, capacity_factor = {capacity_factor:g}: {model.name} has no experts: no component with parameters "
+            "named .experts. and a product over several of them; use ep = 1 and no capacity factor"
+        )
+    for name, count in counts.items():
+        if count % ep:
+            nearest = max(ways for ways in range(1, ep) if count % ways == 0)
+            raise PlanError(f"mesh.ep = {ep} must divide the {count} experts of {name}; the nearest below that does: {nearest}")
+    components = tuple(_component(c, cp, ep, element_bytes, ring, capacity_factor) for c in model.components)
+    values = model.values if cp == 1 else tuple(_value(value, cp) for value in model.values)
+    return replace(model, components=components, values=values)
+
+
+def busiest_share(visits: float, ways: int) -> float:
+    """Visits of the fullest of so many ranks over their mean, if every visit chooses a rank at random.
+
+    mean + m * sqrt(mean (1 - 1/n)), with m the mean of the largest of n standard normal numbers (Blom's approximation).
+
+    Args:
+        visits: the mean of a rank. ways: ranks.
+    """
+    if ways == 1 or visits <= 0:
+        return 1.0
+    largest = NormalDist().inv_cdf((ways - 0.375) / (ways + 0.25))
+    return 1.0 + largest * math.sqrt((1 - 1 / ways) / visits)
+
+
+def _expert_count(component: Component) -> int:
+    """Experts of a component, by the products over several of them; 0: none."""
+    if not any(EXPERTS.search(parameter.name) for parameter in component.parameters):
+        return 0
+    return max((dict(operator.shape).get("problems", 1) for operator in _experts(component).values()), default=0)
+
+
+def _experts(component: Component) -> dict[int, Operator]:
+    """By number the operators that experts run: products of parameters over several problems."""
+    return {
+        number: operator
+        for number, operator in enumerate(component.operators)
+        if operator.kind == "matmul" and operator.parameter_bytes and dict(operator.shape).get("problems", 1) > 1
+    }
+
+
+def _component(component: Component, cp: int, ep: int, element_bytes: int, ring: bool, capacity_factor: float) -> Component:
+    context = _context_bytes(component, element_bytes) if cp > 1 else 0
+    made = _piece(component, cp, context, ring) if cp > 1 else component
+    experts = _experts(made) if _expert_count(component) else {}
+    visits = max((_rows(operator) for operator in experts.values()), default=0)
+    sent = visits * max((dict(operator.shape)["k"] for operator in list(experts.values())[:1]), default=0) * element_bytes
+    if experts and (ep > 1 or capacity_factor):
+        load = capacity_factor or busiest_share(visits, ep)
+        made = replace(
+            made,
+            operators=tuple(
+                _expert(operator, ep, load) if number in experts else operator for number, operator in enumerate(made.operators)
+            ),
+            parameters=tuple(_expert_part(parameter, ep) for parameter in made.parameters),
+        )
+    inside = InnerExchange(
+        context_ways=cp if context else 1,
+        context_bytes=context,
+        expert_ways=ep if experts else 1,
+        expert_bytes=round(sent * (capacity_factor or 1.0)) if ep > 1 else 0,
+        experts=tuple(experts),
+    )
+    return replace(made, inside=inside) if inside.context_ways > 1 or inside.expert_ways > 1 else made
+
+
+def _rows(operator: Operator) -> int:
+    """Visits of one sample to all experts."""
+    shape = dict(operator.shape)
+    return shape["m"] * shape["problems"]
+
+
+def _expert(operator: Operator, ep: int, load: float) -> Operator:
+    """On one of ep ranks: fewer experts, each with the visits of all of them."""
+    shape = dict(operator.shape)
+    shape["problems"] //= ep
+    shape["m"] = math.ceil(shape["m"] * ep * load)
+    share = shape["m"] * shape["problems"] / _rows(operator)
+    return replace(
+        operator,
+        shape=tuple(shape.items()),
+        forward_flop=operator.forward_flop * share,
+        activation_bytes=round(operator.activation_bytes * share),
+        parameter_bytes=operator.parameter_bytes // ep,
+    )
+
+
+def _expert_part(parameter: Parameter, ep: int) -> Parameter:
+    if ep == 1 or not EXPERTS.search(parameter.name):
+        return parameter
+    return replace(parameter, elements=parameter.elements // ep, expert_ways=ep)
+
+
+# --- pieces of the sequence -------------------------------------------------------------------------------------------
+
+
+def _context_bytes(component: Component, element_bytes: int) -> int:
+    """Keys and values of one sample, which a group exchanges: of as many heads as queries unless "kv_heads" says less."""
+    total = 0
+    for operator in component.operators:
+        if operator.kind == "attention":
+            shape = dict(operator.shape)
+            depth = shape["d"] + shape.get("dv", shape["d"])
+            total += operator.count * shape.get("kv_heads", shape["heads"]) * depth * shape["kv"] * element_bytes
+    return total
+
+
+def _piece(component: Component, cp: int, context_bytes: int, ring: bool) -> Component:
+    """One of cp pieces of the sequence of a component."""
+    operators = tuple(_token_operator(component.name, operator, cp) for operator in component.operators)
+    held = 2 * context_bytes // cp if ring else context_bytes
+
+    def peaks(entries: tuple[tuple[int, int], ...], more: int) -> tuple[tuple[int, int], ...]:
+        return tuple((rate // cp + more, fixed) for rate, fixed in entries)
+
+    def half(entry: HalfComponent) -> HalfComponent:
+        return replace(
+            entry,
+            saved_activation_bytes=entry.saved_activation_bytes // cp,
+            forward_peaks=peaks(entry.forward_peaks, held),
+            backward_peaks=peaks(entry.backward_peaks, 2 * held),
+        )
+
+    return replace(
+        component,
+        operators=operators,
+        saved_activation_bytes=component.saved_activation_bytes // cp,
+        forward_peaks=peaks(component.forward_peaks, held),
+        backward_peaks=peaks(component.backward_peaks, 2 * held),
+        shardings=tuple(_piece_sharding(entry, component, operators, cp, held) for entry in component.shardings),
+        half=None if component.half is None else half(component.half),
+    )
+
+
+def _piece_sharding(sharding: Sharding, whole: Component, operators: tuple[Operator, ...], cp: int, held: int) -> Sharding:
+    def cut(part: OperatorShard) -> OperatorShard:
+        before = whole.operators[part.number].activation_bytes
+        share = Fraction(operators[part.number].activation_bytes, before) if before else Fraction(0)
+        return replace(part, activation_bytes=min(operators[part.number].activation_bytes, int(part.activation_bytes * share)))
+
+    def peaks(entries: tuple[ShardPeak, ...], more: int) -> tuple[ShardPeak, ...]:
+        return tuple(
+            entry._replace(
+                bytes_per_sample=entry.bytes_per_sample // cp,
+                divided_bytes_per_sample=entry.divided_bytes_per_sample // cp + more,
+            )
+            for entry in entries
+        )
+
+    def half(entry: HalfSharding) -> HalfSharding:
+        return HalfSharding(
+            forward_peaks=peaks(entry.forward_peaks, held), backward_peaks=peaks(entry.backward_peaks, 2 * held)
+        )
+
+    return replace(
+        sharding,
+        operators=tuple(cut(part) for part in sharding.operators),
+        saved_activation_bytes=sharding.saved_activation_bytes // cp,
+        forward_peaks=peaks(sharding.forward_peaks, held),
+        backward_peaks=peaks(sharding.backward_peaks, 2 * held),
+        half=None if sharding.half is None else half(sharding.half),
+    )
+
+
+_TOKENS = {"matmul": "m", "attention": "q", "embedding": "rows", "memory_bound": "elements"}
+"""By kind of operator the size that grows with the tokens."""
+
+
+def _token_operator(component: str, operator: Operator, cp: int) -> Operator:
+    """The operator over one piece of the sequence."""
+    if operator.batch == "none":
+        return operator
+    if operator.kind not in _TOKENS:
+        raise PlanError(f"mesh.cp = {cp}: {component} has a {operator.kind}, which is not divided along a sequence; use cp = 1")
+    shape, size = dict(operator.shape), _TOKENS[operator.kind]
+    if shape[size] % cp and operator.kind != "memory_bound":
+        raise PlanError(
+            f"mesh.cp = {cp} must divide the sequence: {component} has a {operator.kind} with {size} = {shape[size]}; "
+            f"the nearest below that divides it: {max(ways for ways in range(1, cp) if shape[size] % ways == 0)}"
+        )
+    shape[size] = -(-shape[size] // cp)
+    share = Fraction(1, cp)
+    if operator.kind == "attention":  # keys and values are whole
+        queries, keys = shape["q"], shape["kv"]
+        share = Fraction(queries + keys, queries * cp + keys)
+    elif operator.kind == "matmul" and operator.batch == "batch" and not operator.parameter_bytes:
+        m, n, k = shape["m"], shape["n"], shape["k"]
+        share = Fraction(m * (n + k) + n * k, m * cp * (n + k) + n * k)
+    return replace(
+        operator,
+        shape=tuple(shape.items()),
+        forward_flop=operator.forward_flop / cp,
+        activation_bytes=round(operator.activation_bytes * share),
+    )
+
+
+def _value(value: Value, cp: int) -> Value:
+    def piece(size: int) -> int:
+        return -(-size // cp)
+
+    def half(entry: HalfValue) -> HalfValue:
+        return replace(entry, bytes_per_sample=piece(entry.bytes_per_sample))
+
+    return replace(
+        value,
+        bytes_per_sample=piece(value.bytes_per_sample),
+        storage_bytes_per_sample=piece(value.storage_bytes_per_sample),
+        half=None if value.half is None else half(value.half),
+    )

@@ -1,0 +1,56 @@
+"""What a framework runs besides the products of a transformer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from parsim.errors import ModelError
+from parsim.registry import Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """What a framework runs besides the products.
+
+    Attributes:
+        flash: attention is one kernel. dropout: after attention, after the two sublayers and inside attention.
+        activation_arrays: moved by the activation function's kernels per element of the MLP's inside, gated or not.
+        residual_arrays: moved by the addition of the residual. activation_saved: copies of the MLP's inside that are kept.
+        norm_arrays: moved by a norm. selective: the inside of attention is computed again.
+        loss_bytes: kept per logit. loss_peak: of gradients per logit at the fullest moment.
+        loss_arrays: of 2 bytes per logit that the loss moves in its forward.
+        attention_work: seconds of its flash attention over those of the kernel that parts know (FlashAttention-2, cuDNN).
+        casts: inputs of products are cast to 8 bits, in both orders.
+    """
+
+    flash: bool = False
+    dropout: bool = True
+    residual_arrays: float = 3.5
+    activation_arrays: float = 2.0
+    activation_saved: float = 2.0
+    rope_arrays: float = 2.0
+    norm_arrays: float = 2.0
+    attention_work: float = 1.0
+    casts: bool = False
+    selective: bool = False
+    loss_bytes: int = 6
+    loss_peak: int = 4
+    loss_arrays: float = 8.0
+
+
+UNFUSED = Software(flash=False, dropout=True)
+"""Megatron-LM before flash attention: fused scale, mask and softmax; fused bias, dropout and addition; fused GELU."""
+
+EAGER = Software(flash=True, dropout=False, residual_arrays=3.0, loss_bytes=6, loss_arrays=10.0)
+"""Eager PyTorch with flash attention: nothing else is fused."""
+
+EAGER_LLAMA = replace(EAGER, rope_arrays=10.0, norm_arrays=18.0, activation_arrays=4.0, activation_saved=3.0)
+"""Eager Llama: rotation and RMSNorm in fp32, operation by operation (bytes of each pass added up)."""
+
+COMPILED = Software(flash=True, dropout=False, residual_arrays=2.0, rope_arrays=2.0, activation_saved=2.0, loss_bytes=6)
+"""torch.compile, or the fused kernels of Transformer Engine."""
+
+KERNELS: Registry[Software] = Registry(
+    "kernels", Software, {"fused": COMPILED, "eager": EAGER_LLAMA, "unfused-attention": UNFUSED}, error=ModelError
+)
+"""What `args = { kernels = ... }` of a model by name chooses."""

@@ -1,0 +1,273 @@
+"""Attention, MLP, embedding and head of a transformer, each as a component.
+
+Bytes saved per token follow Korthikanti et al. (2022), section 4. Leaves out: biases of norms in memory, rotary tables, the two
+small sums of a vocabulary-parallel loss, router losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from parsim.model.component import Component, Operator, Parameter, Sharding, ShardPeak, Value
+from parsim.model.transformer.operators import FULL_BYTES, Layer
+from parsim.model.transformer.shape import Shape
+from parsim.model.transformer.software import Software
+
+RULE = "tensor"
+SEQUENCE = "sequence"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplePart:
+    """The tokens that a rank sees of a sample.
+
+    Attributes:
+        tokens: of a sample. context: keys that attention sees. element_bytes: of an activation and of a parameter.
+    """
+
+    tokens: int
+    context: int
+    element_bytes: int = 2
+
+    def operand_bytes(self, software: Software) -> int:
+        """Of an input of a product that is kept for the backward."""
+        return 1 if software.casts else self.element_bytes
+
+
+def new_layer(prefix: str, software: Software, part: SamplePart) -> Layer:
+    """A component under construction."""
+    return Layer(prefix, weight_bytes=part.element_bytes, casts=software.casts)
+
+
+def attention(layer: Layer, shape: Shape, software: Software, part: SamplePart, *, norm: bool, residual: bool) -> None:
+    """From the stream to the product after attention; with the norm before and the residual after it, if they belong here."""
+    n, h, d = part.tokens, shape.hidden, shape.dim
+    queries, keys = shape.heads * d, shape.keys * d
+    if norm:
+        layer.norm("norm1", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
+        layer.keep((part.element_bytes + part.operand_bytes(software)) * n * h, divided=False)
+    if shape.key_rank:
+        _latent_products(layer, shape, part)
+        width = shape.heads * (d + shape.rope_dim)
+        layer.keep(part.element_bytes * n * (2 * width + 2 * queries + shape.query_rank + shape.key_rank), divided=True)
+    else:
+        layer.linear("qkv", n, queries + 2 * keys, h, split="column", bias=shape.bias or shape.qkv_bias)
+        layer.keep(part.element_bytes * n * (2 * queries + 2 * keys), divided=True)
+        width = queries
+    if shape.qk_norm:
+        layer.norm("q_norm", n * shape.heads, d, divided=True, kind="rms", arrays=software.norm_arrays)
+        layer.norm("k_norm", n * shape.keys, d, divided=True, kind="rms", arrays=software.norm_arrays)
+        layer.keep(part.element_bytes * n * (queries + keys), divided=True)
+    if shape.sinks:
+        layer.weight("sinks", shape.heads, 0)
+    if shape.rotary:
+        layer.moved(n * (queries + keys), software.rope_arrays, divided=True)
+    scores_of(layer, shape, software, part, width // shape.heads)
+    layer.linear("proj", n, h, queries, split="row", bias=shape.bias)
+    layer.peak, layer.peak_divided = part.element_bytes * n * h, part.element_bytes * n * (queries + 2 * keys)
+    if residual:
+        residual_of(layer, software, n * h, divided=False)
+
+
+def _latent_products(layer: Layer, shape: Shape, part: SamplePart) -> None:
+    """Multi-head latent attention: low-rank queries, and keys and values from one latent array."""
+    n, h, d = part.tokens, shape.hidden, shape.dim
+    layer.linear("q_down", n, shape.query_rank, h, split="")
+    layer.norm("q_norm", n, shape.query_rank, divided=False, kind="rms")
+    layer.linear("q_up", n, shape.heads * (d + shape.rope_dim), shape.query_rank, split="column")
+    layer.linear("kv_down", n, shape.key_rank + shape.rope_dim, h, split="")
+    layer.norm("kv_norm", n, shape.key_rank, divided=False, kind="rms")
+    layer.linear("kv_up", n, 2 * shape.heads * d, shape.key_rank, split="column")
+
+
+def scores_of(layer: Layer, shape: Shape, software: Software, part: SamplePart, dim: int) -> None:
+    n, keys, heads = part.tokens, part.context, shape.heads
+    scores = heads * n * keys
+    if software.flash:
+        heads = round(heads * software.attention_work)
+        scores = heads * n * keys
+        operator = Operator(
+            kind="attention",
+            shape=(("heads", heads), ("q", n), ("kv", keys), ("d", dim), ("kv_heads", shape.keys)),
+            batch="batch",
+            forward_flop=4.0 * scores * dim,
+            activation_bytes=FULL_BYTES * heads * dim * 2 * (n + keys),
+            parameter_bytes=0,
+            function="causal" if shape.causal else "",
+        )
+        layer.add(operator, "heads", operator.activation_bytes)
+        layer.keep(FULL_BYTES * shape.heads * n, divided=True)
+        return
+    first = _batched(heads, n, keys, dim)
+    layer.add(first, "problems", first.activation_bytes)
+    layer.moved(scores, 2, divided=True)
+    if software.dropout:
+        layer.moved(scores, 2.5, divided=True)
+    second = _batched(heads, n, dim, keys)
+    layer.add(second, "problems", second.activation_bytes)
+    layer.moved(heads * n * dim, 2, divided=True)
+    layer.keep(((2 * part.element_bytes + 1) if software.dropout else part.element_bytes) * scores, divided=True)
+    layer.peak_divided = part.element_bytes * 2 * scores
+
+
+def _batched(problems: int, m: int, n: int, k: int) -> Operator:
+    return Operator(
+        kind="matmul",
+        shape=(("problems", problems), ("m", m), ("n", n), ("k", k)),
+        batch="batch",
+        forward_flop=2.0 * problems * m * n * k,
+        activation_bytes=FULL_BYTES * problems * (m * n + m * k + n * k),
+        parameter_bytes=0,
+    )
+
+
+def residual_of(layer: Layer, software: Software, elements: int, *, divided: bool) -> None:
+    layer.moved(elements, software.residual_arrays, divided=divided)
+    if software.dropout:
+        layer.keep(elements, divided=divided)
+
+
+def mlp(layer: Layer, shape: Shape, software: Software, part: SamplePart, *, experts: bool, norm: bool, residual: bool) -> None:
+    """From the stream to the product after the MLP; likewise."""
+    n, h = part.tokens, shape.hidden
+    if norm:
+        layer.norm("norm2", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
+        layer.keep((part.element_bytes + part.operand_bytes(software)) * n * h, divided=False)
+    if experts:
+        layer.linear("router", n, shape.experts, h, split="", bias=shape.expert_bias)
+        visits = n * shape.active
+        layer.moved(visits * h, 4, divided=False)
+        _feed(layer, shape, software, part, max(1, visits // shape.experts), shape.expert_ffn, "experts", shape.experts)
+        layer.keep(2 * part.element_bytes * visits * h, divided=False)
+        if shape.shared_ffn:
+            _feed(layer, shape, software, part, n, shape.shared_ffn, "shared")
+    else:
+        _feed(layer, shape, software, part, n, shape.inner, "mlp")
+    if residual:
+        residual_of(layer, software, n * h, divided=False)
+
+
+def _feed(
+    layer: Layer, shape: Shape, software: Software, part: SamplePart, rows: int, inner: int, name: str, problems: int = 1
+) -> None:
+    arms = 2 if shape.gated else 1
+    bias = shape.expert_bias if name == "experts" else shape.bias
+    layer.linear(f"{name}.up", rows, arms * inner, shape.hidden, split="column", bias=bias, problems=problems)
+    arrays = software.activation_arrays + (1 if shape.gated else 0)
+    layer.moved(problems * rows * inner, arrays, divided=True)
+    layer.linear(f"{name}.down", rows, shape.hidden, inner, split="row", bias=bias, problems=problems)
+    saved = software.activation_saved - 1 + (1 if shape.gated else 0)
+    layer.keep(round(problems * rows * inner * (part.element_bytes * saved + part.operand_bytes(software))), divided=True)
+    layer.peak = max(layer.peak, part.element_bytes * problems * rows * shape.hidden)
+    layer.peak_divided = max(layer.peak_divided, part.element_bytes * problems * rows * inner * (arms + 1))
+
+
+def embed(shape: Shape, software: Software, part: SamplePart) -> Component:
+    n, h = part.tokens, shape.hidden
+    layer = new_layer("wte" if shape.tied else "embed", software, part)
+    lookup = Operator(
+        kind="embedding",
+        shape=(("rows", n), ("width", h)),
+        batch="batch",
+        forward_flop=0.0,
+        activation_bytes=FULL_BYTES * 2 * n * h,
+        parameter_bytes=0,
+    )
+    layer.add(lookup)
+    layer.weight("weight", shape.vocab * h, 0)
+    if shape.learned_positions:
+        positions = (shape.positions or n) * h
+        layer.parameters.append(Parameter(name="wpe.weight", elements=positions, element_bytes=part.element_bytes))
+        layer.moved(n * h, 3, divided=False)
+    if software.dropout:
+        layer.moved(n * h, 2.5, divided=False)
+        layer.keep(n * h, divided=False)
+    if shape.embedding_norm:
+        layer.norm("embedding_norm", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
+        layer.keep(part.element_bytes * n * h, divided=False)
+    layer.peak_fixed_divided = part.element_bytes * shape.vocab * h
+    return component_of("embed", layer, ("tokens",), ("x0",), {RULE: (("full",), ("partial",))}, limit=_even(shape.vocab))
+
+
+def head(shape: Shape, software: Software, part: SamplePart, reads: str, *, norm: bool) -> Component:
+    n, h, v = part.tokens, shape.hidden, shape.vocab
+    layer = new_layer("wte" if shape.tied else "lm_head", software, part)
+    layer.linear("", n, v, h, split="column")
+    layer.parameters.clear()
+    layer.cut_parameters.clear()
+    layer.weight("weight", v * h, 0)
+    if norm:
+        layer.norm("norm", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
+        layer.keep(part.element_bytes * n * h, divided=False)
+    layer.keep(part.element_bytes * n * h, divided=False)
+    layer.moved(n * v, software.loss_arrays, divided=True)
+    wider = part.element_bytes - 2  # the sizes of Software are those of half precision
+    layer.keep((software.loss_bytes + wider) * n * v, divided=True)
+    layer.peak, layer.peak_divided = part.element_bytes * n * h, (software.loss_peak + wider) * n * v
+    return component_of(
+        "head", layer, (reads, "target"), ("loss",), {RULE: (("full", "full"), ("partial",))}, limit=_even(shape.vocab)
+    )
+
+
+def _even(vocab: int) -> int:
+    """Frameworks pad the vocabulary so that it divides; every power of two up to 128 does."""
+    return vocab * 128
+
+
+def component_of(
+    name: str,
+    layer: Layer,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    rules: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]],
+    *,
+    limit: int,
+) -> Component:
+    peak = (layer.peak + layer.peak_divided, layer.peak_fixed + layer.peak_fixed_divided)
+    forward = (layer.saved + layer.peak + layer.peak_divided, 0)
+    shardings = tuple(
+        Sharding(
+            rule=rule,
+            limit=limit,
+            inputs=needs,
+            outputs=makes,
+            parameters=tuple(layer.cut_parameters) if rule == RULE else (),
+            operators=tuple(layer.cut),
+            saved_activation_bytes=layer.saved_divided,
+            forward_peaks=(
+                _shard_peak(layer.saved - layer.saved_divided + layer.peak, 0, layer.saved_divided + layer.peak_divided, 0),
+            ),
+            backward_peaks=(_shard_peak(layer.peak, layer.peak_fixed, layer.peak_divided, layer.peak_fixed_divided),),
+        )
+        for rule, (needs, makes) in rules.items()
+    )
+    return Component(
+        name=name,
+        inputs=inputs,
+        outputs=outputs,
+        parameters=tuple(layer.parameters),
+        saved_activation_bytes=layer.saved,
+        forward_peaks=(forward,),
+        backward_peaks=(peak,),
+        operators=tuple(layer.operators),
+        shardings=shardings,
+    )
+
+
+def _shard_peak(rate: int, fixed: int, divided: int, divided_fixed: int) -> ShardPeak:
+    return ShardPeak(rate, fixed, divided, divided_fixed)
+
+
+def limit_of(shape: Shape) -> int:
+    return shape.heads * 128 if shape.experts else shape.heads
+
+
+def stream_value(name: str, producer: str, shape: Shape, part: SamplePart, savers: Sequence[str]) -> Value:
+    return Value(
+        name=name, producer=producer, bytes_per_sample=part.element_bytes * part.tokens * shape.hidden, savers=tuple(savers)
+    )
+
+
+def is_mixture(shape: Shape, number: int) -> bool:
+    return bool(shape.experts) and number >= shape.dense_layers

@@ -1,0 +1,35 @@
+"""A plan in words, as people call it; `Plan.summary` is its exact short form."""
+
+from __future__ import annotations
+
+from parsim.plans.plan import Plan
+from parsim.plans.recompute import NONE
+
+
+def plan_in_words(plan: Plan) -> str:
+    """`2 pipeline stages of 4-way data parallelism with ZeRO 3, 8 microbatches of 32`.
+
+    Args:
+        plan: of any mesh and placements. Bucket sizes, pipeline order and single placements are left out.
+    """
+    pp, dp, tp = plan.mesh.pp, plan.mesh.dp, plan.mesh.tp
+    axes = [f"{dp}-way data parallelism"] if dp > 1 else []
+    if tp > 1:
+        axes.append(f"mixed placements on {tp} ranks" if _is_mixed(plan) else f"{tp}-way tensor parallelism")
+    words = " x ".join(axes)
+    if pp > 1:
+        words = f"{pp} pipeline stages of {words}" if words else f"{pp} pipeline stages"
+    words = words or "one device"
+    if plan.zero_stage:
+        words += f" with ZeRO {plan.zero_stage}"
+    if plan.microbatches > 1:
+        words += f", {plan.microbatches} microbatches of {plan.microbatch_samples}"
+    if plan.recompute != NONE or plan.segments:
+        words += ", recomputing activations"
+    return words
+
+
+def _is_mixed(plan: Plan) -> bool:
+    """Whether some components are cut by features and others by samples, or one runs on a single rank."""
+    kinds = {placement.kind for stage in plan.stages for _, placement in stage.placed()}
+    return "place" in kinds or {"batch", "shard"} <= kinds

@@ -1,0 +1,89 @@
+"""Replicas that differ in a microsecond of latency here and there, simulated as one between proven bounds.
+
+Of many replicas some have all their stages under one leaf switch and some have not. Their transfers cost a little more or
+less, so folding keeps one of each kind. If tasks are issued in order and do not slow one another, no task that takes longer
+makes a step shorter. So the program of one replica is no shorter than the step when every communication has the highest
+price that any replica pays for it, and no longer when it has the lowest. Where the two differ by at most `NEARLY`, the first
+is the answer: it is too long by at most that.
+
+Leaves out: machines on which computation and communication slow one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+import numpy as np
+
+from parsim.costs.estimate import Estimate
+from parsim.costs.uncertainty.draws import medians_s
+from parsim.engines.compile import compile_graph
+from parsim.engines.steps import mean_step_s
+from parsim.graph.columns import Columns
+from parsim.graph.expand import lower_columns, moved_work
+from parsim.graph.fold import Folding, merged
+from parsim.graph.plan_index import PlanIndex
+from parsim.plans.concurrent import concurrent_groups
+from parsim.plans.mesh import Mesh
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.work import Collective, Work, is_communication, ranks_of_work
+
+NEARLY = 1e-4
+"""Replicas are simulated as one if their prices leave the step open by no more than this share of it."""
+
+OneReplica = tuple[Folding, Columns, tuple[Estimate, ...]]
+
+
+def lowered(problem: PlanningProblem, layout: PlanIndex, folding: Folding) -> Columns:
+    """The program of one step under this folding.
+
+    Args:
+        problem, layout: of the plan. folding: which ranks stand for which.
+    """
+    columns = lower_columns(layout.plan, layout.model, layout, folding)
+    return columns.resuming() if problem.costs(layout.plan.world_size).post_wait_s else columns
+
+
+def nearly_alike(problem: PlanningProblem, layout: PlanIndex, folding: Folding, steps: int) -> OneReplica | None:
+    """The program of one replica with the highest prices of all, if that bounds the step to within `NEARLY`.
+
+    Args:
+        problem, layout: of the plan. folding: exact. steps: in a row, over which the step is averaged.
+
+    Returns:
+        Folding, program and the price of each of its units; None: replicas are one already, or differ by more.
+    """
+    mesh, costs = layout.plan.mesh, problem.costs(layout.plan.world_size)
+    overlap = costs.overlap([], [])
+    slowing = problem.cluster.profile.overlap is not None or overlap.communications_share
+    one = None if slowing else merged(folding, costs)
+    if one is None:
+        return None
+    columns = lowered(problem, layout, one)
+    prices = problem.price(columns.units, mesh)
+    bounds: dict[Work, tuple[Estimate, Estimate]] = {}
+    for unit in columns.units:
+        if unit.work in bounds or not is_communication(unit.work):
+            continue
+        if likes := _likes(mesh, unit.work, folding.replicas):
+            paid = problem.price([(work, 0) for work in likes], mesh)
+            bounds[unit.work] = (min(paid, key=attrgetter("median_s")), max(paid, key=attrgetter("median_s")))
+    low, high = (
+        tuple(bounds[unit.work][end] if unit.work in bounds else own for unit, own in zip(columns.units, prices, strict=True))
+        for end in (0, 1)
+    )
+    rows = np.array([medians_s(low), medians_s(high)])
+    shortest_s, longest_s = mean_step_s(compile_graph(columns), rows, overlap, steps=steps, unit=columns.unit)
+    return (one, columns, high) if longest_s <= shortest_s * (1 + NEARLY) else None
+
+
+def _likes(mesh: Mesh, work: Work, replicas: Sequence[int]) -> list[Work]:
+    """A communication of the first replica as all of them do it; none where it is one for all."""
+    if len({rank // mesh.tp % mesh.copies for rank in ranks_of_work(work)}) == 1:
+        return [moved_work(work, replica * mesh.tp) for replica in replicas]
+    if mesh.team == 1 or not isinstance(work, Collective):
+        return []
+    shard = min(work.group) % mesh.tp
+    return [replace(work, group=group) for group in concurrent_groups(mesh, work.group) if group[0] % mesh.tp == shard]

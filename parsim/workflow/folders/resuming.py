@@ -1,0 +1,137 @@
+"""Who may train in a run folder, and whether a training there can go on as it is asked to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from parsim.errors import ConfigError
+from parsim.execute.processes.supervise.scratch import lock_handle
+from parsim.execute.state.checkpoint import Checkpoint, discard_unfinished, has_checkpoints, latest_checkpoint
+from parsim.files import PARTIAL
+from parsim.workflow.config import RunConfig
+from parsim.workflow.folders.run_folder import RunFolder
+from parsim.workflow.references import references
+
+SAME = ("global_batch", "seed", "dataset", "data_root", "dtype", "optimizer", "allow_coupled_loss")
+"""Keys of [training] with which another training begins."""
+TOLD = ("learning_rate", "precision", "master_weights")
+"""Keys of [training] that may change on the way, which is said."""
+
+
+@contextlib.contextmanager
+def held(folder: RunFolder) -> Iterator[None]:
+    """Nobody else trains in the folder meanwhile; a process that dies lets go of it.
+
+    Raises:
+        ConfigError: another process trains there.
+    """
+    folder.path.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder.path, os.O_RDONLY)
+    try:
+        if not lock_handle(handle):
+            raise ConfigError(
+                f"another process is training in {folder.path}; wait until it has ended, end it, or give another --out"
+            )
+        yield
+    finally:
+        os.close(handle)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """Where a training goes on.
+
+    Attributes: step: steps that are done. is_finished: there is nothing left to do, and a result. warnings: for the user.
+    """
+
+    step: int
+    is_finished: bool
+    warnings: tuple[str, ...]
+
+
+def resumption(folder: RunFolder, config: RunConfig, steps: int) -> Resumption:
+    """Whether the training of the folder can go on as `config` asks, up to step `steps`, and from where.
+
+    Removes what a killed training left half written. Called while the folder is held.
+
+    Raises:
+        ConfigError: no run folder, a training of something else, checkpoints that are all damaged, or one beyond `steps`.
+    """
+    before = folder.read_config()
+    _check_same(folder, before, config)
+    remove_partial_files(folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = latest_checkpoint(folder.checkpoints)
+    told = [str(entry.message) for entry in caught]
+    if found is None and has_checkpoints(folder.checkpoints):
+        raise ConfigError(
+            f"no checkpoint in {folder.checkpoints} can be read ({told[0] if told else 'none is complete'}); to start "
+            "anew, give another --out, or remove that folder"
+        )
+    for key in TOLD:
+        then, now = getattr(before.training, key), getattr(config.training, key)
+        if then != now:
+            told.append(f"training.{key} was {then}, and is {now} from here on")
+    if found is None:
+        told.append(f"{folder.path} holds no checkpoint yet: the training starts at step 0")
+        return Resumption(step=0, is_finished=False, warnings=tuple(told))
+    if found.step > steps:
+        raise ConfigError(
+            f"the training in {folder.path} has made {found.step} steps already, and {steps} are asked for; set training.steps "
+            f"above {found.step} to go on, or give another --out"
+        )
+    is_finished = found.step == steps and folder.result.is_file()
+    if is_finished:
+        told.append(f"the training in {folder.path} has made its {steps} steps; set training.steps higher to go on with it")
+    return Resumption(step=found.step, is_finished=is_finished, warnings=tuple(told))
+
+
+def _check_same(folder: RunFolder, before: RunConfig, config: RunConfig) -> None:
+    changed = [(f"training.{key}", getattr(before.training, key), getattr(config.training, key)) for key in SAME]
+    changed.append(("model", before.model_spec, config.model_spec))
+    other = [(key, then, now) for key, then, now in changed if then != now]
+    if other:
+        said = "; ".join(f"{key} was {_text(then)}, now {_text(now)}" for key, then, now in other)
+        raise ConfigError(f"{folder.path} holds another training ({said}); ask for the same to go on, or give another --out")
+
+
+def _text(value: Any) -> str:
+    return value.name if hasattr(value, "name") else repr(value)
+
+
+def forget_results(folder: RunFolder, run: str) -> None:
+    """Remove what an earlier part of the training left: times and results of a plan that may be another from here on."""
+    shutil.rmtree(folder.records(run), ignore_errors=True)
+    for path in (folder.result, folder.path / "score.json", folder.path / "decisions.json"):
+        path.unlink(missing_ok=True)
+
+
+def remove_partial_files(folder: RunFolder) -> None:
+    """Of processes that were killed while they wrote into the folder. Called while it is held, and nobody writes."""
+    for path in (*folder.path.glob(f".*{PARTIAL}"), *folder.path.glob(f"*/.*{PARTIAL}")):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    discard_unfinished(folder.checkpoints)
+    shutil.rmtree(folder.path / "best" / "new", ignore_errors=True)
+
+
+def what_is_left(folder: RunFolder, steps: int) -> str:
+    """After a training has failed or was ended: its last checkpoint, and the command that goes on. Removes the rest."""
+    remove_partial_files(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found: Checkpoint | None = latest_checkpoint(folder.checkpoints)
+    if found is None:
+        return f"No checkpoint was written: {folder.path} holds nothing to go on with (see --checkpoint-every)."
+    names_code = any(references(folder.read_config().to_dict()))
+    allowed = ["--allow-code"] if names_code else []
+    command = shlex.join(["parsim", "run", str(folder.config), "--out", str(folder.path), "--resume", *allowed])
+    return f"The checkpoint of step {found.step} of {steps} is in {found.folder}; go on with: {command}"

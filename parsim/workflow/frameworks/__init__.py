@@ -1,0 +1,1 @@
+"""Configuration files of Megatron-LM, NeMo and torchtitan, read as they are."""

@@ -1,0 +1,71 @@
+"""Which file is whose, and the question that it asks on a cluster."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from parsim.errors import ConfigError, MissingDependencyError
+from parsim.files import parse_toml
+from parsim.workflow.frameworks.megatron import read_script, read_yaml
+from parsim.workflow.frameworks.recipe import Recipe
+from parsim.workflow.frameworks.torchtitan import is_torchtitan, read_toml
+
+SCRIPTS = (".sh", ".bash", ".args", ".txt")
+FLAG = "--num-layers"
+"""Every script of Megatron-LM has it; a text without it may be a run file."""
+YAML = (".yaml", ".yml")
+
+
+def is_framework_file(path: Path) -> bool:
+    """Whether a path is a file of Megatron-LM, NeMo or torchtitan: a script, a YAML file, or a TOML file with its tables.
+
+    Args:
+        path: as the user gave it.
+    """
+    if path.suffix == ".txt":
+        return path.is_file() and FLAG in path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix in (*SCRIPTS, *YAML):
+        return True
+    if path.suffix != ".toml" or not path.is_file():
+        return False
+    try:
+        return is_torchtitan(parse_toml(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):  # whoever reads it as a run file says what is wrong
+        return False
+
+
+def read_recipe(path: Path) -> Recipe:
+    """What such a file says.
+
+    Raises:
+        ConfigError: no such file, no text of its kind, or sizes that are missing or cannot be.
+        MissingDependencyError: a YAML file without PyYAML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read {path}: {error}; give a script, YAML or TOML file of Megatron-LM or torchtitan"
+        ) from error
+    try:
+        if path.suffix in YAML:
+            return read_yaml(_yaml(path, text))
+        return read_script(text) if path.suffix in SCRIPTS else read_toml(parse_toml(text))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _yaml(path: Path, text: str) -> dict[str, Any]:
+    try:
+        import yaml  # type: ignore[import-untyped,unused-ignore]
+    except ImportError as error:
+        raise MissingDependencyError(f"PyYAML is needed to read {path}; pip install pyyaml (parsim[hf] brings it)") from error
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"it is no YAML: {' '.join(str(error).split())[:300]}") from error
+    if not isinstance(found, dict):
+        raise ConfigError("it holds no table of keys")
+    return found

@@ -1,0 +1,189 @@
+"""torchtitan: its TOML files. Key names are those of torchtitan/config (pytorch/torchtitan), old and new spellings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from parsim.errors import ConfigError, near_matches
+from parsim.model.named.names import known_names, named
+from parsim.workflow.frameworks.recipe import Recipe, whole_number
+
+NAME = "torchtitan"
+TABLES = frozenset({"parallelism", "activation_checkpoint", "job", "lr_scheduler", "float8", "metrics", "profiling"})
+"""Any of them marks a torchtitan file; none is a table of a run file."""
+
+FLAVORS = {
+    ("llama3", "8B"): "llama3-8b",
+    ("llama3", "70B"): "llama3-70b",
+    ("llama3", "405B"): "llama3-405b",
+    ("llama2", "7B"): "llama2-7b",
+    ("llama2", "13B"): "llama2-13b",
+    ("llama2", "70B"): "llama2-70b",
+    ("deepseek_v3", "236B"): "deepseek-v2",
+    ("deepseek_v3", "671B"): "deepseek-v3",
+    ("qwen3", "8B"): "qwen3-8b",
+    ("qwen3", "14B"): "qwen3-14b",
+    ("qwen3", "32B"): "qwen3-32b",
+    ("qwen3", "30B-A3B"): "qwen3-30b-a3b",
+    ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
+}
+"""By model.name and model.flavor."""
+
+SAME_TIME = frozenset(
+    {"job", "profiling", "metrics", "lr_scheduler", "checkpoint", "comm", "fault_tolerance", "validation", "debug", "optimizer"}
+)
+SAME_BEGINNINGS = ("model.converters", "float8.", "training.mixed_precision", "training.global_batch_size")
+IGNORED = frozenset(
+    """
+    optimizer.name optimizer.lr optimizer.eps optimizer.beta1 optimizer.beta2 optimizer.weight_decay optimizer.implementation
+    optimizer.fused optimizer.foreach training.max_norm training.steps training.dataset training.dataset_path training.seed
+    training.deterministic training.gc_freq training.gc_debug training.data_parallel_replicate_degree training.warmup_steps
+    model.tokenizer_path model.hf_assets_path model.norm_type model.print_after_conversion training.dtype
+    parallelism.pipeline_parallel_split_points activation_checkpoint.mode activation_checkpoint.selective_ac_option
+    activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns compile.enable compile.components training.compile
+    parallelism.fsdp_reshard_after_forward parallelism.disable_loss_parallel
+    float8.filter_fqns float8.enable_fsdp_float8_all_gather float8.precompute_float8_dynamic_scale_for_fsdp float8.recipe_name
+    """.split()  # noqa: SIM905
+)
+LEFT_OUT = {
+    "parallelism.enable_async_tensor_parallel": "tensor-parallel communication is not hidden behind products",
+    "parallelism.enable_compiled_autograd": "autograd runs eagerly",
+    "training.enable_cpu_offload": "states stay on the device",
+    "activation_checkpoint.early_stop": "a recomputed forward runs to its end",
+    "training.mixed_precision_reduce": "gradients are reduced in the width of the weights",
+}
+
+
+def is_torchtitan(document: Mapping[str, Any]) -> bool:
+    """Whether a TOML document is a file of torchtitan."""
+    return bool(TABLES & set(document)) and "cluster" not in document
+
+
+def read_toml(document: Mapping[str, Any]) -> Recipe:
+    """A file of torchtitan. Raises ConfigError for a model that is not known, or sizes that cannot be."""
+    tables = {table: keys for table, keys in document.items() if isinstance(keys, Mapping)}
+    flat = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
+    float8 = document.get("quantize", {}).get("linear", {}).get("float8", {})
+    flat |= {f"float8.{key}": value for key, value in float8.items()}
+    flat = {key: value for key, value in flat.items() if not isinstance(value, Mapping)}
+    recipe = Recipe(framework=NAME, model=_model(flat))
+    reader = _Keys(flat)
+    recipe.args["seq"] = reader.number("training.seq_len", 2048)
+    recipe.micro_batch = reader.number("training.local_batch_size", 0) or reader.number("training.batch_size", 8)
+    recipe.tp = reader.number("parallelism.tensor_parallel_degree", 1) or reader.number("training.tensor_parallel_degree", 1)
+    recipe.pp = reader.number("parallelism.pipeline_parallel_degree", 1)
+    recipe.cp = reader.number("parallelism.context_parallel_degree", 1)
+    recipe.ep = reader.number("parallelism.expert_parallel_degree", 1)
+    _data_parallel(reader, recipe)
+    batch = flat.get("training.global_batch_size", -1)
+    if batch != -1:
+        recipe.training["global_batch"] = reader.number("training.global_batch_size", 1)
+    _pipeline(reader, recipe)
+    compiled = bool(flat.get("compile.enable", flat.get("training.compile", False)))
+    recipe.args["kernels"] = "fused" if compiled else "eager"
+    recipe.args["sequence_parallel"] = True
+    converters = flat.get("model.converters", [])
+    low = any("float8" in str(entry) for entry in (converters if isinstance(converters, list) else [converters]))
+    if low or flat.get("float8.enable_float8_linear"):
+        recipe.training["precision"], recipe.args["fp8_casts"] = "fp8", True
+    else:
+        bf16 = flat.get("training.mixed_precision_param", "bfloat16") == "bfloat16"
+        recipe.training["precision"] = "bf16" if bf16 else "fp32"
+    recipe.training["optimizer"] = "adamw_fused"
+    _recompute(flat, recipe)
+    reader.read |= {"model.name": flat.get("model.name"), "model.flavor": flat.get("model.flavor")}
+    _sort(flat, reader, recipe)
+    return recipe
+
+
+class _Keys:
+    def __init__(self, flat: Mapping[str, Any]) -> None:
+        self.flat = flat
+        self.read: dict[str, Any] = {}
+
+    def number(self, key: str, default: int) -> int:
+        if key not in self.flat:
+            return default
+        self.read[key] = whole_number(NAME, key, self.flat[key])
+        return int(self.read[key])
+
+
+def _model(flat: Mapping[str, Any]) -> str:
+    name, flavor = str(flat.get("model.name", "")), str(flat.get("model.flavor", ""))
+    found = FLAVORS.get((name.lower(), flavor)) or FLAVORS.get((name.lower(), flavor.upper()))
+    if found is None and named(f"{name}-{flavor}") is not None:
+        found = f"{name}-{flavor}"
+    if found is None:
+        asked = f"{name}-{flavor}".lower()
+        raise ConfigError(
+            f"{NAME}: model.name = {name!r} with flavor = {flavor!r} is not known{near_matches(asked, known_names())}"
+        )
+    return found
+
+
+def _data_parallel(reader: _Keys, recipe: Recipe) -> None:
+    """FSDP over the shard degree, replicated by the other; -1 takes all that is left."""
+    shard = reader.flat.get(
+        "parallelism.data_parallel_shard_degree", reader.flat.get("training.data_parallel_shard_degree", -1)
+    )
+    replicate = reader.number("parallelism.data_parallel_replicate_degree", 1)
+    reader.read["parallelism.data_parallel_shard_degree"] = shard
+    recipe.zero = 0 if shard == 1 else 3
+    if shard not in (-1, 1) or (replicate > 1 and shard != -1):
+        recipe.dp = whole_number(NAME, "parallelism.data_parallel_shard_degree", shard) * replicate
+    if replicate > 1 and shard != 1:
+        recipe.left_out["parallelism.data_parallel_replicate_degree"] = (
+            "states are divided over all replicas, not within groups"
+        )
+    if reader.flat.get("parallelism.fsdp_reshard_after_forward") == "never" and recipe.zero == 3:
+        recipe.zero = 2
+    if recipe.pp > 1 and recipe.zero == 3:
+        recipe.left_out["parallelism.fsdp_reshard_after_forward"] = "parameters are whole for a step under a pipeline: ZeRO 1"
+        recipe.zero = 1
+
+
+def _pipeline(reader: _Keys, recipe: Recipe) -> None:
+    schedule = str(reader.flat.get("parallelism.pipeline_parallel_schedule", "1F1B"))
+    micro = reader.number("parallelism.pipeline_parallel_microbatch_size", 0)
+    if recipe.pp == 1:
+        return
+    reader.read["parallelism.pipeline_parallel_schedule"] = schedule
+    recipe.local_batch, recipe.micro_batch = recipe.micro_batch, micro or 1
+    if re.search("interleaved", schedule, re.IGNORECASE):
+        layers = reader.number("parallelism.pipeline_parallel_layers_per_stage", 0)
+        recipe.chunks = 2
+        if layers:
+            recipe.left_out["parallelism.pipeline_parallel_layers_per_stage"] = "two stages per rank are taken"
+
+
+def _recompute(flat: Mapping[str, Any], recipe: Recipe) -> None:
+    mode = str(flat.get("activation_checkpoint.mode", "selective"))
+    if mode == "full":
+        recipe.recompute = "full"
+    elif mode == "selective":
+        option = str(flat.get("activation_checkpoint.selective_ac_option", "2"))
+        if option.isdigit():
+            recipe.recompute, recipe.every = "alternate", max(1, int(option))
+        else:
+            why = "operators that are dear to compute are kept, and nothing is computed again"
+            recipe.left_out["activation_checkpoint.selective_ac_option"] = why
+    elif mode not in ("none", "memory_budget"):
+        raise ConfigError(f"{NAME}: activation_checkpoint.mode = {mode!r} must be none, selective or full")
+
+
+def _sort(flat: Mapping[str, Any], reader: _Keys, recipe: Recipe) -> None:
+    recipe.taken = dict(reader.read)
+    for key, value in flat.items():
+        if key in reader.read:
+            continue
+        if key in LEFT_OUT:
+            if value not in (False, None, "", 0):
+                recipe.left_out[key] = LEFT_OUT[key]
+            else:
+                recipe.ignored.append(key)
+        elif key.partition(".")[0] in SAME_TIME or key in IGNORED or key.startswith(SAME_BEGINNINGS):
+            recipe.ignored.append(key)
+        else:
+            recipe.unknown.append(key)

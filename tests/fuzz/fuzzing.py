@@ -1,0 +1,329 @@
+"""Damaged files: every reader of parsim must refuse one with a ParsimError, or read it, within 5 s and 1 GB.
+
+`python -m tests.fuzz.fuzzing --count 100000 --seconds 600` runs so many cases of each reader, as far as the seconds go, and
+prints a table. A case that fails is printed with its seed and kept beside the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gzip
+import json
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parsim.errors import ParsimError
+
+LIMIT_S = 5.0
+LIMIT_BYTES = 2**30
+NASTY: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63) - 1, 10**9, 10**400, 0.5, -0.0, 1e308, -1e308, 1e-320),
+    *(float("nan"), float("inf"), "", "x", "\x1b[2J", "\ud800", "[/b]", "a" * 5000, "1e9", "place:1", "os:system"),
+    *([], {}, [[]], [None], {"": {}}, [1] * 1000, {"x": 1}),
+)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One kind of file: a whole one, and what reads it from its path."""
+
+    name: str
+    sample: bytes
+    file: str
+    read: Callable[[Path], object]
+
+
+def damaged(sample: bytes, random_: random.Random) -> bytes:
+    """Another file: some bytes changed, a part cut out or repeated, or values of its document replaced."""
+    document = _document(sample)
+    if document is not None and random_.random() < 0.7:
+        document = copy.deepcopy(document)
+        for _ in range(random_.choice((1, 1, 1, 2, 5))):
+            _change(document, random_)
+        text = _nested(random_) if random_.random() < 0.01 else json.dumps(document)
+        with contextlib.suppress(UnicodeEncodeError):
+            return text.encode()
+    content = bytearray(sample)
+    for _ in range(random_.choice((1, 1, 2, 8))):
+        place = random_.randrange(len(content) + 1)
+        match random_.randrange(5):
+            case 0 if content:
+                content[place % len(content)] ^= 1 << random_.randrange(8)
+            case 1:
+                del content[place:]
+            case 2:
+                del content[place : place + random_.randrange(1, 50)]
+            case 3:
+                content[place:place] = content[place : place + random_.randrange(1, 200)]
+            case _:
+                content[place:place] = random_.choice((b"\xff", b"\0", b"9" * 5000, b"[" * 2000, b'"', b"{", b"1e999", b"NaN"))
+        if not content:
+            break
+    return bytes(content)
+
+
+def _document(sample: bytes) -> Any:
+    try:
+        return json.loads(sample)
+    except ValueError:
+        return None
+
+
+def _nested(random_: random.Random) -> str:
+    depth = random_.choice((50, 200, 100_000))
+    return "[" * depth + "]" * depth
+
+
+def _places(document: Any) -> list[tuple[Any, Any]]:
+    """(container, key) of every value."""
+    found: list[tuple[Any, Any]] = []
+    stack = [document]
+    while stack:
+        node = stack.pop()
+        entries: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        for key, value in entries:
+            found.append((node, key))
+            stack.append(value)
+    return found
+
+
+def _change(document: Any, random_: random.Random) -> None:
+    places = _places(document)
+    if not places:
+        return
+    node, key = random_.choice(places)
+    match random_.randrange(6):
+        case 0 if isinstance(node, dict):
+            node[random_.choice(("", "x", "schema_version", str(key) * 2))] = node.pop(key)
+        case 1:
+            del node[key]
+        case 2 if isinstance(node, list):
+            node.extend(copy.deepcopy(node[:50]))
+        case 3:
+            other, at = random_.choice(places)
+            with contextlib.suppress(KeyError, IndexError):
+                node[key] = copy.deepcopy(other[at])
+        case _:
+            node[key] = copy.deepcopy(random_.choice(NASTY))
+
+
+def failure_of(reader: Reader, folder: Path, content: bytes) -> str:
+    """What is wrong with how the reader takes this content: a foreign exception, time, memory; "" if nothing is."""
+    path = folder / reader.file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    begin_s = time.monotonic()
+    try:
+        with warnings.catch_warnings(), _limit():
+            warnings.simplefilter("ignore")
+            reader.read(path)
+    except ParsimError as error:
+        str(error).encode()
+        if isinstance(error.__cause__, MemoryError):
+            return "MemoryError"
+    except _Slow:
+        return f"took longer than {LIMIT_S:g} s"
+    except BaseException as error:
+        return "".join(traceback.format_exception(error)[-4:])
+    taken_s = time.monotonic() - begin_s
+    return f"took {taken_s:.1f} s" if taken_s > LIMIT_S else ""
+
+
+class _Slow(BaseException):
+    """Of no class that a reader would catch."""
+
+
+@contextlib.contextmanager
+def _limit() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise _Slow
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 3 * LIMIT_S)  # of a machine that others use, too
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def readers(folder: Path) -> list[Reader]:
+    """Every kind of file that parsim reads, each with a whole one made by its own writer."""
+    import numpy as np
+    import torch
+
+    from parsim.costs.feedback.history import read_history
+    from parsim.costs.uncertainty.conformal import ValidationRecord
+    from parsim.engines.scenario.scenario import load_scenario
+    from parsim.execute.job import Job, RunSpec
+    from parsim.execute.records.measurement import RankRecord
+    from parsim.execute.state.checkpoint import RankState, latest_checkpoint, load_state, save_checkpoint
+    from parsim.execute.streams import TaskTime
+    from parsim.hardware.network import load_network, shipped_networks
+    from parsim.hardware.profile import load_profile, save_profile
+    from parsim.model.hugging_face.config import read_config
+    from parsim.model.model import Model
+    from parsim.model.spec import ModelSpec
+    from parsim.plans.mesh import Mesh
+    from parsim.plans.plan import Plan, Stage
+    from parsim.timeline import Span, Timeline
+    from parsim.workflow.config import load_config
+    from parsim.workflow.importing.import_file import import_file
+    from tests.execute.test_bad_run import cpu_profile
+    from tests.hugging_face_configs import SMALL
+    from tests.models import chain_model
+    from tests.unit.import_samples import DEEPSPEED, TOPO, gpu_trace, nccl_json, nccl_text
+
+    model = chain_model((1e6, 2e6, 3e6))
+    names = tuple(component.name for component in model.components)
+    plan = Plan(strategy="dp", mesh=Mesh(dp=2), stages=(Stage(components=names, ranks=(0, 1)),), global_batch=8)
+    made = folder / "made"
+    made.mkdir()
+    model.save(made / "model.json")
+    plan.save(made / "plan.json")
+    spec = ModelSpec(name="mlp", args=(("width", 64),))
+    run = RunSpec(
+        name="run", model=spec, model_path="model.json", plan=plan, optimizer="sgd", learning_rate=0.1, dataset="digits"
+    )
+    Job(output="out", mode="train", runs=(run,), steps=3).save(made / "job.json")
+    times = [[TaskTime(0, "compute", 1.0, 2.0), TaskTime(1, "dp", 2.0, 3.0)]]
+    RankRecord(
+        rank=0, rounds=[(1.0, 2.0, 1)], steps=times, losses=[0.5, None], cpu_s=[1.0], peak_bytes=100, memory_lines={"inputs": 1}
+    ).save(made)
+    Timeline.from_spans([Span(0, "r0.compute", 0.0, 1.0)], "measured").save(made / "timeline.json.gz")
+    state = RankState(weights={"w": torch.ones(3)}, buffers={"b": torch.ones(1)}, rng={"cpu": torch.get_rng_state()})
+    place = save_checkpoint(made / "checkpoints", 5, state, seed=1, rank=0, world_size=1)
+    (made / "profile.json").write_text(json.dumps(cpu_profile()))
+    profile = load_profile(str(made / "profile.json"))
+    save_profile(profile, made / "profile.json")
+    record = ValidationRecord(
+        model="m", run="r", predicted_s=1.0, low_s=0.9, high_s=1.1, measured_s=1.0, when="2026", profile="x", machine="none"
+    )
+    from dataclasses import asdict
+
+    (made / "history.jsonl").write_text(json.dumps({**asdict(record), "schema_version": 1}) + "\n")
+    (made / "RUN.toml").write_text(
+        '[model]\nname = "mlp"\nargs = { width = 64 }\n[cluster]\nprofile = "dgx1-v100-32gb"\ndevices = 4\n'
+        '[training]\nglobal_batch = 64\nsteps = 3\n[plan]\nstrategy = "dp"\nzero_stage = 1\nmesh = { dp = 4 }\n'
+    )
+    (made / "scenario.toml").write_text(
+        "[[stragglers]]\nrank = 0\nfactor = 1.5\n[jitter]\ncompute_sigma = 0.1\n"
+        "[run]\nepochs = 2\nsamples_per_epoch = 1000\n[failures]\nrank_mtbf_s = 1000.0\n"
+    )
+    network = Path("hardware_profiles/networks") / f"{shipped_networks()[0]}.json"
+    (made / "network.json").write_bytes(network.read_bytes())
+    (made / "nccl.txt").write_text(nccl_text(sizes=(2**10, 2**16, 2**22, 2**28)))
+    (made / "nccl.json").write_text(nccl_json(sizes=(2**10, 2**16, 2**22, 2**28)))
+    (made / "trace.json").write_text(json.dumps(gpu_trace()))
+    (made / "trace.json.gz").write_bytes(gzip.compress(json.dumps(gpu_trace()).encode(), mtime=0))
+    (made / "topo.txt").write_text(TOPO)
+    (made / "deepspeed.json").write_text(json.dumps(DEEPSPEED))
+    (made / "config.json").write_text(json.dumps(next(iter(SMALL.values()))))
+
+    def checkpoint(path: Path) -> object:
+        found = latest_checkpoint(path.parent.parent)
+        return None if found is None else load_state(found)
+
+    def entry(name: str, read: Callable[[Path], object], file: str | None = None) -> Reader:
+        return Reader(name, (made / (file or name)).read_bytes(), file or name, read)
+
+    step = f"checkpoints/{place.name}"
+    kept = folder / "cases" / step
+    kept.mkdir(parents=True)
+    for path in place.iterdir():
+        (kept / path.name).write_bytes(path.read_bytes())
+    for name in ("rank0.json", "rank0.npy"):
+        (folder / "cases" / name).write_bytes((made / name).read_bytes())
+    manifest = json.loads((place / "rank-0000.json").read_text())
+    del manifest["digest"]
+    undigested = Reader(
+        "manifest v2", json.dumps({**manifest, "schema_version": 2}).encode(), f"{step}/rank-0000.json", checkpoint
+    )
+    assert np  # loaded before memory is limited
+    return [
+        entry("plan.json", Plan.load),
+        entry("model.json", Model.load),
+        entry("job.json", Job.load),
+        undigested,
+        entry("manifest", checkpoint, f"{step}/rank-0000.json"),
+        entry("tensors", checkpoint, f"{step}/rank-0000.pt"),
+        entry("timeline.json.gz", Timeline.load),
+        entry("history.jsonl", lambda path: read_history(path, profile)),
+        entry("profile.json", lambda path: load_profile(str(path))),
+        entry("network.json", lambda path: load_network(str(path))),
+        entry("RUN.toml", load_config),
+        entry("scenario.toml", load_scenario),
+        entry("config.json", lambda path: read_config(ModelSpec(name=str(path)))),
+        entry("rank0.json", lambda path: RankRecord.load(path.parent, 0)),
+        entry("nccl.txt", import_file),
+        entry("nccl.json", import_file),
+        entry("trace.json", import_file),
+        entry("trace.json.gz", import_file),
+        entry("topo.txt", lambda path: import_file(path, cluster="4xa100-sxm-80gb")),
+        entry("deepspeed.json", import_file),
+        entry("rank0.npy", lambda path: RankRecord.load(path.parent, 0)),
+    ]
+
+
+def fuzz(reader: Reader, folder: Path, count: int, seed: int, until_s: float = float("inf")) -> tuple[int, list[str]]:
+    """How many cases were tried, and what failed, each with its seed."""
+    failures = []
+    path = folder / reader.file
+    whole = reader.sample
+    tried = 0
+    for number in range(count):
+        if time.monotonic() > until_s:
+            break
+        tried += 1
+        content = damaged(whole, random.Random(f"{reader.name}/{seed}/{number}"))
+        if problem := failure_of(reader, folder, content):
+            failures.append(f"{reader.name}, case {number}: {problem}")
+            if len(failures) >= 20:
+                break
+    path.write_bytes(whole)
+    return tried, failures
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=100_000, help="cases of each reader")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="of all readers together")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="the reader of this name")
+    asked = parser.parse_args(arguments)
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="parsim-fuzz-") as name:
+        folder = Path(name)
+        every = [reader for reader in readers(folder) if asked.only in (None, reader.name)]
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT_BYTES, resource.RLIM_INFINITY))
+        print(f"{'reader':20} {'cases':>8} {'failed':>7} {'ms a case':>10}")
+        for reader in every:
+            begin_s = time.monotonic()
+            share_s = asked.seconds / len(every)
+            tried, failures = fuzz(reader, folder / "cases", asked.count, asked.seed, begin_s + share_s)
+            spent_ms = 1e3 * (time.monotonic() - begin_s) / max(tried, 1)
+            print(f"{reader.name:20} {tried:8,} {len(failures):7} {spent_ms:10.2f}", flush=True)
+            for text in failures:
+                print(text, file=sys.stderr)
+            failed += len(failures)
+    return int(failed > 0)
+
+
+assert tomllib  # the TOML reader is loaded before memory is limited
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

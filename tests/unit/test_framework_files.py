@@ -1,0 +1,165 @@
+"""Files of Megatron-LM, NeMo and torchtitan, read as they are: sizes, mesh, batch, precision, and keys that are not known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import parsim
+from parsim.errors import ConfigError
+from parsim.workflow.frameworks.files import is_framework_file, read_recipe
+from parsim.workflow.frameworks.megatron import read_script
+from parsim.workflow.frameworks.shell import expanded, options_of
+from parsim.workflow.frameworks.torchtitan import read_toml
+
+FILES = Path(__file__).parents[1] / "frameworks"
+SIZES = "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --vocab-size 1000 "
+
+
+def test_a_shell_script_is_followed() -> None:
+    recipe = read_recipe(FILES / "pretrain_llama.sh")
+    settings = recipe.settings(16)
+    assert recipe.processes == 16
+    assert settings["plan.mesh"] == {"pp": 2, "dp": 2, "tp": 4}
+    assert settings["training.global_batch"] == 32
+    assert settings["plan.microbatches"] == 8
+    assert (settings["plan.zero_stage"], settings["plan.recompute"]) == (1, ["h.*"])
+    args = dict(recipe.args)
+    assert (args["layers"], args["hidden"], args["heads"], args["kv_heads"], args["ffn"]) == (8, 1024, 16, 8, 2816)
+    assert (args["gated"], args["norm"], args["bias"], args["tied"], args["rotary"]) == (True, "rms", False, False, True)
+    assert args["vocab"] == 32256  # a multiple of 128 * tp
+    assert recipe.unknown == ["--brand-new-thing"]
+    assert "--tp-comm-overlap" in recipe.left_out
+    assert {"--lr", "--save", "--log-interval", "--master-addr"} <= set(recipe.ignored)
+
+
+def test_a_yaml_file_of_nemo() -> None:
+    pytest.importorskip("yaml")
+    recipe = read_recipe(FILES / "nemo_gpt.yaml")
+    assert recipe.framework.startswith("NeMo")
+    assert recipe.settings(8)["plan.mesh"] == {"pp": 1, "dp": 4, "tp": 2}
+    assert recipe.zero == 1
+    assert recipe.training["precision"] == "bf16"
+    assert (recipe.args["gated"], recipe.args["norm"], recipe.args["tied"]) == (True, "rms", False)
+    assert recipe.unknown == []
+    assert "--recompute-granularity" in recipe.left_out
+
+
+def test_a_file_of_torchtitan() -> None:
+    recipe = read_recipe(FILES / "torchtitan.toml")
+    settings = recipe.settings(8)
+    assert recipe.model == "llama3-8b"
+    assert settings["plan.mesh"] == {"pp": 1, "dp": 8, "tp": 1}
+    assert (settings["plan.zero_stage"], settings["training.global_batch"]) == (3, 8)
+    assert settings["plan.recompute"] == ["h.*"]
+    assert recipe.unknown == ["training.a_new_switch"]
+
+
+def test_every_second_layer_is_recomputed_by_torchtitan() -> None:
+    document = {
+        "model": {"name": "llama3", "flavor": "8B"},
+        "training": {"local_batch_size": 1, "seq_len": 128},
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"},
+    }
+    again = read_toml(document).settings(2)["plan.recompute"]
+    assert again == [f"h.{layer}" for layer in range(1, 32, 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("A=4\ncmd --x $A", "x", ["4"]),
+        ("A=${B:-7}; cmd --x ${A}", "x", ["7"]),
+        ("A=2\nB=$((A * 3 + 1))\ncmd --x $B", "x", ["7"]),
+        ('ARGS="--x 1 \\\n --y 2"\ncmd $ARGS', "y", ["2"]),
+        ("ARGS=(--x 1 # why\n --y)\nARGS+=(--z 3)\ncmd ${ARGS[@]}", "z", ["3"]),
+        ("cmd --x=5 --flag", "x", ["5"]),
+        ("# cmd --x 1\ncmd --x 2", "x", ["2"]),
+        ("cmd --x $(date)", "x", ["?"]),
+        ("cmd --some_thing 3", "some-thing", ["3"]),
+    ],
+)
+def test_options_of_scripts(text: str, key: str, value: list[str]) -> None:
+    assert options_of(text)[key] == value
+
+
+def test_nothing_of_a_script_runs(tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    assert expanded(f"$(touch {trace})", {}) == "?"
+    options_of(f"touch {trace}\n__import__('os').system('touch {trace}')\nA=$((__import__('os')))")
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("extra", "recompute", "zero", "precision"),
+    [
+        ("--bf16", "none", 0, "bf16"),
+        ("--fp16 --recompute-granularity full --recompute-method block", "full", 0, "amp_fp16"),
+        ("--bf16 --attention-backend unfused --recompute-granularity selective", "selective", 0, "bf16"),
+        ("--bf16 --fp8-format hybrid --use-distributed-optimizer", "none", 1, "fp8"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "none", 2, "fp32"),
+    ],
+)
+def test_options_of_megatron(extra: str, recompute: str, zero: int, precision: str) -> None:
+    recipe = read_script(SIZES + extra)
+    assert (recipe.recompute, recipe.zero, recipe.training["precision"]) == (recompute, zero, precision)
+    assert recipe.unknown == []
+
+
+def test_experts_of_megatron() -> None:
+    recipe = read_script(SIZES + "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96 --moe-layer-freq ([0]*1+[1]*3)")
+    args = recipe.args
+    assert (args["experts"], args["active"], args["expert_ffn"], args["dense_layers"]) == (8, 2, 96, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (SIZES.replace("--num-layers 4 ", ""), "--num-layers is missing"),
+        (SIZES.replace("--vocab-size 1000 ", ""), "add --vocab-size N"),
+        (SIZES.replace("256", "wide"), "--hidden-size = 'wide' must be a whole number"),
+        (SIZES.replace("256", "$HIDDEN"), "depends on what the file does not say"),
+        (
+            SIZES + "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+            "4 layers must be divisible by pp 2 x 3",
+        ),
+    ],
+)
+def test_scripts_that_cannot_be(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_script(text)
+
+
+def test_devices_and_batch_must_divide() -> None:
+    recipe = read_script(SIZES + "--tensor-model-parallel-size 8 --global-batch-size 10 --micro-batch-size 4")
+    with pytest.raises(ConfigError, match=r"= 8 must divide the devices \(12\); ask for 8 or 16"):
+        recipe.settings(12)
+    with pytest.raises(ConfigError, match=r"must be divisible by 1 replicas x micro-batch 4 = 4; the nearest that is: 8"):
+        recipe.settings(8)
+
+
+def test_torchtitan_models_that_are_not_known() -> None:
+    with pytest.raises(ConfigError, match=r"flavor = '71B' is not known; did you mean"):
+        read_toml({"model": {"name": "llama3", "flavor": "71B"}})
+
+
+def test_a_run_file_is_no_file_of_torchtitan(tmp_path: Path) -> None:
+    path = tmp_path / "RUN.toml"
+    path.write_text('[model]\nname = "mlp"\n[cluster]\nprofile = "dgx1-v100-32gb"\n[training]\nglobal_batch = 8\n')
+    assert not is_framework_file(path)
+    assert is_framework_file(FILES / "torchtitan.toml")
+
+
+def test_a_file_is_planned_as_it_is() -> None:
+    answer = parsim.plan(
+        str(FILES / "torchtitan.toml"),
+        cluster="2xh100-sxm",
+        args=None,
+        settings={"model.args.layers": 2, "model.args.seq": 256},
+    )
+    assert answer.prediction.plan.mesh.dp == 2
+    assert answer.to_dict()["config_file"]["unknown"] == ["training.a_new_switch"]
+    assert any("unknown, may matter: training.a_new_switch" in line for line in answer.lines())
+    with pytest.raises(ConfigError, match=r"does not say on which GPUs; add --gpus 16xh100-sxm"):
+        parsim.plan(str(FILES / "pretrain_llama.sh"))

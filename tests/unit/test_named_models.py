@@ -1,0 +1,254 @@
+"""Large models by name: parameters as published, the work of the modules that transformers builds, arguments, wrong names."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+import parsim
+from parsim.errors import ModelError
+from parsim.model.load import load_model
+from parsim.model.model import Model
+from parsim.model.named.names import ALIASES, config_path, named, normalised
+from parsim.model.named.rows import NAMED
+from parsim.model.spec import ModelSpec, resolve
+from parsim.model.transformer.build import recorded
+from parsim.model.transformer.shape import Shape, llama
+from parsim.model.transformer.software import COMPILED
+from parsim.model.transformer.sublayers import SamplePart
+from parsim.model.zoo import ZOO
+
+TRANSFORMERS = [name for name, row in NAMED.items() if row.shape is not None]
+
+
+def by_name(name: str, granularity: str = "block", weights: str = "bfloat16", **args: object) -> Model:
+    spec = ModelSpec(name=name, args=tuple(sorted(args.items())))  # type: ignore[arg-type]
+    return load_model(spec, granularity=granularity, weights=weights)
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSFORMERS if NAMED[name].parameters])
+def test_parameters_are_those_that_were_published(name: str) -> None:
+    assert by_name(name).parameter_count == NAMED[name].parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gpt3-175b", 175), ("gpt-22b", 22), ("gpt-530b", 530), ("gpt-1t", 1008), ("nemotron-15b", 15.6), ("nemotron-340b", 341)],
+)
+def test_round_counts_in_names(name: str, billions: float) -> None:
+    assert by_name(name).parameter_count / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_narayanan_counts_gpt_alike() -> None:
+    """Equation 2 of Narayanan et al. (2021): P = 12 l h^2 (1 + 13 / 12h + (V + s) / 12lh), with a norm of 2h at the end."""
+    for name in ("gpt-22b", "gpt-175b", "gpt-530b", "gpt-1t"):
+        row = NAMED[name]
+        assert row.shape is not None
+        layers, hidden, vocab = row.shape.layers, row.shape.hidden, row.shape.vocab
+        formula = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocab + row.seq) / (12 * layers * hidden))
+        assert by_name(name).parameter_count == pytest.approx(formula + 2 * hidden, rel=1e-12)
+
+
+@pytest.mark.parametrize("granularity", ["block", "sublayer", "layer"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_granularity_and_weights_change_no_count(granularity: str, weights: str) -> None:
+    model = by_name("mixtral-8x7b", granularity, weights, layers=3)
+    whole = by_name("mixtral-8x7b", layers=3)
+    assert model.parameter_count == whole.parameter_count
+    assert model.forward_flop == pytest.approx(whole.forward_flop, rel=1e-12)
+    assert {parameter.element_bytes for parameter in model.parameters} == {4 if weights == "float32" else 2}
+
+
+def test_autocast_halves_activations_and_keeps_gradients() -> None:
+    full, half = by_name("llama3-8b", weights="float32", layers=2), by_name("llama3-8b", layers=2)
+    layer, narrow = full.component("h.0"), half.component("h.0")
+    assert layer.half is not None
+    assert layer.half.saved_activation_bytes == narrow.saved_activation_bytes < layer.saved_activation_bytes
+    assert layer.half.cast_bytes == 2 * sum(parameter.elements for parameter in layer.parameters)
+    assert layer.half.backward_peaks[0][1] == layer.backward_peaks[0][1]
+
+
+def test_names_are_read_generously() -> None:
+    for text in ("Llama-3.1-70B", "llama3_70b", "meta-llama-3-70b", "Llama 3 70B"):
+        assert normalised(text) == "llama3-70b"
+    assert normalised("Qwen2.5-7B-Instruct") == "qwen2-7b"
+    assert normalised("GPT-3 175B") == "gpt3-175b"
+    assert normalised("DeepSeekV3 (w/o MTP)") == "deepseek-v3"
+    assert normalised("vit-h/14") == "vit-h-14"
+    assert all(target in NAMED for target in ALIASES.values())
+    assert named("resnet50") is None
+    assert not set(ZOO) & {*NAMED, *ALIASES}
+
+
+def test_an_unknown_name_lists_near_ones() -> None:
+    with pytest.raises(ModelError, match=r"unknown model 'llama3-71b'; did you mean llama3-70b"):
+        by_name("llama3-71b")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"layer": 3}, "no argument 'layer'; did you mean layers"),
+        ({"layers": "3"}, "argument layers of llama3-8b must be like 32, got '3'"),
+        ({"heads": 33}, r"heads \(33\) must divide the hidden size \(4096\); the nearest that do: 32 or 64"),
+        ({"kv_heads": 5}, r"kv_heads \(5\) must divide the heads \(32\); the nearest that do: 4 or 8"),
+        ({"seq": 0.5}, "seq of llama3-8b must be a whole number"),
+        ({"seq": -1}, "seq of llama3-8b must be a whole number"),
+        ({"kernels": "fusd"}, "did you mean fused"),
+        ({"sequence_parallel": 1}, "sequence_parallel of llama3-8b must be true or false"),
+    ],
+)
+def test_arguments_that_cannot_be(args: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        by_name("llama3-8b", **args)
+
+
+def test_sequence_length_is_an_argument() -> None:
+    assert resolve(ModelSpec(name="llama3-8b")).input_shape == (8192,)
+    assert resolve(ModelSpec(name="llama3-8b", input_shape=(512,))).input_shape == (512,)
+    short, long = by_name("llama3-8b", seq=1024), by_name("llama3-8b", seq=2048)
+    assert long.forward_flop > 2 * short.forward_flop
+    assert long.parameter_count == short.parameter_count
+
+
+def test_the_model_is_at_hand_at_once() -> None:
+    recorded.cache_clear()
+    start = time.process_time()
+    by_name("llama3-405b", "sublayer")
+    assert time.process_time() - start < 5
+
+
+def test_a_named_model_plans_like_any_other() -> None:
+    answer = parsim.plan(
+        "llama3-8b", cluster="8xh100-sxm", global_batch=16, strategy="dp", args={"layers": 2},
+        settings={"plan.zero_stage": 3, "plan.microbatches": 2},
+    )  # fmt: skip
+    assert answer.fits
+    assert answer.assumed["training.precision"] == "bf16"
+    assert answer.assumed["training.optimizer"] == "adamw_fused"
+    assert answer.assumed["model.args.seq"] == 8192
+    with pytest.raises(ModelError, match="holds no module of it to train"):
+        parsim.run(answer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"plan.mesh": {"tp": 8}, "model.args.heads": 4, "model.args.kv_heads": 4},
+            r"tp = 8 must divide the heads \(4\).*: 4",
+        ),
+        ({"plan.mesh": {"tp": 8}, "model.args.ffn": 100}, r"tp = 8 must divide the inside of the MLP \(100\).*: 5 or 10$"),
+        ({"plan.mesh": {"tp": 8}, "model.args.seq": 1001}, r"tp = 8 must divide the tokens of a sample \(1,001\).*: 7 or 11$"),
+        (
+            {"plan.mesh": {"pp": 8}, "model.args.layers": 4},
+            r"8 stages, and llama3-8b has 4 layers; .*chunks <= 4",
+        ),
+        ({"plan.mesh": {"tp": 3}}, r"must divide the (devices|heads).*the nearest that do: "),
+        ({"plan.mesh": {"dp": 8}, "training.global_batch": 12}, r"must be divisible by .*; the nearest that is: "),
+    ],
+)
+def test_splits_that_do_not_divide_name_the_nearest(settings: dict[str, object], message: str) -> None:
+    given = {"training.global_batch": 8} | settings
+    batch = int(str(given.pop("training.global_batch")))
+    with pytest.raises(parsim.ParsimError, match=message):
+        parsim.plan("llama3-8b", cluster="8xh100-sxm", global_batch=batch, settings=given)
+
+
+def test_machines_that_are_not_known_say_how_to_describe_one() -> None:
+    with pytest.raises(parsim.ParsimError, match=r"did you mean h100.*describe your own in a JSON file"):
+        parsim.plan("llama3-8b", cluster="8xh101", global_batch=8)
+    with pytest.raises(parsim.ParsimError, match=r"did you mean infiniband-400g.*describe your own in a JSON file"):
+        parsim.plan("llama3-8b", cluster="16xh100-sxm", network="infiniband-401g", global_batch=16)
+
+
+def test_a_v100_takes_fp16() -> None:
+    settings = {"plan.zero_stage": 1, "plan.microbatches": 1, "plan.recompute": "none"}
+    answer = parsim.plan(
+        "gpt3-125m", cluster="8xv100", global_batch=8, strategy="dp", args={"layers": 1, "seq": 128}, settings=settings
+    )
+    assert answer.config.training.precision == "amp_fp16"
+
+
+def test_configs_name_real_files() -> None:
+    for name in ("t5-11b", "vit-h/14"):
+        row = named(name)
+        assert row is not None
+        assert resolve(ModelSpec(name=name)).name == config_path(row)
+
+
+def _products(model: Model) -> float:
+    return sum(
+        operator.forward_flop * operator.count
+        for component in model.components
+        for operator in component.operators
+        if operator.kind in ("matmul", "attention")
+    )
+
+
+SMALL = Shape(name="s", layers=2, hidden=64, heads=4, vocab=128)
+PAIRS = {
+    "llama": (
+        llama("s", 2, 64, 4, 2, 96, 128),
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "intermediate_size": 96, "num_key_value_heads": 2},
+    ),
+    "qwen2": (
+        llama("s", 2, 64, 4, 2, 96, 128, qkv_bias=True),
+        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "intermediate_size": 96, "num_key_value_heads": 2},
+    ),
+    "qwen3": (
+        llama("s", 2, 64, 4, 2, 96, 128, qk_norm=True, head_dim=32),
+        {
+            "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "intermediate_size": 96, "num_key_value_heads": 2,
+            "head_dim": 32,
+        },
+    ),
+    "nemotron": (
+        Shape(name="s", layers=2, hidden=64, heads=4, kv_heads=2, vocab=128, ffn=96, bias=False, rotary=True, tied=False),
+        {"model_type": "nemotron", "architectures": ["NemotronForCausalLM"], "intermediate_size": 96, "num_key_value_heads": 2},
+    ),
+    "mixtral": (
+        llama("s", 2, 64, 4, 2, 96, 128, experts=4, active=2, expert_ffn=96),
+        {
+            "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "intermediate_size": 96,
+            "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.hf
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PAIRS)
+def test_sizes_give_the_model_that_transformers_builds(kind: str, tmp_path: object) -> None:
+    """Parameters and the flop of products equal those of the traced module."""
+    import json
+    from pathlib import Path
+
+    pytest.importorskip("transformers")
+    shape, config = PAIRS[kind]
+    path = Path(str(tmp_path)) / "config.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+    path.write_text(json.dumps({**sizes, **config, "tie_word_embeddings": False}))
+    traced = load_model(ModelSpec(name=str(path), args=(("seq", 32),)))
+    made = recorded(replace(shape), COMPILED, SamplePart(tokens=32, context=32), "layer", "float32")
+    assert made.parameter_count == traced.parameter_count
+    assert _products(made) == pytest.approx(_products(traced), rel=1e-6)
+
+
+@pytest.mark.hf
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, row in NAMED.items() if row.config])
+def test_configs_give_the_published_parameters(name: str) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    import json
+    from pathlib import Path
+
+    row = NAMED[name]
+    document = json.loads(Path(config_path(row)).read_text())
+    config = transformers.AutoConfig.for_model(**document)
+    with torch.device("meta"):
+        module = getattr(transformers, document["architectures"][0])._from_config(config)
+    assert sum(parameter.numel() for parameter in module.parameters()) == row.parameters
