@@ -9,21 +9,19 @@ import argparse
 import gc
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 
 from machine import QUICK_NOTE, add_quick, machine_line
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments" / "published"))
-
-from shapes import llama
-from transformer import Part, Software, transformer
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.parts.compose import profile_from_parts
 from parsim.model.model import Model
+from parsim.model.named.names import named
+from parsim.model.transformer.build import transformer
+from parsim.model.transformer.software import Software
+from parsim.model.transformer.sublayers import SamplePart
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import Plan, Stage
@@ -81,8 +79,11 @@ def milliseconds(call: Callable[[], object], repeats: int) -> float:
 
 
 def row(granularity: str, mesh: Mesh, microbatches: int, layers: int, repeats: int) -> None:
-    shape = llama("llama-70b", layers, 8192, 64, 8, 28672, 128256)
-    model = transformer(shape, Software(flash=True, dropout=False), Part(tokens=SEQ, context=SEQ), granularity)
+    known = named("llama3-70b")
+    whole = None if known is None else known.shape
+    assert whole is not None, "llama3-70b has a row with a shape"
+    shape = replace(whole, layers=layers)
+    model = transformer(shape, Software(flash=True, dropout=False), SamplePart(tokens=SEQ, context=SEQ), granularity)
     plan, nodes = plan_of(model, mesh, microbatches), max(1, mesh.size // PER_NODE)
     machine: Cluster = cluster_from_profile(
         profile_from_parts("h100-sxm", PER_NODE), nodes=nodes, network="infiniband-400g" if nodes > 1 else None
@@ -93,11 +94,11 @@ def row(granularity: str, mesh: Mesh, microbatches: int, layers: int, repeats: i
             model=model, cluster=machine, global_batch=plan.global_batch, precision="bf16", optimizer="adamw"
         )
 
-    known = asked()
-    found = evaluate(known, plan, samples=0, fold=True)
+    posed = asked()
+    found = evaluate(posed, plan, samples=0, fold=True)
     first = milliseconds(lambda: evaluate(asked(), plan, samples=0, fold=True), repeats)
-    again = milliseconds(lambda: evaluate(known, plan, samples=0, fold=True), repeats)
-    drawn = milliseconds(lambda: evaluate(known, plan, samples=200, fold=True), max(1, repeats // 3))
+    again = milliseconds(lambda: evaluate(posed, plan, samples=0, fold=True), repeats)
+    drawn = milliseconds(lambda: evaluate(posed, plan, samples=200, fold=True), max(1, repeats // 3))
     what = f"| {mesh.size:,} | {mesh} | {len(model.components)} | {len(found.folding.ranks)} | {found.compiled.size:,} |"
     print(f"{what} {first:,.0f} | {again:,.0f} | {drawn:,.0f} |")
 

@@ -23,7 +23,7 @@ from parsim.commands.output import (
     print_json,
     print_tables,
 )
-from parsim.errors import ConfigError, ScheduleError
+from parsim.errors import ScheduleError
 from parsim.files import write_text_atomically
 
 
@@ -59,7 +59,9 @@ def plan(
     aim = None if faster is None else parse_faster(faster)
     where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens)
     if (config is None) == (not asked):
-        raise ConfigError("give what to plan, once: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan")
+        raise typer.BadParameter(
+            "give what to plan, once: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan"
+        )
     answer = find_plan(asked if config is None else config, cluster=where, global_batch=batch, overrides=changes, top=top)
     document = answer.to_dict()
     if certify:
