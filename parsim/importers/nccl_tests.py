@@ -196,6 +196,7 @@ def _add_text_row(draft: _Draft, found: re.Match[str], skipped: dict[str, int]) 
     for place, start in enumerate(range(0, len(numbers), width)):
         seconds, algbw, busbw, wrong = numbers[start : start + 4]
         cv = numbers[start + 7] if width == 8 else None
+        cv = None if cv is None or cv < 0 else cv
         _add_row(draft, int(found[1]), seconds, algbw, busbw, wrong, None if cv is None else cv / 100, place == 1, skipped)
 
 
@@ -212,7 +213,13 @@ def _add_row(
 ) -> None:
     if size_bytes == 0:
         _count(skipped, "rows of no bytes")
-    elif microseconds is None or algbw is None or busbw is None or not 0 < microseconds * 1e-6 < LONGEST_S:
+    elif (
+        microseconds is None
+        or algbw is None
+        or busbw is None
+        or min(algbw, busbw) < 0
+        or not 0 < microseconds * 1e-6 < LONGEST_S
+    ):
         _count(skipped, "rows without a time")
     elif wrong:
         _count(skipped, "rows whose data came out wrong")

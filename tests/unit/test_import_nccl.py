@@ -195,3 +195,11 @@ def test_no_shipped_profile_holds_points_that_price_nothing() -> None:
 def test_secrets_of_the_environment_stay_in_the_file() -> None:
     made, _ = with_measured(load_profile(H100), read(nccl_json(8)), "00000001", "log.json")
     assert "SECRET_TOKEN" not in json.dumps(made.model_dump(mode="json"))
+
+
+def test_a_spread_below_zero_is_none() -> None:
+    half = "25.00 0.04 0.07 0 20.0 30.0 29.0 -1.00"
+    text = "\n".join(line for line in nccl_text().splitlines() if line.startswith("#"))
+    rows = "".join(f"\n {size} {size // 4} float sum -1 {half} {half}" for size in (1000, 1024))
+    (test,) = read(text + rows).tests
+    assert [row.spread for row in test.rows] == [None] * 4
