@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
     from parsim.model.model import Model
     from parsim.plans.plan import Plan
+    from parsim.workflow.importing.import_file import import_file
     from parsim.workflow.public.answer import Answer
     from parsim.workflow.public.calibration import Calibration
     from parsim.workflow.public.cost_table import CostTable
@@ -54,6 +55,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "cost",
+    "import_file",
     "load_cluster",
     "open_run",
     "plan",
@@ -74,8 +76,10 @@ _HOMES = {
     "ParsimError": "parsim.errors",
     "Plan": "parsim.plans.plan",
     "Prediction": "parsim.workflow.public.prediction",
+    "import_file": "parsim.workflow.importing.import_file",
     **dict.fromkeys(
-        ("calibrate", "cost", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate"), _FUNCTIONS
+        ("calibrate", "cost", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate"),
+        _FUNCTIONS,
     ),
 }
 """Where each public name is defined."""

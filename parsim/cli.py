@@ -20,6 +20,7 @@ from parsim.commands.cost import cost
 from parsim.commands.coverage import coverage
 from parsim.commands.demo import demo
 from parsim.commands.doctor import doctor
+from parsim.commands.import_file import import_command
 from parsim.commands.plan import plan
 from parsim.commands.profile import profile
 from parsim.commands.report import report
@@ -36,6 +37,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "doctor": doctor,
     "calibrate": calibrate,
     "profile": profile,
+    "import": import_command,
     "cost": cost,
     "plan": plan,
     "simulate": simulate,

@@ -15,6 +15,7 @@ ParsimError                 exit status 1: one clear message, no traceback
 ├── ScheduleError           nothing to choose from
 ├── AlgorithmError          a mixing matrix, merge, period or delay that contradicts itself or its data
 ├── DataError               a dataset that is not there or is not what it says
+├── ImportedFileError       a file of another tool that holds nothing parsim can use
 ├── DoesNotFitError         `run` of a plan whose memory exceeds a device
 ├── ExecutionError          a real run that failed (a rank died, a process would not start)
 │   ├── OutOfMemoryError    a rank could not allocate what it needs
@@ -86,6 +87,10 @@ class AlgorithmError(ParsimError):
 
 class DataError(ParsimError):
     """A dataset is not there or is not what it says."""
+
+
+class ImportedFileError(ParsimError):
+    """A file of another tool is damaged, of an unknown kind, or holds nothing that can be imported."""
 
 
 class DoesNotFitError(ParsimError):

@@ -33,6 +33,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("execute",),
     ("virtual",),
     ("report",),
+    ("importers",),
+    ("exporters",),
     ("workflow",),
     ("commands",),
     ("cli", "__main__"),

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from calibration.fit.collectives import fit_linear, fit_regimes
 from calibration.fit.composition import fit_compositions, measured_parts
 from calibration.fit.drift import Drift, computation_drift, noise_of, robust_sigma
 from calibration.fit.reject_outliers import consistent_collectives, consistent_components, screened
@@ -18,6 +17,7 @@ from calibration.rounds.pace import HOST_PACE, at_one_pace, usual_pace
 from calibration.rounds.raw_points import RawPoints, entries_of
 from calibration.rounds.request import CalibrationRequest
 from parsim.arrays import Floats
+from parsim.costs.communication.regime_fits import fit_linear, fit_regimes
 from parsim.costs.compute.surfaces import SurfaceModel
 from parsim.graph.taskgraph import parse_work
 from parsim.hardware.allocator import Allocator

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from calibration.fit.collectives import rounded
 from calibration.fit.operators import NORMAL_MAD
 from calibration.fit.surfaces import fit_terms
 from parsim.arrays import Floats
+from parsim.costs.communication.regime_fits import rounded
 from parsim.costs.compute.composition import KINDS, Parts, component_parts
 from parsim.costs.compute.surfaces import SurfaceModel
 from parsim.hardware.compute_records import ComponentPoint, Composition

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from calibration.fit.collectives import rounded
+from parsim.costs.communication.regime_fits import rounded
 from parsim.costs.compute.operators import FAMILIES, Kernel, backward_kernels, forward_kernels, kernel_seconds
 from parsim.errors import DataError, ProfileError
 from parsim.hardware.compute_records import OperatorFit, OperatorPoint

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from calibration.fit.collectives import rounded
 from calibration.fit.operators import FOLDS, MIN_POINTS, NORMAL_MAD
 from calibration.fit.reject_outliers import launch_text
 from parsim.arrays import Floats
+from parsim.costs.communication.regime_fits import rounded
 from parsim.costs.compute.surfaces import distances, log_sizes, stacked_terms
 from parsim.errors import ProfileError
 from parsim.hardware.compute_records import OperatorPoint, OperatorSurface

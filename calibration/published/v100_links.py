@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from calibration.fit.collectives import rounded
 from calibration.fit.links import RingCount, assign_protocols, fit_lines, fit_slope, relative_errors, with_times
 from parsim.costs.communication.linkgraph import ring_set
+from parsim.costs.communication.regime_fits import rounded
 from parsim.errors import ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.device_kinds import device_name
@@ -124,6 +124,7 @@ def _fit(own: Sequence[CollectivePoint], log: Sequence[CollectivePoint], ring_co
         relative_sigma=0.0,
         unmeasured_group_sigma=0.0,
         measured_groups=[list(group) for group in sorted({tuple(point.group) for point in own}, key=len)],
+        point_sources=sorted({point.source for point in own}),
         min_size_bytes=min(sizes),
         max_size_bytes=max(sizes),
         source="fit-links",

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from calibration.fit.collectives import rounded
 from calibration.published.tables import read_table
+from parsim.costs.communication.regime_fits import rounded
 from parsim.errors import DataError, ParsimError
 from parsim.hardware.compute_records import ComputeRecords, Efficiency, OperatorFit
 from parsim.hardware.profile import (
@@ -332,7 +332,7 @@ def _model(base: Profile, measured: bool = False) -> LinkModel:
         raise DataError(f"profile {base.name} has no link model; build it with python -m calibration.published.v100")
     protocols = [entry.model_copy(update={"source": "same-library"}) for entry in model.protocols]
     relayed = [entry.model_copy(update={"source": "same-library"}) for entry in model.relay_protocols]
-    update = {"protocols": protocols, "relay_protocols": relayed, "source": "same-library"}
+    update = {"protocols": protocols, "relay_protocols": relayed, "point_sources": [], "source": "same-library"}
     return model.model_copy(update=update if measured else {**update, "measured_groups": []})
 
 

@@ -22,8 +22,8 @@ from statistics import median
 
 import numpy as np
 
-from calibration.fit.collectives import rounded
 from calibration.published.tables import read_table
+from parsim.costs.communication.regime_fits import rounded
 from parsim.errors import DataError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compute_records import Efficiency

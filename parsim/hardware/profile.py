@@ -158,10 +158,11 @@ class Regime(ProfileRecord):
 
 
 class CollectiveFit(ProfileRecord):
-    """Piecewise alpha-beta of one operation over groups of `group_size` ranks of this machine, whatever the placement.
+    """Piecewise alpha-beta of one operation over groups of `group_size` ranks of this machine.
 
-    Used where the links are not the model (gloo over shared memory or loopback). Regimes are sorted by size; a size
-    costs at least what the end of every earlier regime costs, so the time never falls with the size.
+    Regimes are sorted by size; a size costs at least what the end of every earlier regime costs, so the time never falls
+    with the size. `groups` are the devices it was measured on. Empty: it holds wherever the ranks sit (gloo over shared
+    memory or loopback). Beside a link model it prices these groups and those that the links join alike.
     `relative_sigma` is the spread of the points around the fit, `repeat_sigma` that of one repetition around its median;
     sizes outside min_size_bytes..max_size_bytes were not measured.
     """
@@ -174,6 +175,7 @@ class CollectiveFit(ProfileRecord):
     repeat_sigma: NonNegative = 0.0
     min_size_bytes: int
     max_size_bytes: int
+    groups: list[list[int]] = []
     source: str
 
 
@@ -206,6 +208,8 @@ class LinkModel(ProfileRecord):
         links.
         tuner_bandwidth_bytes_per_s: of one lane, as the tuner counts it.
         point_to_point_base_s: latency of one send_recv. measured_groups: the groups of devices that the points cover.
+        point_sources: sources of the profile's points that the model was fitted to; all others price their own groups. None,
+        in files from before there was the key: every all_reduce on a measured group.
         relative_sigma: spread of the measured points around the fit, from min_size_bytes to max_size_bytes.
         unmeasured_group_sigma: further spread for a group unlike any measured one (from leaving one group out).
     """
@@ -218,6 +222,7 @@ class LinkModel(ProfileRecord):
     relative_sigma: NonNegative
     unmeasured_group_sigma: NonNegative
     measured_groups: list[list[int]]
+    point_sources: list[str] | None = None
     min_size_bytes: int
     max_size_bytes: int
     source: str

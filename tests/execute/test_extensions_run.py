@@ -13,11 +13,11 @@ pytest.importorskip("torch")
 
 import torch
 
-from calibration.fit.collectives import fit_regimes
 from calibration.measure.collectives import CollectiveItem, all_items, make_bench, measure_item, preparation
 from calibration.rounds.request import CalibrationRequest
 from parsim.collectives import CollectiveKind
 from parsim.costs.communication.collectives import estimate_collective
+from parsim.costs.communication.regime_fits import fit_regimes
 from parsim.errors import ConfigError
 from parsim.execute.state.optimizer import check_states, make_optimizer
 from parsim.hardware.cluster import cluster_from_profile

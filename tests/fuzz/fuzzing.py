@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gzip
 import json
 import random
 import resource
@@ -180,9 +181,11 @@ def readers(folder: Path) -> list[Reader]:
     from parsim.plans.plan import Plan, Stage
     from parsim.timeline import Span, Timeline
     from parsim.workflow.config import load_config
+    from parsim.workflow.importing.import_file import import_file
     from tests.execute.test_bad_run import cpu_profile
     from tests.hugging_face_configs import SMALL
     from tests.models import chain_model
+    from tests.unit.import_samples import DEEPSPEED, TOPO, gpu_trace, nccl_json, nccl_text
 
     model = chain_model((1e6, 2e6, 3e6))
     names = tuple(component.name for component in model.components)
@@ -222,6 +225,12 @@ def readers(folder: Path) -> list[Reader]:
     )
     network = Path("hardware_profiles/networks") / f"{shipped_networks()[0]}.json"
     (made / "network.json").write_bytes(network.read_bytes())
+    (made / "nccl.txt").write_text(nccl_text(sizes=(2**10, 2**16, 2**22, 2**28)))
+    (made / "nccl.json").write_text(nccl_json(sizes=(2**10, 2**16, 2**22, 2**28)))
+    (made / "trace.json").write_text(json.dumps(gpu_trace()))
+    (made / "trace.json.gz").write_bytes(gzip.compress(json.dumps(gpu_trace()).encode(), mtime=0))
+    (made / "topo.txt").write_text(TOPO)
+    (made / "deepspeed.json").write_text(json.dumps(DEEPSPEED))
     (made / "config.json").write_text(json.dumps(next(iter(SMALL.values()))))
 
     def checkpoint(path: Path) -> object:
@@ -259,6 +268,12 @@ def readers(folder: Path) -> list[Reader]:
         entry("scenario.toml", load_scenario),
         entry("config.json", lambda path: read_config(ModelSpec(name=str(path)))),
         entry("rank0.json", lambda path: RankRecord.load(path.parent, 0)),
+        entry("nccl.txt", import_file),
+        entry("nccl.json", import_file),
+        entry("trace.json", import_file),
+        entry("trace.json.gz", import_file),
+        entry("topo.txt", lambda path: import_file(path, cluster="4xa100-sxm-80gb")),
+        entry("deepspeed.json", import_file),
         entry("rank0.npy", lambda path: RankRecord.load(path.parent, 0)),
     ]
 

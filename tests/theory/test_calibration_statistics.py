@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from calibration.fit.build_profile import typical_step
-from calibration.fit.collectives import fit_regimes
 from calibration.fit.drift import RoundTiming, computation_drift, estimate_drift, noise_of, rank_sigma, robust_sigma
 from calibration.fit.reject_outliers import Timed, consistent_collectives, consistent_components, contradicted, screened
 from calibration.measure.collectives import merged_seconds
@@ -40,6 +39,7 @@ from calibration.measure.overlap import (
 )
 from calibration.rounds.turns import in_turn
 from parsim.costs.communication.collectives import regimes_s
+from parsim.costs.communication.regime_fits import fit_regimes
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import static
 from parsim.errors import ProfileError

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibration.fit.collectives import fit_regimes
 from parsim.costs.communication.collectives import (
     busbw_bytes_per_s,
     choose_protocol,
@@ -24,6 +23,7 @@ from parsim.costs.communication.collectives import (
     tree_all_reduce_s,
 )
 from parsim.costs.communication.linkgraph import RingSet, busiest_seconds_per_byte, ring_set
+from parsim.costs.communication.regime_fits import fit_regimes
 from parsim.costs.communication.rings import hamiltonian_cycles, pack_rings
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import Cluster, cluster_from_profile

@@ -77,8 +77,9 @@ def refused(call):
 assert "is more processes than the plan has ranks" in refused(lambda: ps.run(answer.chosen, nproc=9))
 assert "measure 4 or more" in refused(lambda: ps.validate(answer.chosen, rounds=1))
 assert "not a run folder" in refused(lambda: ps.open_run("nowhere"))
+assert "cannot read nowhere" in refused(lambda: ps.import_file("nowhere"))
 assert "unknown model" in refused(lambda: ps.calibrate("resnt50", global_batch=8))
-called = {"plan", "simulate", "cost", "load_cluster", "trace", "run", "validate", "open_run", "calibrate"}
+called = {"plan", "simulate", "cost", "load_cluster", "trace", "run", "validate", "open_run", "calibrate", "import_file"}
 functions = {name for name in ps.__all__ if callable(getattr(ps, name)) and not isinstance(getattr(ps, name), type)}
 assert functions == called, functions ^ called
 values = {"Answer", "Prediction", "Plan", "CostTable", "Cluster", "Model"}

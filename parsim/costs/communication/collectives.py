@@ -1,9 +1,10 @@
 """The price of a collective or a transfer: closed forms over the links of the machine, or piecewise lines measured per
 group.
 
-The profile decides. If it holds a link model (NCCL on NVLink or PCIe), times follow from rings packed on the links of a
-node (`parsim.costs.communication.intranode`). Across nodes they also follow from the network
-(`parsim.costs.communication.internode`). Without a link model (gloo), times come from `CollectiveFit`s. Only all_reduce
+The profile decides. Groups that were measured on this machine are priced by what was measured
+(`parsim.costs.communication.measured_groups`). If it holds a link model (NCCL on NVLink or PCIe), times of all others follow
+from rings packed on the links of a node (`parsim.costs.communication.intranode`). Across nodes they also follow from the
+network (`parsim.costs.communication.internode`). Without a link model (gloo), times come from `CollectiveFit`s. Only all_reduce
 was measured on the DGX-1V that the link model describes. The other operations are derived from the same links by their
 closed forms, with a wider uncertainty.
 
@@ -13,7 +14,6 @@ these groups as `concurrent`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -29,13 +29,15 @@ from parsim.costs.communication.equivalent_groups import alike, known_estimates
 from parsim.costs.communication.internode import choices, chosen_terms, parts_of, point_to_point
 from parsim.costs.communication.intranode import ProtocolLine, choose_protocol, inside_choice, link_model_of, protocol_lines
 from parsim.costs.communication.linkgraph import RingSet
+from parsim.costs.communication.measured_groups import fits_of, measured_fit, measured_transfer
 from parsim.costs.communication.moving_terms import hops_text, moving_terms
+from parsim.costs.communication.regimes import fitted_s, regime_at, regimes_s
 from parsim.costs.communication.traffic import group_pace, rings_of
 from parsim.costs.communication.transfers import transfer_pace
 from parsim.costs.estimate import Estimate, Term, Terms
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
-from parsim.hardware.profile import CollectiveFit, LinkModel, Regime
+from parsim.hardware.profile import CollectiveFit, LinkModel
 from parsim.units import format_bytes
 from parsim.work import Collective, SendRecv
 
@@ -149,6 +151,8 @@ def estimate_send_recv(work: SendRecv, cluster: Cluster, concurrent: Sequence[tu
     if crosses:
         parts_of(cluster)
     beside = _hashable(concurrent)
+    if found := measured_transfer(cluster, pair, beside):
+        return _by_measured(*found, work.size_bytes, len({*beside, pair}))
     beta, direct, hop_latency_s = transfer_pace(cluster, model.link_kind, pair, beside)
     alone = transfer_pace(cluster, model.link_kind, pair)[0] if beside else beta
     at_once = _distinct_pairs(beside)
@@ -184,6 +188,8 @@ def _inside_node(
     operation: str, group: tuple[int, ...], size_bytes: int, cluster: Cluster, concurrent: tuple[tuple[int, ...], ...]
 ) -> Estimate:
     model = link_model_of(cluster)
+    if found := measured_fit(cluster, operation, group, concurrent):
+        return _by_measured(*found, size_bytes, len({*concurrent, group}))
     choice = inside_choice(operation, group, size_bytes, cluster, concurrent)
     protocol, rings, line = choice.protocol, choice.rings, choice.line
     extra = (
@@ -233,6 +239,8 @@ def _pairwise(
     Leaves out the cost of each message beyond the first hop, which many small ones over a network have.
     """
     model = link_model_of(cluster)
+    if len(cluster.spread(group)) == 1 and (found := measured_fit(cluster, operation, group, concurrent)):
+        return _by_measured(*found, size_bytes, len({*concurrent, group}))
     extra = [DERIVED]
     pace = group_pace(cluster, model.link_kind, group, "pairs", concurrent)
     alone = group_pace(cluster, model.link_kind, group, "pairs") if concurrent else pace
@@ -256,51 +264,6 @@ def _pairwise(
     return _link_estimate(terms, size_bytes, model, detail, "pairwise", extra)
 
 
-def fitted_s(fit: CollectiveFit, size_bytes: float) -> float:
-    """Seconds of a piecewise fit at a size; never less than at the end of an earlier regime.
-
-    Args:
-        fit: lines per range of sizes, for one operation and group size.
-        size_bytes: the whole array.
-    """
-    return regimes_s(fit.regimes, size_bytes)
-
-
-def regimes_s(regimes: Sequence[Regime], size_bytes: float) -> float:
-    """Seconds of piecewise lines, sorted by size: the running maximum, so that the time never falls with the size.
-
-    Args:
-        regimes: lines in ascending order of size, seconds over bytes.
-        size_bytes: the whole array; beyond the last line it is extrapolated.
-    """
-    regime, at_bytes = regime_at(regimes, size_bytes)
-    return regime.latency_s + regime.seconds_per_byte * at_bytes
-
-
-def regime_at(regimes: Sequence[Regime], size_bytes: float) -> tuple[Regime, float]:
-    """Find the line that prices a message, and the size at which to read it.
-
-    Args:
-        regimes: lines in ascending order of size.
-        size_bytes: of the message.
-
-    Returns:
-        The most expensive candidate: the line of the size itself, or the end of an earlier line. So the time never falls with
-        the size.
-    """
-    most, seconds = (regimes[0], 0.0), -math.inf
-    for number, regime in enumerate(regimes, start=1):
-        end = regime.max_size_bytes
-        inside = end is None or size_bytes <= end or number == len(regimes)
-        at_bytes = size_bytes if inside or end is None else end
-        own_s = regime.latency_s + regime.seconds_per_byte * at_bytes
-        if own_s > seconds:
-            most, seconds = (regime, at_bytes), own_s
-        if inside:
-            break
-    return most
-
-
 def _link_estimate(
     terms: Terms, size_bytes: int, model: LinkModel, detail: str, algorithm: str, extra: list[tuple[str, float]]
 ) -> Estimate:
@@ -322,9 +285,10 @@ def packed_operation(operation: str) -> str:
 
 def _from_fits(names: Sequence[str], group_size: int, size_bytes: int, cluster: Cluster) -> Estimate:
     """By the first of these operations that the profile has measured at all: the special one, then the one it is a case of."""
-    measured = {fit.operation for fit in cluster.profile.communication.fits}
+    known_fits = fits_of(cluster)
+    measured = {fit.operation for fit in known_fits}
     operation = next((name for name in names if name in measured), names[-1])
-    fits = [fit for fit in cluster.profile.communication.fits if fit.operation == operation]
+    fits = [fit for fit in known_fits if fit.operation == operation]
     match = next((fit for fit in fits if fit.group_size == group_size), None)
     if match is None:
         known = ", ".join(str(fit.group_size) for fit in sorted(fits, key=lambda fit: fit.group_size)) or "none"
@@ -332,16 +296,29 @@ def _from_fits(names: Sequence[str], group_size: int, size_bytes: int, cluster: 
             f"profile {cluster.profile.name} has no measured {operation} over {group_size} ranks (measured group sizes: "
             f"{known}); measure it with `parsim calibrate --nproc {group_size}`"
         )
-    outside = not match.min_size_bytes <= size_bytes <= match.max_size_bytes
+    return _by_measured(match, 1.0, size_bytes, 1)
+
+
+def _by_measured(fit: CollectiveFit, contention: float, size_bytes: int, groups: int) -> Estimate:
+    """A price on measured lines, whose bytes take `contention` times as long beside the other of `groups` groups."""
+    outside = not fit.min_size_bytes <= size_bytes <= fit.max_size_bytes
     widened = (("communication:size outside measured range", EXTRAPOLATION_SIGMA),) if outside else ()
-    regime, at_bytes = regime_at(match.regimes, size_bytes)
+    regime, at_bytes = regime_at(fit.regimes, size_bytes)
     where = f"regime up to {'any size' if regime.max_size_bytes is None else format_bytes(regime.max_size_bytes)}"
+    alone = None if contention == 1.0 else regime.seconds_per_byte
     return Estimate.of(
-        moving_terms(at_bytes, regime.seconds_per_byte, regime.latency_s, latency=where),
+        moving_terms(
+            at_bytes,
+            regime.seconds_per_byte * contention,
+            regime.latency_s,
+            alone_seconds_per_byte=alone,
+            groups=groups,
+            latency=where,
+        ),
         source="fitted",
-        parameters=((f"communication:{operation}/{group_size}", match.relative_sigma), *widened),
-        repeat_sigma=match.repeat_sigma,
-        detail=f"{match.algorithm}, piecewise line over {match.min_size_bytes}..{match.max_size_bytes} B",
+        parameters=((f"communication:{fit.operation}/{fit.group_size}", fit.relative_sigma), *widened),
+        repeat_sigma=fit.repeat_sigma,
+        detail=f"{fit.algorithm}, piecewise line over {fit.min_size_bytes}..{fit.max_size_bytes} B",
         extrapolated=outside,
     )
 

@@ -229,6 +229,7 @@ def _link_model(own: LinkPart, host: LinkPart) -> LinkModel:
             "relative_sigma": own.relative_sigma.value,
             "unmeasured_group_sigma": own.unmeasured_group_sigma.value,
             "measured_groups": [list(range(size)) for size in own.measured_sizes],
+            "point_sources": [],
             "min_size_bytes": own.min_size_bytes,
             "max_size_bytes": own.max_size_bytes,
             "source": _key(own.name, own.relative_sigma.source),

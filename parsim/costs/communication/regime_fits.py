@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from parsim.arrays import Floats
-from parsim.costs.communication.collectives import regimes_s
+from parsim.costs.communication.regimes import regimes_s
 from parsim.errors import ProfileError
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Regime
 

@@ -1,0 +1,61 @@
+"""`parsim import`: files of other tools as profiles, run files and measured timelines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parsim.commands.output import JsonFlag, Overrides, print_json, print_tables
+from parsim.workflow.progress import progress
+from parsim.workflow.toml_text import parse_numbers
+
+
+def import_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="nccl-tests, a torch profiler trace, topo -m, DeepSpeed JSON.")],
+    kind: Annotated[
+        str | None, typer.Option(metavar="KIND", help="nccl-tests, kineto, topo or deepspeed; left out: found out.")
+    ] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="PROFILE.json, RUN.toml or TIMELINE.json.gz; left out: only read and report."),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--on", metavar="CLUSTER", help="The machine: a profile, or GPUs (8xh100-sxm).")
+    ] = None,
+    collective: Annotated[str | None, typer.Option(help="nccl-tests: what was measured, if the file does not say.")] = None,
+    ranks: Annotated[str | None, typer.Option(help="nccl-tests: the devices, e.g. 0,1,2,3, if the file does not say.")] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="DeepSpeed: data-parallel ranks.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Trace: whose peak counts; left out: that of most products.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Trace: how many steps, if none are marked.")] = None,
+    against: Annotated[Path | None, typer.Option(metavar="RUN.toml", help="Trace: a prediction to set beside it.")] = None,
+    overrides: Overrides = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Read a file of another tool into a profile, a run file or a measured timeline."""
+    from parsim.workflow.importing.import_file import import_file
+
+    with progress(f"Reading {file}"):
+        imported = import_file(
+            file,
+            kind=kind,
+            into=into,
+            cluster=cluster,
+            collective=collective,
+            ranks=None if ranks is None else parse_numbers("--ranks", ranks),
+            world_size=world_size,
+            precision=precision,
+            steps=steps,
+            against=against,
+            overrides=overrides or (),
+        )
+    if as_json:
+        print_json(imported.to_dict())
+        return
+    print(imported.summary)
+    print_tables(imported.tables)
+    for note in imported.notes():
+        print(note)
+    if imported.into is not None:
+        print(f"Written: {imported.into}")

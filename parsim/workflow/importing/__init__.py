@@ -1,0 +1,1 @@
+"""`parsim import`: what a file of another tool becomes, and where it is kept."""

@@ -1,0 +1,88 @@
+"""Import one file: recognise it, read it, and write what it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from parsim.errors import ImportedFileError
+from parsim.importers.kinds import KINDS, SUFFIXES, kind_of
+from parsim.importers.source_file import read_source
+from parsim.workflow.importing.imported import Imported
+
+
+def import_file(
+    path: str | Path,
+    *,
+    kind: str | None = None,
+    into: str | Path | None = None,
+    cluster: str | None = None,
+    collective: str | None = None,
+    ranks: Sequence[int] | None = None,
+    world_size: int | None = None,
+    precision: str | None = None,
+    steps: int | None = None,
+    against: str | Path | None = None,
+    overrides: Sequence[str] = (),
+) -> Imported:
+    """Read a file of another tool into a profile, a run file or a measured timeline.
+
+    Args:
+        path: output of nccl-tests (text or JSON) or `nvidia-smi topo -m`, which become a profile; a trace of torch.profiler
+            (.json or .json.gz), which becomes a timeline; a DeepSpeed JSON config, which becomes a run file.
+        kind: "nccl-tests", "topo", "kineto" or "deepspeed"; left out: found out from the content.
+        into: PROFILE.json, TIMELINE.json.gz or RUN.toml, new or added to; left out: nothing is written.
+        cluster: the machine, a profile or "8xh100-sxm", of a new profile or of the trace's peak; left out: what the file names.
+        collective, ranks: of nccl-tests, where the file does not tell them. world_size: data-parallel ranks of DeepSpeed.
+        precision, steps: of a trace. against: a run file, whose prediction is set beside the trace.
+        overrides: further keys of a run file, as `--set` takes them.
+
+    Returns:
+        What was found, fitted and left out; `print` shows it.
+
+    Raises:
+        ParsimError: ImportedFileError for a file that is damaged, of another kind, or holds nothing of use; ProfileError.
+    """
+    path = Path(path)
+    into = None if into is None else Path(into)
+    against = None if against is None else Path(against)
+    source = read_source(path)
+    name = kind_of(source, kind)
+    becomes = KINDS[name].becomes
+    suffix, example = SUFFIXES[becomes]
+    if into is not None and not into.name.endswith(suffix):
+        raise ImportedFileError(f"{path} is {KINDS[name].what}; it goes into {example}, not into {into}")
+    if into is not None and into.resolve() == path.resolve():
+        raise ImportedFileError(f"--into {into} is the file itself; give another name")
+    _check_options(
+        name,
+        {
+            "--on": (cluster, ("nccl-tests", "topo", "kineto")),
+            "--collective": (collective, ("nccl-tests",)),
+            "--ranks": (ranks, ("nccl-tests",)),
+            "--world-size": (world_size, ("deepspeed",)),
+            "--precision": (precision, ("kineto",)),
+            "--steps": (steps, ("kineto",)),
+            "--against": (against, ("kineto",)),
+            "--set": (overrides or None, ("deepspeed",)),
+        },
+    )
+    if name == "kineto":
+        from parsim.workflow.importing.into_timeline import import_kineto
+
+        return import_kineto(source, into, cluster, precision, steps, against)
+    if name == "deepspeed":
+        from parsim.workflow.importing.into_run_file import import_deepspeed
+
+        return import_deepspeed(source, into, overrides, world_size)
+    from parsim.workflow.importing.into_profile import import_nccl_tests, import_topology
+
+    if name == "topo":
+        return import_topology(source, into, cluster)
+    return import_nccl_tests(source, into, cluster, collective, ranks)
+
+
+def _check_options(kind: str, options: dict[str, tuple[object, tuple[str, ...]]]) -> None:
+    for option, (value, kinds) in options.items():
+        if value is not None and kind not in kinds:
+            raise ImportedFileError(f"{option} means nothing for {KINDS[kind].what}; it belongs to {', '.join(kinds)}")

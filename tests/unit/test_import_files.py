@@ -1,0 +1,282 @@
+"""Profiler traces, topologies and DeepSpeed configs: exact on files made here, and what a user calls."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import parsim as ps
+from parsim.cli import main
+from parsim.costs.communication.collectives import estimate_collective
+from parsim.errors import ImportedFileError
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.parts.load import load_gpu
+from parsim.hardware.profile import load_profile
+from parsim.importers.deepspeed_config import read_deepspeed
+from parsim.importers.kineto import read_kineto
+from parsim.importers.ledger import ledger_of
+from parsim.importers.source_file import MOST_BYTES, SourceFile
+from parsim.importers.topo_matrix import read_topo_matrix
+from parsim.timeline import Timeline
+from parsim.work import Collective
+from parsim.workflow.config import load_config
+from tests.unit.import_samples import DEEPSPEED, TOPO, gpu_trace, nccl_text, switched_topo
+
+
+def source(document: object) -> SourceFile:
+    text = document if isinstance(document, str) else json.dumps(document)
+    return SourceFile(Path("file"), text.encode())
+
+
+def write(path: Path, document: object) -> Path:
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    return path
+
+
+def test_the_ledger_of_a_gpu_is_exact() -> None:
+    trace = read_kineto(source(gpu_trace()))
+    peak = 2.0 * 1024**3 / 100e-6  # the product needs 100 us at the peak and took 400
+    ledger = ledger_of(trace, peak)
+    parts = dict(ledger.entries())
+    expected = {
+        "ideal: arithmetic at the peak": 100e-6,
+        "slow kernels: arithmetic below the peak": 300e-6,
+        "other kernels: no counted arithmetic": 200e-6,
+        "exposed communication": 150e-6,
+        "exposed copies": 50e-6,
+        "data loading": 0.0,
+        "launch gaps: the host is late": 100e-6,
+        "idle": 100e-6,
+    }
+    assert parts == pytest.approx(expected, abs=1e-9)
+    assert sum(parts.values()) == pytest.approx(ledger.step_s, rel=1e-12) == pytest.approx(1e-3)
+    assert ledger.utilisation == pytest.approx(0.1)
+    assert ledger.communication_busy_s == pytest.approx(250e-6)
+    assert (trace.rank, trace.world_size, trace.number_type, trace.device) == (3, 8, "c10::BFloat16", "NVIDIA H100 80GB HBM3")
+
+
+def test_loading_is_told_from_other_launch_gaps() -> None:
+    document: Any = gpu_trace()
+    for step in range(2):
+        at = 5_000_000.0 + 1000 * step
+        document["traceEvents"].append(
+            {
+                "ph": "X",
+                "cat": "user_annotation",
+                "name": "enumerate(DataLoader)#next",
+                "pid": 1,
+                "tid": 1,
+                "ts": at + 700,
+                "dur": 60,
+            }
+        )
+    ledger = ledger_of(read_kineto(source(document)), None)
+    assert (ledger.loading_s, ledger.launch_gaps_s, ledger.idle_s) == pytest.approx((60e-6, 40e-6, 100e-6), abs=1e-9)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_a_trace_becomes_a_timeline(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"trace{suffix}"
+    data = json.dumps(gpu_trace()).encode()
+    path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    into = tmp_path / "timeline.json.gz"
+    imported = ps.import_file(path, into=into)
+    timeline = Timeline.load(into)
+    assert timeline.source == "measured"
+    assert set(timeline.resources) == {"r3.stream7", "r3.stream20"}
+    assert timeline.makespan_s == pytest.approx(2e-3)
+    peak = load_gpu("h100-sxm").peak_flop_per_s["bf16"].value
+    assert imported.found["ledger"]["utilisation"] == pytest.approx(2 * 1024**3 / peak / 1e-3)
+    assert "of the peak" in imported.summary
+    assert "ncclDevKernel" in gzip.decompress(into.read_bytes()).decode()
+
+
+def test_a_real_trace_of_this_cpu(tmp_path: Path) -> None:
+    """The step of the trace is the clock's, its ledger sums to it, and its arithmetic is torch's own count."""
+    torch = pytest.importorskip("torch")
+    from torch.profiler import ProfilerActivity, profile
+    from torch.utils.flop_counter import FlopCounterMode
+
+    module = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, stride=2, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(8, 8, 3),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8 * 14 * 14, 64),
+        torch.nn.Linear(64, 10),
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x, y = torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
+
+    def step() -> None:
+        torch.nn.functional.cross_entropy(module(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with FlopCounterMode(display=False) as counter:
+        step()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        for _ in range(3):
+            step()
+            profiler.step()
+    path = tmp_path / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    trace = read_kineto(SourceFile(path, path.read_bytes()))
+    ledger = ledger_of(trace, 1e11)
+    assert not trace.on_gpu
+    assert ledger.flop * trace.steps == pytest.approx(3 * counter.get_total_flops(), rel=1e-9)
+    assert sum(seconds for _, seconds in ledger.entries()) == pytest.approx(ledger.step_s, rel=1e-9)
+    assert ledger.compute_s > 0.3 * ledger.step_s
+    assert trace.number_type == "float"
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({"traceEvents": []}, "holds 0 events"),
+        ({"traceEvents": [{"ph": "X", "cat": "python_function", "name": "f", "ts": 0, "dur": 1}]}, "none of them is a kernel"),
+        ({"traceEvents": 3}, "no list `traceEvents`"),
+        ('{"traceEvents": [', "is not JSON"),
+    ],
+)
+def test_a_trace_of_nothing_is_refused(document: object, said: str) -> None:
+    with pytest.raises(ImportedFileError, match=said):
+        read_kineto(source(document))
+
+
+def test_a_matrix_of_bridged_pairs() -> None:
+    tree = read_topo_matrix(source(TOPO))
+    assert tree.lanes == {(0, 1): 12, (2, 3): 12}
+    assert tree.switched_lanes is None
+    assert tree.switch == (0, 0, 1, 2)
+    assert tree.socket == (0, 1, 1)
+    assert tree.cards == (("mlx5_0", "pcie0"), ("mlx5_1", "socket1"))
+
+
+def test_a_matrix_of_switches_becomes_the_machine_made_of_parts(tmp_path: Path) -> None:
+    path = write(tmp_path / "topo.txt", switched_topo())
+    imported = ps.import_file(path, into=tmp_path / "p.json", cluster="8xh100-sxm")
+    assert imported.found["direct"] == "18 lanes of each GPU to a switch"
+    work = Collective(operation="all_reduce", group=tuple(range(8)), size_bytes=2**26)
+    made, plain = (cluster_from_profile(load_profile(name)) for name in (str(tmp_path / "p.json"), "8xh100-sxm"))
+    assert estimate_collective(work, made).median_s == pytest.approx(estimate_collective(work, plain).median_s, rel=1e-12)
+
+
+def test_fewer_lanes_make_collectives_slower(tmp_path: Path) -> None:
+    path = write(tmp_path / "topo.txt", switched_topo(lanes=9))
+    imported = ps.import_file(path, into=tmp_path / "p.json", cluster="8xh100-sxm")
+    assert "had 144 lanes" in imported.warnings[0]
+    work = Collective(operation="all_gather", group=tuple(range(8)), size_bytes=2**28)
+    made, plain = (cluster_from_profile(load_profile(name)) for name in (str(tmp_path / "p.json"), "8xh100-sxm"))
+    assert estimate_collective(work, made).median_s > 1.7 * estimate_collective(work, plain).median_s
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nothing", "no matrix of GPUs"),
+        (switched_topo().replace("GPU3\t", "GPX3\t", 1), "lists GPU0|no row"),
+        (switched_topo(4).replace("NV18", "NV17", 1), "must be symmetric"),
+        (switched_topo(4).replace("NV18", "QQ", 1), "no entry of this matrix"),
+        ("\n".join(switched_topo(4).splitlines()[:3]), "no row of GPU2, GPU3"),
+    ],
+)
+def test_a_matrix_that_is_cut_or_contradicts_itself_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ImportedFileError, match=said):
+        read_topo_matrix(source(text))
+
+
+def test_a_matrix_for_another_machine_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "topo.txt", switched_topo(4))
+    with pytest.raises(ImportedFileError, match="shows 4 GPUs, and profile 8xh100-sxm has 8"):
+        ps.import_file(path, into=tmp_path / "p.json", cluster="8xh100-sxm")
+    with pytest.raises(ImportedFileError, match="does not tell the machine"):
+        ps.import_file(path, into=tmp_path / "p.json")
+    with pytest.raises(ImportedFileError, match="kind 'nvlink'"):
+        ps.import_file(path, into=tmp_path / "p.json", cluster="4xa40")
+
+
+def test_a_deepspeed_config_becomes_a_run_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "ds.json", DEEPSPEED)
+    into = tmp_path / "run.toml"
+    with pytest.raises(ImportedFileError, match=r"--set model.name=gpt and --set cluster.profile"):
+        ps.import_file(path, into=into)
+    given = ("model.name=gpt_small", "cluster.profile=8xh100-sxm")
+    imported = ps.import_file(path, into=into, overrides=given)
+    config = load_config(into)
+    assert (config.training.global_batch, config.training.precision, config.training.optimizer) == (256, "bf16", "adamw_fused")
+    assert (config.plan.zero_stage, config.plan.microbatches, config.plan.bucket_bytes) == (3, 4, 10**9)
+    assert imported.found["data_parallel_ranks"] == 8
+    assert any("offload_optimizer matters" in warning for warning in imported.warnings)
+    assert any("my_own_key = 3 is not known" in warning for warning in imported.warnings)
+    assert "gradient_clipping" in imported.found["without_effect"]
+    again = ps.import_file(path, into=into)
+    assert again.found == imported.found
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"train_batch_size": 250}, "train_batch_size = 250 must be"),
+        ({"zero_optimization": {"stage": 5}}, "stage = 5 must be 0, 1, 2 or 3"),
+        ({"fp16": {"enabled": True}}, "both enabled"),
+        ({"train_batch_size": "many"}, "train_batch_size = many must be a whole number"),
+        ({"optimizer": 3}, "must be a table"),
+    ],
+)
+def test_a_deepspeed_config_that_contradicts_itself_is_refused(change: dict[str, object], said: str) -> None:
+    with pytest.raises(ImportedFileError, match=said):
+        read_deepspeed(source({**DEEPSPEED, **change}))
+
+
+def test_a_config_that_says_nothing_is_refused() -> None:
+    with pytest.raises(ImportedFileError, match="sets nothing that a run file has"):
+        read_deepspeed(
+            source({"zero_optimization": {"stage": "auto"}, "bf16": {"enabled": "auto"}, "train_batch_size": "auto"})
+        )
+
+
+def test_wrong_targets_and_options_are_refused(tmp_path: Path) -> None:
+    log = write(tmp_path / "log.txt", nccl_text())
+    with pytest.raises(ImportedFileError, match=r"goes into PROFILE.json"):
+        ps.import_file(log, into=tmp_path / "run.toml")
+    with pytest.raises(ImportedFileError, match=r"--steps means nothing"):
+        ps.import_file(log, steps=3)
+    with pytest.raises(ImportedFileError, match="of no kind"):
+        ps.import_file(write(tmp_path / "x", "hello"))
+    with pytest.raises(ImportedFileError, match="is empty"):
+        ps.import_file(write(tmp_path / "y", ""))
+    with pytest.raises(ImportedFileError, match="cannot read"):
+        ps.import_file(tmp_path / "no")
+
+
+def test_an_archive_that_grows_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parsim.importers.source_file.MOST_BYTES", 2**21)
+    assert MOST_BYTES > 2**21
+    (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(b"[" * 2**24))
+    with pytest.raises(ImportedFileError, match="holds more than 2 MiB"):
+        ps.import_file(tmp_path / "bomb.json.gz")
+
+
+def test_the_command_prints_one_document_or_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["parsim", "import", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0)
+
+    log = write(tmp_path / "log.txt", nccl_text())
+    assert command(str(log), "--into", str(tmp_path / "p.json"), "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["kind"] == "nccl-tests"
+    assert document["found"]["groups"][0]["points"] == 22
+    assert command(str(write(tmp_path / "evil", "\x1b[2J evil"))) == 1
+    assert "of no kind that parsim knows" in capsys.readouterr().err
