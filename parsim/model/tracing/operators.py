@@ -58,6 +58,7 @@ class RawOperator:
             self.count,
             self.made_elements,
             self.gradients,
+            self.paged_arrays,
         )
 
 
