@@ -28,7 +28,7 @@ from parsim.virtual.problems import LearningProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FedBatch:
+class WorkerBatch:
     """Samples of m workers: inputs and targets [m, batch, ...]. real: bool [m, batch], false where there is no sample."""
 
     inputs: Tensor
@@ -53,7 +53,7 @@ class Feed:
         """The numbers of a worker's samples: 0, 1, ..., counted within its shard."""
         return np.arange(self.sizes[worker], dtype=np.int64)
 
-    def batch(self, workers: Sequence[int], rows: NDArray[np.int64]) -> FedBatch:
+    def batch(self, workers: Sequence[int], rows: NDArray[np.int64]) -> WorkerBatch:
         """Rows int64 [m, batch] of these m workers' own shards, padded with -1.
 
         Raises:
@@ -67,7 +67,7 @@ class Feed:
         wanted = torch.from_numpy(rows)
         begins = torch.tensor([self.begins[worker] for worker in workers])[:, None]
         index = wanted.clamp(min=0) + begins
-        return FedBatch(inputs=self.inputs[index], targets=self.targets[index], real=wanted >= 0)
+        return WorkerBatch(inputs=self.inputs[index], targets=self.targets[index], real=wanted >= 0)
 
 
 def feed_workers(inputs: BlockTensor, targets: BlockTensor, shards: Shards, *, blocks_per_worker: int = 1) -> Feed:

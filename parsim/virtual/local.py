@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from parsim.errors import AlgorithmError, near_matches
-from parsim.virtual.feed import FedBatch
+from parsim.virtual.feed import WorkerBatch
 from parsim.virtual.problems import LearningProblem
 
 
@@ -127,10 +127,10 @@ class LocalTraining:
         wanted = torch.from_numpy(samples)
         index = wanted.clamp(min=0)
         return self.step_on(
-            workers, FedBatch(inputs=self.problem.inputs[index], targets=self.problem.targets[index], real=wanted >= 0)
+            workers, WorkerBatch(inputs=self.problem.inputs[index], targets=self.problem.targets[index], real=wanted >= 0)
         )
 
-    def step_on(self, workers: Workers, batch: FedBatch) -> Workers:
+    def step_on(self, workers: Workers, batch: WorkerBatch) -> Workers:
         """One local step of each worker on its samples of the batch; a worker without a real sample makes no step."""
         count = batch.real.sum(1)
         share = batch.real.to(workers.weights.dtype) / count.clamp(min=1)[:, None]

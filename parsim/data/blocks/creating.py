@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from parsim.arrays import Floats
-from parsim.data.blocks.grid import BlockGrid, GridPlace, contiguous_owners
+from parsim.data.blocks.grid import BlockGrid, BlockPlace, contiguous_owners
 from parsim.data.blocks.processes import Processes, in_one_process
 from parsim.data.blocks.random_values import normal_at, uniform_at
 from parsim.data.blocks.rechunking import rechunk
@@ -107,7 +107,7 @@ def from_array(
 
 
 def from_blocks(
-    blocks: Mapping[GridPlace, Tensor],
+    blocks: Mapping[BlockPlace, Tensor],
     *,
     grid: BlockGrid,
     dtype: torch.dtype,

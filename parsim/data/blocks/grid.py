@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from parsim.errors import DataError
 
-GridPlace = tuple[int, ...]
+BlockPlace = tuple[int, ...]
 """The place of a block: its piece along every dim, counted from 0."""
 
 
@@ -84,7 +84,7 @@ class BlockGrid:
     def __len__(self) -> int:
         return math.prod(self.counts)
 
-    def places(self) -> Iterator[GridPlace]:
+    def places(self) -> Iterator[BlockPlace]:
         """The places of all blocks, in the order of their numbers."""
         return itertools.product(*map(range, self.counts))
 
@@ -95,7 +95,7 @@ class BlockGrid:
             found = found * count + piece
         return found
 
-    def place(self, number: int) -> GridPlace:
+    def place(self, number: int) -> BlockPlace:
         """The place of a block."""
         found = []
         for count in reversed(self.counts):

@@ -13,26 +13,26 @@ import torch
 from torch import Tensor
 
 from parsim.data.blocks.exchange import ROOM_BYTES, exchange, whole_block
-from parsim.data.blocks.grid import BlockGrid, GridPlace, bytes_by_owner
+from parsim.data.blocks.grid import BlockGrid, BlockPlace, bytes_by_owner
 from parsim.data.blocks.tensor import BlockTensor
 from parsim.errors import DataError, near_matches
 
-DimNumbers = tuple[int, ...]
+ReducedDims = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
     """part: a block reduced over dims, which stay as size 1. join: two parts. of_nothing: whether empty dims have a result."""
 
-    part: Callable[[Tensor, DimNumbers], Tensor]
+    part: Callable[[Tensor, ReducedDims], Tensor]
     join: Callable[[Tensor, Tensor], Tensor]
     of_nothing: bool = True
 
 
-def _one_by_one(step: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, DimNumbers], Tensor]:
+def _one_by_one(step: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, ReducedDims], Tensor]:
     """A reduction that torch has for one dim at a time."""
 
-    def part(block: Tensor, dims: DimNumbers) -> Tensor:
+    def part(block: Tensor, dims: ReducedDims) -> Tensor:
         for dim in dims:
             block = step(block, dim)
         return block
@@ -82,7 +82,7 @@ def reduce_blocks(
     return result if keepdim else _without(result, dims)
 
 
-def _dims(tensor: BlockTensor, dim: int | Sequence[int] | None) -> DimNumbers:
+def _dims(tensor: BlockTensor, dim: int | Sequence[int] | None) -> ReducedDims:
     wanted = range(tensor.ndim) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
     for entry in wanted:
         if not -tensor.ndim <= entry < tensor.ndim:
@@ -93,7 +93,7 @@ def _dims(tensor: BlockTensor, dim: int | Sequence[int] | None) -> DimNumbers:
     return found
 
 
-def _reduced(tensor: BlockTensor, row: Reduction, dims: DimNumbers, room_bytes: int) -> BlockTensor:
+def _reduced(tensor: BlockTensor, row: Reduction, dims: ReducedDims, room_bytes: int) -> BlockTensor:
     """With the reduced dims as size 1. The parts for a result block are fetched a few at a time, and joined in order."""
     try:
         dtype = row.part(torch.ones(1, dtype=tensor.dtype), (0,)).dtype
@@ -116,10 +116,10 @@ def _reduced(tensor: BlockTensor, row: Reduction, dims: DimNumbers, room_bytes: 
 def _fetch(
     tensor: BlockTensor,
     row: Reduction,
-    dims: DimNumbers,
+    dims: ReducedDims,
     grid: BlockGrid,
     owners: Sequence[int],
-    runs: Sequence[GridPlace],
+    runs: Sequence[BlockPlace],
     dtype: torch.dtype,
     room_bytes: int,
 ) -> dict[int, list[Tensor]]:
@@ -148,7 +148,7 @@ def _fetch(
     return found
 
 
-def _without(tensor: BlockTensor, dims: DimNumbers) -> BlockTensor:
+def _without(tensor: BlockTensor, dims: ReducedDims) -> BlockTensor:
     """The tensor without dims of size 1."""
     kept = [dim for dim in range(tensor.ndim) if dim not in dims]
     grid = BlockGrid(sizes=tuple(tensor.grid.sizes[dim] for dim in kept))
