@@ -13,12 +13,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-InputSizes = Sequence[Sequence[int]]
+InputShapes = Sequence[Sequence[int]]
 MOST_FLOP = 1e21
 """Of one operator; more is a shape that cannot be."""
 
 
-def _product(dims: InputSizes, args: Mapping[str, Any], first: int) -> float:
+def _product(dims: InputShapes, args: Mapping[str, Any], first: int) -> float:
     """[..., m, k] times [..., k, n]."""
     del args
     a, b = dims[first], dims[first + 1]
@@ -27,7 +27,7 @@ def _product(dims: InputSizes, args: Mapping[str, Any], first: int) -> float:
     return 2.0 * math.prod(a) * b[-1]
 
 
-def _convolution(dims: InputSizes, args: Mapping[str, Any]) -> float:
+def _convolution(dims: InputShapes, args: Mapping[str, Any]) -> float:
     return _convolved(dims[0], dims[1], args)
 
 
@@ -42,7 +42,7 @@ def _convolved(source: Sequence[int], weight: Sequence[int], args: Mapping[str, 
     return 2.0 * source[0] * positions * math.prod(weight)
 
 
-def _convolution_backward(dims: InputSizes, args: Mapping[str, Any]) -> float:
+def _convolution_backward(dims: InputShapes, args: Mapping[str, Any]) -> float:
     """The gradient's own shape gives the positions; once for each of input and weight that needs a gradient."""
     gradient, weight = dims[0], dims[2]
     if len(gradient) != len(weight) or len(gradient) < 3:
@@ -52,7 +52,7 @@ def _convolution_backward(dims: InputSizes, args: Mapping[str, Any]) -> float:
     return 2.0 * gradient[0] * math.prod(gradient[2:]) * math.prod(weight) * needed
 
 
-def _attention(dims: InputSizes, args: Mapping[str, Any], first: int, factor: float) -> float:
+def _attention(dims: InputShapes, args: Mapping[str, Any], first: int, factor: float) -> float:
     """[batch, heads, queries, width]: scores and values, two products (five in the backward)."""
     del args
     q, k = dims[first], dims[first + 1]
@@ -61,7 +61,7 @@ def _attention(dims: InputSizes, args: Mapping[str, Any], first: int, factor: fl
     return factor * 2.0 * math.prod(q) * k[2]
 
 
-_FLOP: Mapping[str, Callable[[InputSizes, Mapping[str, Any]], float]] = {
+_FLOP: Mapping[str, Callable[[InputShapes, Mapping[str, Any]], float]] = {
     "aten::mm": lambda dims, args: _product(dims, args, 0),
     "aten::bmm": lambda dims, args: _product(dims, args, 0),
     "aten::addmm": lambda dims, args: _product(dims, args, 1),
@@ -111,7 +111,7 @@ def is_counted(name: str) -> bool:
 
 
 def _dims(value: object) -> list[list[int]]:
-    """InputSizes of the inputs; [] for one that is no tensor."""
+    """Shapes of the inputs; [] for one that is no tensor."""
     if not isinstance(value, list):
         return []
     return [
