@@ -13,6 +13,7 @@ SAYS = {
     "bench_engines": "| dynamic |",
     "bench_plan": "| ranks simulated |",
     "bench_scale": "Lowering every rank",
+    "bench_search": "plans considered",
     "bench_virtual": "exponential",
 }
 """Per benchmark something of the last thing it prints."""

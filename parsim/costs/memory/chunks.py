@@ -101,14 +101,14 @@ def fullest(
         own = by_chunk.get(moment.chunk, [])
         match moment.phase:
             case Phase.FORWARD:
-                return _forward(own, kept[moment.chunk])
+                return _forward(own, kept.get(moment.chunk, 0.0))
             case Phase.BACKWARD:
                 return _backward(own, posted_bytes)
             case Phase.BACKWARD_INPUT:
                 return _for_inputs(own, chunks, element_bytes, posted_bytes)
         return _for_weights(own, chunks, element_bytes)
 
-    running = [moment for moment in chunks.moments if moment.chunk in by_chunk]
+    running = [moment for moment in chunks.moments if moment.chunk in by_chunk or not by_chunk]  # a rank may hold none
     base = max((moment for moment in running if moment.phase is Phase.FORWARD), key=held)
     best, most = max(((beyond(moment), held(moment)) for moment in running), key=lambda pair: pair[0].size_bytes + pair[1])
     return base, waiting(base), Moment(max(0.0, most + best.size_bytes - held(base)), best.whole_bytes)
