@@ -16,6 +16,10 @@ def plan_in_words(plan: Plan) -> str:
     axes = [f"{dp}-way data parallelism"] if dp > 1 else []
     if tp > 1:
         axes.append(f"mixed placements on {tp} ranks" if _is_mixed(plan) else f"{tp}-way tensor parallelism")
+    if plan.mesh.cp > 1:
+        axes.append(f"{plan.mesh.cp}-way context parallelism")
+    if plan.mesh.ep > 1:
+        axes.append(f"{plan.mesh.ep}-way expert parallelism")
     words = " x ".join(axes)
     if pp > 1:
         words = f"{pp} pipeline stages of {words}" if words else f"{pp} pipeline stages"

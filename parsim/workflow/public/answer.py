@@ -117,7 +117,7 @@ class Answer:
     def runners_up(self) -> str:
         """The plans next to the choice: a simpler one that is as fast, and the next best division; empty without any."""
         parts = []
-        if self.tie is not None:
+        if self.tie is not None and plan_in_words(self.tie.result.plan) != plan_in_words(self.prediction.plan):
             simpler = self.tie.result
             parts.append(f"A tie, and simpler: {plan_in_words(simpler.plan)}, {format_seconds(simpler.step_s.median)}.")
         if (other := self._next_family()) is not None:
