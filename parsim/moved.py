@@ -87,7 +87,7 @@ _MOVES = (
     (
         "calibration",
         "calibration.fit",
-        "build_profile drift fit_collectives=collectives fit_composition=composition fit_links=links "
+        "build_profile drift fit_composition=composition fit_links=links "
         "fit_operators=operators fit_surfaces=surfaces screen=reject_outliers",
     ),
     (
@@ -100,6 +100,9 @@ _MOVES = (
         "calibration.published",
         "v100 v100_collectives v100_links v100_machines v100_throughput published_models=models",
     ),
+    ("calibration", "parsim.costs.communication", "fit_collectives=regime_fits"),
+    ("calibration.fit", "parsim.costs.communication", "collectives=regime_fits"),
+    ("parsim.workflow", "parsim.workflow.folders", "import_folder"),
     ("parsim", "parsim", "plan=plans simulate=engines"),
 )
 """Old package, new package, and the modules that went from one to the other: NAME, or OLD=NEW."""
