@@ -214,7 +214,11 @@ def commands_of(found: Found) -> tuple[Check, ...]:
     """Whether each command works here, by what that command needs."""
     torch, gloo, memory = _torch_check(found), _gloo_check(found), _memory_check(found)
     return (
-        Check(name="plan, simulate, cost, report, coverage, profile", ok=True, found="models with a preset, or saved as JSON"),
+        Check(
+            name="plan, simulate, cost, report, coverage, profile, import",
+            ok=True,
+            found="models with a preset, or saved as JSON",
+        ),
         _needing("plan any other model", torch, found=torch.found),
         _needing("calibrate --device cpu", torch, gloo, found=f"up to {found.cores} ranks with a core each"),
         _needing("run, validate on CPU processes", torch, gloo, found=f"{found.cores} cores"),
