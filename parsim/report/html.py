@@ -192,6 +192,9 @@ def _run(run: ReportRun, drawn: list[go.Figure], *, opened: bool) -> str:
         parts.append(_figure(drawn, figures.breakdown_figure(breakdowns), caption))
     else:
         parts.append(_absent(run.absent.get("breakdown", "No breakdown was made of this plan.")))
+    if run.memory_levels:
+        parts.append("<h4>Memory, predicted and measured</h4>")
+        parts.append(_figure(drawn, memory_figures.memory_levels_figure(run.memory_levels), _levels_caption(run.memory_levels)))
     parts.append("</div><div><h4>Peak memory by rank</h4>")
     if len(run.memory):
         whole = [row["measured_bytes"] for row in run.memory_levels if row["level"] == "driver"]
@@ -200,9 +203,6 @@ def _run(run: ReportRun, drawn: list[go.Figure], *, opened: bool) -> str:
         parts.append(_figure(drawn, memory_figures.memory_figure(run.memory, device_bytes=whole), caption))
     else:
         parts.append(_absent(run.absent.get("memory", "Memory was not predicted for this plan.")))
-    if run.memory_levels:
-        parts.append("<h4>Memory, predicted and measured</h4>")
-        parts.append(_figure(drawn, memory_figures.memory_levels_figure(run.memory_levels), _levels_caption(run.memory_levels)))
     parts.append("</div></div>")
     if run.comparison is None and (run.measured is not None or "comparison" in run.absent):
         parts.append(_absent(run.absent.get("comparison", "The prediction was not compared with the measurement.")))
