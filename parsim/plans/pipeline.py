@@ -25,8 +25,9 @@ _CELLS_SHOWN = 4
 
 
 MOST_CHECKED = 2048
-"""Actions of a step. Shipped orders follow one rule at every size, and tests check them at small ones, so longer steps of theirs
-are not walked through."""
+"""Actions of a step. Shipped orders follow one rule at every size, and tests check them at small ones. So longer steps
+of theirs are not walked through.
+"""
 
 
 class Action(NamedTuple):
@@ -479,7 +480,8 @@ def moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 
     exceeded = np.zeros(len(every), dtype=bool)
     for first in range(0, len(every), 256):
         some = every[first : first + 256, None, :]
-        exceeded[first : first + 256] = ((every >= some).all(axis=2) & (every > some).any(axis=2)).any(axis=1)
+        exceeds = np.all(every >= some, axis=2) & np.any(every > some, axis=2)
+        exceeded[first : first + 256] = np.any(exceeds, axis=1)
     largest = [moment for moment, over in zip(seen, exceeded.tolist(), strict=True) if not over]
     return tuple(sorted(largest, key=sum))
 

@@ -1,8 +1,8 @@
 """A lower bound of the memory of a rank, whatever is recomputed: what the search leaves out without working out its memory.
 
     weights       parameters, gradients and optimizer state, divided by as much as tp and ZeRO can
-    activations   of one microbatch, as often as the order holds it: what components save, or, where it is free what is recomputed,
-                  the values that some reader needs for its backward. Recomputed or not, such a reader keeps them
+    activations   of one microbatch, as often as the order holds it: what components save. Where it is free what is recomputed: the
+                  values that some reader needs for its backward. Recomputed or not, such a reader keeps them
     largest       what one component saves of one microbatch: it lies on a rank during the backward of the component
 
 Bytes are the mean over the tp ranks of a place, and the fullest rank holds at least that. Leaves out everything else, so a plan

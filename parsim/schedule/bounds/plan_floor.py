@@ -21,7 +21,6 @@ from parsim.schedule.bounds.memory import HeldRuns, MemoryFloor, memory_floor
 from parsim.schedule.bounds.step import ROUNDING, least_noise
 from parsim.work import Phase
 
-
 MOST_FORWARDS = 256
 """Of a place with several runs of components. Beyond, one microbatch of each is counted."""
 
@@ -144,7 +143,7 @@ def _made(problem: PlanningProblem, plan: Plan) -> PlanFloor | None:
     places = []
     for place in range(mesh.pp):
         stages = plan.place_stages(place)
-        every = ((1,) * len(stages),)
+        every: tuple[tuple[int, ...], ...] = ((1,) * len(stages),)
         if not halves and (plan.chunks == 1 or plan.microbatches * plan.chunks <= MOST_FORWARDS):
             every = moments(plan.pipeline_order, place, mesh.pp, plan.microbatches, plan.chunks)
         places.append(HeldRuns(tuple(runs[stage] for stage in stages), every))
