@@ -1,8 +1,8 @@
 """A lower bound of the memory of a rank, whatever is recomputed: what the search leaves out without working out its memory.
 
     weights       parameters, gradients and optimizer state, divided by as much as tp and ZeRO can
-    activations   of one microbatch, as often as the order holds it: what components save. Where it is free what is recomputed: the
-                  values that some reader needs for its backward. Recomputed or not, such a reader keeps them
+    activations   of one microbatch, as often as the order holds it: what components save. Where it is free what is recomputed:
+                  the values that some reader needs for its backward. Recomputed or not, such a reader keeps them
     largest       what one component saves of one microbatch: it lies on a rank during the backward of the component
 
 Bytes are the mean over the tp ranks of a place, and the fullest rank holds at least that. Leaves out everything else, so a plan
@@ -51,7 +51,7 @@ class MemoryFloor:
         largest_bytes: what one component saves of one microbatch. rooms: by place on the pp axis, of its largest device.
     """
 
-    weights: tuple[Floats, ...]
+    weights: _Weights
     kept: Floats
     saved: Floats
     largest_bytes: float
@@ -67,14 +67,14 @@ class MemoryFloor:
             recomputing: whether plans may recompute what they like.
         """
         own = self.kept if recomputing else self.saved
-        weights, room = self.weights[stage], float(self.rooms.max())
+        weights, room = self.weights.of(stage), float(self.rooms.max())
         places = len(self.rooms)
         found = max(0.0, float(weights.sum()) * ROUNDED / places - room, self.largest_bytes * ROUNDED - room)
         if found:
             return found
         least = float("inf")
         for order, chunks in pipeline:
-            least = min(least, self._missing_of(self.weights[stage], own, order, chunks, microbatches))
+            least = min(least, self._missing_of(self.weights.of(stage), own, order, chunks, microbatches))
             if not least:
                 break
         return least
@@ -100,7 +100,7 @@ class MemoryFloor:
         Args:
             stage: of ZeRO. places: what they run. recomputing: whether a plan may recompute what it likes.
         """
-        weights, own = self.weights[stage], self.kept if recomputing else self.saved
+        weights, own = self.weights.of(stage), self.kept if recomputing else self.saved
         held = []
         for place in places:
             kept = [float(own[first:last].sum()) for first, last in place.runs]
@@ -122,7 +122,7 @@ def memory_floor(problem: PlanningProblem, mesh: Mesh, samples: int, options: Op
     key = (*held, samples)
     if key not in known.floors:
         if held not in known.weights:
-            known.weights[held] = tuple(_least_weights(problem, mesh, options, stage) for stage in ZERO_STAGES)
+            known.weights[held] = _Weights(problem, mesh, options)
         devices = problem.cluster.devices
         rooms = [
             max(devices[rank].type.memory_bytes - devices[rank].type.context_bytes for rank in mesh.stage_ranks(place))
@@ -162,42 +162,89 @@ def missing_bytes(
 class _Least:
     """Of one problem: weights on a mesh, what one component saves of so many samples, and what is made of both."""
 
-    weights: dict[tuple[tuple[tuple[Placement, ...], ...], Mesh], tuple[Floats, ...]] = field(default_factory=dict)
+    untied: tuple[Component, ...] | None = None
+    parts: dict[tuple[str, Placement, int], _Parts] = field(default_factory=dict)
+    weights: dict[tuple[tuple[tuple[Placement, ...], ...], Mesh], _Weights] = field(default_factory=dict)
     saved: dict[tuple[str, tuple[Placement, ...], int, int], tuple[float, float]] = field(default_factory=dict)
     floors: dict[tuple[tuple[tuple[Placement, ...], ...], Mesh, int], MemoryFloor] = field(default_factory=dict)
     rates: Floats | None = None
 
 
-def _least_weights(problem: PlanningProblem, mesh: Mesh, options: Options, stage: int) -> Floats:
-    """By component, a tied parameter with the first that has it."""
-    seen: set[str] = set()
-    found = []
-    known: dict[object, float] = {}
-    for component, choices in zip(problem.model.components, options, strict=True):
-        own = replace(component, parameters=tuple(each for each in component.parameters if each.name not in seen))
-        seen.update(each.name for each in own.parameters)
-        key = (component.fingerprint, tuple(each.elements for each in own.parameters), choices)
-        if key not in known:
-            known[key] = min((_weight_bytes(problem, mesh, stage, own, choice) for choice in choices), default=0.0)
-        found.append(known[key])
-    return np.array(found)
+@dataclass(frozen=True)
+class _Weights:
+    """By ZeRO stage and component, a tied parameter with the first that has it; a stage is worked out when it is asked for."""
+
+    problem: PlanningProblem
+    mesh: Mesh
+    options: Options
+    stages: dict[int, Floats] = field(default_factory=dict)
+
+    def of(self, stage: int) -> Floats:
+        if stage not in self.stages:
+            self.stages[stage] = self._of(stage)
+        return self.stages[stage]
+
+    def _of(self, stage: int) -> Floats:
+        known: dict[object, float] = {}
+        found = []
+        parts, copies = self.problem.remembered(_Least).parts, self.mesh.copies
+        for component, choices in zip(_untied(self.problem), self.options, strict=True):
+            key = (component.fingerprint, choices)
+            if key not in known:
+                least = float("inf")
+                for choice in choices:
+                    held = component.fingerprint, choice, self.mesh.tp
+                    if held not in parts:
+                        parts[held] = _weight_parts(self.problem, self.mesh.tp, component, choice)
+                    least = min(least, parts[held].bytes_at(stage, copies))
+                known[key] = least if choices else 0.0
+            found.append(known[key])
+        return np.array(found)
 
 
-def _weight_bytes(problem: PlanningProblem, mesh: Mesh, stage: int, component: Component, placement: Placement) -> float:
-    """Of the mean tp rank."""
-    total = 0.0
+class _Parts(NamedTuple):
+    """Of the mean tp rank: bytes that every rank holds; and per number of tp ranks that hold the same the optimizer state, the
+    gradients and the parameters, which ZeRO divides over these and their replicas."""
+
+    whole: float
+    divided: tuple[tuple[int, tuple[float, float, float]], ...]
+
+    def bytes_at(self, stage: int, copies: int) -> float:
+        return self.whole + sum(
+            size / (copies * ranks) if number <= stage else size
+            for ranks, sizes in self.divided
+            for number, size in enumerate(sizes, start=1)
+        )
+
+
+def _untied(problem: PlanningProblem) -> tuple[Component, ...]:
+    """The components, each without the parameters that an earlier one has."""
+    known = problem.remembered(_Least)
+    if known.untied is None:
+        seen: set[str] = set()
+        found = []
+        for component in problem.model.components:
+            own = tuple(each for each in component.parameters if each.name not in seen)
+            seen.update(each.name for each in own)
+            found.append(component if own == component.parameters else replace(component, parameters=own))
+        known.untied = tuple(found)
+    return known.untied
+
+
+def _weight_parts(problem: PlanningProblem, tp: int, component: Component, placement: Placement) -> _Parts:
+    whole, divided = 0.0, dict[int, list[float]]()
+    state_bytes = problem.optimizer_state_bytes_per_element
     for parameter in component.parameters:
         held = hold(component, placement, parameter, 0)
-        groups = alike(component, placement, parameter.name, mesh.tp)
-        holders = sum(len(group) for group in groups) / mesh.tp
-        group = mesh.copies * len(groups[0])
+        groups = alike(component, placement, parameter.name, tp)
+        holders = sum(len(group) for group in groups) / tp
         if not parameter.trainable:
-            total += holders * held.size_bytes
+            whole += holders * held.size_bytes
             continue
-        state = problem.optimizer_state_bytes_per_element * held.elements
-        parts = enumerate((state, held.size_bytes, held.size_bytes), start=1)  # optimizer state, gradients, parameters
-        total += holders * sum(size / group if number <= stage else size for number, size in parts)
-    return total
+        sizes = divided.setdefault(len(groups[0]), [0.0, 0.0, 0.0])
+        for number, size in enumerate((state_bytes * held.elements, held.size_bytes, held.size_bytes)):
+            sizes[number] += holders * size
+    return _Parts(whole, tuple((ranks, (state, gradients, own)) for ranks, (state, gradients, own) in divided.items()))
 
 
 def _least_saved(problem: PlanningProblem, mesh: Mesh, samples: int, options: Options) -> list[tuple[float, float]]:
