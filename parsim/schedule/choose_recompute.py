@@ -55,9 +55,9 @@ def every_set_that_fits(problem: PlanningProblem, plan: Plan) -> list[Plan]:
     Args:
         problem: model, cluster and batch. plan: of this model, without recomputation.
     """
-    backwards = [name for name in plan.components if name in problem.layout(plan).differentiable]
-    if len(backwards) > FEW_COMPONENTS:
+    if not are_few(problem, plan):
         return []
+    backwards = _backwards(problem, plan)
     fitting: list[frozenset[str]] = []
     found = []
     for size in range(len(backwards) + 1):
@@ -69,6 +69,19 @@ def every_set_that_fits(problem: PlanningProblem, plan: Plan) -> list[Plan]:
                 fitting.append(frozenset(some))
                 found.append(tried)
     return found
+
+
+def are_few(problem: PlanningProblem, plan: Plan) -> bool:
+    """Whether every set of recomputed components is tried.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+    """
+    return len(_backwards(problem, plan)) <= FEW_COMPONENTS
+
+
+def _backwards(problem: PlanningProblem, plan: Plan) -> list[str]:
+    return [name for name in plan.components if name in problem.layout(plan).differentiable]
 
 
 def _recomputing(plan: Plan, by_place: Sequence[Sequence[str]], counts: Sequence[int]) -> Plan:

@@ -115,7 +115,7 @@ class ComputeCosts:
             whole = replace(work, phase=Phase.BACKWARD)
             known = self.estimate(whole, component, device, input_gradient=input_gradient)
             return _half(known, part, model) if known.source == "measured" else model.estimate(part)
-        for ways in (ways for ways in range(work.ways, 0, -1) if work.ways % ways == 0):
+        for ways in (ways for ways in range(work.ways if self._points else 0, 0, -1) if work.ways % ways == 0):
             base = replace(part, component=narrow(component, work.rule, ways))
             key = MeasuredWork(base.component.fingerprint, work.phase.value, device.type.name, self.precision)
             if key in self._points:
