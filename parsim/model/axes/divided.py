@@ -199,6 +199,7 @@ def _piece(component: Component, cp: int, context_bytes: int, ring: bool) -> Com
         backward_peaks=peaks(component.backward_peaks, 2 * held),
         shardings=tuple(_piece_sharding(entry, component, operators, cp, held) for entry in component.shardings),
         half=None if component.half is None else half(component.half),
+        selective=None,
     )
 
 
