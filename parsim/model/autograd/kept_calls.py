@@ -95,7 +95,7 @@ class Like(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Call:
+class KernelCall:
     """One call below autograd.
 
     Attributes:
@@ -141,7 +141,7 @@ class KeptCalls:
         outputs: per output whether its storage is kept. kept_bytes: of what is kept, storages of outputs apart.
     """
 
-    calls: list[Call]
+    calls: list[KernelCall]
     inputs: tuple[bool, ...]
     outputs: tuple[bool, ...]
     kept_bytes: int
@@ -156,7 +156,7 @@ class FirstForward(TorchDispatchMode):
             given: inputs, parameters, buffers and constants: what is there before.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
+        self.calls: list[KernelCall] = []
         self._number: dict[int, int] = {}
         self._versions: list[int] = []
         self._needed: set[Version] = set()
@@ -204,9 +204,9 @@ class FirstForward(TorchDispatchMode):
         for number in written:
             self._versions[number] += 1
         if made and not written and not fresh:
-            self.calls.append(Call(function=func, view=True))
+            self.calls.append(KernelCall(function=func, view=True))
             return result
-        call = Call(
+        call = KernelCall(
             function=func,
             reads=read,
             writes=tuple((number, self._versions[number]) for number in (*written, *fresh.values())),
@@ -272,7 +272,7 @@ class FirstForward(TorchDispatchMode):
         )
 
 
-def choose(calls: Sequence[Call], needed: Iterable[Version], versions: Sequence[int]) -> set[Version]:
+def choose(calls: Sequence[KernelCall], needed: Iterable[Version], versions: Sequence[int]) -> set[Version]:
     """Sets what the second forward does with every call.
 
     Args:
@@ -291,7 +291,7 @@ def choose(calls: Sequence[Call], needed: Iterable[Version], versions: Sequence[
 
 
 def _chosen(
-    calls: Sequence[Call], needed: Iterable[Version], versions: Sequence[int], refused: set[int]
+    calls: Sequence[KernelCall], needed: Iterable[Version], versions: Sequence[int], refused: set[int]
 ) -> tuple[set[Version], set[int]]:
     keepable = _keepable(calls, refused)
     wanted, early = set(needed), set()
@@ -317,7 +317,7 @@ def _chosen(
     return wanted, early
 
 
-def _keepable(calls: Sequence[Call], refused: set[int]) -> set[int]:
+def _keepable(calls: Sequence[KernelCall], refused: set[int]) -> set[int]:
     """Storages of outputs that are held, and into which nothing is written later but by calls that can be left out."""
     found: set[int] = set()
     for call in calls:
@@ -365,7 +365,7 @@ class SecondForward(TorchDispatchMode):
         return tree_unflatten(made, call.structure)
 
 
-def _device_of(call: Call) -> torch.device:
+def _device_of(call: KernelCall) -> torch.device:
     return next(entry.device for entry in call.outputs if isinstance(entry, Like))
 
 
