@@ -25,7 +25,7 @@ from parsim.graph.task import COMPUTE, HOST, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
 from parsim.model.autograd.halves import BackwardHalf, backward_inputs, backward_weights
-from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_inputs, recompute
+from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_calls, forward_keeping_inputs, recompute
 from parsim.model.component import LOSS
 from parsim.plans.redistribution import ValueLayout
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
@@ -210,8 +210,9 @@ class RankProgram:
         given = [inputs[value] for value in runnable.input_names]
         self._stage.randomness.begin(name, microbatch)
         if layout.recomputes(name):
+            run = forward_keeping_calls if layout.recomputes_by_operator(name) else forward_keeping_inputs
             with self._stage.computing():
-                outputs, self._kept[name, microbatch] = forward_keeping_inputs(runnable, given, self._stage.device)
+                outputs, self._kept[name, microbatch] = run(runnable, given, self._stage.device)
         else:
             with self._stage.computing():
                 outputs, record = forward_component(runnable, given)

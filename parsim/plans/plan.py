@@ -28,7 +28,7 @@ from parsim.model.shard.narrow import check_ways
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, rank_of_stage, stages_by_rank
 from parsim.plans.placement import BATCH, Placement, parse_placement
-from parsim.plans.recompute import NONE, Recompute, check_segments, normalised, recomputed_names
+from parsim.plans.recompute import NONE, Recompute, check_segments, names_by_operator, normalised, recomputed_names
 from parsim.registry import is_reference
 from parsim.typed import check_types
 from parsim.units import format_bytes
@@ -97,7 +97,7 @@ class Plan:
             the gradients too, summed after the backward of every microbatch. 3: the parameters too, gathered where they
             are used.
         recompute: the components that keep nothing but their inputs and run their forward again before their backward: "none",
-            "full" (all of them) or their names.
+            "full" (all of them), "selective" (all by operator), or their names, "selective:NAME" for one by operator.
         segments: runs of consecutive components of a stage that keep only what enters the run. Before the backward of its last,
             the whole run is computed again, and its conversions on the tp axis are sent again.
         gather_ahead: with zero_stage 1, parameters are gathered at the beginning of a step, bucket by bucket before their first
@@ -204,9 +204,14 @@ class Plan:
 
     @property
     def recomputed(self) -> frozenset[str]:
-        """The components whose forward runs again before their backward, if they have one."""
+        """The components whose whole forward runs again before their backward, if they have one."""
         again = recomputed_names(self.recompute, self.components)
         return again.union(*self.segments) if self.segments else again
+
+    @property
+    def recomputed_by_operator(self) -> frozenset[str]:
+        """Those of whose forward some operators run again, where that keeps less."""
+        return names_by_operator(self.recompute, self.components) - self.recomputed
 
     @property
     def executable(self) -> bool:
@@ -278,7 +283,7 @@ class Plan:
         return f"{self.strategy} {self.mesh} {split}{order}{zero}{buckets}{again}{self._placed()}"
 
     def _recomputes(self) -> str:
-        """`full`, or `3 of 12`."""
+        """`full`, `selective`, or `3 of 12` (components, in either way)."""
         return self.recompute if isinstance(self.recompute, str) else f"{len(self.recompute)} of {len(self.components)}"
 
     def _placed(self) -> str:

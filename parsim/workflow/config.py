@@ -43,7 +43,8 @@ from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
 from parsim.plans.placement import KINDS, parse_placement
 from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
-from parsim.plans.recompute import AUTO, FULL, NONE
+from parsim.plans.recompute import AUTO
+from parsim.plans.recompute import WORDS as RECOMPUTE_WORDS
 from parsim.registry import RowOf, is_reference
 from parsim.workflow.cluster_section import ClusterSection, ConfigSection, check_machine
 from parsim.workflow.config_messages import EXAMPLES, explained, key_parts
@@ -191,7 +192,8 @@ class PlanSection(ConfigSection):
     "auto": whichever is fastest among those that fit, 0 in a plan by hand."""
     recompute: Name | tuple[Name, ...] = AUTO
     """Components whose forward runs again before their backward: "auto" (as few as make a searched plan fit, none in a plan by
-    hand), "none", "full" or a list of their names, which may be patterns ("layers.*.attention")."""
+    hand), "none", "full", "selective" (all by operator: outputs of products, convolutions and fused attention are kept, the
+    rest is computed again), or a list of their names, which may be patterns ("layers.*.attention", "selective:layers.*")."""
     context_exchange: Literal["ring", "all_gather"] | None = None
     """Of a plan by hand with mesh.cp above 1: how keys and values of the other pieces of the sequence arrive."""
     capacity_factor: Annotated[float, Field(strict=True, ge=1.0, le=100.0)] | None = None
@@ -354,17 +356,12 @@ def _check_plan_section(config: RunConfig) -> None:
         raise ConfigError(f'plan.zero_stage = {plan.zero_stage}: {ZERO_STAGES_TEXT}; or "auto"')
     if plan.zero_stage not in (AUTO, 0) and plan.plan_path is not None:
         raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: the plan is read from {plan.plan_path}; drop zero_stage")
-    if plan.recompute == "selective":
+    if isinstance(plan.recompute, str) and plan.recompute not in (AUTO, *RECOMPUTE_WORDS):
+        near = near_matches(plan.recompute, (AUTO, *RECOMPUTE_WORDS))
         raise ConfigError(
-            'plan.recompute = "selective" means the core of attention (scores, softmax and their product with the values) in '
-            "the literature, and parsim recomputes whole components, of which that core is only a part. With fused attention "
-            '(scaled_dot_product_attention) the core saves no scores, so nothing is left to gain. What exists: "auto", '
-            '"none", "full", or a list of components; with model.granularity = "sublayer" whole attention halves are '
-            'components, e.g. recompute = ["*attention*"]'
+            f"plan.recompute = {plan.recompute!r} is unknown{near} (it is {', '.join((AUTO, *RECOMPUTE_WORDS))}, or a list of "
+            'component names, "selective:NAME" for one by operator)'
         )
-    if isinstance(plan.recompute, str) and plan.recompute not in (AUTO, NONE, FULL):
-        near = near_matches(plan.recompute, (AUTO, NONE, FULL))
-        raise ConfigError(f"plan.recompute = {plan.recompute!r} is unknown{near} (or a list of component names)")
     if plan.recompute != AUTO and plan.plan_path is not None:
         raise ConfigError(f"plan.recompute = {plan.recompute!r}: the plan is read from {plan.plan_path}; drop recompute")
     check_machine(cluster)
