@@ -26,6 +26,7 @@ from parsim.commands.profile import profile
 from parsim.commands.report import report
 from parsim.commands.run import run
 from parsim.commands.simulate import simulate
+from parsim.commands.sweep import compare, sweep
 from parsim.commands.validate import validate
 from parsim.errors import ParsimError
 from parsim.units import printable
@@ -41,6 +42,8 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "cost": cost,
     "plan": plan,
     "simulate": simulate,
+    "sweep": sweep,
+    "compare": compare,
     "run": run,
     "validate": validate,
     "coverage": coverage,

@@ -12,6 +12,7 @@ from parsim.costs.communication.overlap import overlap_of
 from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.estimate import Estimate, OverlapFactors, Term, Terms
 from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
+from parsim.costs.hardware_scale import AS_IT_IS, HardwareScale
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.device import Device
@@ -34,6 +35,7 @@ class Costs:
         ranks_active: how many ranks compute at once; measurements under that load are preferred (None: the heaviest load).
         ranks: of the plan (None: all of the cluster); where they outnumber the cores, their computation is crowded.
         corrections: what a run has shown the profile to be wrong by, on top of what the profile's own updates say.
+        scale: how many times as fast computation and links would be.
     """
 
     model: Model
@@ -44,6 +46,7 @@ class Costs:
     ranks_active: int | None = None
     ranks: int | None = None
     corrections: RunCorrections = NO_RUN_CORRECTIONS
+    scale: HardwareScale = AS_IT_IS
 
     def estimate(
         self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...] = (), *, after_wait: bool = False
@@ -108,7 +111,13 @@ class Costs:
 
     @cached_property
     def _context(self) -> PriceContext:
-        return price_context(self.cluster, ranks=self.ranks, ranks_active=self.ranks_active, corrections=self.corrections)
+        return price_context(
+            self.cluster,
+            ranks=self.ranks,
+            ranks_active=self.ranks_active,
+            corrections=self.corrections,
+            scale=self.scale,
+        )
 
     @cached_property
     def _context_after_wait(self) -> PriceContext:
