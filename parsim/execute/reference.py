@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from parsim.data import BatchOrder, Samples, part
 from parsim.execute.loading import host_values
@@ -22,6 +23,9 @@ from parsim.execute.numerics import Numerics
 from parsim.execute.stage import recorded_programs, seeded_module
 from parsim.execute.state.master_weights import MASTER, MasterWeights
 from parsim.execute.state.optimizer import make_optimizer
+from parsim.execute.training.learning_rate import scheduler
+from parsim.execute.training.recipe import PLAIN, Schedule, TrainingRecipe
+from parsim.execute.training.weight_decay import exempt_names
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Component
 from parsim.model.interface import interface_of
@@ -63,6 +67,7 @@ def train_reference(
     steps: int,
     model: Model | None = None,
     numerics: Numerics | None = None,
+    recipe: TrainingRecipe = PLAIN,
 ) -> ReferenceResult:
     """`steps` steps in this process, on the same samples in the same order as any plan with this global batch.
 
@@ -71,13 +76,16 @@ def train_reference(
         optimizer, learning_rate: of the update. dtype: of the weights. seed: of weights and order.
         model: the Model the plan was made for; needed if placements and normalisation meet.
         numerics: autocast, a scaled loss or master weights; None: everything in `dtype`.
+        recipe: done here by torch's own schedulers and groups of parameters.
     """
     numerics = numerics if numerics is not None else Numerics(weights=dtype)
     module = seeded_module(spec, seed, dtype, torch.device("cpu"))
     named = dict(module.named_parameters())
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    updater = _Updater(trained, optimizer, learning_rate, numerics)
     order = BatchOrder(n=len(data), global_batch=plan.global_batch, seed=seed)
+    exempt = exempt_names(module, recipe.no_weight_decay)
+    updater = _Updater(trained, optimizer, learning_rate, numerics, recipe, exempt)
+    updater.follow(recipe.schedule, learning_rate, steps=steps, epoch_steps=order.steps_per_epoch)
     if plan.is_mixed and model is not None and any(True for _ in module.buffers()):
         replay = _Replay(spec, plan, model, module, dtype, updater)
         losses = []
@@ -129,16 +137,36 @@ class _Updater:
     Gradients that are kept in half precision are added up per replica first, as replicas do: there the order shows.
     """
 
-    def __init__(self, named: Mapping[str, Tensor], optimizer: str, learning_rate: float, numerics: Numerics) -> None:
+    def __init__(
+        self,
+        named: Mapping[str, Tensor],
+        optimizer: str,
+        learning_rate: float,
+        numerics: Numerics,
+        recipe: TrainingRecipe,
+        exempt: frozenset[str],
+    ) -> None:
         self.numerics = numerics
         self._named = named
         self._masters = MasterWeights(list(named.values())) if numerics.master_weights else None
-        self._optimizer = make_optimizer(optimizer, self._stepped().values(), learning_rate)
+        stepped = self._stepped()
+        without = [stepped[name] for name in stepped if name in exempt]
+        self._optimizer = make_optimizer(optimizer, stepped.values(), learning_rate, recipe=recipe, exempt=without)
+        self._rate: LRScheduler | None = None
+        self._steps, self._every = 0, 1
         first = numerics.loss_scale
         self._scaler = (
             None if first is None else torch.amp.GradScaler("cpu", init_scale=first.scale, growth_interval=first.growth_steps)
         )
         self._replicas: dict[str, Tensor] = {}
+
+    def follow(self, schedule: Schedule | None, learning_rate: float, *, steps: int, epoch_steps: int) -> None:
+        """Let the learning rate follow a schedule, moved on after every step or pass over the data."""
+        if schedule is None:
+            return
+        self._every = 1 if schedule.per == "step" else epoch_steps
+        length = max(1, (steps - 1) // self._every + 1 - schedule.warmup)
+        self._rate = scheduler(self._optimizer, schedule, learning_rate, length)
 
     @property
     def scale(self) -> float:
@@ -181,6 +209,9 @@ class _Updater:
             self._scaler.update()
         else:
             self._optimizer.step()
+        self._steps += 1
+        if self._rate is not None and self._steps % self._every == 0:
+            self._rate.step()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Of the optimizer, by parameter name; with its copy in fp32, if there is one."""

@@ -174,6 +174,7 @@ def run_spec(asked: Prediction, name: str, model_path: Path) -> RunSpec:
         seed=training.seed,
         precision=training.precision,
         master_weights=training.keeps_master_weights,
+        recipe=training.recipe,
         predicted_memory=tuple(memory.tensor_lines for memory in asked.evaluation.memory),
     )
 
