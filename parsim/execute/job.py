@@ -31,6 +31,7 @@ class RunSpec:
         precision: as in RUN.toml (`parsim.model.number_formats`). master_weights: with bf16, the optimizer's copies in fp32.
         loss_scale, loss_scale_growth_steps: with amp_fp16, the first scale and after how many good steps it grows.
         predicted_memory: per rank the lines of tensors, bytes, for whoever explains what was short; empty: not known.
+        workers: processes per rank that read samples ahead. pin_memory: as torch's DataLoader, for ranks that load ahead.
         recipe: schedule, weight decay and what else goes with the update.
         dataset, data_root: as `parsim.data.load_dataset` takes them. seed: of weights and sample order.
     """
@@ -51,6 +52,8 @@ class RunSpec:
     loss_scale_growth_steps: int = 2000
     predicted_memory: tuple[dict[str, int], ...] = ()
     recipe: TrainingRecipe = PLAIN
+    workers: int = 0
+    pin_memory: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from parsim.data import BatchOrder, Samples, part
+from parsim.data import Order, Samples, order_of, part
 from parsim.execute.loading import host_values
 from parsim.execute.numerics import Numerics
 from parsim.execute.stage import recorded_programs, seeded_module
@@ -82,16 +82,16 @@ def train_reference(
     module = seeded_module(spec, seed, dtype, torch.device("cpu"))
     named = dict(module.named_parameters())
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    order = BatchOrder(n=len(data), global_batch=plan.global_batch, seed=seed)
+    order = order_of(data, plan.global_batch, seed)
     exempt = exempt_names(module, recipe.no_weight_decay)
     updater = _Updater(trained, optimizer, learning_rate, numerics, recipe, exempt)
-    updater.follow(recipe.schedule, learning_rate, steps=steps, epoch_steps=order.steps_per_epoch)
+    updater.follow(recipe.schedule, learning_rate, steps=steps, order=order)
     if plan.is_mixed and model is not None and any(True for _ in module.buffers()):
         replay = _Replay(spec, plan, model, module, dtype, updater)
         losses = []
         for step in range(steps):
             updater.zero_grad()
-            losses.append(replay.step(data, order.indices(step)))
+            losses.append(replay.step(data, order.indices(step), order.epoch_of(step)))
             updater.step()
         return ReferenceResult(
             parameters=_clone(named),
@@ -112,7 +112,7 @@ def train_reference(
             _load(dict(module.named_buffers()), buffers)
             for microbatch in range(plan.microbatches):
                 own = part(indices, replica=replica, dp=plan.mesh.dp, microbatch=microbatch, microbatches=plan.microbatches)
-                values = host_values(data, own, None, dtype)
+                values = host_values(data, own, None, dtype, order.epoch_of(step))
                 target = values.pop(TARGET, None)
                 args, kwargs = interface.arguments(dict(zip(names, values.values(), strict=True)))
                 with numerics.computing(CPU):
@@ -160,11 +160,11 @@ class _Updater:
         )
         self._replicas: dict[str, Tensor] = {}
 
-    def follow(self, schedule: Schedule | None, learning_rate: float, *, steps: int, epoch_steps: int) -> None:
+    def follow(self, schedule: Schedule | None, learning_rate: float, *, steps: int, order: Order) -> None:
         """Let the learning rate follow a schedule, moved on after every step or pass over the data."""
         if schedule is None:
             return
-        self._every = 1 if schedule.per == "step" else epoch_steps
+        self._every = 1 if schedule.per == "step" else order.steps_per_epoch
         length = max(1, (steps - 1) // self._every + 1 - schedule.warmup)
         self._rate = scheduler(self._optimizer, schedule, learning_rate, length)
 
@@ -250,13 +250,13 @@ class _Replay:
         self._initial = _clone(dict(module.named_buffers()))
         self._kept: dict[tuple[int, int, str], Tensor] = {}
 
-    def step(self, data: Samples, indices: NDArray[np.int64]) -> float:
+    def step(self, data: Samples, indices: NDArray[np.int64], epoch: int) -> float:
         """Forward and backward of one global batch; returns its mean loss."""
         plan, total = self._plan, 0.0
         for replica in range(plan.mesh.dp):
             for microbatch in range(plan.microbatches):
                 own = part(indices, replica=replica, dp=plan.mesh.dp, microbatch=microbatch, microbatches=plan.microbatches)
-                values = host_values(data, own, None, self._dtype)
+                values = host_values(data, own, None, self._dtype, epoch)
                 with self._updater.numerics.computing(CPU):
                     loss = self._forward(replica, values)
                 total += self._updater.backward(loss, plan.global_batch)

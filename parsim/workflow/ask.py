@@ -175,6 +175,8 @@ def run_spec(asked: Prediction, name: str, model_path: Path) -> RunSpec:
         precision=training.precision,
         master_weights=training.keeps_master_weights,
         recipe=training.recipe,
+        workers=training.workers,
+        pin_memory=training.pin_memory,
         predicted_memory=tuple(memory.tensor_lines for memory in asked.evaluation.memory),
     )
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from parsim.data import BatchOrder
 from parsim.errors import ConfigError
 from parsim.execute.stage import seeded_module
 from parsim.execute.training.learning_rate import LearningRate, check_schedule
@@ -36,6 +37,7 @@ def with_recipe(item: Case, recipe: TrainingRecipe) -> Case:
     return replace(item, recipe=recipe)
 
 
+EPOCHS_OF_TEN = BatchOrder(n=40, global_batch=4)
 ADAMW = {"optimizer": "adamw", "learning_rate": 2e-3}
 CASES = [
     with_recipe(case(VIT, Mesh(dp=2), zero_stage=2, bucket_bytes=2**12, **ADAMW), COSINE),
@@ -79,7 +81,7 @@ def test_half_precision_and_masters_follow_the_schedule(tmp_path: Path) -> None:
 def test_rates_and_momenta_are_torchs(name: str, arguments: dict[str, object]) -> None:
     """Asked in any order: what a resumed training replays is what one that was never stopped has."""
     schedule = Schedule(name=name, arguments=pairs(arguments))
-    rate = LearningRate("sgd_momentum", 0.1, TrainingRecipe(schedule=schedule), steps=30, epoch_steps=10)
+    rate = LearningRate("sgd_momentum", 0.1, TrainingRecipe(schedule=schedule), steps=30, order=EPOCHS_OF_TEN)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     expected = getattr(lr_scheduler, name)(optimizer, **arguments)
     wanted = []
@@ -99,15 +101,15 @@ def test_warm_up_rises_in_equal_parts_and_counts_epochs() -> None:
     recipe = TrainingRecipe(
         schedule=Schedule(name="StepLR", arguments=(("gamma", 0.5), ("step_size", 2)), warmup=3, per="epoch")
     )
-    rate = LearningRate("adam", 1.0, recipe, steps=80, epoch_steps=10)
+    rate = LearningRate("adam", 1.0, recipe, steps=80, order=EPOCHS_OF_TEN)
     assert [rate.of(10 * epoch)["lr"] for epoch in range(8)] == pytest.approx([0.25, 0.5, 0.75, 1, 1, 0.5, 0.5, 0.25])
     assert rate.of(19) == rate.of(10)
 
 
 def test_reduce_on_plateau_keeps_its_state() -> None:
     recipe = TrainingRecipe(schedule=Schedule(name="ReduceLROnPlateau", arguments=(("factor", 0.5), ("patience", 1)), warmup=2))
-    rate = LearningRate("sgd", 0.4, recipe, steps=50, epoch_steps=10)
-    other = LearningRate("sgd", 0.4, recipe, steps=50, epoch_steps=10)
+    rate = LearningRate("sgd", 0.4, recipe, steps=50, order=EPOCHS_OF_TEN)
+    other = LearningRate("sgd", 0.4, recipe, steps=50, order=EPOCHS_OF_TEN)
     assert rate.of(0)["lr"] == pytest.approx(0.4 / 3)
     rate.saw(9.0, 1)  # within the warm-up: not followed
     for step, score in enumerate([1.0, 1.1]):
@@ -131,7 +133,7 @@ def test_norms_and_biases_are_found_by_their_modules() -> None:
 def test_torch_names_what_is_wrong_with_a_schedule() -> None:
     recipe = TrainingRecipe(schedule=Schedule(name="PolynomialLR", arguments=(("total_iters", "ten"),)))
     with pytest.raises(ConfigError, match=r"training\.schedule"):
-        check_schedule("sgd", 0.1, recipe, steps=10, epoch_steps=5)
+        check_schedule("sgd", 0.1, recipe, steps=10, order=EPOCHS_OF_TEN)
     short = TrainingRecipe(schedule=Schedule(name="OneCycleLR", arguments=(("total_steps", 5),)))
     with pytest.raises(ConfigError, match="OneCycleLR fails before step 10"):
-        check_schedule("sgd_momentum", 0.1, short, steps=10, epoch_steps=5)
+        check_schedule("sgd_momentum", 0.1, short, steps=10, order=EPOCHS_OF_TEN)

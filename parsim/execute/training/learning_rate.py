@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
+from parsim.data import Order
 from parsim.errors import ConfigError
 from parsim.execute.state.optimizer import make_optimizer
 from parsim.execute.training.recipe import Schedule, TrainingRecipe
@@ -29,17 +30,17 @@ class LearningRate:
 
     Args:
         optimizer: a row of OPTIMIZERS. learning_rate: the highest, or first. recipe: with a schedule.
-        steps: of the whole training. epoch_steps: of one pass over the data.
+        steps: of the whole training. order: of the samples, which says what an epoch is.
 
     Raises:
         ConfigError: torch refuses the arguments of the schedule.
     """
 
-    def __init__(self, optimizer: str, learning_rate: float, recipe: TrainingRecipe, *, steps: int, epoch_steps: int) -> None:
+    def __init__(self, optimizer: str, learning_rate: float, recipe: TrainingRecipe, *, steps: int, order: Order) -> None:
         assert recipe.schedule is not None
         self._schedule = recipe.schedule
         self._made = optimizer, learning_rate, recipe
-        self._epoch_steps = epoch_steps
+        self._epoch_steps = 1 if recipe.schedule.per == "step" else order.steps_per_epoch
         self._length = max(1, (self._unit(steps - 1) + 1) - self._schedule.warmup)
         self._plateau: tuple[float, dict[str, float]] | None = None
         self._begin()
@@ -89,7 +90,7 @@ class LearningRate:
             setattr(self._follows, key, int(count))
 
     def _unit(self, step: int) -> int:
-        return step if self._schedule.per == "step" else step // self._epoch_steps
+        return step // self._epoch_steps
 
     def _warm_factor(self, unit: int) -> float:
         first, warmup = self._schedule.start_factor, self._schedule.warmup
@@ -141,13 +142,13 @@ def made_schedule(optimizer: torch.optim.Optimizer, name: str, arguments: dict[s
         raise ConfigError(f"training.schedule: torch refuses the arguments of {name}: {error}") from error
 
 
-def check_schedule(optimizer: str, learning_rate: float, recipe: TrainingRecipe, *, steps: int, epoch_steps: int) -> None:
+def check_schedule(optimizer: str, learning_rate: float, recipe: TrainingRecipe, *, steps: int, order: Order) -> None:
     """Raise ConfigError for a schedule that cannot go through the training: its last step too."""
     if recipe.schedule is None:
         return
     if recipe.schedule.warmup > 0 and recipe.schedule.start_factor <= 0:
         raise ConfigError("training.schedule.warmup_start_factor must be above 0; for example 0.001")
-    rate = LearningRate(optimizer, learning_rate, recipe, steps=steps, epoch_steps=epoch_steps)
+    rate = LearningRate(optimizer, learning_rate, recipe, steps=steps, order=order)
     try:
         rate.of(steps - 1)
     except (TypeError, ValueError, ArithmeticError) as error:

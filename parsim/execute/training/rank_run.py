@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parsim.data import BatchOrder, Samples
+from parsim.data import Samples, order_of
 from parsim.data.for_model import dataset_for
 from parsim.errors import ExecutionError
 from parsim.execute.cuda.faults import checkpoint_text, is_lost_device, lost_device, out_of_memory
@@ -116,12 +116,10 @@ class RankRun:
         self.streams = make_streams(device)
         self.program = RankProgram(graph, self.stage, self.streams, groups)
         self.data = run_dataset(run, "train")
-        order = BatchOrder(n=len(self.data), global_batch=run.plan.global_batch, seed=run.seed)
+        order = order_of(self.data, run.plan.global_batch, run.seed)
         self.rate: LearningRate | None = None
         if run.recipe.schedule is not None:
-            self.rate = LearningRate(
-                run.optimizer, run.learning_rate, run.recipe, steps=steps, epoch_steps=order.steps_per_epoch
-            )
+            self.rate = LearningRate(run.optimizer, run.learning_rate, run.recipe, steps=steps, order=order)
         self.loader = Loader(
             self.data,
             order,
@@ -129,7 +127,8 @@ class RankRun:
             place.rank,
             dtype=numerics.weights,
             device=device,
-            pin=Tensor.pin_memory if self.streams.loads_ahead else None,
+            pin=(Tensor.pin_memory if run.pin_memory else torch.clone) if self.streams.loads_ahead else None,
+            workers=run.workers,
         )
         self.step_number = 0
         self.losses: list[float | None] = []

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from parsim.workflow.config import RunConfig
 
 if TYPE_CHECKING:
+    from parsim.data import Order
     from parsim.model.model import Model
 
 
@@ -22,11 +23,11 @@ def check_training(config: RunConfig, model: Model) -> None:
     from parsim.execute.training.weight_decay import check_exempt
 
     training, recipe = config.training, config.training.recipe
-    epoch_steps = steps_per_epoch(config)
+    order = _order(config)
     check_states(training.optimizer, recipe)
     check_exempt((parameter.name for parameter in model.parameters), recipe.no_weight_decay)
     steps = total_steps(config)
-    check_schedule(training.optimizer, training.resolved_learning_rate, recipe, steps=steps, epoch_steps=epoch_steps)
+    check_schedule(training.optimizer, training.resolved_learning_rate, recipe, steps=steps, order=order)
 
 
 def total_steps(config: RunConfig) -> int:
@@ -38,10 +39,16 @@ def total_steps(config: RunConfig) -> int:
 
 def steps_per_epoch(config: RunConfig) -> int:
     """Steps of one pass over the data."""
-    from parsim.data import BatchOrder
+    return _order(config).steps_per_epoch
+
+
+def _order(config: RunConfig) -> Order:
+    """In which training reads its samples, the first of which is looked at."""
+    from parsim.data import order_of
     from parsim.data.for_model import dataset_for
 
     training = config.training
     data = dataset_for(config.model_spec, training.dataset, root=training.data_root, seed=training.seed)
-    order = BatchOrder(n=len(data), global_batch=training.global_batch, seed=training.seed)
-    return order.steps_per_epoch
+    order = order_of(data, training.global_batch, training.seed)
+    data.values(order.indices(0)[:1])
+    return order

@@ -92,9 +92,13 @@ class TrainingSection(ConfigSection):
     learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
     """Left out: what the optimizer's row says."""
     dataset: Annotated[Name, RowOf(DATASETS)] = "digits"
-    """A row of `parsim.data.DATASETS`, or "package.module:ROW"."""
+    """A row of `parsim.data.DATASETS`, or "package.module:factory" of a dataset of one's own (docs/training.md)."""
     data_root: Annotated[str, Field(strict=True, min_length=1)] | None = None
     """Folder with the files of cifar10 or cifar100."""
+    workers: Annotated[int, Field(strict=True, ge=0, le=256)] = 0
+    """Processes of each rank that read samples ahead; 0: the rank reads them in their turn (on a GPU, a thread of it does)."""
+    pin_memory: StrictBool = True
+    """On a GPU: batches are gathered in pinned memory."""
     epochs: Count = 1
     steps: Count | None = None
     """Steps to train; left out: as many as `epochs` takes."""
