@@ -152,6 +152,7 @@ class _Updater:
         stepped = self._stepped()
         without = [stepped[name] for name in stepped if name in exempt]
         self._optimizer = make_optimizer(optimizer, stepped.values(), learning_rate, recipe=recipe, exempt=without)
+        self._clip_norm = recipe.clip_norm
         self._rate: LRScheduler | None = None
         self._steps, self._every = 0, 1
         first = numerics.loss_scale
@@ -202,6 +203,10 @@ class _Updater:
     def step(self) -> None:
         for name, gradient in self._replicas.items():
             self._named[name].grad = gradient
+        if self._clip_norm is not None:
+            if self._scaler is not None:
+                self._scaler.unscale_(self._optimizer)
+            torch.nn.utils.clip_grad_norm_(self._named.values(), self._clip_norm)
         if self._masters is not None:
             self._masters.step(self._optimizer)
         elif self._scaler is not None:

@@ -18,9 +18,11 @@ from parsim.execute.state.loss_scale import overflow_flag
 from parsim.execute.state.master_weights import MASTER, MasterWeights
 from parsim.execute.state.optimizer import flat_gradients, make_optimizer
 from parsim.execute.state.zero import DividedBucket
+from parsim.execute.training.clipping import scale_to_norm, squared_norm
 from parsim.execute.training.recipe import PLAIN, TrainingRecipe
 from parsim.execute.training.weight_decay import exempt_names
 from parsim.graph.parameter_buckets import Bucket
+from parsim.graph.passes.clipping import CountedPart, counted_by
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.build import build_module
 from parsim.model.component import LOSS, ParameterShard
@@ -43,6 +45,7 @@ class StageReplica:
     Attributes:
         runnables: by component name.
         buckets: flat gradients by bucket number, of all buckets this rank takes part in (from ZeRO 2 on its part of them).
+        gradient_norm: of all gradients of the last step, before they were clipped; None: they are not.
         loss_scale: of the step at hand, with fp16; None: the loss is not scaled.
         agree: with a scaled loss, how the ranks of the plan find out whether the gradients of any have overflowed.
         loss_counts: whether this rank's losses are to be added up: false where another rank has the same ones, or it has none.
@@ -110,6 +113,8 @@ class StageReplica:
         self._masters = MasterWeights([tensor for tensor, _ in self._updated()]) if self.numerics.master_weights else None
         self._optimizer = self.another_optimizer(optimizer, learning_rate)
         self.loss_counts = LOSS in own and (layout.placement[LOSS].kind != "replicate" or shard == 0)
+        self.gradient_norm: Tensor | None = None
+        self._counts = counted_by(layout, rank) if layout.plan.clip_gradients else []
         self.loss_scale = self.numerics.loss_scale
         self.agree: Callable[[Tensor], None] = _alone
         loss_types = (
@@ -212,6 +217,25 @@ class StageReplica:
             if name not in self._divided_in and self._held[name].trainable
         ]
         return own + [(run.tensor, run.exempt) for entry in self._divided.values() for run in entry.runs]
+
+    def squared_norm(self) -> Tensor:
+        """The sum of the squares of the gradients that this rank counts (`counted_by`), as one float64."""
+        return squared_norm([self._counted(part) for part in self._counts], self.device)
+
+    def _counted(self, part: CountedPart) -> Tensor:
+        number = part.bucket.number
+        if number not in self._divided:
+            return self.buckets[number][part.start : part.stop]
+        first = part.bucket.group.index(self.rank) * part.bucket.chunk_elements
+        return self.gradient_chunk(number)[part.start - first : part.stop - first]
+
+    def clip_gradients(self, squared: Tensor) -> None:
+        """Scale the gradients that this rank updates with, where the norm of all is above the recipe's `clip_norm`."""
+        assert self.recipe.clip_norm is not None, "the plan clips gradients, and the recipe gives no norm"
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        self.gradient_norm = squared.sqrt() / scale
+        own = [self.gradient_chunk(number) if number in self._divided else flat for number, flat in self.buckets.items()]
+        scale_to_norm(own, self.gradient_norm, self.recipe.clip_norm)
 
     def optimizer_step(self) -> None:
         """Update, then zero the buckets for the next step."""

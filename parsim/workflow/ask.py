@@ -339,6 +339,7 @@ def ask_again(folder: RunFolder) -> Prediction:
         precision=config.training.precision,
         master_weights=config.training.keeps_master_weights,
         optimizer=config.training.optimizer,
+        clip_gradients=plan.clip_gradients,
     )
     fold = False if folder.job.is_file() else None
     return Prediction(config=config, problem=problem, evaluation=evaluate(problem, plan, fold=fold))

@@ -44,12 +44,14 @@ class TrainingRecipe:
     optimizer_args: of torch's optimizer, in place of its defaults.
     weight_decay: of the optimizer; None: its default. no_weight_decay: parameters without: "norm", "bias", or patterns.
     schedule: of the learning rate; None: it stays.
+    clip_norm: the largest norm of all gradients together; None: any.
     """
 
     optimizer_args: tuple[tuple[str, Argument], ...] = ()
     weight_decay: float | None = None
     no_weight_decay: tuple[str, ...] = ()
     schedule: Schedule | None = None
+    clip_norm: float | None = None
 
     @property
     def group_settings(self) -> dict[str, Argument]:

@@ -29,6 +29,7 @@ TOLD = (
     "weight_decay",
     "no_weight_decay",
     "schedule",
+    "clip_norm",
 )
 """Keys of [training] that may change on the way, which is said."""
 

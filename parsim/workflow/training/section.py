@@ -87,6 +87,8 @@ class TrainingSection(ConfigSection):
     """Left out: the optimizer's own default (0.01 for adamw, else 0)."""
     no_weight_decay: tuple[Name, ...] = ()
     """Parameters without weight decay: "norm", "bias", or patterns of their names ("*.position*")."""
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """The largest norm of all gradients together, over all ranks, as torch.nn.utils.clip_grad_norm_ takes it; left out: any."""
     schedule: ScheduleSection | None = None
     """Of the learning rate; left out: it stays."""
     learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
@@ -138,6 +140,7 @@ class TrainingSection(ConfigSection):
             optimizer_args=pairs(self.optimizer_args),
             weight_decay=self.weight_decay,
             no_weight_decay=self.no_weight_decay,
+            clip_norm=self.clip_norm,
             schedule=None if self.schedule is None else self.schedule.schedule,
         )
 
