@@ -19,7 +19,18 @@ from parsim.hardware.device import Device
 from parsim.hardware.device_kinds import DEVICE_KINDS, device_name
 from parsim.model.component import Component
 from parsim.model.model import Model
-from parsim.work import BY_OPERATOR_PART, Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
+from parsim.work import (
+    BY_OPERATOR_PART,
+    ClipGradients,
+    Collective,
+    Compute,
+    LoadBatch,
+    Mix,
+    OptimizerStep,
+    Phase,
+    SendRecv,
+    Work,
+)
 
 LOAD_SIGMA = 0.25
 """Assumed relative spread of a batch's copy and of mixing: they are priced by bandwidth, not measured."""
@@ -130,6 +141,8 @@ class Costs:
                 return self._compute(work, self._device(rank))
             case OptimizerStep():
                 return self._computation.optimizer(work, self.optimizer, self._device(rank), master_weights=self.master_weights)
+            case ClipGradients():
+                return self._computation.clip(work, self.optimizer, self._device(rank), master_weights=self.master_weights)
             case Mix():
                 return estimate_mix(work, self._device(rank))
             case Collective():

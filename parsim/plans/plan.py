@@ -111,6 +111,7 @@ class Plan:
             begins, and a reduce_scatter of their gradients.
         backward_prefetch: with zero_stage 3, parameters are gathered while the backward before runs. False: behind it and its
             reduce_scatter, as FSDP's BACKWARD_POST does.
+        clip_gradients: before every update the norm of all gradients is known to all ranks, and they are scaled by it.
     """
 
     strategy: str
@@ -128,6 +129,7 @@ class Plan:
     scatter_gather: bool = False
     backward_prefetch: bool = True
     context_exchange: str = "ring"
+    clip_gradients: bool = False
 
     def __repr__(self) -> str:
         """`Plan(dp pp=1 dp=8 tp=1 mb=1x128)`."""
@@ -277,6 +279,7 @@ class Plan:
         zero += " ahead" if self.gather_ahead else ""
         zero += "" if self.backward_prefetch else " post"
         zero += "" if self.context_exchange == "ring" else f" {self.context_exchange}"
+        zero += " clip" if self.clip_gradients else ""
         many = self.mesh.copies * self.mesh.tp > 1 and self.bucket_bytes != DEFAULT_BUCKET_BYTES
         buckets = f" buckets={format_bytes(self.bucket_bytes).replace(' ', '')}" if many else ""
         split = f"mb={self.microbatches}x{self.microbatch_samples}"
@@ -317,6 +320,8 @@ class Plan:
             del document["backward_prefetch"]
         if self.context_exchange == "ring":
             del document["context_exchange"]
+        if not self.clip_gradients:
+            del document["clip_gradients"]
         if not self.executable:
             document["executable"] = False
         return {"schema_version": SCHEMA_VERSION, **document}

@@ -8,7 +8,7 @@ from parsim.costs.uncertainty.draws import medians_s
 from parsim.hardware.speed_factor import SpeedFactor
 from parsim.predict.evaluate import Evaluation, unsteady_step_s
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.work import Compute, Mix, OptimizerStep
+from parsim.work import ClipGradients, Compute, Mix, OptimizerStep
 
 
 def step_at_speed(problem: PlanningProblem, evaluation: Evaluation, speed: SpeedFactor) -> float:
@@ -36,7 +36,7 @@ def step_at_speed(problem: PlanningProblem, evaluation: Evaluation, speed: Speed
     if on_gpu:
         paced = np.array(
             [
-                isinstance(unit.work, Compute | OptimizerStep | Mix) and not entry.host_bound
+                isinstance(unit.work, Compute | OptimizerStep | ClipGradients | Mix) and not entry.host_bound
                 for unit, entry in zip(columns.units, evaluation.estimates, strict=True)
             ]
         )

@@ -27,15 +27,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from parsim.data import DATASETS
 from parsim.errors import ConfigError, ModelError, ParsimError, PlanError, near_matches
 from parsim.files import NO_CONTROL, control_character_in, parse_toml, read_text
 from parsim.hardware.record import Count
 from parsim.model.inputs import ModelInput, inputs_from, ordered
 from parsim.model.losses import LOSSES
-from parsim.model.number_formats import FORMATS, check_planned
 from parsim.model.objective.objective import TARGET
-from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.spec import REFUSE, ModelSpec
 from parsim.model.transformer.shape import nearest_divisors
 from parsim.plans.constraints import PlanConstraints
@@ -50,19 +47,14 @@ from parsim.workflow.cluster_section import ClusterSection, ConfigSection, check
 from parsim.workflow.config_messages import EXAMPLES, explained, key_parts
 from parsim.workflow.references import check_trusted, put_on_path
 from parsim.workflow.toml_text import is_path, make_paths_absolute, merge, parse_overrides, table_text
+from parsim.workflow.training.section import Name, Number, TrainingSection
 
-MOST_SAMPLES = 10**9
-"""In a batch."""
 MOST_PARTS = 10**6
 """Microbatches of a batch, or chunks of a pipeline."""
 PartCount = Annotated[int, Field(strict=True, ge=1, le=MOST_PARTS)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 TomlScalar = StrictBool | StrictInt | Number | StrictStr
 
-Dtype = Literal["float32", "float64"]
-
 Granularity = Literal["block", "sublayer", "layer"]
-Name = Annotated[str, Field(strict=True, min_length=1)]
 
 # Keys that constrain a search, and with strategy = "custom" fix the plan by hand.
 CONSTRAINT_KEYS = ("mesh", "microbatches", "pipeline_order", "chunks", "bucket_bytes")
@@ -113,45 +105,6 @@ class ModelSection(ConfigSection):
         if value is not None:
             _checked(lambda: ordered(inputs_from(value)) if key.field_name == "inputs" else ModelInput.from_dict(TARGET, value))
         return value
-
-
-class TrainingSection(ConfigSection):
-    """[training]: how it is trained, whatever the plan."""
-
-    global_batch: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLES)]
-    """Samples per step over all replicas."""
-    precision: Annotated[Name, RowOf(FORMATS, check_planned)] = "fp32"
-    """A row of `parsim.model.number_formats` (docs/design.md, "Precision"; fp8 is priced only), or "package.module:ROW"."""
-    master_weights: StrictBool | None = None
-    """With precision = "bf16": whether the optimizer updates copies of the weights in fp32; left out: it does."""
-    optimizer: Annotated[Name, RowOf(OPTIMIZERS)] = "sgd_momentum"
-    """A row of `parsim.model.optimizers`, or "package.module:ROW"."""
-    learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
-    """Left out: what the optimizer's row says."""
-    dataset: Annotated[Name, RowOf(DATASETS)] = "digits"
-    """A row of `parsim.data.DATASETS`, or "package.module:ROW"."""
-    data_root: Annotated[str, Field(strict=True, min_length=1)] | None = None
-    """Folder with the files of cifar10 or cifar100."""
-    epochs: Count = 1
-    steps: Count | None = None
-    """Steps to train; left out: as many as `epochs` takes."""
-    tokens: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Tokens to train on, for days and price of a language model; no key of a real run."""
-    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
-    dtype: Dtype = "float32"
-    """Of the weights of a real run."""
-    allow_coupled_loss: StrictBool = False
-    """Train by a loss that is no sum over samples even where the plan divides the batch, which makes it another loss."""
-
-    @property
-    def keeps_master_weights(self) -> bool:
-        return self.master_weights is not False
-
-    @property
-    def resolved_learning_rate(self) -> float:
-        if self.learning_rate is not None:
-            return self.learning_rate
-        return OPTIMIZERS[self.optimizer].learning_rate
 
 
 class MeshTable(ConfigSection):

@@ -7,7 +7,8 @@ import time
 import warnings
 from pathlib import Path
 
-from parsim.errors import ExecutionError
+from parsim.data.own.samples import StreamSamples
+from parsim.errors import ExecutionError, NoSplitError
 from parsim.execute.adaptive_run import Steering
 from parsim.execute.job import Job
 from parsim.execute.processes.exchange import done_by_rank_0, gather_values, meet, value_of_rank_0
@@ -116,7 +117,13 @@ def _scored(entry: RankRun, folder: Path) -> dict[str, float]:
     last = checkpoint.latest_checkpoint(folder)
     if last is None:
         raise ExecutionError(f"the checkpoint that was just written to {folder} cannot be read")
-    return score(entry.run, checkpoint.load_state(last), run_dataset(entry.run, "test"), entry.stage.device)
+    try:
+        samples = run_dataset(entry.run, "test")
+    except NoSplitError:  # of one's own: training samples are all there is
+        return {}
+    if isinstance(samples, StreamSamples):
+        samples = samples.whole()
+    return score(entry.run, checkpoint.load_state(last), samples, entry.stage.device)
 
 
 def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) -> RankRun:

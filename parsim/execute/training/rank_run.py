@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parsim.data import BatchOrder, Samples
+from parsim.data import Samples, order_of
 from parsim.data.for_model import dataset_for
 from parsim.errors import ExecutionError
 from parsim.execute.cuda.faults import checkpoint_text, is_lost_device, lost_device, out_of_memory
@@ -33,12 +33,15 @@ from parsim.execute.state import checkpoint
 from parsim.execute.state.finite import check_loss, check_state
 from parsim.execute.state.reshard import reshard
 from parsim.execute.streams import make_streams
+from parsim.execute.training.learning_rate import LearningRate
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.number_formats import number_format
 from parsim.plans.plan import Plan
 
+RATE = "learning_rate"
+"""Name of a schedule's state in a checkpoint."""
 RECORDED_STEPS = 64
 """Task times are kept of at most this many steps per run."""
 
@@ -80,7 +83,14 @@ class RankRun:
     """One run of the job on this rank: its program, its data, and where it stands."""
 
     def __init__(
-        self, run: RunSpec, layout: PlanIndex, graph: TaskGraph, place: ProcessPlace, groups: Mapping[Stream, dist.ProcessGroup]
+        self,
+        run: RunSpec,
+        layout: PlanIndex,
+        graph: TaskGraph,
+        place: ProcessPlace,
+        groups: Mapping[Stream, dist.ProcessGroup],
+        *,
+        steps: int,
     ) -> None:
         device = torch.device(place.device)
         numerics = numerics_of(run, device)
@@ -97,21 +107,28 @@ class RankRun:
             seed=run.seed,
             device=device,
             numerics=numerics,
+            recipe=run.recipe,
         )
+        self.steps = steps
         if numerics.loss_scale is not None:
             group = groups[agreement(run.plan.world_size)]
             self.stage.agree = lambda flag: dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         self.streams = make_streams(device)
         self.program = RankProgram(graph, self.stage, self.streams, groups)
         self.data = run_dataset(run, "train")
+        order = order_of(self.data, run.plan.global_batch, run.seed)
+        self.rate: LearningRate | None = None
+        if run.recipe.schedule is not None:
+            self.rate = LearningRate(run.optimizer, run.learning_rate, run.recipe, steps=steps, order=order)
         self.loader = Loader(
             self.data,
-            BatchOrder(n=len(self.data), global_batch=run.plan.global_batch, seed=run.seed),
+            order,
             layout,
             place.rank,
             dtype=numerics.weights,
             device=device,
-            pin=Tensor.pin_memory if self.streams.loads_ahead else None,
+            pin=(Tensor.pin_memory if run.pin_memory else torch.clone) if self.streams.loads_ahead else None,
+            workers=run.workers,
         )
         self.step_number = 0
         self.losses: list[float | None] = []
@@ -133,7 +150,9 @@ class RankRun:
         graph = lower(plan, layout.model)
         groups.make(graph, self.run.precision)
         random = checkpoint.rng_state(str(self.stage.device))
-        after = RankRun(replace(self.run, plan=plan), layout, graph, place, groups.mine)
+        after = RankRun(replace(self.run, plan=plan), layout, graph, place, groups.mine, steps=self.steps)
+        if self.rate is not None and after.rate is not None:
+            after.rate.load(self.rate.state())
         reshard(self.stage, after.stage)
         checkpoint.restore_rng(random, str(self.stage.device))
         after.checkpoints = self.checkpoints
@@ -149,6 +168,8 @@ class RankRun:
     def step(self, *, keep: bool) -> None:
         """One training step on the next global batch; `keep` its task times and its loss."""
         pulse().begin(Doing.WORKING, "training", self.step_number + 1)
+        if self.rate is not None and self.stage.optimizer is not None:
+            self.rate.apply(min(self.step_number, self.steps - 1), self.stage.optimizer)
         batch = self.loader.batch(self.step_number)
         following = self.loader.following(self.step_number + 1) if self.streams.loads_ahead else None
         try:
@@ -240,7 +261,10 @@ class RankRun:
 
     def state(self) -> checkpoint.RankState:
         """What this rank contributes to a checkpoint."""
-        return replace(self.stage.state(), rng=checkpoint.rng_state(str(self.stage.device)))
+        own = self.stage.state()
+        rate = None if self.rate is None else self.rate.state()
+        progress = own.progress if rate is None else {**own.progress, RATE: rate}
+        return replace(own, progress=progress, rng=checkpoint.rng_state(str(self.stage.device)))
 
     def resume(self, found: checkpoint.Checkpoint) -> None:
         """Go on from a checkpoint of any plan of the same model."""
@@ -250,6 +274,8 @@ class RankRun:
         self.stage.load(saved)
         checkpoint.restore_rng(saved.rng, str(self.stage.device))
         self.step_number = found.step
+        if self.rate is not None:
+            self.rate.load(saved.progress.get(RATE))
 
     def record(self) -> RankRecord:
         return RankRecord(

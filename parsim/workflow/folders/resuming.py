@@ -21,7 +21,16 @@ from parsim.workflow.references import references
 
 SAME = ("global_batch", "seed", "dataset", "data_root", "dtype", "optimizer", "allow_coupled_loss")
 """Keys of [training] with which another training begins."""
-TOLD = ("learning_rate", "precision", "master_weights")
+TOLD = (
+    "learning_rate",
+    "precision",
+    "master_weights",
+    "optimizer_args",
+    "weight_decay",
+    "no_weight_decay",
+    "schedule",
+    "clip_norm",
+)
 """Keys of [training] that may change on the way, which is said."""
 
 
