@@ -10,6 +10,8 @@ from parsim.graph.passes.gradients import (
     add_optimizer,
     add_parameter_gathering,
 )
+from parsim.graph.passes.rounds import add_round
+from parsim.graph.passes.stale import without_arrivals
 from parsim.graph.passes.unsharded import add_unsharded_buckets
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
@@ -20,7 +22,10 @@ PASSES_AT_THE_END = (add_unsharded_buckets, add_gathering_ahead, add_gradient_re
 PASSES = (add_computation, *PASSES_AT_THE_END)
 
 
-def lower(plan: Plan, model: Model, layout: PlanIndex | None = None) -> TaskGraph:
+FIRST_ROUND = 0
+
+
+def lower(plan: Plan, model: Model, layout: PlanIndex | None = None, *, mixing: int | None = FIRST_ROUND) -> TaskGraph:
     """The task graph of one step.
 
     Each pass adds tasks in issue order. First come loading and computation per rank, with the communication of values behind
@@ -29,6 +34,8 @@ def lower(plan: Plan, model: Model, layout: PlanIndex | None = None) -> TaskGrap
     Args:
         plan: which components run on which ranks. model: that the plan is for, as a rank has it (`parsim.model.axes`).
         layout: of this plan and model, if there is one already.
+        mixing: where replicas mix their weights in rounds, the number of the round that follows the step; None: none follows.
+            The tasks of the round come last, so a step without it has the same tasks under the same numbers.
 
     Raises:
         PlanError: the plan does not fit the model.
@@ -37,4 +44,7 @@ def lower(plan: Plan, model: Model, layout: PlanIndex | None = None) -> TaskGrap
     draft = Draft(world_size=plan.world_size)
     for add in PASSES:
         add(draft, layout)
-    return draft.finish()
+    if mixing is not None:
+        add_round(draft, layout, mixing)
+    graph = draft.finish()
+    return without_arrivals(graph, layout) if plan.synchronisation.kind == "stale" else graph
