@@ -26,7 +26,7 @@ from parsim.errors import GraphError
 from parsim.graph.columns import Columns, RaggedTable, Unit, columns_of
 from parsim.graph.fold import Folding, unfolded
 from parsim.graph.graph_builder import Draft, TaskKey
-from parsim.graph.lower import FIRST_ROUND, PASSES_AT_THE_END, lower
+from parsim.graph.lower import PASSES_AT_THE_END, lower
 from parsim.graph.passes.compute import add_action, add_loads, phases_of
 from parsim.graph.passes.rounds import add_round
 from parsim.graph.plan_index import PlanIndex
@@ -66,18 +66,20 @@ def lower_columns(
     layout: PlanIndex | None = None,
     folding: Folding | None = None,
     *,
-    mixing: int | None = FIRST_ROUND,
+    mixing_round: int = 0,
+    local: bool = False,
 ) -> Columns:
     """The program of one step as columns. Raises PlanError if the plan does not fit the model.
 
     Args:
         layout: of this plan and model, if there is one already.
-        folding: which ranks stand for which (None: each for itself). mixing: as `lower` takes it.
+        folding: which ranks stand for which (None: each for itself). mixing_round, local: as `lower` takes them.
     """
     layout = layout or PlanIndex(plan, model)
     folding = folding or unfolded(plan.mesh)
-    if not folding.has_whole_teams or plan.synchronisation.kind == "stale":
-        return columns_of(lower(plan, model, layout, mixing=mixing))
+    rule = plan.synchronisation
+    if not folding.has_whole_teams or rule.kind == "stale" or rule.participation < 1:
+        return columns_of(lower(plan, model, layout, mixing_round=mixing_round, local=local))
     kept = frozenset(folding.ranks) if folding.is_folded else None
     blocks: dict[_Part, _Block] = {}
     for place in range(plan.mesh.pp):
@@ -94,10 +96,10 @@ def lower_columns(
     end = Draft(world_size=plan.world_size, ranks=kept)
     for add in PASSES_AT_THE_END:
         add(end, layout)
-    if mixing is not None:
-        add_round(end, layout, mixing)
+    if not local:
+        add_round(end, layout, mixing_round)
     return _Expansion(plan, folding, drafts, where, end, count).columns(
-        None if folding.is_folded else lambda: lower(plan, model, mixing=mixing)
+        None if folding.is_folded else lambda: lower(plan, model, mixing_round=mixing_round, local=local)
     )
 
 

@@ -41,7 +41,7 @@ STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 SIMULATED_ONLY = ("segments", "gather_ahead", "blocking_transfers", "scatter_gather")
 """Keys of a plan that the executor does not know; empty or False where unused."""
-EXECUTED_KINDS = ("all_reduce",)
+EXECUTED_KINDS = ("all_reduce", "average", "gossip")
 """Kinds of synchronisation that the executor knows."""
 CONTEXT_EXCHANGES = ("ring", "all_gather")
 ZERO_STAGES = (0, 1, 2, 3)

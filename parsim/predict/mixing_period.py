@@ -12,7 +12,7 @@ Leaves out: that the slowest of unequal replicas need not be the same one in a l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from parsim.engines.steps import carried_by_steps, mean_step_s
 from parsim.graph.columns import Columns, Unit, columns_of
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
-from parsim.graph.task import Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
@@ -61,14 +60,11 @@ def step_program(layout: PlanIndex, overlap: OverlapFactors, *, local_steps: int
     plan, rule = layout.plan, layout.plan.synchronisation
     cycle = rule.cycle(plan.mesh.dp)
     alone = rule.period_steps - 1 if local_steps is None else local_steps
-    local = lower(plan, layout.model, layout, mixing=None)
     parts: list[Part] = []
     for number in cycle:
-        drawn = rule.takes_part(number, plan.mesh.dp)
         if alone:
-            parts.append(_part(_only(local, plan, drawn, len(local.tasks)), overlap, repeat=alone))
-        whole = lower(plan, layout.model, layout, mixing=number)
-        parts.append(_part(_only(whole, plan, drawn, len(local.tasks)), overlap, rounds=1))
+            parts.append(_part(lower(plan, layout.model, layout, mixing_round=number, local=True), overlap, repeat=alone))
+        parts.append(_part(lower(plan, layout.model, layout, mixing_round=number), overlap, rounds=1))
     replicas = plan.mesh.dp
     return Program(parts=tuple(parts), repeat=repeat, parameters=lambda t: rule.matrix(cycle[t % len(cycle)], replicas))
 
@@ -76,21 +72,6 @@ def step_program(layout: PlanIndex, overlap: OverlapFactors, *, local_steps: int
 def _part(graph: TaskGraph, overlap: OverlapFactors, *, repeat: int = 1, rounds: int = 0) -> Part:
     makes, reads = carried_by_steps(columns_of(graph), overlap)
     return Part(graph=graph, repeat=repeat, makes=makes, reads=reads, rounds=rounds)
-
-
-def _only(graph: TaskGraph, plan: Plan, drawn: Sequence[bool], steps: int) -> TaskGraph:
-    """The graph without the first `steps` tasks of replicas that were not drawn: they wait, and come to the round."""
-    if all(drawn):
-        return graph
-    kept: dict[int, int] = {}
-    tasks: list[Task] = []
-    for task in graph.tasks:
-        if task.index < steps and not drawn[plan.replica_of_rank(task.resources[0].rank)]:
-            continue
-        before = tuple(kept[other] for other in task.dependencies if other in kept)
-        kept[task.index] = len(tasks)
-        tasks.append(replace(task, index=len(tasks), dependencies=before))
-    return TaskGraph(tasks=tuple(tasks), world_size=graph.world_size)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -200,9 +181,7 @@ def mixing_period(problem: PlanningProblem, layout: PlanIndex, overlap: OverlapF
     cycle = _resuming(columns_of(unrolled(program)), problem, plan)
     local = None
     if simulated < rule.period_steps:
-        drawn = rule.takes_part(0, plan.mesh.dp)
-        graph = lower(plan, layout.model, layout, mixing=None)
-        local = _resuming(columns_of(_only(graph, plan, drawn, len(graph.tasks))), problem, plan)
+        local = _resuming(columns_of(lower(plan, layout.model, layout, local=True)), problem, plan)
     units = (*cycle.units, *(() if local is None else local.units))
     estimates = tuple(priced_units(problem, plan, units))
     seconds = medians_s(estimates)[cycle.unit]

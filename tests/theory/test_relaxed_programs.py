@@ -62,12 +62,14 @@ def kinds(graph: TaskGraph) -> Counter[str]:
 @pytest.mark.parametrize("text", RULES)
 def test_a_local_step_is_the_beginning_of_one_with_a_round(problem: PlanningProblem, text: str) -> None:
     plan = plan_of(problem, text)
-    local, whole = lower(plan, problem.model, mixing=None), lower(plan, problem.model)
+    local, whole = lower(plan, problem.model, local=True), lower(plan, problem.model)
     assert whole.tasks[: len(local.tasks)] == local.tasks
+    drawn = plan.synchronisation.takes_part(0, 4)
+    assert {task.ranks for task in local.tasks} == {(rank,) for rank in range(4) if drawn[rank]}
     assert not any(isinstance(task.work, Collective | SendRecv | Mix) for task in local.tasks)
     columns = lower_columns(plan, problem.model)
     assert columns.graph.tasks == whole.tasks
-    assert lower_columns(plan, problem.model, mixing=None).size == len(local.tasks)
+    assert lower_columns(plan, problem.model, local=True).size == len(local.tasks)
 
 
 def test_rounds_have_the_tasks_of_their_rule(problem: PlanningProblem) -> None:
@@ -76,7 +78,9 @@ def test_rounds_have_the_tasks_of_their_rule(problem: PlanningProblem) -> None:
     assert (average["Collective"], average["SendRecv"], average["Mix"]) == (buckets, 0, 2 * 4 * buckets)
     ring = kinds(lower(plan_of(problem, "gossip/1 ring"), problem.model))
     assert (ring["Collective"], ring["SendRecv"]) == (0, 8 * buckets)
-    one_peer = [lower(plan_of(problem, "gossip/1 one_peer_exponential"), problem.model, mixing=number) for number in (0, 1)]
+    one_peer = [
+        lower(plan_of(problem, "gossip/1 one_peer_exponential"), problem.model, mixing_round=number) for number in (0, 1)
+    ]
     offsets = [
         {(task.work.destination - task.work.source) % 4 for task in graph.tasks if isinstance(task.work, SendRecv)}
         for graph in one_peer
@@ -123,7 +127,7 @@ def test_longer_periods_approach_independent_training(problem: PlanningProblem) 
     steps = [simulated_step(problem, plan_of(problem, f"average/{period}")).steady_s for period in (1, 2, 4, 8, 64, 4096)]
     assert steps == sorted(steps, reverse=True)
     alone = replace(plan_of(problem, "average/1"), synchronisation=Synchronisation(kind="average", period_steps=4096))
-    local = lower(alone, problem.model, mixing=None)
+    local = lower(alone, problem.model, local=True)
     estimates = problem.price([(task.work, task.resources[0].rank) for task in local.tasks], alone.mesh)
     lone = static.makespans_s(compile_graph(columns_of(local)), np.array([[entry.median_s for entry in estimates]]))[0]
     assert steps[-1] == pytest.approx(lone, rel=0.02)  # loading runs ahead of all steps but the first

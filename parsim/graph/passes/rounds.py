@@ -10,13 +10,16 @@ other replicas.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.gradients import DP_STREAM, summed_groups
 from parsim.graph.plan_index import PlanIndex
-from parsim.graph.task import COMPUTE, Origin, Resource
+from parsim.graph.task import COMPUTE, Origin, Resource, Task
+from parsim.graph.taskgraph import TaskGraph
 from parsim.work import Collective, Mix, Phase, SendRecv
 
 MESSAGE_STREAM = "dp"
@@ -107,3 +110,24 @@ def _add_messages(draft: Draft, bucket: Bucket, peers: tuple[int, ...], neighbou
             ends = [Resource(source, f"{MESSAGE_STREAM}>{to}"), Resource(to, f"{MESSAGE_STREAM}<{source}")]
             after: list[TaskKey] = [("pack", bucket.number, rank) for rank in (source, to)]
             draft.add(("message", bucket.number, source, to), work, ends, after, _origin(bucket, replica))
+
+
+def without_idle(graph: TaskGraph, layout: PlanIndex, number: int, steps: int) -> TaskGraph:
+    """The graph without the first `steps` tasks of replicas that were not drawn for a round: they wait, and come to it.
+
+    Args:
+        graph: of a step. layout: of the plan. number: of the round. steps: tasks before those of the round.
+    """
+    plan = layout.plan
+    drawn = plan.synchronisation.takes_part(number, plan.mesh.dp)
+    if all(drawn):
+        return graph
+    kept: dict[int, int] = {}
+    tasks: list[Task] = []
+    for task in graph.tasks:
+        if task.index < steps and not drawn[plan.replica_of_rank(task.resources[0].rank)]:
+            continue
+        before = tuple(kept[other] for other in task.dependencies if other in kept)
+        kept[task.index] = len(tasks)
+        tasks.append(replace(task, index=len(tasks), dependencies=before))
+    return TaskGraph(tasks=tuple(tasks), world_size=graph.world_size)
