@@ -99,6 +99,11 @@ def test_two_processes_equal_virtual_replicas(tmp_path: Path) -> None:
     check_cases([relaxed_case(*entry, 2) for entry in TWO], tmp_path)
 
 
+def test_four_processes_on_a_ring_equal_virtual_replicas(tmp_path: Path) -> None:
+    check_cases([relaxed_case("gossip/2 ring", "sgd_momentum", 4)], tmp_path)
+
+
+@pytest.mark.slow
 def test_four_processes_equal_virtual_replicas(tmp_path: Path) -> None:
     check_cases([relaxed_case(*entry, 4) for entry in FOUR], tmp_path)
 

@@ -17,7 +17,7 @@ from parsim.errors import ExecutionError
 from parsim.execute.processes.group import Stream
 from parsim.execute.stage import StageReplica
 from parsim.graph.parameter_buckets import Bucket
-from parsim.graph.passes.rounds import mixing_peers
+from parsim.graph.passes.rounds import MESSAGE_STREAM, mixing_peers
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Task
 from parsim.graph.taskgraph import TaskGraph
@@ -26,7 +26,7 @@ from parsim.work import Collective, Mix, SendRecv
 Groups = Mapping[Stream, dist.ProcessGroup]
 
 MEAN = "mean"
-"""Stream of the group in which replicas take the mean of their weights for a checkpoint; no task of a step uses it."""
+"""Stream of the group in which replicas take the mean of their weights for a checkpoint, and under gloo send messages."""
 
 
 def mean_groups(layout: PlanIndex) -> list[Stream]:
@@ -40,6 +40,18 @@ def mean_groups(layout: PlanIndex) -> list[Stream]:
     return list(
         dict.fromkeys((MEAN, tuple(sorted(peers))) for bucket in layout.buckets for peers in mixing_peers(layout, bucket))
     )
+
+
+def is_message(stream: Stream) -> bool:
+    """Whether a stream carries the messages of one link of gossip.
+
+    Under gloo all links share one group, where tags tell messages apart. A group per link would have a thread per link: on a
+    machine of two cores, four ranks with twelve links each way sometimes stood still for minutes.
+
+    Args:
+        stream: name and ranks.
+    """
+    return stream[0].startswith(f"{MESSAGE_STREAM}>")
 
 
 class MixingRounds:
@@ -132,14 +144,19 @@ class MixingRounds:
         assert bucket is not None
         flat = self._stage.flat_gradient(bucket)
         ends = (min(work.source, work.destination), max(work.source, work.destination))
-        group = self._groups[task.resources[0].stream, ends]
+        group, tag = self._groups.get((task.resources[0].stream, ends)), 0
+        if group is None:
+            peers = next(
+                peers for peers in mixing_peers(self._stage.layout, self._stage.layout.buckets[bucket]) if ends[0] in peers
+            )
+            group, tag = self._groups[MEAN, tuple(sorted(peers))], bucket
         if self._stage.rank == work.source:
-            return lambda: dist.send(flat, work.destination, group=group)
+            return lambda: dist.send(flat, work.destination, group=group, tag=tag)
 
         def receive() -> None:
             buffer = torch.empty_like(flat)
             self._received(buffer)
-            dist.recv(buffer, work.source, group=group)
+            dist.recv(buffer, work.source, group=group, tag=tag)
             self._arrived[bucket, self._stage.layout.plan.replica_of_rank(work.source)] = buffer
 
         return receive

@@ -27,7 +27,7 @@ from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.execute.records.measurement import RankRecord
 from parsim.execute.records.memory_lines import StepWatch, watching
 from parsim.execute.records.task_time import TaskTime
-from parsim.execute.relaxed.mixing import MixingRounds, mean_groups
+from parsim.execute.relaxed.mixing import MixingRounds, is_message, mean_groups
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.stage import StageReplica
 from parsim.execute.state import checkpoint
@@ -68,8 +68,9 @@ class ProcessGroups:
         if layout is not None and layout.plan.synchronisation.mixes:
             for other in step_graphs(layout):
                 needed += required_groups(other)
-            needed += mean_groups(layout)
-            needed = list(dict.fromkeys(needed))
+            needed = list(dict.fromkeys([*needed, *mean_groups(layout)]))
+        if dist.get_backend() == "gloo":
+            needed = [stream for stream in needed if not is_message(stream)]
         if number_format(precision).scales_loss:
             needed.append(agreement(graph.world_size))
         new = [stream for stream in needed if stream not in self._made]

@@ -1,7 +1,7 @@
 """A mixing round behind the step: replicas exchange their weights, bucket by bucket, and each takes a weighted sum.
 
 average  pack, one all_reduce of the weighted weights per bucket, mix (with the outer optimizer where there is one)
-gossip   pack, one message per link of W_t and bucket, mix over what arrived
+gossip   pack, one message per link of W_t and bucket, mix over what arrived once the own weights have been sent
 
 Packing copies a bucket's parameters into its flat array, which the gradients no longer need. A message waits for both ends,
 so what arrives needs room only while a round goes on. Every rank of a replica mixes with the ranks of the same place in the
@@ -86,6 +86,8 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
                 after: list[TaskKey] = [("average", bucket.number, peers[0])]
                 if rule.kind == "gossip":
                     after = [("message", bucket.number, peers[other], rank) for other in neighbours[replica]]
+                    takers = [other for other, taken in enumerate(neighbours) if replica in taken]
+                    after += [("message", bucket.number, rank, peers[other]) for other in takers]
                     after = after or [("pack", bucket.number, rank)]
                 work = Mix(elements=bucket.elements, copies=arrays)
                 draft.add(("mix", bucket.number, rank), work, [Resource(rank, COMPUTE)], after, _origin(bucket))
