@@ -189,8 +189,8 @@ class Plan:
         self.synchronisation.check(self.mesh, zero_stage=self.zero_stage)
         if self.clip_gradients and self.synchronisation.is_relaxed:
             raise PlanError(
-                f'gradients are clipped by a norm that all replicas share, and under synchronisation "{self.synchronisation.kind}" '
-                "replicas do not share gradients; drop training.clip_norm"
+                f"gradients are clipped by the norm of all replicas' gradients, and synchronisation "
+                f'"{self.synchronisation.kind}" shares none; drop training.clip_norm'
             )
         if self.synchronisation.kind == "stale":
             self._check_stale()
