@@ -311,6 +311,21 @@ def pipeline_actions(order: str, rank: int, ranks: int, microbatches: int, chunk
     return tuple(PIPELINE_ORDERS[order].actions(rank, ranks, microbatches, chunks))
 
 
+IN_ROUNDS = ("1f1b", "interleaved")
+"""Orders that repeat one pattern of actions from round to round of microbatches, one per rank of the pipeline."""
+
+
+def few_rounds(order: str, ranks: int, microbatches: int) -> int:
+    """A number of microbatches, four rounds at most, with the same beginning, repeated pattern and end of the actions.
+
+    Args:
+        order: of a pipeline. ranks: of the pipeline. microbatches: per step.
+    """
+    if order in IN_ROUNDS and microbatches % ranks == 0:
+        return min(microbatches, 4 * ranks)
+    return microbatches
+
+
 @lru_cache(maxsize=1024)
 def stages_by_rank(order: str, ranks: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
     """Per rank of the pipeline the stages that it runs, ascending.

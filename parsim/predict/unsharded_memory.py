@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from parsim.graph.passes.unsharded import gradient_windows, parameter_windows, uses_of
 from parsim.graph.plan_index import PlanIndex
+from parsim.plans.pipeline import few_rounds
 from parsim.work import Phase
 
 
@@ -27,7 +28,10 @@ def unsharded_bytes(layout: PlanIndex, rank: int) -> dict[str, float]:
     """
     if layout.plan.zero_stage < 2:
         return {}
-    uses = uses_of(layout, layout.plan.stage_of_rank(rank))
+    plan = layout.plan
+    uses = uses_of(
+        layout, plan.stage_of_rank(rank), few_rounds(plan.pipeline_order, plan.mesh.pp, plan.microbatches)
+    )  # buckets come and go by what runs right before and after, and every round is like the one before
     found: dict[str, float] = {}
     windows = [
         window for window in (*gradient_windows(layout, uses), *parameter_windows(layout, uses)) if rank in window.bucket.group

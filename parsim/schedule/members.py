@@ -32,6 +32,7 @@ from parsim.schedule.partition import least_round_s
 from parsim.schedule.parts.least import least_missing_bytes, least_seconds
 from parsim.schedule.parts.node import Node, PosedPlacement
 from parsim.schedule.parts.refinements import every_choice, other_cuts
+from parsim.schedule.parts.usual import is_large, is_usual
 from parsim.schedule.space import (
     bucket_sizes,
     divisors,
@@ -81,17 +82,19 @@ class Members:
                 found += every_choice(self.problem, self.strategy, mesh, count, least, self._ways(mesh), self._of_cut)
             if self.mixed and mesh.dp != (self.problem.constraints.dp or 1):
                 continue  # the tp axis makes replicas too
-            by_chunks: dict[bool, list[tuple[str, int]]] = {}
+            by_chunks: dict[tuple[bool, bool], list[tuple[str, int]]] = {}
             for order in orders(self.problem, mesh):
-                by_chunks.setdefault(self._outruns(order), []).append(order)
+                usual = not is_large(self.problem) or is_usual(self.problem, mesh, order, mixed=self.mixed)
+                by_chunks.setdefault((self._outruns(order), usual), []).append(order)
             least, noise = least_seconds(self.problem, mesh, count, mixed=self.mixed), least_noise(self.problem, mesh.size)
-            for several, some in by_chunks.items():
+            for (several, usual), some in by_chunks.items():
                 bound = max(count * least.sum_s / mesh.pp, count * least.longest_s) * noise
                 if is_chain(self.problem) and not PIPELINE_ORDERS[some[0][0]].halves:
                     bound = max(bound, least.sum_s * noise)  # one microbatch alone
                 if not several:
                     bound = max(bound, least.sum_s / (1 - (1 - 1 / count) ** mesh.pp) * noise)
-                found.append(self._root(mesh, count, some, bound))
+                root = self._root(mesh, count, some, bound)
+                found.append(root if usual else replace(root, late=True))
         return found
 
     def of_fewer_devices(

@@ -22,7 +22,7 @@ from parsim.schedule.bounds.step import ROUNDING, least_noise
 from parsim.work import Phase
 
 MOST_FORWARDS = 256
-"""Of a place with several runs of components. Beyond, one microbatch of each is counted."""
+"""Of a place. Beyond, no more microbatches are counted, and of several runs of components one microbatch each."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _made(problem: PlanningProblem, plan: Plan) -> PlanFloor | None:
         stages = plan.place_stages(place)
         every: tuple[tuple[int, ...], ...] = ((1,) * len(stages),)
         if not halves and (plan.chunks == 1 or plan.microbatches * plan.chunks <= MOST_FORWARDS):
-            every = moments(plan.pipeline_order, place, mesh.pp, plan.microbatches, plan.chunks)
+            every = moments(plan.pipeline_order, place, mesh.pp, min(plan.microbatches, MOST_FORWARDS), plan.chunks)
         places.append(HeldRuns(tuple(runs[stage] for stage in stages), every))
     floor = memory_floor(problem, mesh, plan.microbatch_samples, options)
     return PlanFloor(problem, plan, floor, tuple(places))
