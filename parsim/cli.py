@@ -20,6 +20,7 @@ from parsim.commands.cost import cost
 from parsim.commands.coverage import coverage
 from parsim.commands.demo import demo
 from parsim.commands.doctor import doctor
+from parsim.commands.explore import explore
 from parsim.commands.import_file import import_command
 from parsim.commands.plan import plan
 from parsim.commands.profile import profile
@@ -43,6 +44,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "plan": plan,
     "simulate": simulate,
     "sweep": sweep,
+    "explore": explore,
     "compare": compare,
     "run": run,
     "validate": validate,

@@ -94,7 +94,7 @@ def sweep(
         return
     print_tables([found.report()])
     print("\n".join(found.lines()))
-    print(f"Rows: {folder / 'points.csv'}")
+    print(f"Rows: {folder / 'points.csv'}; a page to explore them: parsim explore {folder}")
 
 
 def split_on(given: list[str]) -> tuple[str | None, str | None]:

@@ -14,11 +14,11 @@ from parsim.workflow.sweeps.axes import Axis
 MOST_POINTS = 10**6
 TUNE = "Sobol indices need SALib; install parsim[tune]"
 
-Settings = dict[str, Any]
+SweptSettings = dict[str, Any]
 """Key of a run file (or of SCALES) -> value."""
 
 
-def grid(axes: Sequence[Axis]) -> list[Settings]:
+def grid(axes: Sequence[Axis]) -> list[SweptSettings]:
     """Every combination, the last axis fastest.
 
     Raises:
@@ -35,7 +35,7 @@ def grid(axes: Sequence[Axis]) -> list[Settings]:
     return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(axis.values for axis in axes))]
 
 
-def sobol_sample(axes: Sequence[Axis], count: int, seed: int) -> list[Settings]:
+def sobol_sample(axes: Sequence[Axis], count: int, seed: int) -> list[SweptSettings]:
     """So many points of a scrambled Sobol sequence (scipy), which fills the space evenly.
 
     Args:
@@ -56,7 +56,7 @@ def sobol_sample(axes: Sequence[Axis], count: int, seed: int) -> list[Settings]:
     return [_at(axes, row) for row in shares.tolist()]
 
 
-def saltelli(axes: Sequence[Axis], base: int, seed: int) -> list[Settings]:
+def saltelli(axes: Sequence[Axis], base: int, seed: int) -> list[SweptSettings]:
     """base * (axes + 2) points, from which `parsim.workflow.sweeps.sensitivity` computes indices.
 
     Args:
@@ -84,7 +84,7 @@ def problem_of_axes(axes: Sequence[Axis]) -> dict[str, Any]:
     return {"num_vars": len(axes), "names": [axis.key for axis in axes], "bounds": [[0.0, 1.0]] * len(axes)}
 
 
-def _at(axes: Sequence[Axis], shares: Sequence[float]) -> Settings:
+def _at(axes: Sequence[Axis], shares: Sequence[float]) -> SweptSettings:
     return {axis.key: axis.at(share) for axis, share in zip(axes, shares, strict=True)}
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from parsim.costs.hardware_scale import HardwareScale
 from parsim.errors import ParsimError
 from parsim.workflow.config import RunConfig
-from parsim.workflow.sweeps.points import Point
+from parsim.workflow.sweeps.points import SweepPoint
 from parsim.workflow.sweeps.rows import failed_row, row_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def model_key(config: RunConfig) -> str:
     return json.dumps([config.model.model_dump(mode="json"), config.training.precision], sort_keys=True)
 
 
-def evaluate_points(points: Sequence[Point], shared: SharedValues = NOTHING_SHARED) -> list[tuple[int, dict[str, Any]]]:
+def evaluate_points(points: Sequence[SweepPoint], shared: SharedValues = NOTHING_SHARED) -> list[tuple[int, dict[str, Any]]]:
     """Rows of points, each with the point's number.
 
     Args:
@@ -56,7 +56,7 @@ def evaluate_points(points: Sequence[Point], shared: SharedValues = NOTHING_SHAR
     return [(point.number, evaluate_point(point, shared)) for point in points]
 
 
-def evaluate_point(point: Point, shared: SharedValues = NOTHING_SHARED) -> dict[str, Any]:
+def evaluate_point(point: SweepPoint, shared: SharedValues = NOTHING_SHARED) -> dict[str, Any]:
     """The row of a point. An error of the question is a row with the reason, and so is a fault of parsim.
 
     Args:
@@ -82,7 +82,7 @@ def evaluate_point(point: Point, shared: SharedValues = NOTHING_SHARED) -> dict[
         return failed_row(f"a fault of parsim, please report it: {type(error).__name__}: {said}")
 
 
-def _answered(point: Point, shared: SharedValues) -> dict[str, Any]:
+def _answered(point: SweepPoint, shared: SharedValues) -> dict[str, Any]:
     from parsim.workflow.ask import answer_of
     from parsim.workflow.load import problem_of
 
@@ -163,7 +163,7 @@ def with_memory(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, devices=tuple(replace(device, type=types[device.type.name]) for device in cluster.devices))
 
 
-def shared_values(points: Sequence[Point]) -> SharedValues:
+def shared_values(points: Sequence[SweepPoint]) -> SharedValues:
     """Load the Models of these points here, once, for all workers; a model that cannot be loaded is left to its points.
 
     Args:
@@ -189,7 +189,7 @@ def shared_values(points: Sequence[Point]) -> SharedValues:
     return SharedValues(models=models, cluster=cluster, folders=tuple(path for path in sys.path if path))
 
 
-def without_values(point: Point) -> Point:
+def without_values(point: SweepPoint) -> SweepPoint:
     """The point as it is sent to a worker, which has the values already. Args: point: of a sweep."""
     if point.question is None or (point.question.model is None and point.question.cluster is None):
         return point

@@ -23,7 +23,7 @@ from parsim.workflow.sweeps.evaluating import (
     shared_values,
     without_values,
 )
-from parsim.workflow.sweeps.points import Point
+from parsim.workflow.sweeps.points import SweepPoint
 from parsim.workflow.sweeps.rows import failed_row
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 Numbered = tuple[int, Row]
-Submit = Callable[[Sequence[Point]], "Future[list[Numbered]]"]
+Submit = Callable[[Sequence[SweepPoint]], "Future[list[Numbered]]"]
 
 WORTH_PROCESSES_S = 20.0
 """Work left from which processes are started where nobody said how many: each takes some seconds to start."""
@@ -50,7 +50,7 @@ DIED = (
 )
 
 
-def here(points: Sequence[Point]) -> Iterator[Numbered]:
+def here(points: Sequence[SweepPoint]) -> Iterator[Numbered]:
     """Rows of points, answered in this process, in order.
 
     Args:
@@ -60,7 +60,7 @@ def here(points: Sequence[Point]) -> Iterator[Numbered]:
         yield point.number, evaluate_point(point)
 
 
-def here_or_in_processes(points: Sequence[Point], cores: int | None = None) -> Iterator[Numbered]:
+def here_or_in_processes(points: Sequence[SweepPoint], cores: int | None = None) -> Iterator[Numbered]:
     """Rows of points: here while they are few or fast, else in a process per core.
 
     Args:
@@ -85,7 +85,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def in_processes(points: Sequence[Point], jobs: int) -> Iterator[Numbered]:
+def in_processes(points: Sequence[SweepPoint], jobs: int) -> Iterator[Numbered]:
     """Rows of points, as they come, from processes that persist and get the Models once.
 
     Args:
@@ -98,11 +98,11 @@ def in_processes(points: Sequence[Point], jobs: int) -> Iterator[Numbered]:
     def open_pool(workers: int) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(max_workers=workers, initializer=_begin_worker, initargs=(shared,), env=THREADS)
 
-    left: list[Point] = [without_values(point) for point in points]
+    left: list[SweepPoint] = [without_values(point) for point in points]
     while left:
         pool = open_pool(min(jobs, len(left)))
         answered: set[int] = set()
-        sent: list[Point] = []
+        sent: list[SweepPoint] = []
         try:
             for number, row in _stream(left, partial(_submit, pool), jobs, sent):
                 answered.add(number)
@@ -116,12 +116,12 @@ def in_processes(points: Sequence[Point], jobs: int) -> Iterator[Numbered]:
         yield from _one_at_a_time(suspects, open_pool)
 
 
-def _submit(pool: Any, chunk: Sequence[Point]) -> Future[list[Numbered]]:
+def _submit(pool: Any, chunk: Sequence[SweepPoint]) -> Future[list[Numbered]]:
     sent: Future[list[Numbered]] = pool.submit(_in_worker, list(chunk))
     return sent
 
 
-def _one_at_a_time(suspects: Sequence[Point], open_pool: Callable[[int], Any]) -> Iterator[Numbered]:
+def _one_at_a_time(suspects: Sequence[SweepPoint], open_pool: Callable[[int], Any]) -> Iterator[Numbered]:
     """Points that were asked while a worker died: each alone, so that the next death names its point."""
     pool = open_pool(1)
     try:
@@ -150,11 +150,11 @@ def _begin_worker(shared: SharedValues) -> None:
     _SHARED = shared
 
 
-def _in_worker(points: Sequence[Point]) -> list[Numbered]:
+def _in_worker(points: Sequence[SweepPoint]) -> list[Numbered]:
     return evaluate_points(points, _SHARED)
 
 
-def _stream(points: Sequence[Point], submit: Submit, workers: int, sent: list[Point]) -> Iterator[Numbered]:
+def _stream(points: Sequence[SweepPoint], submit: Submit, workers: int, sent: list[SweepPoint]) -> Iterator[Numbered]:
     """Send points in chunks, some ahead, and yield their rows as they come.
 
     Args:
@@ -187,7 +187,7 @@ def _chunk_size(left: int, workers: int, done: int, spent_s: float) -> int:
     return max(1, min(int(CHUNK_S / max(each_s, 1e-3)), MOST_IN_CHUNK, left // (2 * workers)))
 
 
-def on_dask(points: Sequence[Point], address: str) -> Iterator[Numbered]:
+def on_dask(points: Sequence[SweepPoint], address: str) -> Iterator[Numbered]:
     """Rows of points, as they come, from the workers of a Dask cluster that runs already.
 
     Args:
@@ -202,7 +202,7 @@ def on_dask(points: Sequence[Point], address: str) -> Iterator[Numbered]:
         workers = _check_workers(client, address)
         shared = client.scatter(shared_values(points), broadcast=True)
 
-        def submit(chunk: Sequence[Point]) -> Any:
+        def submit(chunk: Sequence[SweepPoint]) -> Any:
             return client.submit(evaluate_points, list(chunk), shared, pure=False, key=_task_name(chunk))
 
         yield from _dask_stream([without_values(point) for point in points], submit, workers, client.loop, address)
@@ -214,7 +214,7 @@ def on_dask(points: Sequence[Point], address: str) -> Iterator[Numbered]:
 _asked = 0
 
 
-def _task_name(chunk: Sequence[Point]) -> str:
+def _task_name(chunk: Sequence[SweepPoint]) -> str:
     """Every submission has its own: Dask would take an equal name for the same task."""
     global _asked
     _asked += 1
@@ -259,16 +259,16 @@ def _check_workers(client: Client, address: str) -> int:
 
 
 def _dask_stream(
-    points: Sequence[Point], submit: Callable[[Sequence[Point]], Any], workers: int, loop: Any, address: str
+    points: Sequence[SweepPoint], submit: Callable[[Sequence[SweepPoint]], Any], workers: int, loop: Any, address: str
 ) -> Iterator[Numbered]:
     """As `_stream`, with Dask's futures: Dask itself asks again what a dead worker held, some times."""
     from distributed import CancelledError, KilledWorker, as_completed
 
     begun, done, place = time.perf_counter(), 0, 0
     coming = as_completed(loop=loop)
-    chunks: dict[Any, Sequence[Point]] = {}
+    chunks: dict[Any, Sequence[SweepPoint]] = {}
 
-    def send(chunk: Sequence[Point]) -> None:
+    def send(chunk: Sequence[SweepPoint]) -> None:
         future = submit(chunk)
         chunks[future.key] = chunk
         coming.add(future)

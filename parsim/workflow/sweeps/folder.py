@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ConfigError, ExecutionError
 from parsim.files import finite, parse_json, read_json, version_problem, write_atomically, write_json_atomically
-from parsim.workflow.sweeps.points import Point
+from parsim.workflow.sweeps.points import SweepPoint
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -108,7 +108,7 @@ class SweepFolder:
                 log.write(HEADER)
             yield log
 
-    def write_description(self, document: Mapping[str, Any], points: Sequence[Point]) -> None:
+    def write_description(self, document: Mapping[str, Any], points: Sequence[SweepPoint]) -> None:
         """What was asked, and the keys of its points in order."""
         whole = {"schema_version": SCHEMA_VERSION, **document}
         whole["points"] = [{"key": point.key, "settings": point.settings} for point in points]
@@ -156,7 +156,7 @@ class RowLog:
     def __init__(self, path: Path, file: RawIOBase) -> None:
         self._path, self._file = path, file
 
-    def add(self, point: Point, row: Mapping[str, Any]) -> None:
+    def add(self, point: SweepPoint, row: Mapping[str, Any]) -> None:
         """One answered point; it is in the hands of the operating system when this returns."""
         self.write({"key": point.key, "settings": point.settings, "row": row})
 

@@ -16,7 +16,7 @@ import parsim
 from parsim.errors import ParsimError
 from parsim.workflow.question import Question, is_run_file, question_of
 from parsim.workflow.references import references, root_of
-from parsim.workflow.sweeps.designs import Settings
+from parsim.workflow.sweeps.designs import SweptSettings
 from parsim.workflow.sweeps.fields import SCALES
 from parsim.workflow.this_machine import on_this_machine
 
@@ -46,7 +46,7 @@ class BaseQuestion:
     example_inputs: Any = None
     samples_per_epoch: int | None = None
 
-    def at(self, settings: Settings) -> Question:
+    def at(self, settings: SweptSettings) -> Question:
         """The question of one point. Raises ParsimError."""
         changes = {key: value for key, value in settings.items() if key not in SCALES}
         given: dict[str, Any] = {"cluster": self.cluster, "global_batch": self.global_batch}
@@ -61,7 +61,7 @@ class BaseQuestion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class SweepPoint:
     """One point.
 
     Attributes:
@@ -70,25 +70,25 @@ class Point:
     """
 
     number: int
-    settings: Settings
+    settings: SweptSettings
     key: str
     question: Question | None = None
     problem: str = ""
     samples_per_epoch: int | None = None
 
     @property
-    def scale(self) -> Settings:
+    def scale(self) -> SweptSettings:
         return {key: value for key, value in self.settings.items() if key in SCALES}
 
 
-def points_of(base: BaseQuestion, designed: Sequence[Settings]) -> list[Point]:
+def points_of(base: BaseQuestion, designed: Sequence[SweptSettings]) -> list[SweepPoint]:
     """Every point with its question; a point that asks for what cannot be says why, and the others are asked.
 
     Args:
         base: of all points. designed: what is swept, point by point.
     """
     value = _value_digest(base)
-    points: list[Point] = []
+    points: list[SweepPoint] = []
     for number, settings in enumerate(designed):
         try:
             question = base.at(settings)
@@ -100,7 +100,7 @@ def points_of(base: BaseQuestion, designed: Sequence[Settings]) -> list[Point]:
         scale = {key: entry for key, entry in settings.items() if key in SCALES and entry != 1}
         whole = {**content, "scale": scale, "epoch": base.samples_per_epoch, "values": value, "code": code_digest()}
         key = hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:KEY_LETTERS]
-        points.append(Point(number=number, settings=settings, key=key, samples_per_epoch=base.samples_per_epoch, **found))
+        points.append(SweepPoint(number=number, settings=settings, key=key, samples_per_epoch=base.samples_per_epoch, **found))
     return points
 
 

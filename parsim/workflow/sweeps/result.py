@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from parsim.errors import ConfigError, near_matches
 from parsim.units import format_bytes, format_seconds
 from parsim.workflow.sweeps.axes import Axis
-from parsim.workflow.sweeps.designs import Settings
+from parsim.workflow.sweeps.designs import SweptSettings
 from parsim.workflow.sweeps.folder import SweepFolder
 from parsim.workflow.sweeps.goal import parse_goal
 from parsim.workflow.sweeps.rows import COLUMNS, FAILED, MEMORY_PREFIX, MEMORY_SUFFIX, OK
@@ -34,16 +34,18 @@ class Sweep:
     Attributes:
         title: what was asked, in words. axes: what was swept. settings, answers: per point: what was set, and known columns.
         design: "grid", "sample" or "saltelli". seed: of a sample. goal: as it was given; "" without one.
-        folder: where it lies; None in memory. reused: points that were known before. notes: for people.
+        asked: the question as `parsim plan` takes it, without what was swept. folder: where it lies; None in memory.
+        reused: points that were known before. notes: for people.
     """
 
     title: str
     axes: tuple[Axis, ...]
-    settings: tuple[Settings, ...]
+    settings: tuple[SweptSettings, ...]
     answers: tuple[dict[str, Any], ...]
     design: str = "grid"
     seed: int = 0
     goal: str = ""
+    asked: str = ""
     folder: Path | None = None
     reused: int = 0
     notes: tuple[str, ...] = ()
@@ -111,6 +113,18 @@ class Sweep:
         if column not in self.columns:
             raise ConfigError(f"there is no column {column!r}{near_matches(column, self.columns)}")
         return sensitivity(self.axes, self.rows, column, self.seed)
+
+    def explore(self, path: str | Path | None = None) -> Path:
+        """Write the explorer, one page that needs no network. Returns its path.
+
+        Args:
+            path: of the page; left out: explorer.html in the sweep's folder.
+        """
+        from parsim.workflow.sweeps.explore import write_explorer
+
+        if path is None and self.folder is None:
+            raise ConfigError("the sweep lies in no folder, so explore() needs the path of the page")
+        return write_explorer(self, Path(path) if path is not None else SweepFolder(Path(str(self.folder))).explorer)
 
     def sentence(self) -> str:
         """`64 points (8 do not fit, 2 failed); 12 were known before.`"""
@@ -246,5 +260,6 @@ def open_sweep(path: Path) -> Sweep:
         design=str(document.get("design", "grid")),
         seed=int(document.get("seed", 0)),
         goal=str(document.get("goal") or ""),
+        asked=str(document.get("asked") or ""),
         folder=path,
     )

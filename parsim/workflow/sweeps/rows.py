@@ -43,10 +43,14 @@ COLUMNS = (
     "usd_per_million_samples_p05",
     "usd_per_million_samples_p95",
     "usd_per_epoch",
+    "usd_per_epoch_p05",
+    "usd_per_epoch_p95",
     "kwh_per_million_samples",
     "kwh_per_million_samples_p05",
     "kwh_per_million_samples_p95",
     "kwh_per_epoch",
+    "kwh_per_epoch_p05",
+    "kwh_per_epoch_p95",
     "peak_memory_bytes",
     "peak_memory_p05_bytes",
     "peak_memory_p95_bytes",
@@ -59,8 +63,14 @@ COLUMNS = (
     "tokens_per_s",
     "mfu",
     "run_s",
+    "run_p05_s",
+    "run_p95_s",
     "run_usd",
+    "run_usd_p05",
+    "run_usd_p95",
     "run_kwh",
+    "run_kwh_p05",
+    "run_kwh_p95",
     "warnings",
 )
 """After the swept fields, in every table; then `memory_LINE_bytes` of the fullest rank."""
@@ -124,7 +134,7 @@ def _spent(answer: Answer, samples_per_epoch: int | None) -> dict[str, Any]:
             continue
         found |= _three(f"{name}_per_million_samples{{}}", step.times(rate * MILLION / batch))
         if samples_per_epoch is not None:
-            found[f"{name}_per_epoch"] = step.median * rate * -(-samples_per_epoch // batch)
+            found |= _three(f"{name}_per_epoch{{}}", step.times(rate * -(-samples_per_epoch // batch)))
     if samples_per_epoch is not None:
         found |= _three("epoch{}_s", step.times(-(-samples_per_epoch // batch)))
     figures = answer.prediction.quoted
@@ -132,7 +142,9 @@ def _spent(answer: Answer, samples_per_epoch: int | None) -> dict[str, Any]:
         found |= {"tokens_per_s": figures.tokens_per_s.median, "mfu": figures.mfu}
         if figures.run is not None:
             run = figures.run
-            found |= {"run_s": run.losses.days * 24 * HOUR_S, "run_usd": run.usd, "run_kwh": run.energy_kwh}
+            whole = {"run{}_s": run.losses.days * 24 * HOUR_S, "run_usd{}": run.usd, "run_kwh{}": run.energy_kwh}
+            for column, value in whole.items():
+                found |= {} if value is None else _three(column, step.times(value / step.median))
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -13,13 +14,14 @@ from parsim.errors import ConfigError
 from parsim.units import format_seconds
 from parsim.workflow.progress import Say, progress
 from parsim.workflow.sweeps.axes import Axis, axes_of
-from parsim.workflow.sweeps.designs import Settings, grid, saltelli, sobol_sample
+from parsim.workflow.sweeps.designs import SweptSettings, grid, saltelli, sobol_sample
 from parsim.workflow.sweeps.executing import here, here_or_in_processes, in_processes, on_dask
 from parsim.workflow.sweeps.folder import RowLog, SweepFolder
 from parsim.workflow.sweeps.goal import parse_goal
-from parsim.workflow.sweeps.points import BaseQuestion, Point, points_of
+from parsim.workflow.sweeps.points import BaseQuestion, SweepPoint, points_of
 from parsim.workflow.sweeps.result import Sweep
 from parsim.workflow.sweeps.rows import COLUMNS, FAILED
+from parsim.workflow.toml_text import value_text
 
 if TYPE_CHECKING:
     from parsim.workflow.public.functions import AskedCluster, AskedModel
@@ -93,12 +95,13 @@ def sweep(
         folder.check_usable()
     points = points_of(base, designed)
     title = _title(points, model)
-    document = {
+    document: dict[str, Any] = {
         "title": title,
         "axes": [axis.to_dict() for axis in axes],
         "design": design,
         "seed": seed,
         "goal": goal,
+        "asked": _words(base),
     }
     rows, reused = _answered(points, place, folder, document, title)
     found = Sweep(
@@ -109,6 +112,7 @@ def sweep(
         design=design,
         seed=seed,
         goal=goal or "",
+        asked=str(document["asked"]),
         folder=None if folder is None else folder.path,
         reused=reused,
     )
@@ -131,8 +135,8 @@ class _Clock:
 
 
 def _answered(
-    points: Sequence[Point],
-    place: Callable[[Sequence[Point]], Iterator[tuple[int, dict[str, Any]]]],
+    points: Sequence[SweepPoint],
+    place: Callable[[Sequence[SweepPoint]], Iterator[tuple[int, dict[str, Any]]]],
     folder: SweepFolder | None,
     document: Mapping[str, Any],
     title: str,
@@ -153,8 +157,8 @@ def _answered(
 
 
 def _ask_all(
-    order: Sequence[Point],
-    place: Callable[[Sequence[Point]], Iterator[tuple[int, dict[str, Any]]]],
+    order: Sequence[SweepPoint],
+    place: Callable[[Sequence[SweepPoint]], Iterator[tuple[int, dict[str, Any]]]],
     log: RowLog | None,
     known: dict[str, dict[str, Any]],
     say: Say,
@@ -173,7 +177,7 @@ def _ask_all(
             say(clock.text(done, failed, said_s))
 
 
-def _neighbours(point: Point) -> tuple[str, str, int]:
+def _neighbours(point: SweepPoint) -> tuple[str, str, int]:
     """Points of one cluster and one model beside one another, so that a process loads both once."""
     if point.question is None:
         return "", "", point.number
@@ -181,7 +185,9 @@ def _neighbours(point: Point) -> tuple[str, str, int]:
     return config.cluster.model_dump_json(), config.model.model_dump_json(), point.number
 
 
-def _designed(axes: tuple[Axis, ...], sample: int | None, sensitivity: int | None, seed: int) -> tuple[list[Settings], str]:
+def _designed(
+    axes: tuple[Axis, ...], sample: int | None, sensitivity: int | None, seed: int
+) -> tuple[list[SweptSettings], str]:
     if sample is not None and sensitivity is not None:
         raise ConfigError("--sample and --sensitivity both say which points are asked; give one of them")
     if sensitivity is not None:
@@ -191,7 +197,7 @@ def _designed(axes: tuple[Axis, ...], sample: int | None, sensitivity: int | Non
     return grid(axes), "grid"
 
 
-def _base(base: BaseQuestion, axes: Sequence[Axis], designed: Sequence[Settings]) -> BaseQuestion:
+def _base(base: BaseQuestion, axes: Sequence[Axis], designed: Sequence[SweptSettings]) -> BaseQuestion:
     """With an nn.Module traced once. Raises ConfigError where the sweep would change what was given as a value."""
     from parsim.model.model import Model
 
@@ -211,7 +217,7 @@ def _base(base: BaseQuestion, axes: Sequence[Axis], designed: Sequence[Settings]
     )
 
 
-def _place(jobs: int | None, on: str | None) -> Callable[[Sequence[Point]], Iterator[tuple[int, dict[str, Any]]]]:
+def _place(jobs: int | None, on: str | None) -> Callable[[Sequence[SweepPoint]], Iterator[tuple[int, dict[str, Any]]]]:
     """Where points are answered."""
     if on is not None:
         if jobs is not None:
@@ -230,7 +236,18 @@ def _cluster(cluster: Any) -> Any:
     return cluster.path if isinstance(cluster, Calibration) else cluster
 
 
-def _title(points: Sequence[Point], model: Any) -> str:
+def _words(base: BaseQuestion) -> str:
+    """`resnet50 --on dgx1-v100-32gb --batch 1024 --set plan.zero_stage=1`; empty for a model that was given as a value."""
+    if not isinstance(base.model, str | Path):
+        return ""
+    words = [str(base.model)]
+    words += ["--on", str(base.cluster)] if isinstance(base.cluster, str | Path) else []
+    words += ["--batch", str(base.global_batch)] if base.global_batch is not None else []
+    changes = [*(f"{key}={value_text(value)}" for key, value in base.settings.items() if value is not None), *base.overrides]
+    return shlex.join([*words, *(word for change in changes for word in ("--set", change))])
+
+
+def _title(points: Sequence[SweepPoint], model: Any) -> str:
     """`resnet50 on dgx1-v100-32gb`, of the first point that is a question."""
     for point in points:
         if point.question is not None:
