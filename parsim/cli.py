@@ -20,6 +20,7 @@ from parsim.commands.cost import cost
 from parsim.commands.coverage import coverage
 from parsim.commands.demo import demo
 from parsim.commands.doctor import doctor
+from parsim.commands.export import export
 from parsim.commands.import_file import import_command
 from parsim.commands.plan import plan
 from parsim.commands.profile import profile
@@ -45,6 +46,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "validate": validate,
     "coverage": coverage,
     "report": report,
+    "export": export,
     "demo": demo,
 }
 
