@@ -13,7 +13,7 @@ from parsim.data.digits import load_digits
 from parsim.data.generated import load_synthetic
 from parsim.data.generated_values import TargetValues, load_values
 from parsim.data.own.factory import loader_of
-from parsim.data.splits import Order, Samples, hold_out, order_of
+from parsim.data.splits import Order, Samples, hold_out, order_of, train_and_validation
 from parsim.errors import DataError, NoSplitError
 from parsim.model.inputs import ModelInput
 from parsim.registry import Registry
@@ -34,6 +34,7 @@ __all__ = [
     "load_dataset",
     "order_of",
     "part",
+    "train_and_validation",
 ]
 
 SPLITS = ("train", "validation", "test")

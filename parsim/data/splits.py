@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 
 from parsim.data.dataset import BatchOrder, Dataset, NamedDataset
 from parsim.data.own.samples import MapSamples, StreamSamples
-from parsim.errors import DataError
+from parsim.errors import DataError, NoSplitError
 
+SHARE = 0.1
+"""Of the training samples, held out where nobody says how many."""
 HELD_OUT = 7
 """Tells the seed of the held-out samples from those of the epochs' orders."""
 
@@ -70,6 +72,23 @@ def order_of(data: Samples, global_batch: int, seed: int) -> Order:
     if isinstance(data, StreamSamples):
         return StreamOrder(global_batch=global_batch, length=len(data) if data.has_length else None)
     return BatchOrder(n=len(data), global_batch=global_batch, seed=seed)
+
+
+def train_and_validation(load: Callable[[str], Samples], share: float | None, seed: int) -> tuple[Samples, Samples]:
+    """The samples to train on, and those to validate with.
+
+    Args:
+        load: gives a split of the dataset. share: as `hold_out` takes it; None: the dataset's own split, or SHARE without one.
+
+    Raises:
+        DataError: as `hold_out`.
+    """
+    if share is None:
+        try:
+            return load("train"), load("validation")
+        except NoSplitError:
+            share = SHARE
+    return hold_out(load("train"), share, seed)
 
 
 def hold_out(data: Samples, share: float, seed: int) -> tuple[ChosenSamples, ChosenSamples]:

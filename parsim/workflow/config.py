@@ -44,12 +44,12 @@ from parsim.plans.recompute import AUTO
 from parsim.plans.recompute import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
 from parsim.registry import RowOf, is_reference
-from parsim.workflow.cluster_section import ClusterSection, ConfigSection, check_machine
+from parsim.workflow.cluster_section import ClusterSection, ConfigSection, Name, Number, check_machine
 from parsim.workflow.config_messages import EXAMPLES, explained, key_parts
 from parsim.workflow.references import check_trusted, put_on_path
 from parsim.workflow.relaxed.section import SynchronisationTable, as_table, checked
 from parsim.workflow.toml_text import is_path, make_paths_absolute, merge, parse_overrides, table_text
-from parsim.workflow.training.section import Name, Number, TrainingSection
+from parsim.workflow.training.section import TrainingSection
 
 MOST_PARTS = 10**6
 """Microbatches of a batch, or chunks of a pipeline."""

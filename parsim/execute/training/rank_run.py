@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parsim.data import Samples, order_of
+from parsim.data import Samples, order_of, train_and_validation
 from parsim.data.for_model import dataset_for
 from parsim.errors import ExecutionError
 from parsim.execute.cuda.faults import checkpoint_text, is_lost_device, lost_device, out_of_memory
@@ -29,7 +29,7 @@ from parsim.execute.records.memory_lines import StepWatch, watching
 from parsim.execute.records.task_time import TaskTime
 from parsim.execute.relaxed.mixing import MixingRounds, is_message, mean_groups
 from parsim.execute.runtime import RankProgram, required_groups
-from parsim.execute.stage import StageReplica
+from parsim.execute.stage import LOSS_SCALE, StageReplica
 from parsim.execute.state import checkpoint
 from parsim.execute.state.finite import check_loss, check_state
 from parsim.execute.state.reshard import reshard
@@ -43,6 +43,8 @@ from parsim.plans.plan import Plan
 
 RATE = "learning_rate"
 """Name of a schedule's state in a checkpoint."""
+OTHERS = (RATE, LOSS_SCALE)
+"""Names of progress in a checkpoint that are read where they belong; the rest are notes of the training."""
 RECORDED_STEPS = 64
 """Task times are kept of at most this many steps per run."""
 
@@ -121,6 +123,7 @@ class RankRun:
             recipe=run.recipe,
         )
         self.steps = steps
+        self.notes: dict[str, Tensor] = {}
         if numerics.loss_scale is not None:
             group = groups[agreement(run.plan.world_size)]
             self.stage.agree = lambda flag: dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
@@ -131,7 +134,7 @@ class RankRun:
             self.stage.also_resident["outer_state"] = self.mixing.resident_tensors
         self.program = RankProgram(graph, self.stage, self.streams, groups, self.mixing)
         self.data = run_dataset(run, "train")
-        order = order_of(self.data, run.plan.global_batch, run.seed)
+        self.order = order = order_of(self.data, run.plan.global_batch, run.seed)
         self.rate: LearningRate | None = None
         if run.recipe.schedule is not None:
             self.rate = LearningRate(run.optimizer, run.learning_rate, run.recipe, steps=steps, order=order)
@@ -170,7 +173,7 @@ class RankRun:
             after.rate.load(self.rate.state())
         reshard(self.stage, after.stage)
         checkpoint.restore_rng(random, str(self.stage.device))
-        after.checkpoints = self.checkpoints
+        after.checkpoints, after.notes = self.checkpoints, self.notes
         after.step_number, after.losses, after.rounds, after.cpu_s = self.step_number, self.losses, self.rounds, self.cpu_s
         self.close()
         return after
@@ -201,7 +204,7 @@ class RankRun:
             if script.is_first and len(self.recorded) < RECORDED_STEPS:
                 self.recorded.append(times)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, keep: int = 2) -> None:
         """Write this rank's part of a checkpoint. Raises DivergedError instead if what it would hold is not finite."""
         pulse().begin(Doing.PREPARING, "writing a checkpoint")
         state = self.state()
@@ -209,7 +212,7 @@ class RankRun:
             check_state(state, self._trained(), **self._where())
         plan = self.layout.plan
         checkpoint.save_checkpoint(
-            folder, self.step_number, state, seed=self.run.seed, rank=self.stage.rank, world_size=plan.world_size
+            folder, self.step_number, state, seed=self.run.seed, rank=self.stage.rank, world_size=plan.world_size, keep=keep
         )
 
     def _trained(self) -> list[str]:
@@ -279,7 +282,7 @@ class RankRun:
         """What this rank contributes to a checkpoint."""
         own = self.stage.state()
         rate = None if self.rate is None else self.rate.state()
-        progress = own.progress if rate is None else {**own.progress, RATE: rate}
+        progress = {**own.progress, **self.notes, **({} if rate is None else {RATE: rate})}
         state = replace(own, progress=progress, rng=checkpoint.rng_state(str(self.stage.device)))
         if self.mixing is None:
             return state
@@ -298,6 +301,7 @@ class RankRun:
             self.mixing.load_own(saved.own)
         checkpoint.restore_rng(saved.rng, str(self.stage.device))
         self.step_number = found.step
+        self.notes = {name: value for name, value in saved.progress.items() if name not in OTHERS}
         if self.rate is not None:
             self.rate.load(saved.progress.get(RATE))
 
@@ -324,6 +328,14 @@ def run_dataset(run: RunSpec, split: str) -> Samples:
     """The run's data in the shape its model takes.
 
     Args:
-        run: one run of the job. split: "train" or "test".
+        run: one run of the job. split: "train", "validation" (with an evaluation) or "test".
     """
-    return dataset_for(run.model, run.dataset, root=run.data_root, split=split, seed=run.seed)
+
+    def load(name: str) -> Samples:
+        return dataset_for(run.model, run.dataset, root=run.data_root, split=name, seed=run.seed)
+
+    looks = run.recipe.evaluation
+    if looks is None or split == "test":
+        return load(split)
+    train, validation = train_and_validation(load, looks.validation, run.seed)
+    return validation if split == "validation" else train

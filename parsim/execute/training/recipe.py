@@ -39,12 +39,34 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRule:
+    """Validation on the way.
+
+    Attributes:
+        every: steps between two; 0: once per pass over the data.
+        validation: below 1 the share of the training samples that is held out, else how many; None: the dataset's own split
+            "validation", or a tenth where it has none.
+        metrics: rows of `parsim.execute.training.metrics.METRICS`. monitor: "loss" or one of them, by which the best checkpoint
+            is chosen. larger_is_better: of it. min_delta: a gain of at most this much is none.
+        patience: validations without a gain after which the training stops; 0: never.
+    """
+
+    every: int = 0
+    validation: float | None = None
+    metrics: tuple[str, ...] = ()
+    monitor: str = "loss"
+    larger_is_better: bool = False
+    min_delta: float = 0.0
+    patience: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRecipe:
     """Attributes:
     optimizer_args: of torch's optimizer, in place of its defaults.
     weight_decay: of the optimizer; None: its default. no_weight_decay: parameters without: "norm", "bias", or patterns.
     schedule: of the learning rate; None: it stays.
-    clip_norm: the largest norm of all gradients together; None: any.
+    clip_norm: the largest norm of all gradients together; None: any. evaluation: on the way; None: none.
     """
 
     optimizer_args: tuple[tuple[str, Argument], ...] = ()
@@ -52,6 +74,7 @@ class TrainingRecipe:
     no_weight_decay: tuple[str, ...] = ()
     schedule: Schedule | None = None
     clip_norm: float | None = None
+    evaluation: EvaluationRule | None = None
 
     @property
     def group_settings(self) -> dict[str, Argument]:
@@ -69,12 +92,14 @@ class TrainingRecipe:
         try:
             values = dict(document)
             schedule = values.pop("schedule", None)
+            looks = values.pop("evaluation", None)
             return cls(
                 **{
                     **values,
                     "optimizer_args": pairs(dict(values.get("optimizer_args", ()))),
                     "no_weight_decay": tuple(values.get("no_weight_decay", ())),
                 },
+                evaluation=None if looks is None else EvaluationRule(**{**looks, "metrics": tuple(looks.get("metrics", ()))}),
                 schedule=None
                 if schedule is None
                 else Schedule(**{**schedule, "arguments": pairs(dict(schedule.get("arguments", ())))}),

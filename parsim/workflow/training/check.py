@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from parsim.errors import ConfigError
 from parsim.workflow.config import RunConfig
 
 if TYPE_CHECKING:
-    from parsim.data import Order
+    from parsim.data import Order, Samples
     from parsim.model.model import Model
 
 
@@ -26,8 +27,31 @@ def check_training(config: RunConfig, model: Model) -> None:
     order = _order(config)
     check_states(training.optimizer, recipe)
     check_exempt((parameter.name for parameter in model.parameters), recipe.no_weight_decay)
+    if recipe.evaluation is not None:
+        _check_metrics(config, recipe.evaluation.metrics)
+        if not recipe.evaluation.every:
+            order.steps_per_epoch  # noqa: B018 - an iterable dataset without a length has no epochs
     steps = total_steps(config)
     check_schedule(training.optimizer, training.resolved_learning_rate, recipe, steps=steps, order=order)
+
+
+def _check_metrics(config: RunConfig, metrics: tuple[str, ...]) -> None:
+    """Raise ConfigError for metrics that what the model predicts has not."""
+    from parsim.model.interface import interface_of
+    from parsim.model.losses import CLASSES
+
+    interface = interface_of(config.model_spec)
+    if metrics and interface.target is None:
+        raise ConfigError(
+            f"training.evaluation.metrics = {list(metrics)}: {config.model.name} takes its targets itself, so a metric cannot "
+            "compare with them; drop metrics, and follow the loss"
+        )
+    of_classes = [name for name in metrics if name in ("accuracy", "perplexity", "mean_iou")]
+    if of_classes and interface.objective.row.targets != CLASSES:
+        raise ConfigError(
+            f"training.evaluation.metrics: {of_classes[0]} compares classes, and {config.model.name} is trained by "
+            f"{interface.objective.loss}; take mean_absolute_error, or a function of your own"
+        )
 
 
 def total_steps(config: RunConfig) -> int:
@@ -44,11 +68,22 @@ def steps_per_epoch(config: RunConfig) -> int:
 
 def _order(config: RunConfig) -> Order:
     """In which training reads its samples, the first of which is looked at."""
-    from parsim.data import order_of
+    import numpy as np
+
+    from parsim.data import order_of, train_and_validation
     from parsim.data.for_model import dataset_for
 
     training = config.training
-    data = dataset_for(config.model_spec, training.dataset, root=training.data_root, seed=training.seed)
+
+    def load(split: str) -> Samples:
+        return dataset_for(config.model_spec, training.dataset, root=training.data_root, split=split, seed=training.seed)
+
+    looks = training.recipe.evaluation
+    if looks is None:
+        data = load("train")
+    else:
+        data, held_out = train_and_validation(load, looks.validation, training.seed)
+        held_out.values(np.zeros(1, dtype=np.int64))
     order = order_of(data, training.global_batch, training.seed)
     data.values(order.indices(0)[:1])
     return order

@@ -9,20 +9,19 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_
 from pydantic_core import PydanticCustomError
 
 from parsim.data import DATASETS
-from parsim.errors import ConfigError
-from parsim.execute.training.recipe import Schedule, TrainingRecipe, pairs
-from parsim.execute.training.schedules import SCHEDULES, check_arguments
+from parsim.errors import ConfigError, near_matches
+from parsim.execute.training.metrics import LOSS_NAME, METRICS
+from parsim.execute.training.recipe import EvaluationRule, Schedule, TrainingRecipe, pairs
+from parsim.execute.training.schedules import PLATEAU, SCHEDULES, check_arguments
 from parsim.hardware.record import Count
 from parsim.model.number_formats import FORMATS, check_planned
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.registry import RowOf
-from parsim.workflow.cluster_section import ConfigSection
+from parsim.workflow.cluster_section import ConfigSection, Name, Number
 
 MOST_SAMPLES = 10**9
 """In a batch."""
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True, ge=0)]
-Name = Annotated[str, Field(strict=True, min_length=1)]
 ArgumentValue = StrictBool | StrictInt | Number | StrictStr | tuple[StrictInt | Number, ...]
 Dtype = Literal["float32", "float64"]
 
@@ -70,6 +69,55 @@ class ScheduleSection(ConfigSection):
         )
 
 
+class EvaluationSection(ConfigSection):
+    """[training.evaluation]: validation on the way, on all ranks."""
+
+    every: Whole = 0
+    """Steps between two validations; 0 or left out: once per epoch. The last step always has one."""
+    validation: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Below 1: the share of the training samples that is held out; else how many. Left out: the dataset's own split
+    "validation", or 0.1 where it has none."""
+    metrics: tuple[Annotated[Name, RowOf(METRICS)], ...] = ()
+    """Rows of `parsim.execute.training.metrics`, or "package.module:function" (output, target)."""
+    monitor: Name = LOSS_NAME
+    """ "loss" or one of the metrics: what the best checkpoint, early stop and ReduceLROnPlateau follow."""
+    mode: Literal["min", "max"] | None = None
+    """Whether less or more of `monitor` is better; left out: as its metric says."""
+    patience: Whole = 0
+    """The training stops after so many validations without a gain; 0: never."""
+    min_delta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """A gain of at most this much is none."""
+
+    @model_validator(mode="after")
+    def _follows(self) -> EvaluationSection:
+        if self.monitor not in (LOSS_NAME, *self.metrics):
+            near = near_matches(self.monitor, (LOSS_NAME, *self.metrics))
+            raise _rule(f"monitor = {self.monitor!r} is neither loss nor one of metrics{near}")
+        if self.validation is not None and self.validation >= 1 and not self.validation.is_integer():
+            raise _rule(f"validation = {self.validation:g}: give a share below 1, or a whole number of samples")
+        if self.larger_is_better is None:
+            raise _rule(f'monitor = {self.monitor!r} is a function of your own: set mode = "min" or mode = "max" beside it')
+        return self
+
+    @property
+    def larger_is_better(self) -> bool | None:
+        if self.mode is not None:
+            return self.mode == "max"
+        return False if self.monitor == LOSS_NAME else METRICS[self.monitor].larger_is_better
+
+    @property
+    def evaluation(self) -> EvaluationRule:
+        return EvaluationRule(
+            every=self.every,
+            validation=self.validation,
+            metrics=self.metrics,
+            monitor=self.monitor,
+            larger_is_better=bool(self.larger_is_better),
+            min_delta=self.min_delta,
+            patience=self.patience,
+        )
+
+
 class TrainingSection(ConfigSection):
     """[training]: how it is trained, whatever the plan."""
 
@@ -89,6 +137,8 @@ class TrainingSection(ConfigSection):
     """Parameters without weight decay: "norm", "bias", or patterns of their names ("*.position*")."""
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """The largest norm of all gradients together, over all ranks, as torch.nn.utils.clip_grad_norm_ takes it; left out: any."""
+    evaluation: EvaluationSection | None = None
+    """On the way; left out: only the test samples are scored, at the end."""
     schedule: ScheduleSection | None = None
     """Of the learning rate; left out: it stays."""
     learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
@@ -131,6 +181,8 @@ class TrainingSection(ConfigSection):
             )
         if "weight_decay" in self.optimizer_args:
             raise _rule("optimizer_args.weight_decay: weight decay has a key of its own; set training.weight_decay")
+        if self.schedule is not None and self.schedule.name == PLATEAU and self.evaluation is None:
+            raise _rule(f"schedule {PLATEAU} follows the validation; add [training.evaluation] with every = 100")
         return self
 
     @property
@@ -141,6 +193,7 @@ class TrainingSection(ConfigSection):
             weight_decay=self.weight_decay,
             no_weight_decay=self.no_weight_decay,
             clip_norm=self.clip_norm,
+            evaluation=None if self.evaluation is None else self.evaluation.evaluation,
             schedule=None if self.schedule is None else self.schedule.schedule,
         )
 
