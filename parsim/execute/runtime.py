@@ -7,6 +7,7 @@ calls autograd on its own outputs only. A gradient bucket is a flat array whose 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,16 @@ from parsim.work import NORM, ClipGradients, Collective, Compute, LoadBatch, Opt
 
 BatchSource = Callable[[int], Mapping[str, Tensor]]
 """Microbatch number -> the batch values (model inputs, "target") this rank reads: its `Layout.batch_ways` share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Instances:
+    """Of one component: what it reads and makes, the gradients of its inputs, and which are complete behind its backward."""
+
+    inputs: tuple[Instance, ...]
+    outputs: tuple[Instance, ...]
+    growing: tuple[ValueKey, ...]
+    completed: tuple[Instance, ...]
 
 
 class RankProgram:
@@ -72,8 +83,22 @@ class RankProgram:
             for name in reading.components
         }
         self._norm: Tensor | None = None
+        self._of = {name: self._instances(name) for name in stage.runnables}
         self._ahead: tuple[BatchSource, list[Mapping[str, Tensor]]] | None = None
         self._reset()
+
+    def _instances(self, name: str) -> _Instances:
+        stage, layout = self._stage, self._stage.layout
+        runnable = stage.runnables[name]
+        return _Instances(
+            inputs=tuple(Instance(ValueKey(value), layout.reads_in(name, value).value) for value in runnable.input_names),
+            outputs=tuple(Instance(ValueKey(value), layout.source[value].value) for value in runnable.output_names),
+            growing=tuple(ValueKey(value, self._reading[name, value]) for value in runnable.input_names),
+            completed=tuple(
+                Instance(ValueKey(value, reading), reading.ends.gradient)
+                for value, reading in layout.completed_readings(stage.number, name)
+            ),
+        )
 
     def _reset(self) -> None:
         self._store.clear()
@@ -217,12 +242,9 @@ class RankProgram:
     def _forward(self, task: Task) -> None:
         name, microbatch = _component_of(task)
         runnable = self._stage.runnables[name]
-        layout = self._stage.layout
-        inputs = {
-            value: self._taken(Instance(ValueKey(value), layout.reads_in(name, value).value), microbatch)
-            for value in dict.fromkeys(runnable.input_names)
-        }
-        given = [inputs[value] for value in runnable.input_names]
+        layout, own = self._stage.layout, self._of[name]
+        inputs = {instance: self._taken(instance, microbatch) for instance in dict.fromkeys(own.inputs)}
+        given = [inputs[instance] for instance in own.inputs]
         self._stage.randomness.begin(name, microbatch)
         if layout.recomputes(name):
             run = forward_keeping_calls if layout.recomputes_by_operator(name) else forward_keeping_inputs
@@ -235,8 +257,8 @@ class RankProgram:
                 self._records[name, microbatch] = record
         if name == LOSS and self._stage.loss_counts:
             self._loss.append(outputs[0])
-        for value, tensor in zip(runnable.output_names, outputs, strict=True):
-            self._store.put(Instance(ValueKey(value), layout.source[value].value), microbatch, tensor)
+        for instance, tensor in zip(own.outputs, outputs, strict=True):
+            self._store.put(instance, microbatch, tensor)
 
     def _recompute(self, task: Task) -> None:
         name, microbatch = _component_of(task)
@@ -252,7 +274,8 @@ class RankProgram:
         outputs = [self._gradient_of(value, microbatch) for value in runnable.output_names]
         if name == LOSS:
             outputs = [self._stage.loss_gradient]
-        items = [ValueKey(value, self._reading[name, value]) for value in runnable.input_names]
+        own = self._of[name]
+        items = own.growing
         so_far = [self._growing.pop((item, microbatch), None) for item in items]
         assert isinstance(task.work, Compute)
         if task.work.phase is self._stage.layout.weight_phase(name):
@@ -264,11 +287,10 @@ class RankProgram:
         for item, gradient in zip(items, gradients, strict=True):
             if gradient is not None:
                 self._growing[item, microbatch] = gradient
-        for value, reading in self._stage.layout.completed_readings(self._stage.number, name):
-            item = ValueKey(value, reading)
-            whole = self._growing.pop((item, microbatch), None)
+        for instance in own.completed:
+            whole = self._growing.pop((instance.item, microbatch), None)
             if whole is not None:
-                self._store.put(Instance(item, reading.ends.gradient), microbatch, whole)
+                self._store.put(instance, microbatch, whole)
 
     def _backward_weights(self, task: Task) -> None:
         name, microbatch = _component_of(task)
