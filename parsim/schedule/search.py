@@ -280,6 +280,13 @@ def _with_interval(problem: PlanningProblem, entry: Evaluation, first: Evaluatio
     return with_interval(problem, entry, samples=samples, reason=_reason(entry, first, problem.recompute))
 
 
+def _recomputed_text(plan: Plan) -> str:
+    """`3 of 12 components`, `5 of 12 components, 2 of them by operator`."""
+    whole, some = len(plan.recomputed), len(plan.recomputed_by_operator)
+    by_operator = f", {some if whole else 'all'} of them by operator" if some else ""
+    return f"{whole + some} of {len(plan.components)} components{by_operator}"
+
+
 def _reason(entry: Evaluation, first: Evaluation, recompute: Recompute) -> str:
     if not entry.result.fits:
         worst = max(entry.memory, key=lambda memory: memory.excess_bytes)
@@ -288,7 +295,7 @@ def _reason(entry: Evaluation, first: Evaluation, recompute: Recompute) -> str:
         over = format_bytes(worst.excess_bytes)
         return f"does not fit{tried}: rank {worst.rank} by {over}, mostly {line} ({format_bytes(size)})"
     plan = entry.result.plan
-    again = f"; recomputes {len(plan.recomputed)} of {len(plan.components)} components" if plan.recompute != NONE else ""
+    again = f"; recomputes {_recomputed_text(plan)}" if plan.recompute != NONE else ""
     if entry is first:
         return f"fastest plan that fits{again}"
     if same_program(entry.result.plan, first.result.plan):

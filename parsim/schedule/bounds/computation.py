@@ -20,7 +20,7 @@ from parsim.plans.redistribution import LOCAL_HOPS, ValueLayout, conversion
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.order import is_small, lags, last_block_s
 from parsim.schedule.options import Prices
-from parsim.work import Phase, SendRecv, Work
+from parsim.work import BY_OPERATOR_PART, Phase, SendRecv, Work
 
 SOME_BYTES, SOME_REPLICAS = 2**20, 8
 """The transfers by which the links of replicas are compared, and how many replicas are."""
@@ -164,7 +164,10 @@ class _Computation:
 
     def _compute_s(self, name: str, phase: Phase, rank: int) -> float:
         component = self.problem.model.component(name)
-        return self.prices.compute_on_s(component, self.layout.placement[name], phase, rank)
+        return self.prices.compute_on_s(component, self.layout.placement[name], phase, rank, self._part(name, phase))
+
+    def _part(self, name: str, phase: Phase) -> str:
+        return BY_OPERATOR_PART if phase is Phase.RECOMPUTE and self.layout.recomputes_by_operator(name) else ""
 
     def _least_s(self, name: str, phase: Phase) -> float:
         """On the fastest kind of device of its stage."""
@@ -172,7 +175,7 @@ class _Computation:
         ranks = self._unlike_ranks(self.layout.stage_of[name])
         if self._placed_alone:
             ranks = [rank for rank in ranks if self.layout.runs_on(rank, name)]
-        return min(self.prices.compute_on_s(component, placement, phase, rank) for rank in ranks)
+        return min(self.prices.compute_on_s(component, placement, phase, rank, self._part(name, phase)) for rank in ranks)
 
     def _backward_s(self, name: str, rank: int) -> float:
         halves = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT) if self.layout.is_halved(name) else (Phase.BACKWARD,)
