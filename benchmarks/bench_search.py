@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import replace
 
 from machine import QUICK_NOTE, add_quick, machine_line
 
@@ -18,8 +19,18 @@ from parsim.model.presets import load_preset
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.search import Search, search
 
-PROFILE, GLOBAL_BATCH = "dgx1-v100-32gb", 1024
-MODELS = ("resnet50", "vit_b_16")
+PROFILE, NETWORK, GLOBAL_BATCH = "dgx1-v100-32gb", "infiniband-100g", 1024
+QUESTIONS = (("resnet50", 1, 0), ("vit_b_16", 1, 0), ("mlp", 1, 10**6), ("vgg16", 2, 0), ("bert", 2, 0))
+"""Model, nodes of eight GPUs, and bytes of a GPU where they are not the profile's: so few that nothing fits."""
+
+
+def machine(nodes: int, memory_bytes: int) -> Cluster:
+    """So many nodes, whose GPUs have the profile's memory, or so little of it."""
+    whole = cluster_from_profile(load_profile(PROFILE), nodes=nodes, network=NETWORK if nodes > 1 else None)
+    if not memory_bytes:
+        return whole
+    devices = (replace(device, type=replace(device.type, memory_bytes=memory_bytes)) for device in whole.devices)
+    return replace(whole, devices=tuple(devices))
 
 
 def searched(model: Model, cluster: Cluster) -> tuple[float, Search]:
@@ -36,16 +47,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     asked = parser.parse_args()
     print(machine_line())
-    print(f"adaptive on {PROFILE}, 8 GPUs, batch {GLOBAL_BATCH}; CPU seconds of the process: first search, median after it")
-    print("| model | first | median | plans considered | simulated | chosen |")
-    print("|---|---:|---:|---:|---:|---|")
-    for name in MODELS:
-        model, cluster = load_preset(name, "block"), cluster_from_profile(load_profile(PROFILE))
+    print(f"adaptive on {PROFILE}, batch {GLOBAL_BATCH}; CPU seconds of the process: first search, median after it")
+    print("| model | GPUs | first | median | plans considered | simulated | chosen |")
+    print("|---|---:|---:|---:|---:|---:|---|")
+    for name, nodes, memory_bytes in QUESTIONS[:2] if asked.quick else QUESTIONS:
+        model, cluster = load_preset(name, "block"), machine(nodes, memory_bytes)
         first, found = searched(model, cluster)
         again = [searched(model, cluster)[0] for _ in range(1 if asked.quick else asked.repeats)]
         chosen = "nothing fits" if found.chosen is None else found.chosen.result.plan.summary()
         counts = f"{found.tally.considered} | {found.tally.simulated}"
-        print(f"| {name} | {first:.2f} | {statistics.median(again):.2f} | {counts} | {chosen} |")
+        print(f"| {name} | {cluster.size} | {first:.2f} | {statistics.median(again):.2f} | {counts} | {chosen} |")
     if asked.quick:
         print(QUICK_NOTE)
 

@@ -114,6 +114,7 @@ def compared_again(seed: int, row: Mapping[str, Any]) -> dict[str, Any]:
         "loss": gap if outcome == "loss" else 0.0,
         "search": None if plan is None else plan.summary(),
         "status": status,
+        "best_s": min(seconds, row["best_s"]),
         "search_s": round(time.process_time() - begin_s, 3),
     }
 

@@ -72,7 +72,7 @@ class PlanningProblem:
         """The ZeRO stage of a plan that is not searched for: 0 where it is left open."""
         return self.zero_stage if isinstance(self.zero_stage, int) else 0
 
-    @property
+    @cached_property
     def optimizer_state_bytes_per_element(self) -> int:
         """What the optimizer keeps of a parameter."""
         return optimizer_bytes(self.optimizer, self.precision, master_weights=self.master_weights)[0]

@@ -132,6 +132,7 @@ class _Computation:
             reached = [value for value in late if value is not None]
             busy_s = self.plan.microbatches * sum(map(sum, seconds.values()))
             back_s = self.plan.microbatches * sum(backward for _, backward in seconds.values())
+            back_s -= max(map(self._ahead_s, chunks))
             found.append(
                 PlaceWork(
                     busy_s=busy_s,
@@ -150,6 +151,16 @@ class _Computation:
             return [self.layout.rank(place, 0, shard) for shard in range(self.plan.mesh.tp)]
         costs = self.problem.costs(self.plan.world_size)
         return list({costs.device_kind(rank): rank for rank in self.plan.mesh.stage_ranks(place)}.values())
+
+    def _ahead_s(self, chunk: int) -> float:
+        """What a backward of a stage may do before the gradient has come: the second forward of its first component."""
+        backwards = (name for name in reversed(self.plan.stages[chunk].components) if name in self.layout.differentiable)
+        first = next(backwards, None)
+        if first is None or not self.layout.recomputes(first):
+            return 0.0
+        component, placement = self.problem.model.component(first), self.layout.placement[first]
+        ranks = self._unlike_ranks(self.plan.stage_places[chunk])
+        return max(self.prices.compute_on_s(component, placement, Phase.RECOMPUTE, rank) for rank in ranks)
 
     def _compute_s(self, name: str, phase: Phase, rank: int) -> float:
         component = self.problem.model.component(name)
@@ -371,7 +382,8 @@ class _Computation:
         backward_s = [sum(map(self._least_backward_s, names)) for names in turned]
         ahead = lags(stages, lambda name: self._least_s(name, Phase.FORWARD), self._inputs_from_others)
         back = lags(turned, self._least_backward_s, self._gradients_from_others)
-        return last_block_s(self.plan, forward_s, backward_s, ahead, back)
+        early_s = [self._ahead_s(chunk) for chunk in range(len(stages))]
+        return last_block_s(self.plan, forward_s, backward_s, ahead, back, early_s)
 
     def _least_backward_s(self, name: str) -> float:
         again = self._least_s(name, Phase.RECOMPUTE) if self.layout.recomputes(name) else 0.0

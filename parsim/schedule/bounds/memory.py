@@ -268,32 +268,51 @@ def _saved_bytes(problem: PlanningProblem, mesh: Mesh, samples: int, component: 
 
 
 def _always_kept(problem: PlanningProblem, mesh: Mesh, samples: int) -> Floats:
-    """By component, of one microbatch: the values that it reads and needs for its backward, each with the first such reader.
-
-    A shard has at least its part of each. Values that share storage are counted once without recomputation: together they are
-    not counted as more than what the first to save them saves.
-    """
+    """By component, of one microbatch: what is kept whatever is recomputed. A shard has at least its part of each value."""
     known = problem.remembered(_Least)
     if known.rates is None:
         known.rates = _kept_rates(problem)
-    rounded = np.maximum(0.0, known.rates / mesh.tp - 1.0)  # a shard's bytes per sample are whole numbers
+    rounded = np.maximum(0.0, known.rates / mesh.tp - ROUNDED_VALUES)
     kept: Floats = rounded * samples
     return kept
 
 
+ROUNDED_VALUES = 16
+"""Bytes per sample by which the values of one component in shards are rounded down together: they are whole numbers."""
+
+
 def _kept_rates(problem: PlanningProblem) -> Floats:
-    """Bytes per sample of the values that are kept whatever is recomputed, by component."""
+    """Bytes per sample that are kept whatever is recomputed, by component.
+
+    A value is kept in any case if a reader needs it for its backward; it counts with the first such reader. Beside these, a
+    component keeps either what it saves and no value stands for, or, recomputed, what it reads: of that its share among all
+    readers. The less of both counts. Values that share storage count together as no more than what their first saver saves.
+    """
     model, precision = problem.model, problem.precision
-    order, by_first = model.component_index, dict[str, list[tuple[int, int]]]()
-    for value in (value_in(value, precision) for value in model.values):
-        savers = sorted(value.savers or (), key=order.__getitem__)
-        reader = next((name for name in savers if value.name in model.component(name).inputs), None)
-        if reader is not None and value.producer is not None:
-            by_first.setdefault(savers[0], []).append((order[reader], value.bytes_per_sample))
-    rates = np.zeros(len(model.components))
-    for first, some in by_first.items():
-        together = sum(size for _, size in some)
-        most = component_in(model.component(first), precision).saved_activation_bytes
-        for reader_number, size in some:
-            rates[reader_number] += size * min(1.0, most / together) if together else 0.0
-    return rates
+    order = model.component_index
+    saved = [float(component_in(component, precision).saved_activation_bytes) for component in model.components]
+    values = [value for value in (value_in(value, precision) for value in model.values) if value.producer is not None]
+    savers = {value.name: sorted(value.savers or (), key=order.__getitem__) for value in values}
+    stood_for = [0.0] * len(saved)
+    for value in values:
+        for first in savers[value.name][:1]:
+            stood_for[order[first]] += value.bytes_per_sample
+    rates, read = np.zeros(len(saved)), np.zeros(len(saved))
+    readers: dict[str, list[str]] = {}
+    for component in model.components:
+        for name in dict.fromkeys(component.inputs):
+            readers.setdefault(name, []).append(component.name)
+    for value in values:
+        size = float(value.bytes_per_sample)
+        for first in savers[value.name][:1]:
+            size *= min(1.0, saved[order[first]] / max(stood_for[order[first]], 1.0))
+        reading = readers.get(value.name, [])
+        needing = next((name for name in savers[value.name] if name in reading), None)
+        if needing is not None:
+            rates[order[needing]] += size
+        else:
+            for name in reading:
+                read[order[name]] += size / len(reading)
+    inside = np.maximum(0.0, np.array(saved) - np.array(stood_for))
+    least: Floats = rates + np.minimum(read, inside)
+    return least

@@ -28,12 +28,20 @@ def is_small(plan: Plan) -> bool:
     return 2 * len(plan.stages) * plan.microbatches <= MOST_BLOCKS
 
 
-def last_block_s(plan: Plan, forward_s: Sequence[float], backward_s: Sequence[float], ahead: Lags, back: Lags) -> float:
+def last_block_s(
+    plan: Plan,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    ahead: Lags,
+    back: Lags,
+    early_s: Sequence[float],
+) -> float:
     """When the last block of place 0 ends, after the beginning of the step there.
 
     Args:
         plan: a pipeline whose order has no halves. forward_s, backward_s: by stage, of one block.
         ahead: of the forwards. back: of the backwards; none for a stage where the loss lies.
+        early_s: by stage, what a backward does at its beginning without the gradient: it runs a forward again.
 
     Returns:
         0 where a stage of another place waits for nothing: it may begin its step before place 0 does.
@@ -56,7 +64,7 @@ def last_block_s(plan: Plan, forward_s: Sequence[float], backward_s: Sequence[fl
                 ready = max(before, default=0.0)
                 if ready == INFINITE:
                     break
-                ready = max(ready, free[place])
+                ready = max(ready if forwards else ready - early_s[action.stage], free[place])
                 begun[forwards, action.stage, action.microbatch] = ready
                 free[place] = ready + (forward_s if forwards else backward_s)[action.stage]
                 following[place] += 1

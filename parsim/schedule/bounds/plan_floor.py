@@ -65,8 +65,10 @@ class PlanFloor:
         over = self.floor.of_places(stage, self.places, recomputing=False)
         bound = 0.0
         for work, place, excess in zip(computation_of(problem, plan), self.places, over.tolist(), strict=True):
-            whole = work.busy_s if work.after_s is None else max(work.busy_s, work.done_s + work.after_s)
-            bound = max(bound, whole + plan.microbatches * self._freeing_s(place, excess))
+            again = self._freeing_s(place, excess)
+            bound = max(bound, work.busy_s + plan.microbatches * again)
+            if work.after_s is not None:  # the first second forward may run before the first gradient has come
+                bound = max(bound, work.done_s + work.after_s + (plan.microbatches - 1) * again)
         return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
 
     def _freeing_s(self, place: HeldRuns, excess: float) -> float:
