@@ -15,7 +15,6 @@ from typing import NamedTuple
 from parsim.model.component import Component
 from parsim.work import Phase
 
-
 GATES = {"_thnn_fused_lstm_cell": 4, "_thnn_fused_gru_cell": 3}
 """Cells of fused recurrent layers, and the gates of each hidden feature."""
 
