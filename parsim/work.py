@@ -79,6 +79,26 @@ class OptimizerStep:
     tensors: int
 
 
+NORM, SCALE = "norm", "scale"
+"""Parts of clipping: a rank's share of the squared norm, and the multiplication of the gradients that it updates with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipGradients:
+    """One part of clipping the gradients by their global norm. The sum over ranks between the two is a Collective.
+
+    `elements` counts scalars, `tensors` the arrays they come in.
+    """
+
+    part: str
+    elements: int
+    tensors: int
+
+    def __post_init__(self) -> None:
+        if self.part not in (NORM, SCALE):
+            raise GraphError(f"clipping has the parts {NORM} and {SCALE}, got {self.part!r}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """A collective over the ranks of `group`; `size_bytes` is S, the whole array, as in nccl-tests.
@@ -141,7 +161,7 @@ class Mix:
             raise GraphError(f"a mix needs elements >= 0 and copies >= 1, got {self.elements} and {self.copies}")
 
 
-Work = Compute | OptimizerStep | Collective | SendRecv | LoadBatch | Mix
+Work = Compute | OptimizerStep | ClipGradients | Collective | SendRecv | LoadBatch | Mix
 
 
 def is_communication(work: Work) -> bool:
@@ -161,12 +181,14 @@ def ranks_of_work(work: Work) -> tuple[int, ...]:
 
 def kind_of(work: Work) -> str:
     """The task kind used in comparisons and reports: forward, backward (or backward_input and
-    backward_weight), recompute, optimizer, all_reduce, send_recv, load, mix."""
+    backward_weight), recompute, optimizer, clip, all_reduce, send_recv, load, mix."""
     match work:
         case Compute():
             return work.phase.value
         case OptimizerStep():
             return Phase.OPTIMIZER.value
+        case ClipGradients():
+            return "clip"
         case Collective():
             return work.operation
         case SendRecv():

@@ -17,6 +17,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.placement import BATCH, KINDS, Placement, parse_placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan, holding
 from parsim.plans.recompute import BY_OPERATOR, NONE, SELECTIVE, Recompute
+from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.stages import balanced_plan
 
@@ -204,11 +205,12 @@ def custom_plan(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     recompute: Recompute = NONE,
     context_exchange: str = "ring",
+    synchronisation: Synchronisation = ALL_REDUCE,
 ) -> Plan:
     """The plan on `mesh` with these placements; its stages are cut so that the slowest is as fast as can be.
 
     Args:
-        placements: by component; None: all batch-sharded. context_exchange: as in Plan.
+        placements: by component; None: all batch-sharded. context_exchange, synchronisation: as in Plan.
 
     Raises:
         PlanError: the placements, the batch and the mesh do not go together. ScheduleError: more stages than components.
@@ -231,6 +233,6 @@ def custom_plan(
         bucket_bytes=bucket_bytes,
         placements=placements,
     )
-    plan = replace(plan, recompute=recompute, context_exchange=context_exchange)
+    plan = replace(plan, recompute=recompute, context_exchange=context_exchange, synchronisation=synchronisation)
     check_plan(plan, problem.model)
     return plan

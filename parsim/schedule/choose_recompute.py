@@ -62,10 +62,9 @@ def every_set_that_fits(problem: PlanningProblem, plan: Plan) -> list[Plan]:
     Returns:
         None for larger models. By operator, too, where these sets are few.
     """
-    layout = problem.layout(plan)
-    backwards = [name for name in plan.components if name in layout.differentiable]
-    if len(backwards) > FEW_COMPONENTS:
+    if not are_few(problem, plan):
         return []
+    backwards = _backwards(problem, plan)
     some = problem.layout(replace(plan, recompute=SELECTIVE))
     ways = [(0, 1, 2) if some.recomputes_by_operator(name) else (0, 2) for name in backwards]
     if prod(map(len, ways)) > MOST_SETS:
@@ -80,6 +79,19 @@ def every_set_that_fits(problem: PlanningProblem, plan: Plan) -> list[Plan]:
             fitting.append(levels)
             found.append(tried)
     return found
+
+
+def are_few(problem: PlanningProblem, plan: Plan) -> bool:
+    """Whether every set of recomputed components is tried.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+    """
+    return len(_backwards(problem, plan)) <= FEW_COMPONENTS
+
+
+def _backwards(problem: PlanningProblem, plan: Plan) -> list[str]:
+    return [name for name in plan.components if name in problem.layout(plan).differentiable]
 
 
 def _entries(levels: Iterable[tuple[str, int]]) -> Recompute:

@@ -72,10 +72,11 @@ class _Narrowed:
 
 @dataclass
 class _Kinds:
-    """Of one problem: the first rank of each kind of device, and these by numbers of ranks."""
+    """Of one problem: the first rank of each kind of device, and these by numbers of ranks; components that have a backward."""
 
     first: dict[str, int] = field(default_factory=dict)
     by_ranks: dict[int, dict[str, int]] = field(default_factory=dict)
+    differentiable: frozenset[str] | None = None
 
 
 def device_kinds(problem: PlanningProblem, ranks: int) -> dict[str, int]:
@@ -194,7 +195,10 @@ class Prices:
     @cached_property
     def differentiable(self) -> frozenset[str]:
         """Components that have a backward."""
-        return differentiable_components(self.problem.model)
+        known = self.problem.remembered(_Kinds)
+        if known.differentiable is None:
+            known.differentiable = differentiable_components(self.problem.model)
+        return known.differentiable
 
     def conversion_s(self, value: Value, source: ValueLayout, target: ValueLayout) -> float:
         """One microbatch of a value from one layout to another, in the first replica."""

@@ -21,10 +21,8 @@ from parsim.schedule.branch_and_bound import Incumbents, JudgedPlan, Tally, judg
 from parsim.schedule.families import FAMILIES, Strategy, mixed_meshes, nodes_of
 from parsim.schedule.members import Members
 from parsim.schedule.parts.node import Node, PosedPlacement
+from parsim.schedule.parts.usual import most_late
 from parsim.units import format_bytes, format_seconds
-
-MOST_LATE = 2000
-"""Parts that refine what was found (other cuts, other bucket sizes), of which so many are opened."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +105,7 @@ def search(
             judge=steps.of,
             incumbents=incumbents,
             late=late,
-            most=float("inf") if late is not None else MOST_LATE,
+            most=float("inf") if late is not None else most_late(problem),
         )
         judged.extend(found)
         tally.add(counted)

@@ -38,7 +38,7 @@ from parsim.model.component import Component, Operator
 from parsim.model.number_formats import number_format
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.shard.narrow import narrow
-from parsim.work import BY_OPERATOR_PART, Compute, OptimizerStep, Phase
+from parsim.work import BY_OPERATOR_PART, NORM, SCALE, ClipGradients, Compute, OptimizerStep, Phase
 
 SHARD_SIGMA_PER_DOUBLING = 0.25
 """Of a shard's time taken from that of one twice as large. By the roofline, against 232 measured halves of components of six
@@ -56,6 +56,9 @@ IMBALANCE_SIGMA = 0.1
 
 FULL_BYTES = 4
 MASTER_ACCESSES = 3
+CLIP_ACCESSES = {NORM: 1, SCALE: 2}
+CLIP_SIGMA = 0.3
+"""Assumed: nothing measures clipping by itself."""
 """Of 4 bytes per element: two casts between fp32 and half precision, 6 bytes each."""
 
 
@@ -118,7 +121,7 @@ class ComputeCosts:
             whole = replace(work, phase=Phase.BACKWARD)
             known = self.estimate(whole, component, device, input_gradient=input_gradient)
             return _half(known, part, model) if known.source == "measured" else model.estimate(part)
-        for ways in (ways for ways in range(work.ways, 0, -1) if work.ways % ways == 0):
+        for ways in (ways for ways in range(work.ways if self._points else 0, 0, -1) if work.ways % ways == 0):
             base = replace(part, component=narrow(component, work.rule, ways))
             key = MeasuredWork(base.component.fingerprint, work.phase.value, device.type.name, self.precision)
             if key in self._points:
@@ -210,6 +213,31 @@ class ComputeCosts:
             parameters=(drift, *spread, ("operator:memory_bound", sigma)),
             detail=detail,
             extrapolated=outside,
+        )
+
+    def clip(self, work: ClipGradients, optimizer: str, device: Device, *, master_weights: bool = True) -> Estimate:
+        """Seconds of one part of clipping: one access per element for the norm, two for the scaling.
+
+        It is the share of an optimizer step over the same arrays that its accesses have. Nothing measures clipping by itself.
+
+        Raises:
+            ConfigError, CostError: as `optimizer`.
+        """
+        step = OptimizerStep(elements=work.elements, tensors=work.tensors)
+        whole = self.optimizer(step, optimizer, device, master_weights=master_weights)
+        if not work.elements:
+            return whole
+        accesses = CLIP_ACCESSES[work.part]
+        every = OPTIMIZERS[optimizer].accesses_per_element
+        detail = f"{accesses} of {every} accesses of a step of {optimizer}"
+        return Estimate.of(
+            (*whole.terms, Term("share", "times", accesses / every, "fitted", detail)),
+            source="fitted" if whole.source == "measured" else whole.source,
+            parameters=(*whole.parameters, ("operator:clip", CLIP_SIGMA)),
+            repeat_sigma=whole.repeat_sigma,
+            detail=f"{detail}: {whole.detail}",
+            extrapolated=whole.extrapolated,
+            issue_s=whole.issue_s * accesses / every,
         )
 
     def operator_model(self, device: DeviceType) -> OperatorModel:

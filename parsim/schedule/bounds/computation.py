@@ -14,7 +14,7 @@ from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Value
-from parsim.plans.pipeline import pipeline_actions
+from parsim.plans.pipeline import few_rounds, pipeline_actions
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
 from parsim.plans.redistribution import LOCAL_HOPS, ValueLayout, conversion
 from parsim.predict.planning_problem import PlanningProblem
@@ -406,7 +406,8 @@ class _Computation:
         plan = self.plan
         later = 0.0
         behind: dict[int, float] = {}
-        actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
+        count = few_rounds(plan.pipeline_order, plan.mesh.pp, plan.microbatches)
+        actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, count, plan.chunks)
         for action in reversed(actions):
             forward, backward = seconds[action.stage]
             if action.phase is not Phase.FORWARD:
