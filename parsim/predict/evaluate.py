@@ -14,7 +14,7 @@ from parsim.analyze.bounds import busiest_resource_s
 from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
 from parsim.arrays import Floats
 from parsim.costs.estimate import Estimate, OverlapFactors
-from parsim.costs.memory.rank_memory import RankMemory
+from parsim.costs.memory.records import RankMemory
 from parsim.costs.uncertainty.draws import (
     medians_s,
     rank_noise,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from parsim.costs.memory.rank_memory import Again
+from parsim.costs.memory.records import Again
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Component, Selective, Value
 from parsim.model.precision import component_in, value_in

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from parsim.costs.memory.chunks import Chunks
-from parsim.costs.memory.rank_memory import Boundary, RankMemory, RankStep, Traffic, Weights, rank_memory
+from parsim.costs.memory.rank_memory import rank_memory
+from parsim.costs.memory.records import Boundary, RankMemory, RankStep, Weights
 from parsim.costs.memory.waiting import waiting_bytes
-from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.parameter_buckets import Bucket
-from parsim.graph.passes.convert import POINT_TO_POINT_HOPS
 from parsim.graph.plan_index import PlanIndex, Reading
 from parsim.hardware.cluster import Cluster
 from parsim.model.component import Value
@@ -27,6 +25,7 @@ from parsim.plans.held import held_moments
 from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight
 from parsim.plans.redistribution import LOCAL_HOPS, Hop, ValueLayout, conversion
 from parsim.predict.kept_activations import KeptActivations
+from parsim.predict.rank_traffic import local_bytes, rank_traffic
 from parsim.predict.round_memory import batches_held, with_relaxed_lines
 from parsim.predict.unsharded_memory import unsharded_bytes
 
@@ -59,9 +58,7 @@ def plan_memory(
         stage = plan.stage_of_rank(rank)
         place = (stage, 0 if alike else plan.shard_of_rank(rank), device.name)
         if place not in known:
-            messages = _messages(layout, kept.values, rank)
             names = layout.rank_components(rank)
-            arriving, unsure = _arriving_bytes(kept, rank)
             gradients = waiting_gradients(layout, kept.values, rank)
             step = RankStep(
                 components=[kept.component(name) for name in names],
@@ -79,14 +76,6 @@ def plan_memory(
                 weights=rank_weights(layout, rank),
                 recomputed={name: kept.again(name) for name in names if layout.recomputes(name)},
             )
-            traffic = Traffic(
-                backend=cluster.profile.communication.backend,
-                communicators=len({message.group for message in messages}),
-                largest_message_bytes=round(max((message.size_bytes for message in messages), default=0.0)),
-                arriving_bytes=arriving,
-                unsure_arriving_bytes=unsure,
-                posted_bytes=_posted_bytes(kept, rank),
-            )
             known[place] = rank_memory(
                 rank,
                 step,
@@ -94,7 +83,7 @@ def plan_memory(
                 optimizer=optimizer,
                 precision=precision,
                 master_weights=master_weights,
-                traffic=traffic,
+                traffic=rank_traffic(kept, rank, cluster.profile.communication.backend),
             )
         memories.append(with_relaxed_lines(replace(known[place], rank=rank), layout, rank))
     return tuple(memories)
@@ -231,16 +220,6 @@ def _keeper(layout: PlanIndex, rank: int, value: Value) -> str:
     return next(name for name in users if layout.runs_on(rank, name))
 
 
-def local_bytes(layout: PlanIndex, value: Value, how: ValueLayout) -> float:
-    """Bytes of one microbatch of a value on a rank that holds any of it.
-
-    Args:
-        layout: the plan and its model. value: of the model. how: the layout of the value.
-    """
-    plan = layout.plan
-    return value.bytes_per_sample * plan.microbatch_samples * how.local_share(plan.mesh.tp) + value.fixed_bytes
-
-
 def _largest_bytes(layout: PlanIndex, value: Value) -> float:
     """In the fullest of the layouts in which the value is made and read."""
     read = [reading.ends.value for reading in layout.readings[value.name]]
@@ -320,111 +299,3 @@ def _gradient_bytes(layout: PlanIndex, values: Mapping[str, Value], name: str) -
             all_wanted += local_bytes(layout, value, wanted)
             total += max(local_bytes(layout, value, wanted), *steps, 0.0)
     return all_wanted, total
-
-
-def _arriving_bytes(kept: KeptActivations, rank: int) -> tuple[float, float]:
-    """Buffers of transfers to this rank that are not wanted yet; and what can be there beside them.
-
-    A receive is posted as soon as the one before it on its stream has ended. So of values and of gradients the next one is
-    posted. More can have arrived, if the other stage is as far ahead as the order allows: in the steady state of 1f1b it is
-    not. What is sent to a stage that is behind can still lie here. With chunks the values of all chunks come one after
-    another, and so do their gradients.
-    """
-    plan = kept.layout.plan
-    alive = in_flight(plan.pipeline_order, plan.stage_of_rank(rank), plan.mesh.pp, plan.microbatches, plan.chunks)
-    values_ahead = max(0, min(2, plan.microbatches * plan.chunks - alive))
-    gradients_ahead = min(1, plan.microbatches - 1)
-    values, gradients = _crossing(kept, rank)
-    leaving = max(_leaving(kept, rank), default=0.0) if plan.microbatches > 1 else 0.0
-    gradient = max(gradients, default=0.0)
-    if plan.chunks > 1:
-        sizes = sorted(values, reverse=True)[:values_ahead]
-        return sum(sizes[:1]) + gradient, sum(sizes[1:]) + leaving
-    certain = min(1, values_ahead) * sum(values) + gradients_ahead * gradient
-    return certain, values_ahead * sum(values) + gradients_ahead * sum(gradients) - certain + leaving
-
-
-def _posted_bytes(kept: KeptActivations, rank: int) -> float:
-    """With one microbatch: room for the first gradient from each stage, which is there from the beginning of the step."""
-    if kept.layout.plan.microbatches > 1 or kept.layout.plan.chunks > 1:
-        return 0.0
-    return max(_crossing(kept, rank)[1], default=0.0)
-
-
-def _leaving(kept: KeptActivations, rank: int) -> list[float]:
-    """Bytes of one microbatch of every value that a rank sends to another stage."""
-    layout, plan = kept.layout, kept.layout.plan
-    stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
-    return [
-        local_bytes(layout, value, reading.ends.value)
-        for value in ((kept.values[name] for name in layout.values_at[stage]) if plan.mesh.pp > 1 else ())
-        if layout.stage_of_value[value.name] == stage
-        for reading in layout.readings[value.name]
-        if reading.stage != stage and shard in reading.ends.value.holders(plan.mesh.tp)
-    ]
-
-
-def _crossing(kept: KeptActivations, rank: int) -> tuple[list[float], list[float]]:
-    """Bytes of one microbatch of every value, and of every gradient, that a rank receives from another stage."""
-    layout, plan = kept.layout, kept.layout.plan
-    stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
-    values: list[float] = []
-    gradients: list[float] = []
-    for value in (kept.values[name] for name in layout.values_at[stage]) if plan.mesh.pp > 1 else ():
-        home = layout.stage_of_value[value.name]
-        for reading in layout.readings[value.name]:
-            if home is None or home == reading.stage:
-                continue
-            if reading.stage == stage and shard in reading.ends.value.holders(plan.mesh.tp):
-                values.append(local_bytes(layout, value, reading.ends.value))
-            if home == stage and value.differentiable and shard in reading.ends.gradient.holders(plan.mesh.tp):
-                gradients.append(local_bytes(layout, value, reading.ends.gradient))
-    return values, gradients
-
-
-# --- messages ---------------------------------------------------------------------------------------------------------
-
-
-class _Message(NamedTuple):
-    """What a rank sends, receives or reduces, and the process group it does it in."""
-
-    group: tuple[object, ...]
-    size_bytes: float
-
-
-def _messages(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> list[_Message]:
-    """Every kind of message of one step: gradient buckets, conversions, transfers between stages."""
-    plan = layout.plan
-    stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
-    found = [
-        _Message(("dp", bucket.group), bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes)
-        for bucket in layout.rank_buckets(rank)
-        if len(bucket.group) > 1
-    ]
-    for value in (values[name] for name in layout.values_at[stage]):
-        home = layout.stage_of_value[value.name]
-        if home is None:
-            continue
-        for reading in layout.readings[value.name]:
-            ways = [(home, reading.stage, layout.source[value.name].value, reading.ends.value, reading.ends.value)]
-            if value.differentiable:
-                ends = (reading.ends.gradient, layout.source[value.name].gradient)
-                ways.append((reading.stage, home, *ends, reading.ends.gradient))
-            for source, target, begin, end, moved in ways:
-                if source != target and stage in (source, target) and shard in moved.holders(plan.mesh.tp):
-                    found.append(_Message((source, target), local_bytes(layout, value, moved)))
-                if stage == home:
-                    for hop in conversion(begin, end, plan.mesh.tp):
-                        found += _hop_messages(layout, value, hop, shard)
-    return found
-
-
-def _hop_messages(layout: PlanIndex, value: Value, hop: Hop, shard: int) -> list[_Message]:
-    tp = layout.plan.mesh.tp
-    if hop.operation in LOCAL_HOPS:
-        return []
-    size_bytes = max(local_bytes(layout, value, hop.source), local_bytes(layout, value, hop.target))
-    if hop.operation in POINT_TO_POINT_HOPS:
-        pairs = [tuple(sorted(pair)) for pair in hop_pairs(hop, tp) if shard in pair]
-        return [_Message(("tp", pair), size_bytes / (1 if hop.operation == "move" else tp)) for pair in pairs]
-    return [_Message(("tp", group), size_bytes) for group in hop_groups(hop, tp) if shard in group]

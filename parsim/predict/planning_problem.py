@@ -12,7 +12,8 @@ from parsim.costs.estimate import Estimate
 from parsim.costs.feedback.history import NO_HISTORY, History
 from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.costs.hardware_scale import AS_IT_IS, HardwareScale
-from parsim.costs.memory.rank_memory import RankMemory, optimizer_bytes
+from parsim.costs.memory.rank_memory import optimizer_bytes
+from parsim.costs.memory.records import RankMemory
 from parsim.costs.pricing import Priced, price
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster

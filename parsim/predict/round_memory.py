@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parsim.costs.memory.rank_memory import RankMemory
+from parsim.costs.memory.records import RankMemory
 from parsim.graph.passes.rounds import neighbours_of, outer_arrays
 from parsim.graph.plan_index import PlanIndex
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from parsim.costs.memory.rank_memory import RankMemory
+from parsim.costs.memory.records import RankMemory
 from parsim.execute.cuda.memory_counters import MemoryUse
 
 

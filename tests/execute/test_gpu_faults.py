@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parsim.costs.memory.rank_memory import RankMemory
+from parsim.costs.memory.records import RankMemory
 from parsim.errors import ExecutionError, OutOfMemoryError
 from parsim.execute.cuda.faults import check_alone, check_devices, checkpoint_text, is_lost_device, lost_device, out_of_memory
 from parsim.execute.cuda.memory_counters import MemoryUse

@@ -8,13 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.costs.memory.rank_memory import (
-    NCCL_COMMUNICATOR_BYTES,
-    RankMemory,
-    RankStep,
-    Traffic,
-    rank_memory,
-)
+from parsim.costs.memory.rank_memory import NCCL_COMMUNICATOR_BYTES, rank_memory
+from parsim.costs.memory.records import RankMemory, RankStep, Traffic
 from parsim.errors import ConfigError, CostError
 from parsim.hardware.allocator import Allocator, Spread
 from parsim.hardware.device import DeviceType

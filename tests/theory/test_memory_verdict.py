@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.costs.memory.rank_memory import RankMemory
+from parsim.costs.memory.records import RankMemory
 from parsim.costs.memory.verdict import FIT_PROBABILITY, fit_probability, verdict_text
 from parsim.hardware.allocator import Allocator, Spread
 from parsim.hardware.cluster import Cluster, cluster_from_profile

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.memory.rank_memory import RankMemory, RankStep, rank_memory
+from parsim.costs.memory.rank_memory import rank_memory
+from parsim.costs.memory.records import RankMemory, RankStep
 from parsim.errors import CostError
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster, cluster_from_profile

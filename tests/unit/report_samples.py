@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.costs.memory.rank_memory import RankMemory
+from parsim.costs.memory.records import RankMemory
 from parsim.execute.cuda.memory_counters import MemoryUse
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph

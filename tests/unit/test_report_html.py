@@ -26,7 +26,7 @@ from report_samples import (
     step_graph,
 )
 
-from parsim.costs.memory.rank_memory import NOT_TENSORS, RankMemory
+from parsim.costs.memory.records import NOT_TENSORS, RankMemory
 from parsim.execute.cuda.memory_counters import MemoryUse
 from parsim.report import figures, memory_figures
 from parsim.report.html import ReportData, ReportRun, ReportSection, report_html, write_report

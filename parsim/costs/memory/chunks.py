@@ -15,6 +15,9 @@ from typing import NamedTuple
 from parsim.model.component import Component
 from parsim.work import Phase
 
+GATES = {"_thnn_fused_lstm_cell": 4, "_thnn_fused_gru_cell": 3}
+"""Cells of fused recurrent layers, and the gates of each hidden feature."""
+
 
 class HeldMoment(NamedTuple):
     """One action of a rank.
@@ -165,11 +168,21 @@ def _waiting(part: ComponentMoments, chunks: Chunks, element_bytes: int) -> floa
 
 
 def _arrived_bytes(part: ComponentMoments, element_bytes: int) -> float:
-    """Gradients that arrive at operators with a parameter: as large as what these operators make."""
+    """Gradients that arrive at operators with a parameter: as large as what these operators make.
+
+    A fused recurrent layer is one operator there: the gradient of its hidden features arrives, and none of its gates.
+    """
     total = 0.0
-    for operator in part.component.operators:
+    operators = part.component.operators
+    gates = {dict(operator.shape)["elements"] for operator in operators if operator.function in GATES}
+    for operator in operators:
         sizes = dict(operator.shape)
-        if operator.parameter_bytes and operator.kind != "embedding":
+        if operator.function in GATES:
+            elements = sizes["elements"] // GATES[operator.function]
+            total += elements * operator.count * element_bytes * part.samples
+        elif operator.kind == "matmul" and sizes["n"] in gates:
+            continue
+        elif operator.parameter_bytes and operator.kind != "embedding":
             made = {
                 "matmul": ("problems", "m", "n"),
                 "convolution": ("k", "out_h", "out_w"),

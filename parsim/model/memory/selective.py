@@ -71,18 +71,18 @@ class _Program:
         return tuple(environment[slot] for _, slot, _ in program.outputs)
 
 
-def _counts(recorded: Recorded) -> _Counts:
-    """Both forwards of a component. Raises TraceError where it cannot run twice."""
+def _counts(recorded: Recorded, *, kernels: bool = False) -> _Counts:
+    """Both forwards of a component, with its kernels if they are asked for. Raises TraceError where it cannot run twice."""
     with recorded.fakes, torch.enable_grad(), autocast_as(recorded.autocast):
         forward = _Program(recorded.program)
         inputs = [like(recorded.program.tensors[slot]) for _, slot, _ in recorded.program.inputs]
         with LiveBytes() as live:
             for tensor in (*inputs, *forward.given):
                 live.ignore(tensor)
-            calls, kernels = _first(forward, inputs)
+            calls, made = _first(forward, inputs, kernels=kernels)
             first, start = live.moments, live.current_bytes
             live.moments = []
-            repeated = tuple(calls.calls[raw.op].repeat is Repeat.RUN for raw in kernels)
+            repeated = tuple(calls.calls[raw.op].repeat is Repeat.RUN for raw in made)
             read, stays, kept = calls.inputs, calls.outputs, calls.kept_bytes
             saved = second_forward(forward, inputs, calls)
             del calls
@@ -96,17 +96,19 @@ def _counts(recorded: Recorded) -> _Counts:
         again=again,
         first=first,
         second=second,
-        functions=tuple(raw.function for raw in kernels),
+        functions=tuple(raw.function for raw in made),
         repeated=repeated,
     )
 
 
-def _first(forward: _Program, inputs: Sequence[Tensor]) -> tuple[KeptCalls, list[RawOperator]]:
+def _first(forward: _Program, inputs: Sequence[Tensor], *, kernels: bool) -> tuple[KeptCalls, list[RawOperator]]:
     """The first forward and its kernels, each with the number of its call. Nothing of the outputs stays but what is kept."""
     watch = FirstForward((*inputs, *forward.given))
+    if not kernels:
+        return first_forward(forward, inputs, watch, forward.buffers)[1], []
     calls = watch.calls
-    with OperatorMode(lambda: len(calls), set()) as kernels:
-        return first_forward(forward, inputs, watch, forward.buffers)[1], kernels.operators
+    with OperatorMode(lambda: len(calls), set()) as mode:
+        return first_forward(forward, inputs, watch, forward.buffers)[1], mode.operators
 
 
 def selective_of(small: Recorded, large: Recorded, functions: Sequence[str], numbers: Sequence[int] | None) -> Selective | None:
@@ -120,7 +122,7 @@ def selective_of(small: Recorded, large: Recorded, functions: Sequence[str], num
         None where it cannot be counted.
     """
     try:
-        one, other = _counts(small), _counts(large)
+        one, other = _counts(small, kernels=numbers is not None), _counts(large)
     except TraceError:
         return None
     batches = small.samples, large.samples

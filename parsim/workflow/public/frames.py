@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from parsim.analyze.breakdown import RankBreakdown
-    from parsim.costs.memory.rank_memory import RankMemory
+    from parsim.costs.memory.records import RankMemory
     from parsim.graph.taskgraph import TaskGraph
     from parsim.predict.result import PlanResult
     from parsim.timeline import Timeline
