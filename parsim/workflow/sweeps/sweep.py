@@ -94,28 +94,18 @@ def sweep(
     if folder is not None:
         folder.check_usable()
     points = points_of(base, designed)
-    title = _title(points, model)
-    document: dict[str, Any] = {
-        "title": title,
-        "axes": [axis.to_dict() for axis in axes],
-        "design": design,
-        "seed": seed,
-        "goal": goal,
-        "asked": _words(base),
-    }
-    rows, reused = _answered(points, place, folder, document, title)
-    found = Sweep(
-        title=title,
+    asked = Sweep(
+        title=_title(points, model),
         axes=axes,
-        settings=tuple(point.settings for point in points),
-        answers=tuple(rows[point.key] for point in points),
+        settings=tuple(designed),
+        answers=(),
         design=design,
         seed=seed,
         goal=goal or "",
-        asked=str(document["asked"]),
+        asked=_words(base),
         folder=None if folder is None else folder.path,
-        reused=reused,
     )
+    found = _answered(asked, points, place, folder)
     if folder is not None and (note := folder.write_tables(found.table())):
         found = replace(found, notes=(note,))
     return found
@@ -135,25 +125,24 @@ class _Clock:
 
 
 def _answered(
+    asked: Sweep,
     points: Sequence[SweepPoint],
     place: Callable[[Sequence[SweepPoint]], Iterator[tuple[int, dict[str, Any]]]],
     folder: SweepFolder | None,
-    document: Mapping[str, Any],
-    title: str,
-) -> tuple[dict[str, dict[str, Any]], int]:
-    """Rows by key of content, and how many points were known before. Equal points are asked once."""
+) -> Sweep:
+    """The sweep with its answers. Equal points are asked once, and points that the folder holds not at all."""
+    keys = {point.key for point in points}
     with nullcontext() if folder is None else folder.writing() as log:
         known: dict[str, dict[str, Any]] = {}
         if folder is not None:
-            folder.write_description(document, points)
-            known = folder.known({point.key for point in points})
+            folder.write_description(asked.description(), points)
+            known = folder.known(keys)
         reused = sum(point.key in known for point in points)
-        asked = {point.key: point for point in points if point.key not in known}
-        order = sorted(asked.values(), key=_neighbours)
+        order = sorted({point.key: point for point in points if point.key not in known}.values(), key=_neighbours)
         if order:
-            with progress(f"Sweeping {title}") as say:
+            with progress(f"Sweeping {asked.title}") as say:
                 _ask_all(order, place, log, known, say)
-    return known, reused
+    return replace(asked, answers=tuple(known[point.key] for point in points), reused=reused)
 
 
 def _ask_all(
