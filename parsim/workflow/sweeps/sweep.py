@@ -113,13 +113,13 @@ def sweep(
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """How far a sweep is, in words."""
+    """How far a sweep is, in words. The first point is not counted: it compiles and loads what all others only use."""
 
     total: int
-    begun_s: float
+    first_s: float
 
     def text(self, done: int, failed: int, now_s: float) -> str:
-        left_s = (now_s - self.begun_s) / max(done, 1) * (self.total - done)
+        left_s = (now_s - self.first_s) / max(done - 1, 1) * (self.total - done)
         failures = f", {failed} failed" if failed else ""
         return f"{done} of {self.total} points{failures}, about {format_seconds(left_s)} left"
 
@@ -154,16 +154,23 @@ def _ask_all(
 ) -> None:
     """Fill `known`, and the log, row by row."""
     by_number = {point.number: point for point in order}
-    clock, said_s, failed = _Clock(len(order), time.monotonic()), time.monotonic(), 0
-    for done, (number, row) in enumerate(place(order), start=1):
-        point = by_number[number]
-        if log is not None:
-            log.add(point, row)
-        known[point.key] = row
-        failed += row["status"] == FAILED
-        if time.monotonic() - said_s > SAY_EVERY_S:
-            said_s = time.monotonic()
-            say(clock.text(done, failed, said_s))
+    clock, said_s, failed, done = _Clock(len(order), time.monotonic()), time.monotonic(), 0, 0
+    try:
+        for done, (number, row) in enumerate(place(order), start=1):
+            point = by_number[number]
+            if log is not None:
+                log.add(point, row)
+            known[point.key] = row
+            failed += row["status"] == FAILED
+            if done == 1:
+                clock = _Clock(len(order), time.monotonic())
+            elif time.monotonic() - said_s > SAY_EVERY_S:
+                said_s = time.monotonic()
+                say(clock.text(done, failed, said_s))
+    except KeyboardInterrupt:
+        kept = "they are kept, and the same command goes on" if log is not None else "give out= to keep them"
+        say(f"stopped after {done} of {len(order)} points; {kept}")
+        raise
 
 
 def _neighbours(point: SweepPoint) -> tuple[str, str, int]:
