@@ -283,6 +283,33 @@ def _deadly(points: Any) -> Any:
 
 
 @pytest.mark.slow
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    arguments = [sys.executable, "-m", "parsim", "sweep", *MLP, "--over", "training.global_batch=64:32000:+64", "--jobs", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    begun = subprocess.Popen(
+        [*arguments, "--set", "plan.strategy=custom"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    log = tmp_path / "runs" / "mlp-sweep" / "points.jsonl"
+    until = time.monotonic() + 100
+    while time.monotonic() < until and not (log.is_file() and len(log.read_bytes().splitlines()) > 3):
+        time.sleep(0.02)
+    tasks = Path(f"/proc/{begun.pid}/task").glob("*/children")
+    children = [child for task in tasks for child in task.read_text().split()]
+    assert len(children) >= 2
+    begun.send_signal(signal.SIGKILL)
+    begun.wait()
+    until = time.monotonic() + 30
+    while time.monotonic() < until and any(Path(f"/proc/{child}").exists() for child in children):
+        time.sleep(0.1)
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+
+
+@pytest.mark.slow
 def test_killed_and_resumed(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     over = ("--over", "training.global_batch=64:3200:+64", "--over", "plan.strategy=custom")
