@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -326,3 +327,20 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     assert 2 <= document["reused"] <= 50
     assert [row["status"] for row in document["points"]] == ["ok"] * 50
+
+
+@pytest.mark.slow
+def test_a_dask_worker_that_dies_costs_no_row() -> None:
+    """Two workers in processes of their own; one is killed in the middle, and Dask starts it again."""
+    distributed = pytest.importorskip("distributed")
+    over = {"training.global_batch": [64 + 32 * number for number in range(40)]}
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster:
+        address = str(cluster.scheduler_address)
+        with distributed.Client(address, set_as_default=False) as client:
+            (victim, *_) = client.run(os.getpid).values()
+        stop = threading.Timer(2.0, os.kill, (victim, signal.SIGKILL))
+        stop.start()
+        found = swept(over, jobs=None, on=address)
+        stop.join()
+    assert [row["status"] for row in found.rows] == ["ok"] * 40
+    assert not Path(f"/proc/{victim}").exists()

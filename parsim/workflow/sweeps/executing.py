@@ -255,16 +255,19 @@ def _check_workers(client: Client, address: str) -> int:
     """How many threads of workers there are, all with this very parsim."""
     from parsim.workflow.sweeps.points import code_digest
 
-    try:
-        digests = client.run(code_digest)
-    except Exception as error:  # whatever a worker without parsim raises
-        raise ConfigError(f"the workers at {address} cannot import parsim ({error}); install this version there") from error
-    if not digests:
+    said: dict[str, Any] = client.run(code_digest, on_error="return")
+    answers = {worker: digest for worker, digest in said.items() if not isinstance(digest, OSError)}  # the others died just now
+    for digest in answers.values():
+        if isinstance(digest, BaseException):
+            raise ConfigError(
+                f"the workers at {address} cannot import parsim ({type(digest).__name__}: {digest}); install this version there"
+            )
+    if not answers:
         raise ConfigError(f"the Dask cluster at {address} has no workers; start one with `dask worker {address}`")
-    other = [worker for worker, digest in digests.items() if digest != code_digest()]
+    other = [worker for worker, digest in answers.items() if digest != code_digest()]
     if other:
         raise ConfigError(
-            f"{len(other)} of {len(digests)} workers at {address} have another parsim; install this version there"
+            f"{len(other)} of {len(answers)} workers at {address} have another parsim; install this version there"
         )
     return sum(client.nthreads().values())
 
