@@ -20,14 +20,14 @@ from parsim.commands.cost import cost
 from parsim.commands.coverage import coverage
 from parsim.commands.demo import demo
 from parsim.commands.doctor import doctor
-from parsim.commands.explore import explore
+from parsim.commands.export import export
 from parsim.commands.import_file import import_command
 from parsim.commands.plan import plan
 from parsim.commands.profile import profile
 from parsim.commands.report import report
 from parsim.commands.run import run
 from parsim.commands.simulate import simulate
-from parsim.commands.sweep import compare, sweep
+from parsim.commands.sweep import compare, explore, sweep
 from parsim.commands.validate import validate
 from parsim.errors import ParsimError
 from parsim.units import printable
@@ -50,6 +50,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "validate": validate,
     "coverage": coverage,
     "report": report,
+    "export": export,
     "demo": demo,
 }
 

@@ -21,6 +21,7 @@ from parsim.commands.output import (
     print_json,
     print_tables,
 )
+from parsim.workflow.progress import progress
 
 OverOption = Annotated[
     list[str] | None,
@@ -123,3 +124,19 @@ def compare(
         print_json(found.to_dict())
     else:
         print("\n".join(found.lines()))
+
+
+def explore(
+    sweep_folder: Annotated[Path, typer.Argument(metavar="SWEEP_DIR", help="The --out of `parsim sweep`.")],
+    out: Annotated[Path | None, typer.Option("--out", metavar="PAGE.html", help="Left out: explorer.html in it.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write the explorer of a sweep: one page with sliders, a map of winning plans, fronts and curves."""
+    from parsim.workflow.sweeps.result import open_sweep
+
+    with progress(f"Drawing {sweep_folder}"):
+        page = open_sweep(sweep_folder).explore(out)
+    if as_json:
+        print_json({"explorer": str(page)})
+    else:
+        print(f"Explorer: {page}")

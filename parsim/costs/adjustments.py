@@ -25,9 +25,9 @@ from parsim.costs.hardware_scale import AS_IT_IS, HardwareScale
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.speed_factor import speed_since
 from parsim.units import format_seconds
-from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, Work
+from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, Work
 
-COMPUTATION: tuple[type, ...] = (Compute, OptimizerStep, Mix)
+COMPUTATION: tuple[type, ...] = (Compute, OptimizerStep, ClipGradients, Mix)
 EVERYTHING: tuple[type, ...] = (*COMPUTATION, Collective, SendRecv, LoadBatch)
 
 

@@ -19,7 +19,18 @@ from parsim.hardware.device import Device
 from parsim.hardware.device_kinds import DEVICE_KINDS, device_name
 from parsim.model.component import Component
 from parsim.model.model import Model
-from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
+from parsim.work import (
+    BY_OPERATOR_PART,
+    ClipGradients,
+    Collective,
+    Compute,
+    LoadBatch,
+    Mix,
+    OptimizerStep,
+    Phase,
+    SendRecv,
+    Work,
+)
 
 LOAD_SIGMA = 0.25
 """Assumed relative spread of a batch's copy and of mixing: they are priced by bandwidth, not measured."""
@@ -130,6 +141,8 @@ class Costs:
                 return self._compute(work, self._device(rank))
             case OptimizerStep():
                 return self._computation.optimizer(work, self.optimizer, self._device(rank), master_weights=self.master_weights)
+            case ClipGradients():
+                return self._computation.clip(work, self.optimizer, self._device(rank), master_weights=self.master_weights)
             case Mix():
                 return estimate_mix(work, self._device(rank))
             case Collective():
@@ -171,6 +184,7 @@ class Costs:
             device.type.name,
             work.part,
             work.parts,
+            component.selective.operators if work.part == BY_OPERATOR_PART and component.selective is not None else (),
         )
         if key not in self._computed:
             if work.part:
@@ -183,7 +197,7 @@ class Costs:
         return self._computed[key]
 
     @cached_property
-    def _computed(self) -> dict[tuple[int, Phase, int, str, int, str, str, int], Estimate]:
+    def _computed(self) -> dict[tuple[object, ...], Estimate]:
         return {}
 
     @cached_property

@@ -41,7 +41,7 @@ class PlanningProblem:
         makes it fit. constraints: what else plans must keep.
     history: of the profile's validations, by which intervals are corrected.
     capacity_factor: of experts, visits that one has room for over their mean; 0: as many as come.
-    is_divided: the model is already that of a rank (`on`).
+    is_divided: the model is already that of a rank (`on`). clip_gradients: that plans are to clip by the global norm.
     pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
     """
 
@@ -61,6 +61,7 @@ class PlanningProblem:
     capacity_factor: float = 0.0
     forbids: tuple[tuple[str, str], ...] = ()
     is_divided: bool = False
+    clip_gradients: bool = False
 
     def __post_init__(self) -> None:
         check_recorded(self.model, self.precision)

@@ -182,6 +182,9 @@ def run_spec(asked: Prediction, name: str, model_path: Path) -> RunSpec:
         seed=training.seed,
         precision=training.precision,
         master_weights=training.keeps_master_weights,
+        recipe=training.recipe,
+        workers=training.workers,
+        pin_memory=training.pin_memory,
         predicted_memory=tuple(memory.tensor_lines for memory in asked.evaluation.memory),
     )
 
@@ -344,6 +347,7 @@ def ask_again(folder: RunFolder) -> Prediction:
         precision=config.training.precision,
         master_weights=config.training.keeps_master_weights,
         optimizer=config.training.optimizer,
+        clip_gradients=plan.clip_gradients,
     )
     fold = False if folder.job.is_file() else None
     return Prediction(config=config, problem=problem, evaluation=evaluate(problem, plan, fold=fold))
