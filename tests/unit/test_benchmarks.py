@@ -13,6 +13,7 @@ SAYS = {
     "bench_engines": "| dynamic |",
     "bench_plan": "| ranks simulated |",
     "bench_scale": "Lowering every rank",
+    "bench_sweep": "searched, half dp",
     "bench_search": "plans considered",
     "bench_virtual": "exponential",
 }

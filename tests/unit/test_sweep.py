@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -283,6 +284,33 @@ def _deadly(points: Any) -> Any:
 
 
 @pytest.mark.slow
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    arguments = [sys.executable, "-m", "parsim", "sweep", *MLP, "--over", "training.global_batch=64:32000:+64", "--jobs", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    begun = subprocess.Popen(
+        [*arguments, "--set", "plan.strategy=custom"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    log = tmp_path / "runs" / "mlp-sweep" / "points.jsonl"
+    until = time.monotonic() + 100
+    while time.monotonic() < until and not (log.is_file() and len(log.read_bytes().splitlines()) > 3):
+        time.sleep(0.02)
+    tasks = Path(f"/proc/{begun.pid}/task").glob("*/children")
+    children = [child for task in tasks for child in task.read_text().split()]
+    assert len(children) >= 2
+    begun.send_signal(signal.SIGKILL)
+    begun.wait()
+    until = time.monotonic() + 30
+    while time.monotonic() < until and any(Path(f"/proc/{child}").exists() for child in children):
+        time.sleep(0.1)
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+
+
+@pytest.mark.slow
 def test_killed_and_resumed(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     over = ("--over", "training.global_batch=64:3200:+64", "--over", "plan.strategy=custom")
@@ -299,3 +327,20 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     assert 2 <= document["reused"] <= 50
     assert [row["status"] for row in document["points"]] == ["ok"] * 50
+
+
+@pytest.mark.slow
+def test_a_dask_worker_that_dies_costs_no_row() -> None:
+    """Two workers in processes of their own; one is killed in the middle, and Dask starts it again."""
+    distributed = pytest.importorskip("distributed")
+    over = {"training.global_batch": [64 + 32 * number for number in range(40)]}
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster:
+        address = str(cluster.scheduler_address)
+        with distributed.Client(address, set_as_default=False) as client:
+            (victim, *_) = client.run(os.getpid).values()
+        stop = threading.Timer(2.0, os.kill, (victim, signal.SIGKILL))
+        stop.start()
+        found = swept(over, jobs=None, on=address)
+        stop.join()
+    assert [row["status"] for row in found.rows] == ["ok"] * 40
+    assert not Path(f"/proc/{victim}").exists()

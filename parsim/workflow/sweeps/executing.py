@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
@@ -41,6 +42,8 @@ MOST_IN_CHUNK = 64
 IN_FLIGHT = 3
 """Chunks per worker that are sent ahead."""
 CONNECT_S = 10.0
+PARENT_S = 1.0
+"""How often a worker looks whether its parent is alive."""
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
 """A worker per core needs no threads beside it."""
 
@@ -96,7 +99,7 @@ def in_processes(points: Sequence[SweepPoint], jobs: int) -> Iterator[Numbered]:
     shared = shared_values(points)
 
     def open_pool(workers: int) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(max_workers=workers, initializer=_begin_worker, initargs=(shared,), env=THREADS)
+        return ProcessPoolExecutor(max_workers=workers, initializer=_begin_worker, initargs=(shared, os.getpid()), env=THREADS)
 
     left: list[SweepPoint] = [without_values(point) for point in points]
     while left:
@@ -144,10 +147,18 @@ _SHARED: SharedValues = NOTHING_SHARED
 """Of this worker process."""
 
 
-def _begin_worker(shared: SharedValues) -> None:
-    """What a worker process does first."""
+def _begin_worker(shared: SharedValues, parent: int) -> None:
+    """What a worker process does first. It ends with the process that started it, however that ends."""
     global _SHARED
     _SHARED = shared
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """Leave as soon as the parent is another one: loky's workers would wait for a killed parent for ever."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_S)
+    os._exit(1)
 
 
 def _in_worker(points: Sequence[SweepPoint]) -> list[Numbered]:
@@ -244,16 +255,19 @@ def _check_workers(client: Client, address: str) -> int:
     """How many threads of workers there are, all with this very parsim."""
     from parsim.workflow.sweeps.points import code_digest
 
-    try:
-        digests = client.run(code_digest)
-    except Exception as error:  # whatever a worker without parsim raises
-        raise ConfigError(f"the workers at {address} cannot import parsim ({error}); install this version there") from error
-    if not digests:
+    said: dict[str, Any] = client.run(code_digest, on_error="return")
+    answers = {worker: digest for worker, digest in said.items() if not isinstance(digest, OSError)}  # the others died just now
+    for digest in answers.values():
+        if isinstance(digest, BaseException):
+            raise ConfigError(
+                f"the workers at {address} cannot import parsim ({type(digest).__name__}: {digest}); install this version there"
+            )
+    if not answers:
         raise ConfigError(f"the Dask cluster at {address} has no workers; start one with `dask worker {address}`")
-    other = [worker for worker, digest in digests.items() if digest != code_digest()]
+    other = [worker for worker, digest in answers.items() if digest != code_digest()]
     if other:
         raise ConfigError(
-            f"{len(other)} of {len(digests)} workers at {address} have another parsim; install this version there"
+            f"{len(other)} of {len(answers)} workers at {address} have another parsim; install this version there"
         )
     return sum(client.nthreads().values())
 

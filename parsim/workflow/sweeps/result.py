@@ -188,18 +188,25 @@ class Sweep:
         notes = [f"... and {len(self.rows) - most} more"] if len(self.rows) > most else []
         return ReportTable(title="", columns=columns, rows=tuple(texts), notes=tuple(notes))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON, as `parsim sweep --json` prints it."""
-        best = self._picked_row()
+    def description(self) -> dict[str, Any]:
+        """What was asked, as sweep.json keeps it beside the points."""
         return {
             "title": self.title,
             "axes": [axis.to_dict() for axis in self.axes],
             "design": self.design,
             "seed": self.seed,
+            "goal": self.goal or None,
+            "asked": self.asked,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, as `parsim sweep --json` prints it."""
+        best = self._picked_row()
+        return {
+            **self.description(),
             "points": list(self.rows),
             "failed": self.failed,
             "reused": self.reused,
-            "goal": self.goal or None,
             "best": best,
             "sensitivity": self.sensitivity().to_dict() if self.design == "saltelli" else None,
             "folder": None if self.folder is None else str(self.folder),

@@ -94,28 +94,18 @@ def sweep(
     if folder is not None:
         folder.check_usable()
     points = points_of(base, designed)
-    title = _title(points, model)
-    document: dict[str, Any] = {
-        "title": title,
-        "axes": [axis.to_dict() for axis in axes],
-        "design": design,
-        "seed": seed,
-        "goal": goal,
-        "asked": _words(base),
-    }
-    rows, reused = _answered(points, place, folder, document, title)
-    found = Sweep(
-        title=title,
+    asked = Sweep(
+        title=_title(points, model),
         axes=axes,
-        settings=tuple(point.settings for point in points),
-        answers=tuple(rows[point.key] for point in points),
+        settings=tuple(designed),
+        answers=(),
         design=design,
         seed=seed,
         goal=goal or "",
-        asked=str(document["asked"]),
+        asked=_words(base),
         folder=None if folder is None else folder.path,
-        reused=reused,
     )
+    found = _answered(asked, points, place, folder)
     if folder is not None and (note := folder.write_tables(found.table())):
         found = replace(found, notes=(note,))
     return found
@@ -123,37 +113,36 @@ def sweep(
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """How far a sweep is, in words."""
+    """How far a sweep is, in words. The first point is not counted: it compiles and loads what all others only use."""
 
     total: int
-    begun_s: float
+    first_s: float
 
     def text(self, done: int, failed: int, now_s: float) -> str:
-        left_s = (now_s - self.begun_s) / max(done, 1) * (self.total - done)
+        left_s = (now_s - self.first_s) / max(done - 1, 1) * (self.total - done)
         failures = f", {failed} failed" if failed else ""
         return f"{done} of {self.total} points{failures}, about {format_seconds(left_s)} left"
 
 
 def _answered(
+    asked: Sweep,
     points: Sequence[SweepPoint],
     place: Callable[[Sequence[SweepPoint]], Iterator[tuple[int, dict[str, Any]]]],
     folder: SweepFolder | None,
-    document: Mapping[str, Any],
-    title: str,
-) -> tuple[dict[str, dict[str, Any]], int]:
-    """Rows by key of content, and how many points were known before. Equal points are asked once."""
+) -> Sweep:
+    """The sweep with its answers. Equal points are asked once, and points that the folder holds not at all."""
+    keys = {point.key for point in points}
     with nullcontext() if folder is None else folder.writing() as log:
         known: dict[str, dict[str, Any]] = {}
         if folder is not None:
-            folder.write_description(document, points)
-            known = folder.known({point.key for point in points})
+            folder.write_description(asked.description(), points)
+            known = folder.known(keys)
         reused = sum(point.key in known for point in points)
-        asked = {point.key: point for point in points if point.key not in known}
-        order = sorted(asked.values(), key=_neighbours)
+        order = sorted({point.key: point for point in points if point.key not in known}.values(), key=_neighbours)
         if order:
-            with progress(f"Sweeping {title}") as say:
+            with progress(f"Sweeping {asked.title}") as say:
                 _ask_all(order, place, log, known, say)
-    return known, reused
+    return replace(asked, answers=tuple(known[point.key] for point in points), reused=reused)
 
 
 def _ask_all(
@@ -165,16 +154,23 @@ def _ask_all(
 ) -> None:
     """Fill `known`, and the log, row by row."""
     by_number = {point.number: point for point in order}
-    clock, said_s, failed = _Clock(len(order), time.monotonic()), time.monotonic(), 0
-    for done, (number, row) in enumerate(place(order), start=1):
-        point = by_number[number]
-        if log is not None:
-            log.add(point, row)
-        known[point.key] = row
-        failed += row["status"] == FAILED
-        if time.monotonic() - said_s > SAY_EVERY_S:
-            said_s = time.monotonic()
-            say(clock.text(done, failed, said_s))
+    clock, said_s, failed, done = _Clock(len(order), time.monotonic()), time.monotonic(), 0, 0
+    try:
+        for done, (number, row) in enumerate(place(order), start=1):
+            point = by_number[number]
+            if log is not None:
+                log.add(point, row)
+            known[point.key] = row
+            failed += row["status"] == FAILED
+            if done == 1:
+                clock = _Clock(len(order), time.monotonic())
+            elif time.monotonic() - said_s > SAY_EVERY_S:
+                said_s = time.monotonic()
+                say(clock.text(done, failed, said_s))
+    except KeyboardInterrupt:
+        kept = "they are kept, and the same command goes on" if log is not None else "give out= to keep them"
+        say(f"stopped after {done} of {len(order)} points; {kept}")
+        raise
 
 
 def _neighbours(point: SweepPoint) -> tuple[str, str, int]:
