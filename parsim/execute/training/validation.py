@@ -102,7 +102,7 @@ class Validation:
             entry.rate.saw(score, done)
         before, self.best = self.best, self.best.after(score, done, self.rule)
         entry.notes[STATE] = self.best.to_tensor()
-        self.seen.append({"step": done, **result})
+        self.seen.append({"step": done, **{name: None if math.isnan(value) else value for name, value in result.items()}})
         if self.best.step != before.step:
             entry.save(self.folder, keep=1)
         if place.rank == 0:
@@ -112,5 +112,6 @@ class Validation:
 
     def to_dict(self, stopped: int | None) -> dict[str, Any]:
         """For the result of the run. stopped: the step at which the training ended early; None: it did not."""
-        best = {"step": self.best.step, "monitor": self.rule.monitor, "score": self.best.score, "folder": str(self.folder)}
+        score = None if math.isnan(self.best.score) else self.best.score
+        best = {"step": self.best.step, "monitor": self.rule.monitor, "score": score, "folder": str(self.folder)}
         return {"validation": self.seen, "best": best, "stopped_early_at": stopped}
