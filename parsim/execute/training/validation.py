@@ -17,7 +17,7 @@ from parsim.execute.processes.progress import write_progress
 from parsim.execute.state.reshard import whole_weights
 from parsim.execute.training.evaluation import scores
 from parsim.execute.training.rank_run import RankRun, run_dataset
-from parsim.execute.training.recipe import Evaluation
+from parsim.execute.training.recipe import ValidationRule
 
 STATE = "validation"
 """Name of the progress of the validation in a checkpoint."""
@@ -31,14 +31,14 @@ class BestSoFar:
     step: int = 0
     since: int = 0
 
-    def after(self, score: float, step: int, rule: Evaluation) -> BestSoFar:
+    def after(self, score: float, step: int, rule: ValidationRule) -> BestSoFar:
         """With one more score; NaN is never better."""
         gain = (score - self.score) if rule.larger_is_better else (self.score - score)
         if not math.isnan(score) and (math.isnan(self.score) or gain > rule.min_delta):
             return BestSoFar(score=score, step=step, since=0)
         return BestSoFar(score=self.score, step=self.step, since=self.since + 1)
 
-    def stops(self, rule: Evaluation) -> bool:
+    def stops(self, rule: ValidationRule) -> bool:
         """Whether the training ends here."""
         return rule.patience > 0 and self.since >= rule.patience
 
@@ -61,7 +61,7 @@ class Validation:
         whole training. seen: the scores of this part of the training, by step.
     """
 
-    rule: Evaluation
+    rule: ValidationRule
     folder: Path
     every: int
     steps: int

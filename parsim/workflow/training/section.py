@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from parsim.data import DATASETS
 from parsim.errors import ConfigError, near_matches
 from parsim.execute.training.metrics import LOSS_NAME, METRICS
-from parsim.execute.training.recipe import Evaluation, Schedule, TrainingRecipe, pairs
+from parsim.execute.training.recipe import Schedule, TrainingRecipe, ValidationRule, pairs
 from parsim.execute.training.schedules import PLATEAU, SCHEDULES, check_arguments
 from parsim.hardware.record import Count
 from parsim.model.number_formats import FORMATS, check_planned
@@ -108,8 +108,8 @@ class EvaluationSection(ConfigSection):
         return False if self.monitor == LOSS_NAME else METRICS[self.monitor].larger_is_better
 
     @property
-    def evaluation(self) -> Evaluation:
-        return Evaluation(
+    def evaluation(self) -> ValidationRule:
+        return ValidationRule(
             every=self.every,
             validation=self.validation,
             metrics=self.metrics,
