@@ -27,6 +27,7 @@ from parsim.commands.profile import profile
 from parsim.commands.report import report
 from parsim.commands.run import run
 from parsim.commands.simulate import simulate
+from parsim.commands.sweep import compare, explore, sweep
 from parsim.commands.validate import validate
 from parsim.errors import ParsimError
 from parsim.units import printable
@@ -42,6 +43,9 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "cost": cost,
     "plan": plan,
     "simulate": simulate,
+    "sweep": sweep,
+    "explore": explore,
+    "compare": compare,
     "run": run,
     "validate": validate,
     "coverage": coverage,

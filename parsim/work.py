@@ -46,12 +46,17 @@ COLLECTIVES = tuple(COLLECTIVE_KINDS)
 PACKABLE = COLLECTIVE_KINDS.where(packable=True)
 
 
+BY_OPERATOR_PART = "selective"
+"""`Compute.part` of a second forward that runs some operators alone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
     """One component, forward or backward, over `samples` local samples; of a tensor-sharded one, one of `ways` shards.
 
     `rule` names the component's Sharding ("" for the whole component, with ways 1). `part`: only its attention, its experts or
-    the rest, as one of so many equal `parts`, with communication between them; "" for all of it.
+    the rest, as one of so many equal `parts`, with communication between them; "selective": only the operators that run again;
+    "" for all of it.
     """
 
     component: str

@@ -116,6 +116,13 @@ class Job:
         if self.mode == "train" and len(self.runs) != 1:
             raise ExecutionError(f"mode train takes one run, got {len(self.runs)}; use mode measure to compare plans")
         first = self.runs[0].plan
+        if self.switches or self.adaptive is not None:
+            for plan in (first, *(switch.plan for switch in self.switches)):
+                if plan.synchronisation.is_relaxed:
+                    raise ExecutionError(
+                        f"a plan with synchronisation {plan.synchronisation} cannot be changed for another on the way: its "
+                        "replicas have weights of their own; train without --adaptive"
+                    )
         for switch in self.switches:
             if (switch.plan.world_size, switch.plan.global_batch) != (first.world_size, first.global_batch):
                 raise ExecutionError(

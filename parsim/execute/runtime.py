@@ -17,6 +17,8 @@ from parsim.execute.bucket_rooms import BucketOfMicrobatch, rooms_of
 from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
 from parsim.execute.records.memory_lines import StepWatch
 from parsim.execute.records.task_time import TaskTime
+from parsim.execute.relaxed.mixing import MixingRounds
+from parsim.execute.relaxed.scripts import StepScript, StepScripts
 from parsim.execute.stage import StageReplica
 from parsim.execute.state.store import Instance, Store, ValueKey, batch_piece
 from parsim.execute.streams import Streams
@@ -27,7 +29,7 @@ from parsim.graph.task import COMPUTE, HOST, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
 from parsim.model.autograd.halves import BackwardHalf, backward_inputs, backward_weights
-from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_inputs, recompute
+from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_calls, forward_keeping_inputs, recompute
 from parsim.model.component import LOSS
 from parsim.plans.redistribution import ValueLayout
 from parsim.work import NORM, ClipGradients, Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
@@ -41,6 +43,7 @@ class RankProgram:
 
     Args:
         groups: process group by (stream, ranks in ascending order).
+        mixing: where replicas mix their weights in rounds, this rank's part of them; `graph` is then that of the first round.
 
     Attributes:
         watch: receives the events of a step, for tools that count memory.
@@ -52,21 +55,16 @@ class RankProgram:
         stage: StageReplica,
         streams: Streams,
         groups: Mapping[tuple[str, tuple[int, ...]], dist.ProcessGroup],
+        mixing: MixingRounds | None = None,
     ) -> None:
         self._stage = stage
         self._streams = streams
         self._groups = groups
         self.watch = StepWatch()
-        rank = stage.rank
-        local = [task for task in graph.tasks if rank in task.ranks]
-        indices = {task.index for task in local}
-        self._tasks: list[tuple[Task, str, tuple[int, ...]]] = []
-        for task in local:
-            stream = next(resource.stream for resource in task.resources if resource.rank == rank)
-            self._tasks.append((task, stream, tuple(index for index in task.dependencies if index in indices)))
-        self._updates = any(isinstance(task.work, OptimizerStep) for task in local)
-        self._room = rooms_of(self._tasks)
-        self._store = Store(stage.layout, rank, local, streams)
+        self._steps = StepScripts(graph, stage.layout, stage.rank, mixing)
+        self._script = self._steps.of_step(None)
+        self._room = rooms_of(self._script.tasks)
+        self._store = Store(stage.layout, stage.rank, [task for task, _, _ in self._script.tasks], streams)
         self._reading: dict[tuple[str, str], Reading] = {
             (name, value): reading
             for value, readings in stage.layout.readings.items()
@@ -86,15 +84,23 @@ class RankProgram:
         self._loss: list[Tensor] = []
         self._sent: dict[BucketOfMicrobatch, tuple[Tensor, Tensor]] = {}
 
-    def step(self, batch: BatchSource, following: BatchSource | None = None) -> tuple[float, list[TaskTime]]:
+    def script(self, number: int) -> StepScript:
+        """What this rank does in training step `number`."""
+        return self._steps.of_step(number)
+
+    def step(
+        self, batch: BatchSource, following: BatchSource | None = None, *, script: StepScript | None = None
+    ) -> tuple[float, list[TaskTime]]:
         """Run one training step.
 
         Args:
+            script: of this step, where steps differ (`script`).
             following: the `batch` of the next call, where it is known: it is loaded beside this step, where the device can.
 
         Returns:
             The sum over this rank's samples of the loss (0 where another rank counts it), and the tasks' times.
         """
+        self._script = script or self._script
         with self._stage.randomness.step():
             return self._step(batch, following)
 
@@ -103,18 +109,18 @@ class RankProgram:
         streams = self._streams
         for bucket in self._room.first_parameters:
             self._begin_parameters(bucket)
-        for task, stream, before in self._tasks:
+        for task, stream, before in self._script.tasks:
             if stream not in (COMPUTE, HOST):
                 streams.submit(task.index, stream, before, self._operation(task, batch))
         load = None
-        for task, stream, before in self._tasks:
+        for task, stream, before in self._script.tasks:
             if isinstance(task.work, LoadBatch) and streams.loads_ahead:
                 load = task.index, stream
                 self._begin_batch(task.index, stream, before, batch)
             elif stream in (COMPUTE, HOST):
                 operation = self._ended(task, self._operation(task, batch))
                 streams.compute(task.index, stream, before, self._watched(task, operation))
-        if not self._updates:
+        if not self._script.updates:
             self._stage.overflowed()
         if load is not None and following is not None:
             streams.load_ahead(*load, lambda: self._load_ahead(following))
@@ -130,6 +136,8 @@ class RankProgram:
         return run
 
     def _operation(self, task: Task, batch: BatchSource) -> Callable[[], None]:
+        if (mixing := self._script.mixing.get(task.index)) is not None:
+            return mixing
         match task.work:
             case Compute(phase=Phase.FORWARD):
                 return lambda: self._forward(task)
@@ -217,8 +225,9 @@ class RankProgram:
         given = [inputs[value] for value in runnable.input_names]
         self._stage.randomness.begin(name, microbatch)
         if layout.recomputes(name):
+            run = forward_keeping_calls if layout.recomputes_by_operator(name) else forward_keeping_inputs
             with self._stage.computing():
-                outputs, self._kept[name, microbatch] = forward_keeping_inputs(runnable, given, self._stage.device)
+                outputs, self._kept[name, microbatch] = run(runnable, given, self._stage.device)
         else:
             with self._stage.computing():
                 outputs, record = forward_component(runnable, given)

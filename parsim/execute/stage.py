@@ -48,6 +48,7 @@ class StageReplica:
         gradient_norm: of all gradients of the last step, before they were clipped; None: they are not.
         loss_scale: of the step at hand, with fp16; None: the loss is not scaled.
         agree: with a scaled loss, how the ranks of the plan find out whether the gradients of any have overflowed.
+        also_resident: lines of memory that others keep between steps for this rank, and their tensors.
         loss_counts: whether this rank's losses are to be added up: false where another rank has the same ones, or it has none.
     """
 
@@ -117,6 +118,7 @@ class StageReplica:
         self._counts = counted_by(layout, rank) if layout.plan.clip_gradients else []
         self.loss_scale = self.numerics.loss_scale
         self.agree: Callable[[Tensor], None] = _alone
+        self.also_resident: dict[str, Callable[[], list[Tensor]]] = {}
         loss_types = (
             {value: programs[LOSS].tensors[slot].dtype for value, slot, _ in programs[LOSS].outputs} if LOSS in own else {}
         )
@@ -125,10 +127,15 @@ class StageReplica:
 
     @property
     def loss_gradient(self) -> Tensor:
-        """d(mean loss over the global batch, scaled) / d(sum of losses) = scale / global_batch."""
+        """d(mean loss over the global batch, scaled) / d(sum of losses) = scale / global_batch.
+
+        Replicas that mix their weights in rounds train each on the mean over its own samples.
+        """
+        plan = self.layout.plan
+        samples = plan.global_batch // (plan.mesh.dp if plan.synchronisation.mixes else 1)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         if self._loss_gradient is None or self._loss_gradient[0] != scale:
-            value = torch.tensor(scale / self.layout.plan.global_batch, dtype=self._loss_type, device=self.device)
+            value = torch.tensor(scale / samples, dtype=self._loss_type, device=self.device)
             self._loss_gradient = scale, value
         return self._loss_gradient[1]
 
@@ -359,6 +366,10 @@ class StageReplica:
                         named[name].copy_(state.pop(MASTER))
         restore_optimizer(self._optimizer, named, {name: state for name, state in states.items() if state})
 
+    def optimizer_state_of(self, name: str) -> dict[str, Any]:
+        """The optimizer's state of a parameter that is not divided; empty before its first step and for a frozen one."""
+        return self._state_of(self.parameters[name]) if self._optimizer is not None and self._held[name].trainable else {}
+
     def _state_of(self, stepped: Tensor) -> dict[str, Any]:
         """The optimizer's state of a parameter or a part of a bucket, with its copy in fp32 where there is one."""
         assert self._optimizer is not None
@@ -417,6 +428,7 @@ class StageReplica:
             "gradients": list(self.buckets.values()),
             "optimizer_state": [entry for entry in state if isinstance(entry, Tensor)],
             "buffers": list(self.buffers().values()),
+            **{line: tensors() for line, tensors in self.also_resident.items()},
         }
 
     def _cut_buffers(self) -> None:

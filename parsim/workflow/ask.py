@@ -57,7 +57,15 @@ def ask(question: Question, *, top: int | None = None) -> Answer:
     """
     question = replace(question, config=on_this_machine(question.config, question.model))
     problem = problem_of(question.config, model=question.model, cluster=question.cluster)
-    question = question.on_devices(problem.cluster.size)
+    return answer_of(question.on_devices(problem.cluster.size), problem, top=top)
+
+
+def answer_of(question: Question, problem: PlanningProblem, *, top: int | None = None) -> Answer:
+    """The same with the model and the cluster at hand.
+
+    Args:
+        question: of the config that counts. problem: loaded from it. top: as `ask`.
+    """
     plan = fixed_plan(problem, question.config)
     if plan is not None:
         evaluation = evaluate(problem, plan, reason="the plan that was asked for")

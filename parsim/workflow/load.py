@@ -145,11 +145,15 @@ def fixed_plan(problem: PlanningProblem, config: RunConfig) -> Plan | None:
         bucket_bytes=table.bucket_bytes or DEFAULT_BUCKET_BYTES,
         recompute=NONE if problem.recompute == AUTO else problem.recompute,
         context_exchange=table.context_exchange or "ring",
+        synchronisation=table.relaxed,
     )
 
 
 def search_plans(problem: PlanningProblem, config: RunConfig, *, top: int | None = None) -> Search:
     """Search the family that [plan] names. Raises ScheduleError, CostError."""
+    from parsim.schedule.relaxed.relaxed_search import relaxed_search
     from parsim.schedule.search import search
 
+    if problem.constraints.synchronisation.is_relaxed:
+        return relaxed_search(problem, (config.plan.strategy,), top=top)
     return search(problem, (config.plan.strategy,), top=top)

@@ -27,6 +27,7 @@ from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.execute.records.measurement import RankRecord
 from parsim.execute.records.memory_lines import StepWatch, watching
 from parsim.execute.records.task_time import TaskTime
+from parsim.execute.relaxed.mixing import MixingRounds, is_message, mean_groups
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.stage import LOSS_SCALE, StageReplica
 from parsim.execute.state import checkpoint
@@ -34,7 +35,7 @@ from parsim.execute.state.finite import check_loss, check_state
 from parsim.execute.state.reshard import reshard
 from parsim.execute.streams import make_streams
 from parsim.execute.training.learning_rate import LearningRate
-from parsim.graph.lower import lower
+from parsim.graph.lower import lower, step_graphs
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.number_formats import number_format
@@ -62,9 +63,19 @@ class ProcessGroups:
         self.mine: dict[Stream, dist.ProcessGroup] = {}
         self._made: set[Stream] = set()
 
-    def make(self, graph: TaskGraph, precision: str) -> None:
-        """Make the groups that the graph needs in that precision and that do not exist yet."""
+    def make(self, graph: TaskGraph, precision: str, layout: PlanIndex | None = None) -> None:
+        """Make the groups that the graph needs in that precision and that do not exist yet.
+
+        Args:
+            layout: of the plan, whose steps may need more than the one of `graph`.
+        """
         needed = required_groups(graph)
+        if layout is not None and layout.plan.synchronisation.mixes:
+            for other in step_graphs(layout):
+                needed += required_groups(other)
+            needed = list(dict.fromkeys([*needed, *mean_groups(layout)]))
+        if dist.get_backend() == "gloo":
+            needed = [stream for stream in needed if not is_message(stream)]
         if number_format(precision).scales_loss:
             needed.append(agreement(graph.world_size))
         new = [stream for stream in needed if stream not in self._made]
@@ -117,7 +128,11 @@ class RankRun:
             group = groups[agreement(run.plan.world_size)]
             self.stage.agree = lambda flag: dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         self.streams = make_streams(device)
-        self.program = RankProgram(graph, self.stage, self.streams, groups)
+        self.mixing: MixingRounds | None = None
+        if run.plan.synchronisation.mixes:
+            self.mixing = MixingRounds(self.stage, groups, lambda buffer: self.program.watch.received(buffer))
+            self.stage.also_resident["outer_state"] = self.mixing.resident_tensors
+        self.program = RankProgram(graph, self.stage, self.streams, groups, self.mixing)
         self.data = run_dataset(run, "train")
         self.order = order = order_of(self.data, run.plan.global_batch, run.seed)
         self.rate: LearningRate | None = None
@@ -151,7 +166,7 @@ class RankRun:
         """
         layout = PlanIndex(plan, self.layout.model)
         graph = lower(plan, layout.model)
-        groups.make(graph, self.run.precision)
+        groups.make(graph, self.run.precision, layout)
         random = checkpoint.rng_state(str(self.stage.device))
         after = RankRun(replace(self.run, plan=plan), layout, graph, place, groups.mine, steps=self.steps)
         if self.rate is not None and after.rate is not None:
@@ -183,16 +198,17 @@ class RankRun:
         batch = self.loader.batch(self.step_number)
         following = self.loader.following(self.step_number + 1) if self.streams.loads_ahead else None
         try:
-            loss, times = self.program.step(batch, following)
+            script = self.program.script(self.step_number)
+            loss, times = self.program.step(batch, following, script=script)
         except RuntimeError as error:
             raise self._explained(error) from error
         self.step_number += 1
-        own = loss / self.run.plan.global_batch if self.stage.loss_counts else None
+        own = loss / (self.run.plan.global_batch * script.share) if self.stage.loss_counts else None
         if own is not None and self.checkpoints is not None and not math.isfinite(own):
             check_loss(own, **self._where())
         if keep:
             self.losses.append(own)
-            if len(self.recorded) < RECORDED_STEPS:
+            if script.is_first and len(self.recorded) < RECORDED_STEPS:
                 self.recorded.append(times)
 
     def save(self, folder: Path, *, keep: int = 2) -> None:
@@ -274,7 +290,13 @@ class RankRun:
         own = self.stage.state()
         rate = None if self.rate is None else self.rate.state()
         progress = {**own.progress, **self.notes, **({} if rate is None else {RATE: rate})}
-        return replace(own, progress=progress, rng=checkpoint.rng_state(str(self.stage.device)))
+        state = replace(own, progress=progress, rng=checkpoint.rng_state(str(self.stage.device)))
+        if self.mixing is None:
+            return state
+        mean = self.mixing.mean_weights()
+        return replace(
+            state, weights={name: mean.get(name, value) for name, value in state.weights.items()}, own=self.mixing.own_state()
+        )
 
     def resume(self, found: checkpoint.Checkpoint) -> None:
         """Go on from a checkpoint of any plan of the same model."""
@@ -282,6 +304,8 @@ class RankRun:
         names = [*self.stage.parameters, *self.stage.buffers()]
         saved = checkpoint.load_state(found, names, rank=self.stage.rank if same else None)
         self.stage.load(saved)
+        if self.mixing is not None:
+            self.mixing.load_own(saved.own)
         checkpoint.restore_rng(saved.rng, str(self.stage.device))
         self.step_number = found.step
         self.notes = {name: value for name, value in saved.progress.items() if name not in OTHERS}

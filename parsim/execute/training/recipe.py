@@ -39,7 +39,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValidationRule:
+class EvaluationRule:
     """Validation on the way.
 
     Attributes:
@@ -74,7 +74,7 @@ class TrainingRecipe:
     no_weight_decay: tuple[str, ...] = ()
     schedule: Schedule | None = None
     clip_norm: float | None = None
-    evaluation: ValidationRule | None = None
+    evaluation: EvaluationRule | None = None
 
     @property
     def group_settings(self) -> dict[str, Argument]:
@@ -99,7 +99,7 @@ class TrainingRecipe:
                     "optimizer_args": pairs(dict(values.get("optimizer_args", ()))),
                     "no_weight_decay": tuple(values.get("no_weight_decay", ())),
                 },
-                evaluation=None if looks is None else ValidationRule(**{**looks, "metrics": tuple(looks.get("metrics", ()))}),
+                evaluation=None if looks is None else EvaluationRule(**{**looks, "metrics": tuple(looks.get("metrics", ()))}),
                 schedule=None
                 if schedule is None
                 else Schedule(**{**schedule, "arguments": pairs(dict(schedule.get("arguments", ())))}),

@@ -17,7 +17,7 @@ from parsim.execute.processes.progress import write_progress
 from parsim.execute.state.reshard import whole_weights
 from parsim.execute.training.evaluation import scores
 from parsim.execute.training.rank_run import RankRun, run_dataset
-from parsim.execute.training.recipe import ValidationRule
+from parsim.execute.training.recipe import EvaluationRule
 
 STATE = "validation"
 """Name of the progress of the validation in a checkpoint."""
@@ -31,14 +31,14 @@ class BestSoFar:
     step: int = 0
     since: int = 0
 
-    def after(self, score: float, step: int, rule: ValidationRule) -> BestSoFar:
+    def after(self, score: float, step: int, rule: EvaluationRule) -> BestSoFar:
         """With one more score; NaN is never better."""
         gain = (score - self.score) if rule.larger_is_better else (self.score - score)
         if not math.isnan(score) and (math.isnan(self.score) or gain > rule.min_delta):
             return BestSoFar(score=score, step=step, since=0)
         return BestSoFar(score=self.score, step=self.step, since=self.since + 1)
 
-    def stops(self, rule: ValidationRule) -> bool:
+    def stops(self, rule: EvaluationRule) -> bool:
         """Whether the training ends here."""
         return rule.patience > 0 and self.since >= rule.patience
 
@@ -61,7 +61,7 @@ class Validation:
         whole training. seen: the scores of this part of the training, by step.
     """
 
-    rule: ValidationRule
+    rule: EvaluationRule
     folder: Path
     every: int
     steps: int
@@ -102,7 +102,7 @@ class Validation:
             entry.rate.saw(score, done)
         before, self.best = self.best, self.best.after(score, done, self.rule)
         entry.notes[STATE] = self.best.to_tensor()
-        self.seen.append({"step": done, **{name: None if math.isnan(value) else value for name, value in result.items()}})
+        self.seen.append({"step": done, **result})
         if self.best.step != before.step:
             entry.save(self.folder, keep=1)
         if place.rank == 0:
@@ -112,6 +112,5 @@ class Validation:
 
     def to_dict(self, stopped: int | None) -> dict[str, Any]:
         """For the result of the run. stopped: the step at which the training ended early; None: it did not."""
-        score = None if math.isnan(self.best.score) else self.best.score
-        best = {"step": self.best.step, "monitor": self.rule.monitor, "score": score, "folder": str(self.folder)}
+        best = {"step": self.best.step, "monitor": self.rule.monitor, "score": self.best.score, "folder": str(self.folder)}
         return {"validation": self.seen, "best": best, "stopped_early_at": stopped}

@@ -11,19 +11,17 @@ from pydantic_core import PydanticCustomError
 from parsim.data import DATASETS
 from parsim.errors import ConfigError, near_matches
 from parsim.execute.training.metrics import LOSS_NAME, METRICS
-from parsim.execute.training.recipe import Schedule, TrainingRecipe, ValidationRule, pairs
+from parsim.execute.training.recipe import EvaluationRule, Schedule, TrainingRecipe, pairs
 from parsim.execute.training.schedules import PLATEAU, SCHEDULES, check_arguments
 from parsim.hardware.record import Count
 from parsim.model.number_formats import FORMATS, check_planned
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.registry import RowOf
-from parsim.workflow.cluster_section import ConfigSection
+from parsim.workflow.cluster_section import ConfigSection, Name, Number
 
 MOST_SAMPLES = 10**9
 """In a batch."""
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True, ge=0)]
-Name = Annotated[str, Field(strict=True, min_length=1)]
 ArgumentValue = StrictBool | StrictInt | Number | StrictStr | tuple[StrictInt | Number, ...]
 Dtype = Literal["float32", "float64"]
 
@@ -108,8 +106,8 @@ class EvaluationSection(ConfigSection):
         return False if self.monitor == LOSS_NAME else METRICS[self.monitor].larger_is_better
 
     @property
-    def evaluation(self) -> ValidationRule:
-        return ValidationRule(
+    def evaluation(self) -> EvaluationRule:
+        return EvaluationRule(
             every=self.every,
             validation=self.validation,
             metrics=self.metrics,
