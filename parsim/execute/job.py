@@ -32,6 +32,7 @@ class RunSpec:
         loss_scale, loss_scale_growth_steps: with amp_fp16, the first scale and after how many good steps it grows.
         predicted_memory: per rank the lines of tensors, bytes, for whoever explains what was short; empty: not known.
         workers: processes per rank that read samples ahead. pin_memory: as torch's DataLoader, for ranks that load ahead.
+        predicted_step_s: mean seconds of a step, shown beside the measured one; 0: not known.
         recipe: schedule, weight decay and what else goes with the update.
         dataset, data_root: as `parsim.data.load_dataset` takes them. seed: of weights and sample order.
     """
@@ -54,6 +55,7 @@ class RunSpec:
     recipe: TrainingRecipe = PLAIN
     workers: int = 0
     pin_memory: bool = True
+    predicted_step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,6 +185,7 @@ def run_spec(asked: Prediction, name: str, model_path: Path) -> RunSpec:
         recipe=training.recipe,
         workers=training.workers,
         pin_memory=training.pin_memory,
+        predicted_step_s=asked.evaluation.result.step_s.median,
         predicted_memory=tuple(memory.tensor_lines for memory in asked.evaluation.memory),
     )
 

@@ -135,6 +135,11 @@ def test_a_segmentation_trains_validates_and_exports(here: Path) -> None:
     assert document["best"]["score"] == best_of(document)["mean_iou"]
     assert document["losses"][-1] < 0.6 * document["losses"][0]
     assert document["comparison"]["kinds"].keys() >= {"clip", "all_reduce", "reduce_scatter"}
+    lines = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == pytest.approx(document["losses"])
+    assert [line["step"] for line in lines if "validation" in line] == [6, 12, 18, 24]
+    assert lines[0]["learning_rate"] == pytest.approx(0.01 / 5)
+    assert all(line["gradient_norm"] > 0 and line["seconds"] > 0 for line in lines)
     data = training_tasks.blobs("validation", 0)
     for format in ("state_dict", "safetensors"):
         found = exported_score(Path("out"), training_tasks.segmenter(), format, [data[place] for place in range(20)])
@@ -152,6 +157,8 @@ def test_a_regression_goes_on_as_if_it_had_not_been_stopped(here: Path) -> None:
     resumed = run(file, out="parts", resume=True).to_dict()
     assert resumed["losses"] == pytest.approx(straight["losses"][16:], abs=1e-6)
     assert resumed["validation"] == [pytest.approx(entry, abs=1e-6) for entry in straight["validation"][2:]]
+    steps = [json.loads(line)["step"] for line in Path("parts/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 33))
     assert resumed["best"]["score"] == pytest.approx(straight["best"]["score"], abs=1e-6)
     assert resumed["best"]["step"] == straight["best"]["step"]
 

@@ -14,14 +14,14 @@ from parsim.data import hold_out, load_dataset
 from parsim.data.dataset import Target
 from parsim.errors import ConfigError, DataError, ExecutionError
 from parsim.execute.training.metrics import METRICS, Metric, mean_ratio
-from parsim.execute.training.recipe import Evaluation, Schedule, TrainingRecipe
+from parsim.execute.training.recipe import EvaluationRule, Schedule, TrainingRecipe
 from parsim.execute.training.validation import BestSoFar
 from tests.unit.test_training_section import config_of
 
 DIGITS = load_dataset("digits", input_shape=(1, 8, 8), target=Target())
 
 
-def followed(scores: list[float], rule: Evaluation) -> list[BestSoFar]:
+def followed(scores: list[float], rule: EvaluationRule) -> list[BestSoFar]:
     best, seen = BestSoFar(), []
     for step, score in enumerate(scores, 1):
         best = BestSoFar.from_tensor(best.after(score, step, rule).to_tensor())  # as through a checkpoint
@@ -32,7 +32,7 @@ def followed(scores: list[float], rule: Evaluation) -> list[BestSoFar]:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from([0.1, 0.2, 0.3, math.nan]), min_size=1, max_size=12), st.booleans())
 def test_the_best_is_the_first_that_no_other_beats(scores: list[float], larger: bool) -> None:
-    last = followed(scores, Evaluation(larger_is_better=larger))[-1]
+    last = followed(scores, EvaluationRule(larger_is_better=larger))[-1]
     finite = [score for score in scores if not math.isnan(score)]
     if not finite:
         assert last.step == 0
@@ -43,10 +43,10 @@ def test_the_best_is_the_first_that_no_other_beats(scores: list[float], larger: 
 
 
 def test_it_stops_after_so_many_without_a_gain() -> None:
-    rule = Evaluation(patience=2, min_delta=0.05)
+    rule = EvaluationRule(patience=2, min_delta=0.05)
     stops = [best.stops(rule) for best in followed([1.0, 0.9, 0.88, 0.8, 0.79, 0.78], rule)]
     assert stops == [False, False, False, False, False, True]
-    assert not followed([1.0] * 50, Evaluation())[-1].stops(Evaluation())
+    assert not followed([1.0] * 50, EvaluationRule())[-1].stops(EvaluationRule())
 
 
 def added(metric: Metric, output: torch.Tensor, target: torch.Tensor, batch: int, dim: int) -> float:
@@ -125,7 +125,7 @@ def test_the_recipe_of_a_job_is_read_as_it_was_written() -> None:
         no_weight_decay=("norm",),
         schedule=Schedule(name="StepLR", arguments=(("step_size", 3),), warmup=2),
         clip_norm=1.0,
-        evaluation=Evaluation(every=3, metrics=("accuracy",), monitor="accuracy", larger_is_better=True),
+        evaluation=EvaluationRule(every=3, metrics=("accuracy",), monitor="accuracy", larger_is_better=True),
     )
     import json
 

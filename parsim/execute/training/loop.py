@@ -17,6 +17,7 @@ from parsim.execute.processes.progress import write_progress
 from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.execute.score import score
 from parsim.execute.state import checkpoint
+from parsim.execute.training.log import TrainingLog
 from parsim.execute.training.rank_run import ProcessGroups, RankRun, run_dataset
 from parsim.execute.training.validation import Validation
 from parsim.files import write_json_atomically
@@ -36,30 +37,37 @@ def train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) 
     steering = Steering(job.adaptive, entry.run, job.steps, place) if job.adaptive is not None else None
     validation = _validation(job, entry)
     stopped: int | None = None
+    log = TrainingLog(Path(job.output), entry, job.steps)
     done_by_rank_0(place, lambda: None)  # rank 0 has read the profile meanwhile
     warm, warmup_steps = 0, min(job.warmup_steps, job.steps - entry.step_number - 1)  # at least one step is timed
     while entry.step_number < job.steps:
+        log.begin_step(entry)
         if warm < warmup_steps:
             entry.step(keep=True)
             entry.recorded.clear()
             warm += 1
         else:
             entry.timed(1)
+        log.end_step(entry)
         done = entry.step_number
         for switch in job.switches:
             if switch.step == done:
                 entry = entry.switched(switch.plan, place, groups)
         if steering is not None and job.adaptive is not None and steering.due(done):
             entry = _steer(job, steering, entry, place, groups)
-        if validation is not None and validation.due(done) and validation.look(entry, place):
+        validates = validation is not None and validation.due(done)
+        if validates and validation is not None and validation.look(entry, place):
             stopped = done
-        if done in (job.steps, stopped) or (job.checkpoint_every and done % job.checkpoint_every == 0):
+        saves = done in (job.steps, stopped) or (job.checkpoint_every > 0 and done % job.checkpoint_every == 0)
+        if saves or validates:
+            log.write(entry, place, validation.seen[-1] if validates and validation is not None else None)
+        if saves:
             entry.save(folder)
         speaker, share = _speaker(entry.layout)
         if place.rank == speaker and (time.monotonic() - said > SAY_EVERY_S or done == job.steps):
             said = time.monotonic()
             own = entry.losses[-1] or 0.0
-            write_progress({"step": f"{done}/{job.steps}", "loss on its last samples": f"{own / share:.4f}"})
+            write_progress(log.progress(entry, own / share))
         if stopped is not None:
             break
     meet()

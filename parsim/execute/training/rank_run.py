@@ -183,6 +183,13 @@ class RankRun:
         self.loader.close()
         self.streams.close()
 
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        if self.rate is None:
+            return self.run.learning_rate
+        return float(self.rate.of(min(self.step_number, self.steps - 1))["lr"])
+
     def step(self, *, keep: bool) -> None:
         """One training step on the next global batch; `keep` its task times and its loss."""
         pulse().begin(Doing.WORKING, "training", self.step_number + 1)

@@ -1,0 +1,114 @@
+"""What a training tells while it runs: a line of progress, and metrics.jsonl with one line per step.
+
+The losses of ranks are added up where ranks meet anyway: at validations, checkpoints and the end. So a step sends nothing
+more than its graph says. A line is {"step", "loss", "learning_rate", "seconds", ...}; a resumed training first drops the
+lines behind its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from parsim.errors import ExecutionError
+from parsim.execute.processes.exchange import gather_values
+from parsim.execute.processes.group import ProcessPlace
+from parsim.execute.training.rank_run import RankRun
+from parsim.files import write_text_atomically
+from parsim.units import format_seconds
+
+FILE = "metrics.jsonl"
+RECENT = 20
+"""Steps whose mean is shown as the measured step."""
+
+
+class TrainingLog:
+    """Of one training on this rank.
+
+    Args:
+        folder: of the run. entry: where the training stands. steps: of the whole training.
+    """
+
+    def __init__(self, folder: Path, entry: RankRun, steps: int) -> None:
+        self._path, self._steps = folder / FILE, steps
+        self._first = entry.step_number
+        self._written = 0
+        self._seconds: list[float] = []
+        self._rates: list[float] = []
+        self._norms: list[Any] = []
+        self._last = time.perf_counter()
+        if entry.stage.rank == 0:
+            _cut(self._path, self._first)
+
+    def begin_step(self, entry: RankRun) -> None:
+        """Before a step: its rate, and the time from here on."""
+        self._rates.append(entry.learning_rate)
+        self._last = time.perf_counter()
+
+    def end_step(self, entry: RankRun) -> None:
+        """After a step."""
+        self._seconds.append(time.perf_counter() - self._last)
+        self._norms.append(entry.stage.gradient_norm)
+
+    def write(self, entry: RankRun, place: ProcessPlace, validation: dict[str, Any] | None) -> None:
+        """The steps since the last time; every rank calls it at once.
+
+        Args:
+            validation: the scores after the last step, where it had some.
+        """
+        own = entry.losses[self._written :]
+        everyone = gather_values(own)
+        self._written += len(own)
+        if place.rank != 0 or not own:
+            return
+        first = self._written - len(own)
+        lines = []
+        for number, losses in enumerate(zip(*everyone, strict=True), first):
+            line: dict[str, Any] = {
+                "step": self._first + number + 1,
+                "loss": math.fsum(loss for loss in losses if loss is not None),
+                "learning_rate": self._rates[number],
+                "seconds": self._seconds[number],
+            }
+            norm = self._norms[number]
+            lines.append(line if norm is None else {**line, "gradient_norm": float(norm)})
+        self._norms[first : self._written] = [None] * len(own)
+        if validation is not None:
+            lines[-1]["validation"] = {name: value for name, value in validation.items() if name != "step"}
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+        except OSError as error:
+            raise ExecutionError(f"cannot write {self._path}: {error}; is the disk full?") from error
+
+    def progress(self, entry: RankRun, loss: float) -> dict[str, str]:
+        """How far the training is, for people. loss: of the rank's own samples."""
+        recent = self._seconds[-RECENT:]
+        step_s = sum(recent) / len(recent)
+        told = {
+            "step": f"{entry.step_number}/{self._steps}",
+            "loss on its last samples": f"{loss:.4f}",
+            "samples/s": f"{entry.run.plan.global_batch / step_s:.4g}",
+            "a step takes": format_seconds(step_s),
+        }
+        if entry.run.predicted_step_s:
+            told["predicted"] = format_seconds(entry.run.predicted_step_s)
+        return {**told, "ends in": format_seconds(step_s * (self._steps - entry.step_number))}
+
+
+def _cut(path: Path, steps: int) -> None:
+    """Keep the lines of the first `steps` steps; one that cannot be read ends them."""
+    if not path.is_file():
+        return
+    kept = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if not 0 < json.loads(text)["step"] <= steps:
+                break
+        except (ValueError, KeyError, TypeError):
+            break
+        kept.append(text + "\n")
+    write_text_atomically(path, "".join(kept))
