@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from parsim.execute.job import Job, RunSpec
-from parsim.execute.processes.environment import machine_line
+from parsim.execute.processes.environment import describe_environment, machine_line
 from parsim.execute.processes.launch import launch
 from parsim.execute.records.measurement import load_measurement
 from parsim.files import write_json_atomically
@@ -86,7 +86,7 @@ def measured(
             )
             for number, entry in enumerate(found)
         )
-        job = Job(output=str(folder), mode="measure", runs=runs, steps=STEPS, rounds=rounds, settle_steps=STEPS)
+        job = Job(output=str(folder), mode="measure", runs=runs, steps=STEPS, rounds=rounds, settle_steps=2)
         job.save(folder / "job.json")
         launch(folder / "job.json", RANKS)
         rows = []
@@ -145,14 +145,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, default=None, help="folder of results.json")
     given = parser.parse_args()
+    rows: list[dict[str, Any]] = []
     cases = dict(list(CASES.items())[:1]) if given.quick else CASES
     rounds = 3 if given.quick else given.rounds
-    rows = []
+
     for name, (spec, batch) in cases.items():
         problem = problem_of(given.profile, spec, batch)
         rows += measured(name, problem, spec, predicted(problem), rounds, given.seed)
     document = {
-        "machine": machine_line(),
+        "machine": machine_line(describe_environment()),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "profile": load_profile(given.profile).name,
         "rounds": rounds,
