@@ -22,15 +22,17 @@ from parsim.execute.relaxed.scripts import StepScript, StepScripts
 from parsim.execute.stage import StageReplica
 from parsim.execute.state.store import Instance, Store, ValueKey, batch_piece
 from parsim.execute.streams import Streams
+from parsim.graph.passes.clipping import sums_norm
+from parsim.graph.passes.gradients import DP_STREAM
 from parsim.graph.plan_index import Reading
 from parsim.graph.task import COMPUTE, HOST, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
 from parsim.model.autograd.halves import BackwardHalf, backward_inputs, backward_weights
-from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_inputs, recompute
+from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_calls, forward_keeping_inputs, recompute
 from parsim.model.component import LOSS
 from parsim.plans.redistribution import ValueLayout
-from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
+from parsim.work import NORM, ClipGradients, Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
 
 BatchSource = Callable[[int], Mapping[str, Tensor]]
 """Microbatch number -> the batch values (model inputs, "target") this rank reads: its `Layout.batch_ways` share."""
@@ -69,6 +71,7 @@ class RankProgram:
             for reading in readings
             for name in reading.components
         }
+        self._norm: Tensor | None = None
         self._ahead: tuple[BatchSource, list[Mapping[str, Tensor]]] | None = None
         self._reset()
 
@@ -148,6 +151,10 @@ class RankProgram:
                 return lambda: self._load(batch)
             case OptimizerStep():
                 return self._stage.optimizer_step
+            case ClipGradients(part=part):
+                return self._begin_norm if part == NORM else self._scale_gradients
+            case Collective() if sums_norm(task):
+                return lambda: self._sum_norm(task)
             case Collective() | SendRecv() if task.origin.hop is not None:
                 return lambda: self._hop(task)
             case Collective():
@@ -218,8 +225,9 @@ class RankProgram:
         given = [inputs[value] for value in runnable.input_names]
         self._stage.randomness.begin(name, microbatch)
         if layout.recomputes(name):
+            run = forward_keeping_calls if layout.recomputes_by_operator(name) else forward_keeping_inputs
             with self._stage.computing():
-                outputs, self._kept[name, microbatch] = forward_keeping_inputs(runnable, given, self._stage.device)
+                outputs, self._kept[name, microbatch] = run(runnable, given, self._stage.device)
         else:
             with self._stage.computing():
                 outputs, record = forward_component(runnable, given)
@@ -297,7 +305,7 @@ class RankProgram:
         assert isinstance(task.work, Collective)
         number, microbatch = task.origin.bucket, task.origin.microbatch
         assert number is not None, "a collective without a hop belongs to a gradient bucket"
-        group = self._groups["dp", tuple(sorted(task.work.group))]
+        group = self._groups[DP_STREAM, tuple(sorted(task.work.group))]
         match task.work.operation:
             case "all_reduce":
                 flat = self._stage.flat_gradient(number)
@@ -325,6 +333,21 @@ class RankProgram:
                 flat = self._stage.flat_parameters(number)
                 self._streams.used(flat)
                 all_gather_flat(flat, self._stage.parameter_chunk(number).clone(), group)
+
+    def _begin_norm(self) -> None:
+        """This rank's share of the squared norm of all gradients."""
+        self._norm = self._stage.squared_norm()
+
+    def _sum_norm(self, task: Task) -> None:
+        assert isinstance(task.work, Collective)
+        assert self._norm is not None
+        self._streams.used(self._norm)
+        dist.all_reduce(self._norm, group=self._groups[DP_STREAM, tuple(sorted(task.work.group))])
+
+    def _scale_gradients(self) -> None:
+        assert self._norm is not None
+        self._streams.used(self._norm)
+        self._stage.clip_gradients(self._norm)
 
     def _hop(self, task: Task) -> None:
         """One step of a conversion on the tp axis."""

@@ -62,7 +62,7 @@ def main(job_path: Path) -> None:
     for run, layout, graph in plans:
         groups.make(graph, run.precision, layout)
     runs = [
-        RankRun(run, layout, graph, place, groups.mine) if place.rank < run.plan.world_size else None
+        RankRun(run, layout, graph, place, groups.mine, steps=job.total_steps) if place.rank < run.plan.world_size else None
         for run, layout, graph in plans
     ]
     if job.mode == "train":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from parsim.graph.graph_builder import Draft
+from parsim.graph.passes.clipping import add_clipping
 from parsim.graph.passes.compute import add_computation
 from parsim.graph.passes.gradients import (
     add_gathering_ahead,
@@ -20,7 +21,14 @@ from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
 
-PASSES_AT_THE_END = (add_unsharded_buckets, add_gathering_ahead, add_gradient_reduction, add_optimizer, add_parameter_gathering)
+PASSES_AT_THE_END = (
+    add_unsharded_buckets,
+    add_gathering_ahead,
+    add_gradient_reduction,
+    add_clipping,
+    add_optimizer,
+    add_parameter_gathering,
+)
 PASSES = (add_computation, *PASSES_AT_THE_END)
 
 

@@ -134,16 +134,10 @@ def _raised(error: Exception, package: str) -> str:
 
 def build_fake(spec: ModelSpec) -> nn.Module:
     """Built without memory for its weights where the factory allows it."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    class OneMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-        """Copies of its tensors belong to it too: `copy.deepcopy` in an `__init__` (nn.TransformerEncoder) copies layers."""
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> OneMode:
-            return self
+    from parsim.model.memory.fake_tensors import QuickFakeMode
 
     try:
-        with warnings.catch_warnings(), OneMode(allow_non_fake_inputs=True):
+        with warnings.catch_warnings(), QuickFakeMode():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by deepcopy, which only compares it
             return build_module(spec)
     except (FactoryError, RuntimeError):  # perhaps it looks at its weights' values: build it for real

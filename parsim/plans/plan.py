@@ -28,7 +28,7 @@ from parsim.model.shard.narrow import check_ways
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, rank_of_stage, stages_by_rank
 from parsim.plans.placement import BATCH, Placement, parse_placement
-from parsim.plans.recompute import NONE, Recompute, check_segments, normalised, recomputed_names
+from parsim.plans.recompute import NONE, Recompute, check_segments, names_by_operator, normalised, recomputed_names
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
 from parsim.registry import is_reference
 from parsim.typed import check_types
@@ -100,7 +100,7 @@ class Plan:
             the gradients too, summed after the backward of every microbatch. 3: the parameters too, gathered where they
             are used.
         recompute: the components that keep nothing but their inputs and run their forward again before their backward: "none",
-            "full" (all of them) or their names.
+            "full" (all of them), "selective" (all by operator), or their names, "selective:NAME" for one by operator.
         segments: runs of consecutive components of a stage that keep only what enters the run. Before the backward of its last,
             the whole run is computed again, and its conversions on the tp axis are sent again.
         gather_ahead: with zero_stage 1, parameters are gathered at the beginning of a step, bucket by bucket before their first
@@ -114,6 +114,7 @@ class Plan:
             begins, and a reduce_scatter of their gradients.
         backward_prefetch: with zero_stage 3, parameters are gathered while the backward before runs. False: behind it and its
             reduce_scatter, as FSDP's BACKWARD_POST does.
+        clip_gradients: before every update the norm of all gradients is known to all ranks, and they are scaled by it.
         synchronisation: how and when replicas come together (`parsim.plans.synchronisation`).
     """
 
@@ -132,6 +133,7 @@ class Plan:
     scatter_gather: bool = False
     backward_prefetch: bool = True
     context_exchange: str = "ring"
+    clip_gradients: bool = False
     synchronisation: Synchronisation = ALL_REDUCE
 
     def __repr__(self) -> str:
@@ -185,6 +187,11 @@ class Plan:
         if self.context_exchange != "ring" and self.mesh.cp == 1:
             raise PlanError(f"context_exchange = {self.context_exchange!r} belongs to mesh.cp > 1, and cp is 1; drop it")
         self.synchronisation.check(self.mesh, zero_stage=self.zero_stage)
+        if self.clip_gradients and self.synchronisation.is_relaxed:
+            raise PlanError(
+                f"gradients are clipped by the norm of all replicas' gradients, and synchronisation "
+                f'"{self.synchronisation.kind}" shares none; drop training.clip_norm'
+            )
         if self.synchronisation.kind == "stale":
             self._check_stale()
         parts = self.mesh.dp * self.microbatches
@@ -222,9 +229,14 @@ class Plan:
 
     @property
     def recomputed(self) -> frozenset[str]:
-        """The components whose forward runs again before their backward, if they have one."""
+        """The components whose whole forward runs again before their backward, if they have one."""
         again = recomputed_names(self.recompute, self.components)
         return again.union(*self.segments) if self.segments else again
+
+    @property
+    def recomputed_by_operator(self) -> frozenset[str]:
+        """Those of whose forward some operators run again, where that keeps less."""
+        return names_by_operator(self.recompute, self.components) - self.recomputed
 
     @property
     def executable(self) -> bool:
@@ -292,6 +304,7 @@ class Plan:
         zero += " ahead" if self.gather_ahead else ""
         zero += "" if self.backward_prefetch else " post"
         zero += "" if self.context_exchange == "ring" else f" {self.context_exchange}"
+        zero += " clip" if self.clip_gradients else ""
         many = self.mesh.copies * self.mesh.tp > 1 and self.bucket_bytes != DEFAULT_BUCKET_BYTES
         buckets = f" buckets={format_bytes(self.bucket_bytes).replace(' ', '')}" if many else ""
         split = f"mb={self.microbatches}x{self.microbatch_samples}"
@@ -299,7 +312,7 @@ class Plan:
         return f"{self.strategy} {self.mesh} {split}{order}{zero}{relaxed}{buckets}{again}{self._placed()}"
 
     def _recomputes(self) -> str:
-        """`full`, or `3 of 12`."""
+        """`full`, `selective`, or `3 of 12` (components, in either way)."""
         return self.recompute if isinstance(self.recompute, str) else f"{len(self.recompute)} of {len(self.components)}"
 
     def _placed(self) -> str:
@@ -333,6 +346,8 @@ class Plan:
             del document["backward_prefetch"]
         if self.context_exchange == "ring":
             del document["context_exchange"]
+        if not self.clip_gradients:
+            del document["clip_gradients"]
         document["synchronisation"] = self.synchronisation.to_dict()
         if not self.synchronisation.is_relaxed:
             del document["synchronisation"]

@@ -42,7 +42,7 @@ _BELONGS = {
 }
 """Which kinds a key means something for."""
 
-Weights = tuple[tuple[float, ...], ...]
+MixingWeights = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Synchronisation:
     kind: str = "all_reduce"
     period_steps: int = 1
     graph: str = ""
-    weights: Weights = ()
+    weights: MixingWeights = ()
     outer_optimizer: str = "none"
     outer_learning_rate: float = 0.0
     outer_momentum: float = OUTER_MOMENTUM
@@ -282,7 +282,7 @@ class Synchronisation:
 ALL_REDUCE = Synchronisation()
 
 
-def _array(weights: Weights) -> Any:
+def _array(weights: MixingWeights) -> Any:
     import numpy as np
 
     return np.array(weights, dtype=np.float64)

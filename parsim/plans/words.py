@@ -28,8 +28,10 @@ def plan_in_words(plan: Plan) -> str:
         words += f" with ZeRO {plan.zero_stage}"
     if plan.microbatches > 1:
         words += f", {plan.microbatches} microbatches of {plan.microbatch_samples}"
-    if plan.recompute != NONE or plan.segments:
+    if plan.recomputed:
         words += ", recomputing activations"
+    elif plan.recompute != NONE:
+        words += ", recomputing some activations"
     if plan.synchronisation.is_relaxed:
         words += f", {synchronisation_in_words(plan)}"
     return words

@@ -15,7 +15,7 @@ from parsim.graph.columns import Columns
 from parsim.hardware.speed_factor import SpeedFactor
 from parsim.predict.evaluate import Evaluation, unsteady_step_s
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.work import Compute, Mix, OptimizerStep
+from parsim.work import ClipGradients, Compute, Mix, OptimizerStep
 
 
 def step_at_speed(problem: PlanningProblem, evaluation: Evaluation, speed: SpeedFactor) -> float:
@@ -60,9 +60,9 @@ def _slowed_s(
     counts = np.diff(columns.uses.offsets)
     factors = np.add.reduceat(by_use, columns.uses.offsets[:-1], axis=0).T / counts
     if on_gpu:
-        paced = np.array([isinstance(own.work, Compute | OptimizerStep | Mix) for own in columns.units], dtype=np.bool_)[
-            columns.unit
-        ]
+        paced = np.array(
+            [isinstance(own.work, Compute | OptimizerStep | ClipGradients | Mix) for own in columns.units], dtype=np.bool_
+        )[columns.unit]
         bound = np.array([entry.host_bound for entry in estimates], dtype=np.bool_)[unit]
         factors = np.where(paced & ~bound, factors, 1.0)
     times: NDArray[np.float64] = medians_s(estimates)[unit] * factors

@@ -23,7 +23,7 @@ from parsim.graph.task import Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.work import Collective, Mix, SendRecv
 
-Groups = Mapping[Stream, dist.ProcessGroup]
+GroupsByStream = Mapping[Stream, dist.ProcessGroup]
 
 MEAN = "mean"
 """Stream of the group in which replicas take the mean of their weights for a checkpoint, and under gloo send messages."""
@@ -64,7 +64,7 @@ class MixingRounds:
         previous, velocity: by bucket, what the outer optimizer keeps; empty without one.
     """
 
-    def __init__(self, stage: StageReplica, groups: Groups, received: Callable[[Tensor], None]) -> None:
+    def __init__(self, stage: StageReplica, groups: GroupsByStream, received: Callable[[Tensor], None]) -> None:
         plan = stage.layout.plan
         self._stage, self._groups, self._received = stage, groups, received
         self._rule, self._replicas = plan.synchronisation, plan.mesh.dp

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parsim.data import BatchOrder, Samples
+from parsim.data import Samples, order_of, train_and_validation
 from parsim.data.for_model import dataset_for
 from parsim.errors import ExecutionError
 from parsim.execute.cuda.faults import checkpoint_text, is_lost_device, lost_device, out_of_memory
@@ -29,17 +29,22 @@ from parsim.execute.records.memory_lines import StepWatch, watching
 from parsim.execute.records.task_time import TaskTime
 from parsim.execute.relaxed.mixing import MixingRounds, is_message, mean_groups
 from parsim.execute.runtime import RankProgram, required_groups
-from parsim.execute.stage import StageReplica
+from parsim.execute.stage import LOSS_SCALE, StageReplica
 from parsim.execute.state import checkpoint
 from parsim.execute.state.finite import check_loss, check_state
 from parsim.execute.state.reshard import reshard
 from parsim.execute.streams import make_streams
+from parsim.execute.training.learning_rate import LearningRate
 from parsim.graph.lower import lower, step_graphs
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.number_formats import number_format
 from parsim.plans.plan import Plan
 
+RATE = "learning_rate"
+"""Name of a schedule's state in a checkpoint."""
+OTHERS = (RATE, LOSS_SCALE)
+"""Names of progress in a checkpoint that are read where they belong; the rest are notes of the training."""
 RECORDED_STEPS = 64
 """Task times are kept of at most this many steps per run."""
 
@@ -91,7 +96,14 @@ class RankRun:
     """One run of the job on this rank: its program, its data, and where it stands."""
 
     def __init__(
-        self, run: RunSpec, layout: PlanIndex, graph: TaskGraph, place: ProcessPlace, groups: Mapping[Stream, dist.ProcessGroup]
+        self,
+        run: RunSpec,
+        layout: PlanIndex,
+        graph: TaskGraph,
+        place: ProcessPlace,
+        groups: Mapping[Stream, dist.ProcessGroup],
+        *,
+        steps: int,
     ) -> None:
         device = torch.device(place.device)
         numerics = numerics_of(run, device)
@@ -108,7 +120,10 @@ class RankRun:
             seed=run.seed,
             device=device,
             numerics=numerics,
+            recipe=run.recipe,
         )
+        self.steps = steps
+        self.notes: dict[str, Tensor] = {}
         if numerics.loss_scale is not None:
             group = groups[agreement(run.plan.world_size)]
             self.stage.agree = lambda flag: dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
@@ -119,14 +134,19 @@ class RankRun:
             self.stage.also_resident["outer_state"] = self.mixing.resident_tensors
         self.program = RankProgram(graph, self.stage, self.streams, groups, self.mixing)
         self.data = run_dataset(run, "train")
+        self.order = order = order_of(self.data, run.plan.global_batch, run.seed)
+        self.rate: LearningRate | None = None
+        if run.recipe.schedule is not None:
+            self.rate = LearningRate(run.optimizer, run.learning_rate, run.recipe, steps=steps, order=order)
         self.loader = Loader(
             self.data,
-            BatchOrder(n=len(self.data), global_batch=run.plan.global_batch, seed=run.seed),
+            order,
             layout,
             place.rank,
             dtype=numerics.weights,
             device=device,
-            pin=Tensor.pin_memory if self.streams.loads_ahead else None,
+            pin=(Tensor.pin_memory if run.pin_memory else torch.clone) if self.streams.loads_ahead else None,
+            workers=run.workers,
         )
         self.step_number = 0
         self.losses: list[float | None] = []
@@ -148,10 +168,12 @@ class RankRun:
         graph = lower(plan, layout.model)
         groups.make(graph, self.run.precision, layout)
         random = checkpoint.rng_state(str(self.stage.device))
-        after = RankRun(replace(self.run, plan=plan), layout, graph, place, groups.mine)
+        after = RankRun(replace(self.run, plan=plan), layout, graph, place, groups.mine, steps=self.steps)
+        if self.rate is not None and after.rate is not None:
+            after.rate.load(self.rate.state())
         reshard(self.stage, after.stage)
         checkpoint.restore_rng(random, str(self.stage.device))
-        after.checkpoints = self.checkpoints
+        after.checkpoints, after.notes = self.checkpoints, self.notes
         after.step_number, after.losses, after.rounds, after.cpu_s = self.step_number, self.losses, self.rounds, self.cpu_s
         self.close()
         return after
@@ -164,6 +186,8 @@ class RankRun:
     def step(self, *, keep: bool) -> None:
         """One training step on the next global batch; `keep` its task times and its loss."""
         pulse().begin(Doing.WORKING, "training", self.step_number + 1)
+        if self.rate is not None and self.stage.optimizer is not None:
+            self.rate.apply(min(self.step_number, self.steps - 1), self.stage.optimizer)
         batch = self.loader.batch(self.step_number)
         following = self.loader.following(self.step_number + 1) if self.streams.loads_ahead else None
         try:
@@ -180,7 +204,7 @@ class RankRun:
             if script.is_first and len(self.recorded) < RECORDED_STEPS:
                 self.recorded.append(times)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, keep: int = 2) -> None:
         """Write this rank's part of a checkpoint. Raises DivergedError instead if what it would hold is not finite."""
         pulse().begin(Doing.PREPARING, "writing a checkpoint")
         state = self.state()
@@ -188,7 +212,7 @@ class RankRun:
             check_state(state, self._trained(), **self._where())
         plan = self.layout.plan
         checkpoint.save_checkpoint(
-            folder, self.step_number, state, seed=self.run.seed, rank=self.stage.rank, world_size=plan.world_size
+            folder, self.step_number, state, seed=self.run.seed, rank=self.stage.rank, world_size=plan.world_size, keep=keep
         )
 
     def _trained(self) -> list[str]:
@@ -256,7 +280,10 @@ class RankRun:
 
     def state(self) -> checkpoint.RankState:
         """What this rank contributes to a checkpoint."""
-        state = replace(self.stage.state(), rng=checkpoint.rng_state(str(self.stage.device)))
+        own = self.stage.state()
+        rate = None if self.rate is None else self.rate.state()
+        progress = {**own.progress, **self.notes, **({} if rate is None else {RATE: rate})}
+        state = replace(own, progress=progress, rng=checkpoint.rng_state(str(self.stage.device)))
         if self.mixing is None:
             return state
         mean = self.mixing.mean_weights()
@@ -274,6 +301,9 @@ class RankRun:
             self.mixing.load_own(saved.own)
         checkpoint.restore_rng(saved.rng, str(self.stage.device))
         self.step_number = found.step
+        self.notes = {name: value for name, value in saved.progress.items() if name not in OTHERS}
+        if self.rate is not None:
+            self.rate.load(saved.progress.get(RATE))
 
     def record(self) -> RankRecord:
         return RankRecord(
@@ -298,6 +328,14 @@ def run_dataset(run: RunSpec, split: str) -> Samples:
     """The run's data in the shape its model takes.
 
     Args:
-        run: one run of the job. split: "train" or "test".
+        run: one run of the job. split: "train", "validation" (with an evaluation) or "test".
     """
-    return dataset_for(run.model, run.dataset, root=run.data_root, split=split, seed=run.seed)
+
+    def load(name: str) -> Samples:
+        return dataset_for(run.model, run.dataset, root=run.data_root, split=name, seed=run.seed)
+
+    looks = run.recipe.evaluation
+    if looks is None or split == "test":
+        return load(split)
+    train, validation = train_and_validation(load, looks.validation, run.seed)
+    return validation if split == "validation" else train

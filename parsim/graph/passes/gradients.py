@@ -89,28 +89,46 @@ def gathering_work(bucket: Bucket) -> Collective:
     return Collective(operation="all_gather", group=bucket.group, size_bytes=bucket.padded_bytes)
 
 
+def scale_key(rank: int) -> TaskKey:
+    """The task that scales the gradients of a rank by their global norm."""
+    return ("clip", rank)
+
+
+def updated_by(layout: PlanIndex, rank: int) -> tuple[int, int]:
+    """Scalars that a rank updates, and the arrays they come in."""
+    elements = tensors = 0
+    for bucket in layout.rank_buckets(rank):
+        divided = layout.is_divided(bucket)
+        elements += bucket.chunk_elements if divided else bucket.elements
+        tensors += 1 if divided else len(bucket.parameters)
+    return elements, tensors
+
+
+def gradients_complete(layout: PlanIndex, rank: int) -> list[TaskKey]:
+    """What must have ended before a rank has all gradients that it updates with."""
+    own = layout.plan.replica_of_rank(rank) if layout.plan.synchronisation.mixes else None
+    after = [
+        reduction_key(layout, bucket, replica=own)
+        for bucket in layout.rank_buckets(rank)
+        if len(summed_groups(layout, bucket)[own]) > 1
+    ]
+    first: dict[int, str] = {}
+    for name in layout.rank_components(rank):
+        if name in layout.differentiable:
+            first.setdefault(layout.chunk_of[name], name)
+    return [*after, *(last_backward_key(layout, rank, name) for name in first.values())]
+
+
 def add_optimizer(draft: Draft, layout: PlanIndex) -> None:
     """One OptimizerStep per rank after its buckets and its own backwards, over what it updates."""
     for rank in draft.kept_ranks():
-        buckets = layout.rank_buckets(rank)
-        if not buckets:
+        if not layout.rank_buckets(rank):
             continue
         stage, replica = layout.plan.stage_of_rank(rank), layout.plan.replica_of_rank(rank)
-        elements = tensors = 0
-        for bucket in buckets:
-            divided = layout.is_divided(bucket)
-            elements += bucket.chunk_elements if divided else bucket.elements
-            tensors += 1 if divided else len(bucket.parameters)
-        after: list[TaskKey] = []
-        for bucket in buckets:
-            own = replica if layout.plan.synchronisation.mixes else None
-            if len(summed_groups(layout, bucket)[own]) > 1:
-                after.append(reduction_key(layout, bucket, replica=own))
-        first: dict[int, str] = {}
-        for name in layout.rank_components(rank):
-            if name in layout.differentiable:
-                first.setdefault(layout.chunk_of[name], name)
-        after.extend(last_backward_key(layout, rank, name) for name in first.values())
+        elements, tensors = updated_by(layout, rank)
+        after = gradients_complete(layout, rank)
+        if layout.plan.clip_gradients:
+            after = [*after, scale_key(rank)]
         work = OptimizerStep(elements=elements, tensors=tensors)
         draft.add((Phase.OPTIMIZER, rank), work, [Resource(rank, COMPUTE)], after, Origin(stage=stage, replica=replica))
 

@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parsim.model.memory.kernel_workspaces import with_workspace
+
+_DEVICE = torch.ops.prim.device.default
+_ONE_TENSOR = (Tensor, FakeTensor)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -70,6 +74,10 @@ class LiveBytes(TorchDispatchMode):
         self.current_bytes -= self._live.pop(key, (0, ""))[0]
         self._ignored.discard(key)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled inside, and the guard against it costs as much as what is done here
+
     def _seen(self, tensor: Tensor) -> None:
         """An operator has made it, or a view of it."""
         key = tensor.untyped_storage()._cdata
@@ -86,7 +94,12 @@ class LiveBytes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
+        if func is _DEVICE:  # asked of a fake tensor several times per call
+            return args[0].device
         result = with_workspace(func, args, func(*args, **(kwargs or {})))
+        if type(result) in _ONE_TENSOR:
+            self._seen(result)
+            return result
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._seen(leaf)

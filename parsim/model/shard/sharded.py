@@ -66,8 +66,8 @@ def localise(program: CallProgram, found: Propagation, shard: int, ways: int) ->
     ops: list[Op] = []
     origins: list[int | None] = []
     slots = program.slots
+    state = {slot for _, slot in program.state}
     for number, (op, outcome) in enumerate(zip(program.ops, found.outcomes, strict=True)):
-        state = {slot for _, slot in program.state}
         swap: dict[int, int] = {}
         for slot in operands_of(op):
             how = outcome.converted.get(slot)

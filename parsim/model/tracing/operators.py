@@ -91,6 +91,9 @@ def _bias(func: Any, args: tuple[Any, ...]) -> Any:
     return None if place is None or place >= len(args) else args[place]
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Collects RawOperators while calls run on fake tensors.
 
@@ -119,7 +122,13 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators: list[RawOperator] = []
         self._state = state
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled inside, and the guard against it costs as much as what is done here
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # asked of a fake tensor several times per call
+            return args[0].device
         kwargs = kwargs or {}
         out = with_workspace(func, args, func(*args, **kwargs))
         packet = func._overloadpacket

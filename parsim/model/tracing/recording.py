@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten
 
 from parsim.errors import ModelError, TraceError
 from parsim.model.inputs import ModelInput
+from parsim.model.memory.fake_tensors import QuickFakeMode
 from parsim.model.objective.objective import TARGET, parse_objective
 from parsim.model.objective.settle import OpenLoss, settle
 from parsim.model.objective.total import entries, output_kinds, total_and_form
@@ -186,7 +187,7 @@ def _run_recorded(
 ) -> Recording:
     leaves, spec = flatten_inputs(args, kwargs)
     existing = [leaf for leaf in (*module.parameters(), *module.buffers(), *leaves) if isinstance(leaf, Tensor)]
-    fakes = detect_fake_mode(existing) or FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = detect_fake_mode(existing) or QuickFakeMode()
     recorder = Recorder(module, fakes, skew=skew, answers=answers)
     recording = recorder.recording
     rng = torch.get_rng_state()

@@ -11,10 +11,7 @@ from parsim.errors import PlanError
 from parsim.hardware.record import Count
 from parsim.plans.mixing_schedule import mixing_text
 from parsim.plans.synchronisation import Synchronisation, parse_synchronisation
-from parsim.workflow.cluster_section import ConfigSection
-
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Name = Annotated[str, Field(strict=True, min_length=1)]
+from parsim.workflow.cluster_section import ConfigSection, Name, Number
 
 
 class SynchronisationTable(ConfigSection):

@@ -1,0 +1,182 @@
+"""Fake tensors whose answers are found again quickly.
+
+Tracing asks fake tensors the same questions for every batch, precision and shard. torch keeps the answers, but finding one
+takes longer than the rest of a call. `QuickFakeMode` finds them under a shorter key. It has all that torch's key has, for dense
+tensors and plain arguments. Every other call is left to torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (  # type: ignore[attr-defined]
+    _DISPATCH_HANDLE_DIRECTLY,
+    _DISPATCH_META_HANDLERS,
+    FakeTensor,
+    FakeTensorMode,
+    _BypassDispatchCache,
+    _CacheKeyState,
+)
+
+_PLAIN = frozenset(
+    (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+class _Kind(NamedTuple):
+    """Of a new tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+class _Made(NamedTuple):
+    """One output of an operator.
+
+    Attributes:
+        same_as: the argument that it is, changed in place. view_of: the argument whose memory it sees.
+        kind: of a tensor that is no argument; None for an argument, or for no tensor at all. attributes: of the Python object.
+    """
+
+    same_as: int | None = None
+    view_of: int | None = None
+    kind: _Kind | None = None
+    attributes: Mapping[str, Any] = {}
+
+
+class _Answer(NamedTuple):
+    outputs: tuple[_Made, ...]
+    is_tuple: bool
+
+
+_UNKNOWN: Any = object()
+_ANSWERS: dict[Hashable, _Answer | None] = {}
+"""Of every mode, by the question. None: torch keeps none."""
+
+
+class QuickFakeMode(FakeTensorMode):
+    """torch's FakeTensorMode, with a shorter way to the answers that torch keeps.
+
+    A deep copy is the mode itself: `copy.deepcopy` in an `__init__` (nn.TransformerEncoder) copies layers, not the mode.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        unsafe = self._allow_unsafe_data_ptr_access
+        self._guard = torch._C._set_warn_deprecated_on_mutable_data_ptr if unsafe else torch._C._set_throw_on_mutable_data_ptr
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuickFakeMode:
+        return self
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled while a module is recorded, and the guard against it costs as much as an answer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _DISPATCH_META_HANDLERS:  # the device, sizes and strides of a tensor
+            return _DISPATCH_META_HANDLERS[func](args)  # type: ignore[no-untyped-call]
+        kwargs = kwargs or {}
+        key = self._key(func, args, kwargs)
+        if key is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        answer = _ANSWERS.get(key, _UNKNOWN)
+        if answer is _UNKNOWN:
+            return self._ask(key, func, types, args, kwargs)
+        if answer is None:
+            return self._dispatch_impl(func, types, args, kwargs)
+        if answer.is_tuple:
+            return tuple([self._output(made, args) for made in answer.outputs])
+        return self._output(answer.outputs[0], args)
+
+    def _ask(self, key: Hashable, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The answer of torch, which is kept if torch itself would keep it."""
+        if func in _DISPATCH_HANDLE_DIRECTLY or not self.cache_enabled:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        result = self._dispatch_impl(func, types, args, kwargs)
+        if self._key(func, args, kwargs) == key:  # no argument has become another tensor
+            _ANSWERS[key] = self._kept_by_torch(func, args, kwargs, result)
+        return result
+
+    def _key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
+        """All that an answer can depend on; None if it may be more than is known here."""
+        if torch.is_inference_mode_enabled():
+            return None
+        parts: list[Any] = [func, torch.get_default_dtype(), torch._C._get_default_device()]
+        if self._add(parts, args) and (not kwargs or self._add(parts, kwargs.items())):
+            return tuple(parts)
+        return None
+
+    def _add(self, parts: list[Any], arguments: Iterable[Any]) -> bool:
+        for argument in arguments:
+            kind = type(argument)
+            if kind is FakeTensor:
+                if argument.fake_mode is not self or argument.constant is not None or argument.layout is not torch.strided:
+                    return False
+                parts += (
+                    argument.shape,
+                    argument.stride(),
+                    argument.dtype,
+                    argument.storage_offset(),
+                    argument.untyped_storage().nbytes(),
+                    argument.fake_device,
+                    argument.requires_grad,
+                    argument.is_conj(),
+                    argument.is_neg(),
+                    argument.is_inference(),
+                )
+            elif kind in _PLAIN:
+                parts += kind, argument  # 1, 1.0 and True are equal, but make other tensors
+            elif kind is list or kind is tuple:
+                parts += kind, len(argument)
+                if not self._add(parts, argument):
+                    return False
+            else:
+                return False
+        return True
+
+    def _kept_by_torch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Answer | None:
+        """What torch would keep as its answer to this call, if anything."""
+        state: Any = _CacheKeyState(self.shape_env)
+        key: Any = None  # names symbolic sizes, which are not among the keys
+        try:
+            entry = self._make_cache_entry(state, key, func, args, kwargs, result)
+        except _BypassDispatchCache:
+            return None
+        outputs = []
+        for info in entry.output_infos:
+            made = (
+                None if info.inplace_idx is not None else self._get_output_tensor_from_cache_entry(state, info, key, func, args)
+            )
+            if isinstance(made, FakeTensor) and not (made.is_conj() or made.is_neg()):
+                attributes = {name: value for name, value in vars(made).items() if name != "fake_mode"}
+                offset = int(made.storage_offset())
+                kind = _Kind(tuple(made.shape), made.stride(), offset, made.dtype, made.fake_device, made.requires_grad)
+                outputs.append(_Made(view_of=info.view_idx, kind=kind, attributes=attributes))
+            elif made is None:
+                outputs.append(_Made(same_as=info.inplace_idx))
+            else:
+                return None
+        return _Answer(tuple(outputs), entry.is_output_tuple)
+
+    def _output(self, made: _Made, args: Sequence[Any]) -> Any:
+        """As torch makes it from an answer that it kept."""
+        if made.kind is None:
+            return None if made.same_as is None else args[made.same_as]
+        shape, stride, offset, dtype, device, requires_grad = made.kind
+        memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if made.view_of is not None:
+            memory.set_(args[made.view_of].untyped_storage(), offset, shape, stride)
+        found = Tensor._make_subclass(FakeTensor, memory, requires_grad, dispatch_device=True, device_for_backend_keys=device)
+        self._guard(found)
+        found.__dict__.update(made.attributes)
+        found.fake_mode = self
+        return found

@@ -1,0 +1,127 @@
+"""QuickFakeMode answers as torch's FakeTensorMode does: kinds of tensors, shared memory, and whole Models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the torch extra")
+
+from torch import nn  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+from parsim.model.memory import fake_tensors  # noqa: E402
+from parsim.model.memory.fake_tensors import QuickFakeMode  # noqa: E402
+from parsim.model.tracing import recording  # noqa: E402
+from parsim.model.tracing.trace import trace  # noqa: E402
+
+F = nn.functional
+
+
+def _images() -> Any:
+    return torch.empty(2, 3, 8, 8)
+
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b,
+    "a whole number": lambda a, b: b.long() + 1,
+    "a fraction": lambda a, b: b.long() + 1.0,
+    "a truth value": lambda a, b: b.long() + True,
+    "view": lambda a, b: a.view(6, -1),
+    "select": lambda a, b: a[:, 1],
+    "transposed": lambda a, b: a.transpose(1, 2),
+    "split": lambda a, b: a.split(1, 1),
+    "chunks": lambda a, b: torch.chunk(a, 2, -1),
+    "expanded": lambda a, b: b.expand(5, 2, 3, 4),
+    "in place": lambda a, b: a.mul_(2),
+    "product": lambda a, b: a @ b.transpose(1, 2),
+    "folded product": lambda a, b: F.linear(a, torch.empty(5, 4)),
+    "several": lambda a, b: a.max(-1),
+    "norm": lambda a, b: F.layer_norm(a, (4,)),
+    "attention": lambda a, b: F.scaled_dot_product_attention(a[None], b[None], b[None]),
+    "convolution": lambda a, b: F.conv2d(_images(), torch.empty(4, 3, 3, 3), torch.empty(4), padding=1),
+    "channels last": lambda a, b: _images().contiguous(memory_format=torch.channels_last) * 2,
+    "made": lambda a, b: torch.zeros(3, dtype=torch.float64),
+    "index": lambda a, b: a[torch.zeros(7, dtype=torch.int64)],
+    "conjugate": lambda a, b: torch.view_as_real(torch.view_as_complex(a.float().reshape(-1, 2)).conj().resolve_conj()),
+    "concatenated": lambda a, b: torch.cat([a, b], 1),
+    "resized": lambda a, b: a.clone().resize_(24),
+}
+
+
+def _seen(mode: Any, call: Callable[[Any, Any], Any], kind: Any) -> Any:
+    with mode:
+        a, b = torch.empty(2, 3, 4, dtype=kind), torch.empty(2, 3, 4, dtype=kind)
+        out = call(a, b)
+        made = out if isinstance(out, tuple | list) else (out,)
+        memory = [tensor.untyped_storage()._cdata for tensor in (a, b)]
+        return [
+            (
+                tuple(tensor.shape),
+                tensor.stride(),
+                tensor.storage_offset(),
+                tensor.dtype,
+                tensor.device,
+                tensor.untyped_storage().nbytes(),
+                [tensor.untyped_storage()._cdata == other for other in memory],
+                [tensor is a, tensor is b],
+                tensor.requires_grad,
+                tensor._version,
+            )
+            for tensor in made
+        ]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_answers_equal_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_tensors, "_ANSWERS", {})
+    for kind in (torch.float32, torch.bfloat16):
+        expected = _seen(FakeTensorMode(allow_non_fake_inputs=True), CALLS[name], kind)
+        assert _seen(QuickFakeMode(), CALLS[name], kind) == expected
+        assert _seen(QuickFakeMode(), CALLS[name], kind) == expected, "as it was kept"
+
+
+def test_the_default_type_is_part_of_the_question() -> None:
+    with QuickFakeMode():
+        numbers = torch.zeros(3, dtype=torch.int64)
+        kinds = [(numbers / 2).dtype]
+        torch.set_default_dtype(torch.float64)
+        try:
+            kinds.append((numbers / 2).dtype)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert kinds == [torch.float32, torch.float64]
+
+
+def test_gradients_flow_as_with_torch() -> None:
+    sizes = []
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True), QuickFakeMode(), QuickFakeMode()):
+        with mode:
+            a, b = torch.empty(2, 3, 4, requires_grad=True), torch.empty(4, 5, requires_grad=True)
+            ((a @ b)[:, 1] * 2.0).softmax(-1).sum().backward()
+            sizes.append([(found.shape, found.stride(), found.dtype) for found in (a.grad, b.grad) if found is not None])
+    assert sizes[0] == sizes[1] == sizes[2]
+    assert len(sizes[0]) == 2
+
+
+class _Several(nn.Module):
+    """Convolution, normalisation, attention, dropout, sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.middle = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Any) -> Any:
+        rows = self.middle(self.first(x).flatten(2).transpose(1, 2))
+        return self.head(rows.mean(1))
+
+
+@pytest.mark.parametrize("granularity", ["sublayer", "layer"])
+def test_models_equal_those_of_torchs_own_mode(granularity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [trace(_Several(), torch.zeros(4, 3, 4, 4), granularity=granularity, loss="cross_entropy").model for _ in range(2)]
+    monkeypatch.setattr(recording, "QuickFakeMode", lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    assert found == [trace(_Several(), torch.zeros(4, 3, 4, 4), granularity=granularity, loss="cross_entropy").model] * 2
