@@ -136,7 +136,7 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
             f"use --nproc {plan.world_size}, or set cluster.devices = {nproc} and plan again"
         )
     training = asked.config.training
-    check_rounds(plan, training.precision)
+    check_rounds(plan, training.precision, evaluates=training.evaluation is not None)
     check_loss(asked.problem.model, plan, allowed=training.allow_coupled_loss)
     check_executable(training.precision, training.dtype, device_kind(asked))
 

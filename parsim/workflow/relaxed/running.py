@@ -15,15 +15,21 @@ if TYPE_CHECKING:
     from parsim.execute.records.measurement import Measurement
 
 
-def check_rounds(plan: Plan, precision: str) -> None:
+def check_rounds(plan: Plan, precision: str, *, evaluates: bool = False) -> None:
     """Replicas that mix their weights hold them in the type in which they are updated, and agree on no loss scale.
 
     Args:
-        plan: to run. precision: as in RUN.toml.
+        plan: to run. precision: as in RUN.toml. evaluates: whether the mean weights are validated on the way.
 
     Raises:
-        PlanError: the plan mixes, and the precision keeps other copies of the weights, or a loss scale.
+        PlanError: the plan mixes, and the precision keeps other copies of the weights, or a loss scale; or mean weights are
+            validated that no rank has whole.
     """
+    if evaluates and plan.synchronisation.mixes and plan.mesh.pp * plan.mesh.tp > 1:
+        raise PlanError(
+            f"[training.evaluation] scores the mean weights of the replicas, and with mesh {plan.mesh} no rank has them whole; "
+            "drop training.evaluation, or use a mesh of dp alone"
+        )
     kind = number_format(precision)
     if plan.synchronisation.mixes and (kind.scales_loss or kind.weight_bytes < 4):
         raise PlanError(
