@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
+from parsim.data.blocks.room import available_bytes
 from parsim.errors import AlgorithmError, near_matches
+from parsim.units import format_bytes
 from parsim.virtual.feed import WorkerBatch
 from parsim.virtual.problems import LearningProblem
 
@@ -145,6 +147,25 @@ class LocalTraining:
             weights=torch.where(still, workers.weights, moved),
             moments=tuple(torch.where(still, old, new) for old, new in zip(before, moments, strict=True)),
             steps=workers.steps + steps,
+        )
+
+
+COPIES = 6
+"""Arrays as large as all weights that a step holds at once: weights, gradients, two moments, what is mixed, a temporary."""
+
+
+def check_room(replicas: int, weight_bytes: int) -> None:
+    """Raise AlgorithmError with how many replicas fit, where so many do not.
+
+    Args:
+        replicas: whose weights and states are held at once. weight_bytes: of one. Leaves out activations.
+    """
+    available = available_bytes()
+    each = COPIES * weight_bytes
+    if available is not None and replicas * each > available:
+        raise AlgorithmError(
+            f"{replicas} virtual replicas of {format_bytes(weight_bytes)} need {format_bytes(replicas * each)}, and "
+            f"{format_bytes(available)} are free: {available // each} fit; use fewer replicas or a smaller model"
         )
 
 

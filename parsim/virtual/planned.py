@@ -16,7 +16,7 @@ from torch import Tensor
 from parsim.data import BatchOrder, part
 from parsim.errors import AlgorithmError
 from parsim.plans.plan import Plan
-from parsim.virtual.local import LocalTraining, Workers
+from parsim.virtual.local import LocalTraining, Workers, check_room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,13 +54,14 @@ def train_planned(
         on_step: sees (steps done, weights [P, D]).
 
     Raises:
-        AlgorithmError: the plan does not mix, or its batches are not those of the order.
+        AlgorithmError: the plan does not mix, its batches are not those of the order, or so many replicas do not fit.
     """
     rule, replicas = plan.synchronisation, plan.mesh.dp
     if not rule.mixes:
         raise AlgorithmError(f"virtual replicas mix in rounds, and the plan has synchronisation {rule}; use average or gossip")
     if order.global_batch != plan.global_batch:
         raise AlgorithmError(f"the plan has batches of {plan.global_batch} samples, and the order of {order.global_batch}")
+    check_room(replicas, training.weight_bytes)
     workers = Workers.fresh(training.start.repeat(replicas, 1))
     previous, velocity, rounds = training.start.clone(), None, 0
     scores: list[tuple[int, float]] = []

@@ -21,7 +21,7 @@ from parsim.algorithms.periods import Period, warn_if_not_synchronous
 from parsim.algorithms.shards import Shards, shard_samples
 from parsim.errors import AlgorithmError
 from parsim.virtual.feed import Feed, feed_problem
-from parsim.virtual.local import LocalTraining, Workers, batches_in, epoch_batches, stack_batches
+from parsim.virtual.local import LocalTraining, Workers, batches_in, check_room, epoch_batches, stack_batches
 from parsim.virtual.problems import LearningProblem
 
 Mixing = Callable[[int], NDArray[np.float64]]
@@ -200,6 +200,7 @@ class _Rounds:
         count = self.partition.workers
         problem = self.training.problem
         self.feed = feed_problem(problem, self.partition.shards(problem.targets.flatten().numpy()))
+        check_room(count, self.training.weight_bytes)
         self.workers = Workers.fresh(self.training.start.repeat(count, 1))
         self.previous = self.training.start.clone()
         self.clock_s = np.zeros(count)

@@ -39,6 +39,7 @@ from parsim.workflow.progress import Say
 from parsim.workflow.public.answer import Answer
 from parsim.workflow.public.prediction import Prediction
 from parsim.workflow.question import Question, taken_defaults
+from parsim.workflow.relaxed.running import check_rounds, whole_periods
 from parsim.workflow.this_machine import on_this_machine
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
             f"use --nproc {plan.world_size}, or set cluster.devices = {nproc} and plan again"
         )
     training = asked.config.training
+    check_rounds(plan, training.precision, evaluates=training.evaluation is not None)
     check_loss(asked.problem.model, plan, allowed=training.allow_coupled_loss)
     check_executable(training.precision, training.dtype, device_kind(asked))
 
@@ -275,7 +277,8 @@ def measured(folder: RunFolder, run: str, evaluation: Evaluation) -> Measurement
     """What the ranks of one run of the folder's job wrote down."""
     from parsim.execute.records.measurement import load_measurement
 
-    return load_measurement(folder.records(run), evaluation.graph)
+    found = load_measurement(folder.records(run), evaluation.graph)
+    return replace(found, step_s=whole_periods(found, evaluation.result.plan))
 
 
 def judge(problem: PlanningProblem, evaluation: Evaluation, seen: Measurement) -> Comparison:

@@ -36,6 +36,7 @@ from parsim.workflow.folders.write_report import write_run_files
 from parsim.workflow.progress import progress
 from parsim.workflow.public.measured import Measured
 from parsim.workflow.public.prediction import Prediction
+from parsim.workflow.relaxed.running import check_adaptive, steps_per_round
 from parsim.workflow.training.check import check_training, steps_per_epoch, total_steps
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def train(
         ConfigError, PlanError, ModelError, DoesNotFitError: what cannot be run. ExecutionError: a rank failed.
     """
     check_options(adaptive=adaptive, resume=resume, out=out)
+    if adaptive:
+        check_adaptive(asked.plan)
     asked, changed_since = _ready(asked, nproc)
     steps = total_steps(asked.config)
     folder = RunFolder(out) if resume and out is not None else new_folder(out, name)
@@ -196,7 +199,7 @@ def validate(
         output=str(folder.path.resolve()),
         mode="measure",
         runs=(run_spec(asked, RUN, folder.model),),
-        steps=STEPS_PER_ROUND,
+        steps=steps_per_round(asked.plan, STEPS_PER_ROUND),
         rounds=rounds,
         device=device_kind(asked),
     )

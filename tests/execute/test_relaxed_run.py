@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from parsim.data import BatchOrder
+from parsim.errors import AlgorithmError
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.stage import seeded_module
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
@@ -18,7 +19,7 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import parse_synchronisation
-from parsim.virtual.local import LocalOptimizer, LocalTraining
+from parsim.virtual.local import LocalOptimizer, LocalTraining, check_room
 from parsim.virtual.planned import train_planned
 from parsim.virtual.problems import LearningProblem
 from tests.execute.equality import Case, even_plan, run_cases
@@ -182,3 +183,24 @@ def test_another_plan_goes_on_with_the_mean(tmp_path: Path) -> None:
     after = latest_checkpoint(tmp_path / "run" / "checkpoints")
     assert after is not None
     assert all(torch.equal(before[name], value) for name, value in load_state(after).weights.items())
+
+
+def test_more_replicas_than_memory_holds_names_how_many_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parsim.virtual.local.available_bytes", lambda: 6 * 1000 * 10 + 59)
+    check_room(10, 1000)
+    with pytest.raises(AlgorithmError, match="10 fit"):
+        check_room(11, 1000)
+
+
+def test_virtual_replicas_of_a_plan_refuse_what_does_not_mix() -> None:
+    case = relaxed_case("gossip/1 ring", "sgd", 2)
+    run = RunSpec(
+        name="run", model=case.spec, model_path="", plan=case.plan, optimizer="sgd", learning_rate=0.1, dataset="digits"
+    )
+    training, order = virtual_training(run)
+    outcome = train_planned(case.plan, training, order, 4, step_s=0.5, score_every=2)
+    assert (outcome.seconds, outcome.rounds, [step for step, _ in outcome.scores]) == (2.0, 4, [2, 4])
+    with pytest.raises(AlgorithmError, match="use average or gossip"):
+        train_planned(replace(case.plan, synchronisation=parse_synchronisation("all_reduce")), training, order, 1)
+    with pytest.raises(AlgorithmError, match="batches of 16"):
+        train_planned(case.plan, training, replace(order, global_batch=8), 1)

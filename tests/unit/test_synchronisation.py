@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from parsim.algorithms.graphs import mixing_graph
 from parsim.errors import ConfigError, PlanError
+from parsim.execute.records.measurement import Measurement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
 from parsim.workflow.config import parse_config
+from parsim.workflow.relaxed.running import check_adaptive, check_rounds, steps_per_round, whole_periods
 
 RUN = """
 [model]
@@ -185,3 +187,32 @@ participation = 0.5
 def test_run_file_errors_name_the_key(table: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_config(f"{RUN}synchronisation = {table}\n")
+
+
+def test_what_a_run_cannot_mix_is_refused() -> None:
+    rule = Synchronisation(kind="average", period_steps=4)
+    check_rounds(plan_of(rule), "fp32", evaluates=True)
+    check_rounds(plan_of(ALL_REDUCE, pp=2), "bf16", evaluates=True)
+    for precision in ("bf16", "amp_fp16"):
+        with pytest.raises(PlanError, match="not mixed"):
+            check_rounds(plan_of(rule), precision)
+    with pytest.raises(PlanError, match="no rank has them whole"):
+        check_rounds(plan_of(rule, pp=2), "fp32", evaluates=True)
+    with pytest.raises(PlanError, match="drop --adaptive"):
+        check_adaptive(plan_of(rule))
+    assert [steps_per_round(plan_of(entry), 4) for entry in (ALL_REDUCE, rule)] == [4, 4]
+    assert steps_per_round(plan_of(Synchronisation(kind="gossip", graph="one_peer_exponential", period_steps=3)), 4) == 6
+
+
+def test_a_training_is_averaged_over_whole_periods() -> None:
+    seen = Measurement(
+        step_s=np.arange(10.0),
+        steps=10,
+        timelines=(),
+        losses=(),
+        peak_bytes=(),
+        cpu_s=(),
+        pace_s=np.empty((0, 0)),
+    )
+    assert whole_periods(seen, plan_of(Synchronisation(kind="average", period_steps=4))).tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert len(whole_periods(seen, plan_of(ALL_REDUCE))) == 10

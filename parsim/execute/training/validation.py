@@ -86,6 +86,8 @@ class Validation:
             found = run_dataset(entry.run, "validation")
             self._data = found.whole() if isinstance(found, StreamSamples) else found
         weights, buffers = whole_weights(entry.stage)
+        if entry.mixing is not None:  # those above are the first replica's
+            weights = {**weights, **entry.mixing.mean_weights()}
         result = scores(
             entry.run,
             weights,
